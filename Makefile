@@ -1,0 +1,36 @@
+# Sets up a virtual environment of its own with pinned packages, then trains, tests or checks the code in it.
+#
+#     make train ARGS="strategy=pipeline_sync trainer.max_steps=200"
+#     make test ARGS="tests/pipeline -k gpipe"
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.PHONY: train test lint clean
+
+train: $(READY)
+	$(RUN) -m recipes.train strategy=pipeline_async $(ARGS)
+
+test: $(READY)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest $(ARGS)
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Made anew when what is to be installed changes; a set-up that was cut short has no .ready and is done again.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+		{ echo "$(PYTHON) is not Python 3.11, 3.12 or 3.13: make PYTHON=/path/to/one"; exit 1; }
+	@echo "Setting up $(VENV): once, a minute or more"
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[recipes,test]"
+	@touch $@
