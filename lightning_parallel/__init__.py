@@ -1,0 +1,30 @@
+"""Lightning strategies that train an unmodified LightningModule on any layout of pipeline, tensor and data parallelism.
+
+Importing the package makes its strategies' names known to Lightning: ``Trainer(strategy="pipeline_async")``.
+"""
+
+from __future__ import annotations
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_parallel.strategies.pipeline import PipelineStrategy
+from lightning_parallel.strategies.pipeline_async import AsyncPipelineStrategy
+
+__all__ = ["AsyncPipelineStrategy", "PipelineStrategy"]
+
+__version__ = "0.1.0"
+
+
+def _register() -> None:
+    for name, strategy, options in (
+        ("pipeline_naive", PipelineStrategy, {"schedule": "naive"}),
+        ("pipeline_sync", PipelineStrategy, {"schedule": "gpipe"}),
+        ("pipeline_gpipe", PipelineStrategy, {"schedule": "gpipe"}),
+        ("pipeline_1f1b", PipelineStrategy, {"schedule": "1f1b"}),
+        ("pipeline_async", AsyncPipelineStrategy, {}),
+    ):
+        if name not in StrategyRegistry:
+            StrategyRegistry.register(name, strategy, description=(strategy.__doc__ or "").split("\n")[0], **options)
+
+
+_register()

@@ -1,0 +1,278 @@
+"""Messages between neighbouring stages: what a layer returned goes forward, its gradient comes back.
+
+A message is one flat buffer: the tensors, each aligned, then a trailer of two words of 8 bytes. Its *format* (shapes,
+dtypes, which tensors want a gradient) is not sent along: the sender and the receiver both remember, for each place in
+the schedule, the format of the last message there, and expect the next to be the same. So a receive can be posted
+before the message is made, at the cost of no extra message. Where a message is different (the last, smaller batch; a
+longer sequence) its sender says so in the first word, and sends format and tensors after it:
+
+    as expected     [ tensors ............ | 0, a ]
+    otherwise       [ as long, contents void | n, a ]  [ format, n bytes ]  [ tensors | 0, a ]
+    end of stream   [ as long, contents void | -1, a ]
+
+A gradient needs no trailer: both sides know its format, that of the activation. Only one receive a direction is
+posted ahead, since a format is known only once the message before it has been read; it is in flight while the stage
+computes, which hides its latency.
+
+gloo can't say whether a send is done without waiting for it, so a sender keeps its buffers until it *knows*
+(:meth:`Sender.confirm`): the gradient of a microbatch proves that its activation arrived, and the second word, a,
+counts the gradients that had arrived when the activation was sent. So buffers are bounded by what is in flight.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_parallel.pipeline.stage import Arrival
+
+Format = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]  # shape, dtype, requires_grad of each tensor
+
+_ALIGNMENT = 64  # bytes; any dtype can be viewed at such an offset
+_TRAILER = 16
+_END = -1
+
+
+class PeerLostError(RuntimeError):
+    """The stage at the other end of a link has stopped."""
+
+
+def format_of(tensors: Sequence[Tensor]) -> Format:
+    return tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+
+
+def gradient_format(activations: Format) -> Format:
+    """The format of the gradients of a message: those of the tensors that want one."""
+    return tuple((shape, dtype, False) for shape, dtype, requires_grad in activations if requires_grad)
+
+
+class Link:
+    """One direction between this rank and a neighbour: posts sends and receives of flat byte buffers.
+
+    Tensors on a GPU travel through pinned host memory where the group's backend is gloo, so that several stages may
+    share one GPU, and directly where it is NCCL.
+
+    Args:
+        group: a group of the two ranks that nothing else uses.
+        peer: global rank of the neighbour.
+        peer_name: how errors name it.
+        device: where this stage computes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, peer_name: str, device: torch.device) -> None:
+        self._group = group
+        self._peer = peer
+        self._peer_name = peer_name
+        self.device = device
+        self._staged = device.type != "cpu" and dist.get_backend(group) == "gloo"
+
+    def buffer(self, nbytes: int) -> Tensor:
+        if self._staged:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def arrived(self, buffer: Tensor) -> Tensor:
+        """A received buffer, where this stage computes."""
+        return buffer.to(self.device) if self._staged else buffer
+
+    def isend(self, buffer: Tensor) -> dist.Work:
+        try:
+            return self._work(dist.isend(buffer, self._peer, group=self._group))
+        except RuntimeError as error:
+            raise self._lost() from error
+
+    def irecv(self, buffer: Tensor) -> dist.Work:
+        try:
+            return self._work(dist.irecv(buffer, self._peer, group=self._group))
+        except RuntimeError as error:
+            raise self._lost() from error
+
+    def wait(self, work: dist.Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost() from error
+
+    @staticmethod
+    def _work(work: dist.Work | None) -> dist.Work:
+        assert work is not None, "this rank is a member of its links' groups"
+        return work
+
+    def _lost(self) -> PeerLostError:
+        return PeerLostError(
+            f"The link to {self._peer_name} broke: that stage stopped, or did not answer within the timeout. "
+            f"The cause is in its own output."
+        )
+
+
+class Sender:
+    """Sends messages over a link, in order."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._formats: dict[Hashable, Format] = {}
+        self._unconfirmed: deque[list[tuple[dist.Work, Tensor]]] = deque()  # one list a message
+        self._confirmed = 0  # messages known to have arrived
+
+    @property
+    def sent(self) -> int:
+        """Messages sent since the start."""
+        return self._confirmed + len(self._unconfirmed)
+
+    def send(self, tensors: Sequence[Tensor], place: Hashable, acknowledged: int = 0) -> None:
+        """Send ``tensors`` as the message of a place in the schedule (any key that the receiver uses too), and the
+        number of gradient messages that came back so far."""
+        actual = format_of(tensors)
+        expected = self._formats.get(place, ())
+        parts: list[tuple[dist.Work, Tensor]] = []
+        if actual == expected:
+            parts.append(self._post(_pack(tensors, actual, (0, acknowledged), self._link)))
+        else:
+            description = _encode(actual)
+            parts.append(self._post(_pack((), expected, (description.numel(), acknowledged), self._link)))
+            parts.append(self._post(_to_link(description, self._link)))
+            parts.append(self._post(_pack(tensors, actual, (0, acknowledged), self._link)))
+            self._formats[place] = actual
+        self._unconfirmed.append(parts)
+
+    def end(self, place: Hashable, acknowledged: int = 0) -> None:
+        """Answer the receive that the peer has posted for ``place``: there will be no such message."""
+        void = _pack((), self._formats.get(place, ()), (_END, acknowledged), self._link)
+        self._unconfirmed.append([self._post(void)])
+
+    def send_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Send gradients, whose format the receiver knows. None: no message."""
+        if not gradients:
+            self._unconfirmed.append([])
+            return
+        only = gradients[0] if len(gradients) == 1 else None
+        if only is not None and only.is_contiguous() and only.device.type == "cpu":
+            self._unconfirmed.append([self._post(only.detach())])  # as it lies in memory: a message needs no copy
+        else:
+            self._unconfirmed.append([self._post(_pack(gradients, format_of(gradients), None, self._link))])
+
+    def confirm(self, messages: int) -> None:
+        """The peer is known to have received this many messages since the start: release their buffers."""
+        while self._confirmed < messages and self._unconfirmed:
+            for work, _ in self._unconfirmed.popleft():
+                self._link.wait(work)
+            self._confirmed += 1
+
+    def flush(self, keep: int = 0) -> None:
+        """Wait until all but the last ``keep`` messages have arrived."""
+        self.confirm(self._confirmed + len(self._unconfirmed) - keep)
+
+    def _post(self, buffer: Tensor) -> tuple[dist.Work, Tensor]:
+        return self._link.isend(buffer), buffer
+
+
+class Receiver:
+    """Receives messages over a link, in order, one posted ahead."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._formats: dict[Hashable, Format] = {}
+        self._posted: tuple[dist.Work, Tensor, Format, Hashable] | None = None
+        self.acknowledged = 0  # gradient messages that the peer had received when it sent the last message taken
+
+    @property
+    def is_posted(self) -> bool:
+        return self._posted is not None
+
+    def post(self, place: Hashable) -> None:
+        """Post the receive of the next message, that of ``place``."""
+        expected = self._formats.get(place, ())
+        self._post(expected, _layout(expected)[1] + _TRAILER, place)
+
+    def take(self) -> Arrival | None:
+        """Wait for the message posted, and read it. None: the sender ended the stream."""
+        buffer, expected, place = self._wait()
+        status, self.acknowledged = _trailer(buffer)
+        if status == _END:
+            return None
+        if status:
+            description = self._exchange(status)
+            expected = self._formats[place] = _decode(description)
+            buffer = self._exchange(_layout(expected)[1] + _TRAILER)
+        return Arrival(_unpack(buffer, expected), [requires_grad for _, _, requires_grad in expected])
+
+    def post_gradients(self, expected: Format) -> None:
+        """Post the receive of gradients: those of a message that this rank sent (:func:`gradient_format`)."""
+        self._post(expected, _layout(expected)[1], None)
+
+    def take_gradients(self) -> list[Tensor]:
+        buffer, expected, _ = self._wait()
+        return _unpack(buffer, expected)
+
+    def _post(self, expected: Format, nbytes: int, place: Hashable) -> None:
+        assert self._posted is None, "one receive at a time"
+        buffer = self._link.buffer(nbytes)
+        self._posted = (self._link.irecv(buffer), buffer, expected, place)
+
+    def _wait(self) -> tuple[Tensor, Format, Hashable]:
+        assert self._posted is not None, "post before you take"
+        work, buffer, expected, place = self._posted
+        self._link.wait(work)
+        self._posted = None
+        return self._link.arrived(buffer), expected, place
+
+    def _exchange(self, nbytes: int) -> Tensor:
+        buffer = self._link.buffer(nbytes)
+        self._link.wait(self._link.irecv(buffer))
+        return self._link.arrived(buffer)
+
+
+def _layout(expected: Format) -> tuple[list[tuple[int, int]], int]:
+    """Where each tensor lies in a buffer (start, end), and where the tensors end, in bytes."""
+    places: list[tuple[int, int]] = []
+    end = 0
+    for shape, dtype, _ in expected:
+        size = math.prod(shape) * dtype.itemsize
+        places.append((end, end + size))
+        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return places, end
+
+
+def _pack(tensors: Sequence[Tensor], expected: Format, trailer: tuple[int, int] | None, link: Link) -> Tensor:
+    places, end = _layout(expected)
+    buffer = link.buffer(end + (_TRAILER if trailer else 0))
+    for (start, stop), tensor in zip(places, tensors, strict=False):  # no tensors: contents void
+        buffer[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    if trailer:
+        buffer[end:].view(torch.int64).copy_(torch.tensor(trailer))
+    return buffer
+
+
+def _unpack(buffer: Tensor, expected: Format) -> list[Tensor]:
+    return [
+        buffer[start:stop].view(dtype).view(shape)
+        for (start, stop), (shape, dtype, _) in zip(_layout(expected)[0], expected, strict=True)
+    ]
+
+
+def _trailer(buffer: Tensor) -> tuple[int, int]:
+    status, acknowledged = buffer[-_TRAILER:].view(torch.int64).tolist()
+    return status, acknowledged
+
+
+def _encode(actual: Format) -> Tensor:
+    text = json.dumps([[list(shape), str(dtype).removeprefix("torch."), grad] for shape, dtype, grad in actual])
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def _decode(description: Tensor) -> Format:
+    fields: list[Any] = json.loads(bytes(description.cpu().tolist()).decode())
+    return tuple((tuple(shape), getattr(torch, dtype), bool(grad)) for shape, dtype, grad in fields)
+
+
+def _to_link(tensor: Tensor, link: Link) -> Tensor:
+    buffer = link.buffer(tensor.numel())
+    buffer.copy_(tensor)
+    return buffer

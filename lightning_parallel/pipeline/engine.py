@@ -1,0 +1,271 @@
+"""Runs a schedule on a stage.
+
+The schedule says what is computed and when; the messages follow from it. A forward waits for the activation that the
+stage before sent, a backward for the gradient that the stage after sent, and each receive is posted as soon as the
+one before has been read, so it is in flight while the stage computes. The engine knows no Lightning: what a
+microbatch's step is, what an update does and which weights a forward uses are given to it.
+
+    on stage s, 1F1B:   F(k)                                B(k - w)
+                        take activation k      <-- s-1      take gradient k - w          <-- s+1
+                        post activation k + 1               post gradient k - w + 1
+                        run the user's step                 run autograd
+                        send the output        --> s+1      send the input's gradient    --> s-1
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from lightning_parallel.layout import Groups, Layout
+from lightning_parallel.pipeline.channel import Format, Link, Receiver, Sender, format_of, gradient_format
+from lightning_parallel.pipeline.random import seeded
+from lightning_parallel.pipeline.schedule import Action, Backward, Forward, Step
+from lightning_parallel.pipeline.stage import Arrival, Departure, Stage
+from lightning_parallel.pipeline.timeline import Timeline
+from lightning_parallel.pipeline.weights import CurrentWeights, Weights
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One microbatch's work.
+
+    Attributes:
+        step: the user's step, bound to this microbatch. Its result on the last stage is given to ``loss_of``.
+        weight: factor of its loss in the update (its share of the batch, accumulation, loss scale).
+        place: its index within its batch: where in the schedule the formats of its messages are remembered.
+        seed: of the random numbers that its forward draws.
+    """
+
+    step: Callable[[], Any]
+    weight: float
+    place: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """What a forward leaves for its backward. Edges of the graph, not tensors: an output's memory is free once sent."""
+
+    number: int
+    edges: list[GradientEdge]
+    seeds: list[Tensor]  # what the backward starts from, on the last stage: the weight of the loss
+    gradients: Format  # elsewhere: what the next stage will send
+    sent: int  # activation messages sent, this one included
+    arrival: Arrival | None
+    token: Any
+
+
+class Engine:
+    """Runs actions on this rank's stage.
+
+    Args:
+        stage: what runs here.
+        layout, groups: where the neighbours are.
+        loss_of: takes the loss out of what the user's step returned, on the last stage.
+        weights: which weights a forward uses.
+        timeline: records what ran when.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        layout: Layout,
+        groups: Groups,
+        device: torch.device,
+        *,
+        loss_of: Callable[[Any], Tensor],
+        weights: Weights | None = None,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self._stage = stage
+        self._device = device
+        self._loss_of = loss_of
+        self._weights: Weights = weights or CurrentWeights()
+        self._timeline = timeline or Timeline(enabled=False)
+        self._in_flight: deque[_InFlight] = deque()
+        self._streaming = False  # endless: every stage but the first has posted a receive for a batch yet to come
+        self._gradients_taken = 0  # gradient messages, empty ones included
+
+        def link(group: dist.ProcessGroup | None, neighbour: int) -> Link | None:
+            if group is None:
+                return None
+            peer = layout.rank_of(stage=neighbour)
+            return Link(group, peer, layout.describe(peer), device)
+
+        before, after = layout.stage - 1, layout.stage + 1
+        # The first stage has no stage before it, the last none after it.
+        self._activations_in = _maybe(Receiver, link(groups.forward_in, before))
+        self._activations_out = _maybe(Sender, link(groups.forward_out, after))
+        self._gradients_in = _maybe(Receiver, link(groups.backward_in, after))
+        self._gradients_out = _maybe(Sender, link(groups.backward_out, before))
+
+    @property
+    def activations_held(self) -> int:
+        """Microbatches whose forward has run here and whose backward hasn't."""
+        return len(self._in_flight)
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        actions: Iterable[Action],
+        microbatches: Mapping[int, Microbatch],
+        *,
+        update: Callable[[], None] | None = None,
+        endless: bool = False,
+    ) -> list[Any]:
+        """Run a list of actions, or a slice of an endless one.
+
+        Args:
+            actions: what to do, in order.
+            microbatches: by number, those whose forward is among ``actions``.
+            update: what a ``Step`` does.
+            endless: more forwards will come in another call (or :meth:`end_stream`): the first one's activation is
+                received ahead.
+
+        Returns:
+            What the user's step returned for each forward, on the last stage; an empty list on the others.
+        """
+        actions = list(actions)
+        forwards = deque(a.microbatch for a in actions if isinstance(a, Forward))
+        outputs: list[Any] = []
+        self._post_activation(forwards, microbatches, endless=False)
+        self._streaming = endless and (self._streaming or bool(forwards))
+        for action in actions:
+            if isinstance(action, Forward):
+                forwards.popleft()
+                microbatch = microbatches[action.microbatch]
+                arrival = self._take_activation(action.microbatch)
+                self._post_activation(forwards, microbatches, endless)
+                output = self._forward(action.microbatch, microbatch, arrival)
+                if self._stage.is_last:
+                    outputs.append(output)
+            elif isinstance(action, Backward):
+                self._backward(action.microbatch)
+            else:
+                assert isinstance(action, Step)
+                with self._timeline.span("step", action.update):
+                    if update is not None:
+                        update()
+        if not endless:
+            for sender in (self._activations_out, self._gradients_out):
+                if sender is not None:
+                    sender.flush(keep=1)
+        return outputs
+
+    def _forward(self, number: int, microbatch: Microbatch, arrival: Arrival | None) -> Any:
+        with self._timeline.span("forward", number):
+            with seeded(microbatch.seed, self._device):
+                output, token = self._weights.forward(lambda: self._stage.run(microbatch.step, arrival))
+            tensors = output.tensors if isinstance(output, Departure) else [self._loss_of(output)]
+        edges = [get_gradient_edge(t) for t in tensors if t.requires_grad]
+        if self._activations_out is None:
+            seeds = [torch.full_like(t, microbatch.weight) for t in tensors]
+            flight = _InFlight(number, edges, seeds, (), 0, arrival, token)
+        else:
+            self._activations_out.send(tensors, microbatch.place, self._gradients_taken)
+            gradients = gradient_format(format_of(tensors))
+            flight = _InFlight(number, edges, [], gradients, self._activations_out.sent, arrival, token)
+        self._in_flight.append(flight)
+        self._post_gradient()
+        return output
+
+    def _backward(self, number: int) -> None:
+        flight = self._in_flight[0]
+        assert flight.number == number, "schedules run backwards in the order of the forwards"
+        seeds = self._take_gradients(number, flight)
+        self._in_flight.popleft()
+        self._post_gradient()
+        with self._timeline.span("backward", number):
+            if flight.edges:
+                torch.autograd.backward(flight.edges, seeds)
+            self._weights.backward_done(flight.token)
+        if self._gradients_out is not None:
+            assert flight.arrival is not None
+            self._gradients_out.send_gradients(flight.arrival.gradients(self._device))
+            self._gradients_out.confirm(self._activations_in.acknowledged)
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def _post_activation(self, forwards: deque[int], microbatches: Mapping[int, Microbatch], endless: bool) -> None:
+        """Post the receive for the next forward. Of a batch that has yet to come, the first place is expected."""
+        if self._activations_in is None:
+            return
+        if forwards:
+            if not self._activations_in.is_posted:
+                self._activations_in.post(microbatches[forwards[0]].place)
+        elif endless:
+            self._activations_in.post(0)
+
+    def _take_activation(self, number: int) -> Arrival | None:
+        if self._activations_in is None:
+            return None
+        with self._timeline.span("receive", number):
+            arrival = self._activations_in.take()
+        assert arrival is not None, "a stream ends between batches"
+        return arrival
+
+    def _post_gradient(self) -> None:
+        """Post the receive for the next backward, if its forward has run."""
+        if self._gradients_in is None or self._gradients_in.is_posted or not self._in_flight:
+            return
+        if self._in_flight[0].gradients:
+            self._gradients_in.post_gradients(self._in_flight[0].gradients)
+
+    def _take_gradients(self, number: int, flight: _InFlight) -> list[Tensor]:
+        if self._gradients_in is None:
+            return flight.seeds
+        gradients: list[Tensor] = []
+        if flight.gradients:
+            with self._timeline.span("receive", number):
+                gradients = self._gradients_in.take_gradients()
+            self._activations_out.confirm(flight.sent)
+        self._gradients_taken += 1
+        return gradients
+
+    def end_stream(self) -> None:
+        """End an endless list, after its last backward: receives posted on speculation are answered."""
+        assert not self._in_flight, "drain before the stream ends"
+        if not self._streaming:
+            return
+        self._streaming = False
+        if self._activations_out is not None:
+            self._activations_out.end(0, self._gradients_taken)
+        if self._activations_in is not None:
+            arrival = self._activations_in.take()
+            assert arrival is None, "the stage before ends its stream at the same microbatch"
+
+    # -- evaluation ----------------------------------------------------------------------------------------------
+
+    def evaluate(self, step: Callable[[], Any], number: int = 0) -> Any:
+        """Forward only: one message a batch, no waiting for the stages behind but for two messages of head start.
+
+        Returns:
+            What the step returned, on the last stage; None on the others.
+        """
+        arrival = None
+        if self._activations_in is not None:
+            self._activations_in.post("evaluation")
+            with self._timeline.span("receive", number):
+                arrival = self._activations_in.take()
+            assert arrival is not None
+        with self._timeline.span("evaluate", number):
+            output = self._stage.run(step, arrival)
+        if not isinstance(output, Departure):
+            return output
+        assert self._activations_out is not None
+        self._activations_out.send(output.tensors, "evaluation")
+        self._activations_out.flush(keep=2)
+        return None
+
+
+def _maybe(kind: type[Any], link: Link | None) -> Any:
+    return None if link is None else kind(link)

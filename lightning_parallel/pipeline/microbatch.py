@@ -1,0 +1,262 @@
+"""Batches into microbatches, and what the microbatches gave back into what the batch would have given.
+
+A batch is any nesting of tuples, lists, mappings and dataclasses that holds tensors; the samples lie along
+dimension 0 of every tensor. Named tuples, `transformers.BatchEncoding` and `ModelOutput` keep their types.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+
+def sizes(n: int, count: int) -> list[int]:
+    """The sizes of `count` microbatches of `n` samples: they differ by at most one, the larger come first.
+
+    Raises:
+        ValueError: there would be microbatches without a sample.
+    """
+    if not 1 <= count <= n:
+        raise ValueError(
+            f"cannot split {n} samples into {count} microbatches: each needs at least one sample. "
+            f"Use microbatches between 1 and {n}, or a larger batch."
+        )
+    small, large = divmod(n, count)
+    return [small + 1] * large + [small] * (count - large)
+
+
+def batch_size(batch: Any) -> int:
+    """The number of samples: the size of dimension 0, on which all tensors of the batch have to agree.
+
+    Tensors without dimensions say nothing.
+
+    Raises:
+        ValueError: the batch holds no tensor with a dimension, or tensors that disagree: it names them.
+    """
+    found: int | None = None
+    for size in _first_sizes(batch):
+        if found is None:
+            found = size
+        elif size != found:
+            named = ", ".join(f"{path} has {size}" for path, size in _named_sizes(batch, "batch"))
+            raise ValueError(
+                f"the tensors of the batch disagree about the number of samples (dimension 0): {named}. "
+                "Give every tensor of the batch its samples along dimension 0."
+            )
+    if found is None:
+        raise ValueError(
+            f"the batch, a {type(batch).__name__}, holds no tensor to split along dimension 0: microbatches "
+            "need nested tuples, lists, dicts or dataclasses of tensors."
+        )
+    return found
+
+
+def split(batch: Any, count: int) -> list[Any]:
+    """The batch as `count` batches of the sizes that `sizes` gives, of views, without a copy.
+
+    Tensors are split along dimension 0. So are lists of other things (or tuples of strings, as torch's
+    default collate function makes them) that are as long as the batch. All else is repeated in every
+    microbatch: tensors without dimensions, numbers, `None`.
+
+    Raises:
+        ValueError: as `batch_size` and `sizes`.
+    """
+    lengths = sizes(batch_size(batch), count)
+    return _split(batch, lengths)
+
+
+def signature(batch: Any) -> Hashable:
+    """What two batches have in common exactly if messages made from one fit the other.
+
+    It is the structure with shape and dtype of the tensors; other values do not count.
+    """
+    if isinstance(batch, Tensor):
+        return batch.shape, batch.dtype
+    kind = type(batch)
+    if kind is dict:
+        return kind, tuple(batch), tuple([signature(value) for value in batch.values()])
+    if kind is tuple or kind is list:
+        return kind, tuple([signature(value) for value in batch])
+    children = _children(batch)
+    if children is None:
+        return (kind,)
+    keys, values = children
+    return kind, tuple(keys), tuple([signature(value) for value in values])
+
+
+def join_outputs(outputs: Sequence[Any], weights: Sequence[int]) -> Any:
+    """What `training_step` returned for each microbatch, as it would have returned it for the whole batch.
+
+    Numbers and tensors without dimensions: the mean, weighted by the microbatch sizes. Tensors whose
+    dimension 0 is the size of their microbatch: concatenated. Mappings, tuples and lists: element by element.
+    Microbatches that returned `None` do not count. All else: the last. Tensors are detached.
+
+    Args:
+        outputs: one a microbatch.
+        weights: the sizes of the microbatches.
+    """
+    assert len(outputs) == len(weights), f"{len(outputs)} outputs of {len(weights)} microbatches"
+    parts = [output for output in outputs if output is not None]
+    shares = [weight for output, weight in zip(outputs, weights, strict=True) if output is not None]
+    if not parts:
+        return None
+    last = parts[-1]
+    if all(isinstance(part, Tensor) for part in parts):
+        return _join_tensors([part.detach() for part in parts], shares)
+    if all(isinstance(part, Real) and not isinstance(part, bool) for part in parts):
+        return sum(part * share for part, share in zip(parts, shares, strict=True)) / sum(shares)
+    structure = _children(last)
+    if structure is None or any(type(part) is not type(last) for part in parts):
+        return last
+    columns = [_children(part) for part in parts]
+    if any(column is None or column[0] != structure[0] for column in columns):
+        return last
+    values = [column[1] for column in columns if column is not None]
+    return _rebuild(
+        last, structure[0], [join_outputs(column, shares) for column in zip(*values, strict=True)]
+    )
+
+
+def _join_tensors(parts: list[Tensor], shares: list[int]) -> Tensor:
+    if all(part.dim() == 0 for part in parts):
+        return weighted_mean(parts, shares)
+    if all(part.dim() > 0 and part.shape[0] == share for part, share in zip(parts, shares, strict=True)):
+        return torch.cat(parts)
+    return parts[-1]
+
+
+def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The mean of tensors of one shape; of 16-bit and integer tensors in float32."""
+    exact = [value if value.dtype in (torch.float32, torch.float64) else value.float() for value in values]
+    total = exact[0] * weights[0]
+    for value, weight in zip(exact[1:], weights[1:], strict=True):
+        total = total + value * weight
+    return total / sum(weights)
+
+
+# --- walking through a batch --------------------------------------------------------------------------------
+
+
+def _children(node: Any) -> tuple[Sequence[Any], Sequence[Any]] | None:
+    """Keys and values of a container; `None` for anything else."""
+    if type(node) is dict or isinstance(node, Mapping):
+        return list(node), list(node.values())
+    if isinstance(node, PackedSequence):
+        raise ValueError(
+            "a PackedSequence cannot be split into microbatches: its samples lie interleaved. Batch the "
+            "padded tensor and the lengths, and pack them in training_step."
+        )
+    if isinstance(node, tuple | list):
+        return range(len(node)), node
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        names = [field.name for field in dataclasses.fields(node)]
+        return names, [getattr(node, name) for name in names]
+    return None
+
+
+def _rebuild(node: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
+    """A container like `node` with other values; `__init__` and `__post_init__` of a dataclass do not run."""
+    if isinstance(node, MutableMapping):  # first: a ModelOutput is a dataclass too, and keeps both in step
+        result = copy.copy(node)
+        for key, value in zip(keys, values, strict=True):
+            result[key] = value
+        return result
+    if isinstance(node, Mapping):
+        return type(node)(dict(zip(keys, values, strict=True)))  # type: ignore[call-arg]
+    if isinstance(node, tuple) and hasattr(node, "_make"):
+        return node._make(values)
+    if isinstance(node, tuple | list):
+        return type(node)(values)
+    result = copy.copy(node)
+    for key, value in zip(keys, values, strict=True):
+        object.__setattr__(result, key, value)  # frozen ones too
+    return result
+
+
+def _first_sizes(node: Any) -> Iterator[int]:
+    if isinstance(node, Tensor):
+        if node.dim():
+            yield node.shape[0]
+        return
+    children = _children(node)
+    if children is not None:
+        for child in children[1]:
+            yield from _first_sizes(child)
+
+
+def _named_sizes(node: Any, path: str) -> Iterator[tuple[str, int]]:
+    """Path, as the user would write it, and size of each tensor."""
+    if isinstance(node, Tensor):
+        if node.dim():
+            yield path, node.shape[0]
+        return
+    children = _children(node)
+    if children is None:
+        return
+    attributes = not isinstance(node, Mapping | tuple | list)
+    for key, child in zip(*children, strict=True):
+        yield from _named_sizes(child, f"{path}.{key}" if attributes else f"{path}[{key!r}]")
+
+
+def _split(node: Any, lengths: list[int]) -> list[Any]:
+    if isinstance(node, Tensor):
+        if not node.dim():
+            return [node] * len(lengths)
+        pieces = torch.split(node, lengths)
+        # `.data` gives each view a version counter of its own: a step that changes its microbatch in place
+        # must not spoil what autograd has saved of the others.
+        return list(pieces) if node.requires_grad else [piece.data for piece in pieces]
+    children = _children(node)
+    if children is None:
+        return [node] * len(lengths)
+    keys, values = children
+    if _one_per_sample(node, sum(lengths)):
+        return _slices(node, lengths)
+    parts = [_split(value, lengths) for value in values]
+    if type(node) is dict:
+        return [dict(zip(keys, row, strict=True)) for row in zip(*parts, strict=True)]
+    if not parts:
+        return [node] * len(lengths)
+    result = [_rebuild(node, keys, row) for row in zip(*parts, strict=True)]
+    # The tokenizer's own record of the samples, kept by a BatchEncoding beside its tensors.
+    encodings = getattr(node, "_encodings", None)
+    if isinstance(encodings, list) and len(encodings) == sum(lengths):
+        for microbatch, piece in zip(result, _slices(encodings, lengths), strict=True):
+            microbatch._encodings = piece
+    return result
+
+
+def _one_per_sample(node: Any, n: int) -> bool:
+    if type(node) is list and len(node) == n:
+        return not any(_holds_tensor(value) for value in node)
+    return type(node) is tuple and len(node) == n and all(isinstance(value, str) for value in node)
+
+
+def _holds_tensor(node: Any) -> bool:
+    return next(tensors(node), None) is not None
+
+
+def tensors(node: Any) -> Iterator[Tensor]:
+    """The tensors of a batch, in order."""
+    if isinstance(node, Tensor):
+        yield node
+        return
+    children = _children(node)
+    if children is not None:
+        for child in children[1]:
+            yield from tensors(child)
+
+
+def _slices(node: Any, lengths: list[int]) -> list[Any]:
+    result, start = [], 0
+    for length in lengths:
+        result.append(node[start : start + length])
+        start += length
+    return result

@@ -1,0 +1,290 @@
+"""From a module to stages: which layers may be cut between, and who owns which parameter.
+
+A model is seen as a chain of *layers*, submodules that run once each, in order, each on what the one before returned.
+A stage owns a run of layers. What else holds parameters is owned as follows:
+
+- a module outside the chain, by the first stage if it was registered before the layers (embeddings), by the last one
+  if after (final norm, head), and by the layer before it if between;
+- a *loose* parameter, one that hangs directly on a module around the chain (a position embedding made with
+  ``nn.Parameter``), by every stage: nobody can tell before the first step where it is used. It is small as a rule;
+- a parameter with several names (tied weights), by every stage that owns one of the names.
+
+Modules that hold no parameters run everywhere. Only names are decided here; ``stage.py`` acts on them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import nn
+
+Balance = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Who owns what, by the names of the original module.
+
+    Attributes:
+        layers: names of the chain's layers, in the order in which they run.
+        bounds: stage s owns ``layers[bounds[s]:bounds[s + 1]]``; ``len(bounds) == stages + 1``.
+        outside: names of the modules outside the chain that hold parameters, with the stage that owns each.
+        owners: for every parameter name, tied names included, the stages that hold it.
+        aliases: for every parameter name, the first name of the same parameter: tied names share one.
+        loose: first names of the parameters that lie in no layer and in no module outside.
+    """
+
+    layers: tuple[str, ...]
+    bounds: tuple[int, ...]
+    outside: dict[str, int]
+    owners: dict[str, tuple[int, ...]]
+    aliases: dict[str, str]
+    loose: frozenset[str]
+
+    @property
+    def stages(self) -> int:
+        return len(self.bounds) - 1
+
+    def layers_of(self, stage: int) -> range:
+        """Indices of the layers that ``stage`` owns."""
+        return range(self.bounds[stage], self.bounds[stage + 1])
+
+    def shared(self) -> dict[str, tuple[int, ...]]:
+        """Parameters (by first name) that several stages hold: gradients must be summed over these stages."""
+        return {
+            name: self.owners[name]
+            for name in dict.fromkeys(self.aliases.values())
+            if len(self.owners[name]) > 1
+        }
+
+
+def partition(
+    module: nn.Module, stages: int, layers: Sequence[str] | None = None, balance: Balance = "parameters"
+) -> Partition:
+    """Cut ``module`` into ``stages``.
+
+    Args:
+        module: the whole model.
+        stages: how many stages.
+        layers: names or patterns of the layers, in running order; ``*`` stands for one part of a dotted name, as in
+            ``"net.blocks.*"``. ``None``: the children of the ``nn.Sequential`` or
+            ``nn.ModuleList`` that can be cut most evenly.
+        balance: ``"parameters"`` (the largest stage is as small as can be), ``"layers"`` (equal counts), or the
+            number of layers of each stage.
+
+    Raises:
+        ValueError: no chain found, a pattern that matches nothing, more stages than layers, a stage left without
+            trainable parameters.
+    """
+    chain = resolve_layers(module, layers, stages)
+    if len(chain) < stages:
+        raise ValueError(
+            f"stages={stages}, but the model has only {len(chain)} layers to share out "
+            f"({_enumerate(chain)}): use at most {len(chain)} stages, or name finer layers with `layers`."
+        )
+    units = _outside(module, chain)
+    tensors = dict(module.named_parameters(remove_duplicate=False))
+    first_names: dict[int, str] = {}
+    aliases = {name: first_names.setdefault(id(parameter), name) for name, parameter in tensors.items()}
+
+    costs, trainable = _costs(module, chain, units)
+    bounds = _bounds(costs, trainable, stages, balance)
+
+    stage_of_layer = [stage for stage in range(stages) for _ in range(bounds[stage], bounds[stage + 1])]
+    outside = {name: stage_of_layer[_clamp(position, chain)] for name, position in units.items()}
+    places = dict(zip(chain, stage_of_layer, strict=True)) | outside
+    holders: dict[str, set[int]] = {}
+    loose: set[str] = set()
+    for name in tensors:
+        holder = _enclosing(name, places)
+        held = {places[holder]} if holder is not None else set(range(stages))
+        if holder is None:
+            loose.add(aliases[name])
+        holders.setdefault(aliases[name], set()).update(held)
+    owners = {name: tuple(sorted(holders[aliases[name]])) for name in tensors}
+    result = Partition(tuple(chain), tuple(bounds), outside, owners, aliases, frozenset(loose))
+    _check_trainable(result, {n for n, p in tensors.items() if p.requires_grad})
+    return result
+
+
+def resolve_layers(module: nn.Module, patterns: Sequence[str] | None, stages: int) -> list[str]:
+    """Names of the chain's layers: those that match ``patterns``, or the chain found."""
+    if patterns is None:
+        return _best_chain(module, stages)
+    if isinstance(patterns, str) or not patterns:
+        raise ValueError(f"layers={patterns!r}: give a list of module names or patterns, such as ['net.blocks.*'].")
+    names = [name for name, _ in module.named_modules() if name]
+    chain: list[str] = []
+    for pattern in patterns:
+        regex = re.compile(r"\.".join(re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split(".")))
+        matched = [name for name in names if regex.fullmatch(name)]
+        if not matched:
+            close = difflib.get_close_matches(pattern, names, n=3) or list(_containers(module))[:5] or names[:5]
+            raise ValueError(f"layers: {pattern!r} matches no module. Did you mean {_enumerate(close)}?")
+        chain += [name for name in matched if name not in chain]
+    for name in chain:
+        nested = [other for other in chain if other.startswith(f"{name}.")]
+        if nested:
+            raise ValueError(f"layers: {nested[0]!r} is a part of {name!r}: name one of them, not both.")
+    return chain
+
+
+def _containers(module: nn.Module) -> dict[str, nn.Sequential | nn.ModuleList]:
+    return {
+        name: child
+        for name, child in module.named_modules()
+        if isinstance(child, (nn.Sequential, nn.ModuleList)) and len(child) > 1
+    }
+
+
+def _best_chain(module: nn.Module, stages: int) -> list[str]:
+    """Children of the container, among the largest few, whose cut leaves the smallest largest stage: an outer
+    ``nn.Sequential(embedding, encoder, head)`` holds more parameters than the encoder's list of blocks, but can't
+    be shared out. ``nn.Sequential`` promises to run its children in order on one value, so one nested in another is
+    opened up, and the cut may fall inside it."""
+    chains = [
+        (sum(p.numel() for p in container.parameters()), list(_opened(container, f"{name}." if name else "")))
+        for name, container in _containers(module).items()
+    ]
+    if not chains:
+        names = [name for name, _ in module.named_children()]
+        if stages == 1:
+            return names
+        raise ValueError(
+            f"No layers to share out over stages={stages}: the model has no nn.Sequential or nn.ModuleList of two or "
+            f"more modules. Name its layers in running order with `layers`, e.g. layers={names[:3]}."
+        )
+    chains.sort(key=lambda chain: chain[0], reverse=True)
+    long_enough = [layers for _, layers in chains if len(layers) >= stages][:8]
+    if not long_enough:  # the error that follows names the longest
+        return max((layers for _, layers in chains), key=len)
+    return min(long_enough, key=lambda layers: _largest_stage(module, layers, stages))
+
+
+def _largest_stage(module: nn.Module, chain: Sequence[str], stages: int) -> int:
+    costs, trainable = _costs(module, chain, _outside(module, chain))
+    bounds = _balanced(costs, trainable, stages)
+    return max(sum(costs[a:b]) for a, b in pairwise(bounds))
+
+
+def _costs(module: nn.Module, chain: Sequence[str], units: dict[str, int]) -> tuple[list[int], list[bool]]:
+    """Parameters of each layer, with those of the outside modules that go with it; and whether any is trainable."""
+    costs = [0] * len(chain)
+    trainable = [False] * len(chain)
+    for name, position in (*((name, i) for i, name in enumerate(chain)), *units.items()):
+        layer = _clamp(position, chain)
+        for parameter in module.get_submodule(name).parameters():
+            costs[layer] += parameter.numel()
+            trainable[layer] |= parameter.requires_grad
+    return costs, trainable
+
+
+def _clamp(position: int, chain: Sequence[str]) -> int:
+    return min(max(position, 0), len(chain) - 1)
+
+
+def _opened(container: nn.Module, prefix: str) -> Iterator[str]:
+    for name, child in container.named_children():
+        if isinstance(container, nn.Sequential) and isinstance(child, nn.Sequential) and len(child) > 1:
+            yield from _opened(child, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _outside(module: nn.Module, chain: Sequence[str]) -> dict[str, int]:
+    """Modules outside the chain that hold parameters, each with the index of the layer that it goes with (-1: before
+    all, ``len(chain)``: after all)."""
+    units: dict[str, int] = {}
+    seen = -1  # index of the last layer passed, in order of registration
+
+    def visit(parent: nn.Module, prefix: str) -> None:
+        nonlocal seen
+        for short, child in parent.named_children():
+            name = prefix + short
+            if name in index:
+                seen = max(seen, index[name])
+            elif any(layer.startswith(f"{name}.") for layer in chain):
+                visit(child, f"{name}.")
+            elif any(True for _ in child.parameters()):
+                units[name] = len(chain) if seen == len(chain) - 1 else seen
+
+    index = {name: i for i, name in enumerate(chain)}
+    visit(module, "")
+    return units
+
+
+def _enclosing(parameter: str, places: dict[str, int]) -> str | None:
+    """The layer or outside module that a parameter's name lies in."""
+    name = parameter
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if name in places:
+            return name
+    return None
+
+
+def _bounds(costs: Sequence[int], trainable: Sequence[bool], stages: int, balance: Balance) -> list[int]:
+    if not isinstance(balance, str):
+        counts = list(balance)
+        if len(counts) != stages or sum(counts) != len(costs) or min(counts) < 1:
+            raise ValueError(
+                f"balance={counts}: give {stages} positive layer counts, one a stage, that sum to {len(costs)}."
+            )
+        return [sum(counts[:stage]) for stage in range(stages + 1)]
+    if balance == "layers":
+        return [round(stage * len(costs) / stages) for stage in range(stages + 1)]
+    if balance != "parameters":
+        raise ValueError(f"balance={balance!r}: use 'parameters', 'layers', or a list of layer counts.")
+    return _balanced(costs, trainable, stages)
+
+
+def _balanced(costs: Sequence[int], trainable: Sequence[bool], stages: int) -> list[int]:
+    """Contiguous split whose largest stage is smallest; among those, the one with the least sum of squares. A stage
+    without a trainable parameter is taken only where there is no other way.
+
+    Dynamic programming over (stages used, layers used): O(stages x layers^2), for chains of up to some hundreds.
+    """
+    count = len(costs)
+    prefix = [0]
+    learns = [0]
+    for cost, learn in zip(costs, trainable, strict=True):
+        prefix.append(prefix[-1] + cost)
+        learns.append(learns[-1] + learn)
+    worst = (count + 1, 0, 0)
+    best: dict[tuple[int, int], tuple[tuple[int, int, int], int]] = {(0, 0): ((0, 0, 0), 0)}
+    for stage in range(1, stages + 1):
+        for end in range(stage, count - (stages - stage) + 1):
+            value, where = worst, -1
+            for start in range(stage - 1, end):
+                if (stage - 1, start) not in best:
+                    continue
+                (idle, largest, squares), _ = best[stage - 1, start]
+                cost = prefix[end] - prefix[start]
+                idle += learns[end] == learns[start]
+                candidate = (idle, max(largest, cost), squares + cost * cost)
+                if candidate < value:
+                    value, where = candidate, start
+            best[stage, end] = (value, where)
+    bounds = [count]
+    for stage in range(stages, 0, -1):
+        bounds.append(best[stage, bounds[-1]][1])
+    return bounds[::-1]
+
+
+def _check_trainable(parts: Partition, trainable: set[str]) -> None:
+    for stage in range(parts.stages):
+        if not any(stage in parts.owners[name] for name in trainable):
+            owned = [parts.layers[i] for i in parts.layers_of(stage)]
+            raise ValueError(
+                f"Stage {stage} of {parts.stages} has no trainable parameter: it owns {_enumerate(owned)}. Use fewer "
+                f"stages, or move the cuts with `balance`, e.g. balance=[...layers of each stage...]."
+            )
+
+
+def _enumerate(names: Sequence[str], limit: int = 6) -> str:
+    shown = ", ".join(repr(name) for name in list(names)[:limit])
+    return shown + (f", ... ({len(names)} in all)" if len(names) > limit else "")

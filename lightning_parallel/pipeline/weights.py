@@ -1,0 +1,165 @@
+"""Which weights a microbatch runs with.
+
+A synchronous schedule has one version of the weights between two steps, and autograd needs no help
+(:class:`CurrentWeights`). An asynchronous one steps while microbatches are in flight, whose backward must not see the
+new weights (:class:`WeightVersions`).
+
+    update       ----- 0 ------- 1 ------- 2 ------->
+    forward 3    uses version 1                        its leaves share memory with the parameters,
+    step 1                      the parameters move to a copy, and the optimizer changes the copy
+    backward 3                            uses version 1, kept alive by the leaves
+
+A microbatch's forward runs on *leaves*: detached tensors that share the parameters' memory. A step that finds a
+version in flight first moves the parameters (``p.data = p.data.clone()``), so the optimizer's in-place update leaves
+the version whole: one copy an update, none a microbatch, and the forward is free. The rivals fail, most of them
+silently: changing ``p.data`` alone gives wrong input gradients in every layer but a few, of which Linear is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from torch import Tensor, nn
+
+Stashing = Literal["stash", "latest"]
+
+
+class Weights(Protocol):
+    """How the engine asks for weights."""
+
+    def forward(self, step: Callable[[], Any]) -> tuple[Any, Any]:
+        """Run ``step`` with the weights that a forward starting now uses: its result, and a token for the backward."""
+        ...
+
+    def backward_done(self, token: Any) -> None:
+        """The backward of a forward is done: the token is given back."""
+        ...
+
+
+class CurrentWeights:
+    """Synchronous schedules: the module's own parameters; gradients accumulate in ``p.grad``."""
+
+    def forward(self, step: Callable[[], Any]) -> tuple[Any, None]:
+        return step(), None
+
+    def backward_done(self, token: None) -> None:
+        pass
+
+
+@dataclass
+class Version:
+    """One version of the weights.
+
+    Attributes:
+        updates: the number of updates that made it.
+        leaves: by parameter name, what forwards of this version read. Gradients gather in the leaves' ``grad``.
+        in_flight: forwards whose backward is still to come.
+    """
+
+    updates: int
+    leaves: dict[str, Tensor]
+    in_flight: int = 0
+
+
+class WeightVersions:
+    """Weight stashing (PipeDream, SOSP 2019) or none.
+
+    Args:
+        module: the partitioned module. Its parameters are swapped for leaves while a step runs.
+        parameters: this stage's parameters, by name.
+        stashing: ``"stash"``: a backward uses the weights of its forward. ``"latest"``: the current ones, for the
+            products with weights, while activations are those of the forward; no copies, a biased gradient.
+    """
+
+    def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter], stashing: Stashing = "stash") -> None:
+        self._parameters = dict(parameters)
+        self._stashing = stashing
+        self._updates = 0
+        self._current: Version | None = None
+        self._old: list[Version] = []  # older versions with microbatches in flight, or with gradients to be taken
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        # Every place in the module tree where a parameter of this stage is read from, tied names included.
+        self._slots = [
+            (submodule._parameters, key, names[id(parameter)])
+            for submodule in module.modules()
+            for key, parameter in submodule._parameters.items()
+            if id(parameter) in names
+        ]
+
+    @property
+    def updates(self) -> int:
+        """Updates done, which is also the number of the version that the next forward uses."""
+        return self._updates
+
+    def copies(self) -> int:
+        """Versions held beside the current weights. One can be needed for each update in flight."""
+        return len(self._old) if self._stashing == "stash" else 0
+
+    def forward(self, step: Callable[[], Any]) -> tuple[Any, Version]:
+        version = self._version()
+        for store, key, name in self._slots:
+            store[key] = version.leaves[name]  # type: ignore[assignment]  # torch.func does the same
+        try:
+            result = step()
+        finally:
+            for store, key, name in self._slots:
+                store[key] = self._parameters[name]
+        version.in_flight += 1
+        return result, version
+
+    def backward_done(self, version: Version) -> None:
+        version.in_flight -= 1
+
+    def take_gradients(self) -> dict[str, Tensor]:
+        """The gradients gathered since the last call, summed over versions, by parameter name. Where the loss didn't
+        depend on a parameter, it is missing."""
+        gradients: dict[str, Tensor] = {}
+        for version in (*self._old, *([self._current] if self._current else [])):
+            for name, leaf in version.leaves.items():
+                if leaf.grad is not None:
+                    gradients[name] = gradients[name].add_(leaf.grad) if name in gradients else leaf.grad
+                    leaf.grad = None
+        self._old = [version for version in self._old if version.in_flight]
+        return gradients
+
+    def update(self, apply: Callable[[], None]) -> None:
+        """Let ``apply`` change the parameters in place, as optimizers do; versions in flight stay whole."""
+        current = self._current
+        if current is not None and current.in_flight:
+            if self._stashing == "stash":
+                for parameter in self._parameters.values():
+                    if parameter.requires_grad:
+                        parameter.data = parameter.data.clone()
+            self._old.append(current)
+        self._current = None
+        apply()
+        self._updates += 1
+
+    def refresh(self) -> None:
+        """Nothing is in flight, and others may have changed the parameters: the next forward looks at them anew."""
+        assert not self._old and not (self._current and self._current.in_flight)
+        self._current = None
+
+    def _version(self) -> Version:
+        if self._current is None:
+            # `.data` first: its version counter is its own, so that an in-place step doesn't invalidate graphs that
+            # "latest" means to run on the new values.
+            leaves = {
+                name: parameter.data.detach().requires_grad_(parameter.requires_grad)
+                for name, parameter in self._parameters.items()
+            }
+            self._current = Version(self._updates, leaves)
+        return self._current
+
+
+def swap_gradients(
+    parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor | None]
+) -> dict[str, Tensor | None]:
+    """Set every ``p.grad`` to what ``gradients`` holds (None if absent); return what was there. Nothing is copied."""
+    before: dict[str, Tensor | None] = {}
+    for name, parameter in parameters.items():
+        before[name] = parameter.grad
+        parameter.grad = gradients.get(name)
+    return before
