@@ -1,0 +1,192 @@
+"""Synchronous pipeline parallelism: every update is that of the whole batch, whatever the schedule.
+
+How a schedule of many backwards fits into Lightning's step of one (``training_step``, ``zero_grad``, ``backward``,
+``optimizer_step``): the whole schedule runs in ``training_step``; its gradients are taken off the parameters before
+``zero_grad`` can erase them, and published in ``backward``. So accumulation, clipping, scaling and every hook keep
+their places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_parallel.layout import Size
+from lightning_parallel.pipeline import simulate
+from lightning_parallel.pipeline.logs import LogRecorder
+from lightning_parallel.pipeline.partition import Balance
+from lightning_parallel.pipeline.schedule import SYNCHRONOUS
+from lightning_parallel.pipeline.weights import swap_gradients
+from lightning_parallel.strategies.pipeline_base import Microbatches, PipelineBase, loss_scale
+
+
+class PipelineStrategy(PipelineBase):
+    """Layers shared out over devices, microbatches streaming through them; gradients of the whole batch.
+
+    ::
+
+        trainer = L.Trainer(devices=4, strategy=PipelineStrategy(microbatches=16))
+        trainer.fit(AnyLightningModule(), datamodule)
+
+    Args:
+        stages: how many; ``"auto"``: one a process.
+        schedule: ``"gpipe"`` (all forwards, then all backwards), ``"1f1b"`` (the same bubble, activations of at most
+            ``stages`` microbatches) or ``"naive"`` (the model split, one stage at work at a time).
+        microbatches: into how many parts a batch is split. The bubble is (stages - 1) / (microbatches + stages - 1).
+            ``"auto"``: four a stage, as GPipe advises, or as many as the batch has samples; one with ``"naive"``.
+            Losses and logs are means weighted by microbatch size; BatchNorm normalises over a microbatch.
+        layers: names or patterns of the layers between which the model may be cut, e.g. ``["net.blocks.*"]``; by
+            default the children of the ``nn.Sequential`` or ``nn.ModuleList`` that shares out best.
+        balance: ``"parameters"``, ``"layers"``, or the number of layers of each stage.
+        timeline: record what each rank runs when; at the end of training a picture and a trace are written to the
+            log directory, and the measured bubble is printed beside the theoretical one.
+        **kwargs: of :class:`~lightning_parallel.strategies.base.LayoutStrategy`.
+    """
+
+    def __init__(
+        self,
+        *,
+        stages: Size = "auto",
+        schedule: Literal["gpipe", "1f1b", "naive"] = "gpipe",
+        microbatches: Microbatches = "auto",
+        layers: Sequence[str] | None = None,
+        balance: Balance = "parameters",
+        timeline: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if schedule not in SYNCHRONOUS:
+            raise ValueError(f"schedule={schedule!r}: choose one of {', '.join(map(repr, SYNCHRONOUS))}.")
+        if schedule == "naive" and microbatches not in ("auto", 1):
+            raise ValueError(f"microbatches={microbatches!r}: the naive schedule has one; use 'gpipe' for more.")
+        super().__init__(
+            stages=stages, microbatches=microbatches, layers=layers, balance=balance, timeline=timeline, **kwargs
+        )
+        self._schedule = schedule
+        self._shared: list[tuple[dist.ProcessGroup, list[str]]] = []
+        self._gradients: dict[str, Tensor | None] = {}
+        self._count = 1  # microbatches of the last batch
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        self._join_shared_parameters()
+
+    @override
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        plugin = self.precision_plugin
+        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+            # An overflow on one stage must skip the step on all.
+            state = plugin.scaler.state_dict()
+            plugin.scaler = ShardedGradScaler(device=self.root_device.type, process_group=self.groups.pipeline)
+            plugin.scaler.load_state_dict(state)
+
+    def _join_shared_parameters(self) -> None:
+        """Tied and loose parameters: equal on the stages that hold them from the start, as by their summed gradients
+        ever after."""
+        by_stages: dict[tuple[int, ...], list[str]] = {}
+        for name, stages in self.stage.partition.shared().items():
+            by_stages.setdefault(stages, []).append(name)
+        self._shared = []
+        for stages, names in by_stages.items():
+            for place in (self.layout.at(rank) for rank in range(self.layout.world_size)):
+                if place.stage != stages[0]:
+                    continue
+                ranks = [place.rank_of(stage=stage) for stage in stages]
+                group = dist.new_group(ranks, timeout=self._timeout)  # by all ranks, in the same order
+                if self.layout.rank in ranks:
+                    self._shared.append((group, names))
+                    for name in names:
+                        dist.broadcast(self._parameters[name].data, ranks[0], group)
+
+    @override
+    def wanted_microbatches(self, size: int) -> int:
+        if self._microbatches == "auto":
+            return 1 if self._schedule == "naive" else min(size, 4 * self.layout.pipeline)
+        return int(self._microbatches)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        recorder = LogRecorder()
+        scale = loss_scale(self) / self._module().trainer.accumulate_grad_batches
+        work, sizes = self.microbatches((*args, *kwargs.values()), recorder, scale)
+        self._count = len(sizes)
+        actions = SYNCHRONOUS[self._schedule](self.layout.pipeline, self._count)[self.layout.stage]
+
+        accumulated = swap_gradients(self._parameters, {})  # of earlier batches
+        with self.recorded(recorder):
+            outputs = self.engine.run(actions, work)
+        self._gradients = swap_gradients(self._parameters, accumulated)
+        self._sum_shared_gradients()
+
+        if not self.stage.is_last:
+            return self.board.publish_step(None)
+        recorder.replay(self._module().log)
+        output = self.joined_output(outputs, sizes)
+        if self.layout.pipeline > 1:
+            self.board.publish_step(output["loss"] if isinstance(output, dict) else output)
+        return output
+
+    def _sum_shared_gradients(self) -> None:
+        """Over the stages that hold a parameter. One that got a gradient on no stage goes without, as in a single
+        process, where the optimizer would skip it."""
+        for group, names in self._shared:
+            names = [name for name in names if self._parameters[name].requires_grad]
+            if not names:
+                continue
+            gradients = [self._gradients[name] for name in names]
+            dtype = max((self._parameters[name].dtype for name in names), key=lambda d: d.itemsize)
+            parts = [
+                torch.zeros_like(self._parameters[name]) if g is None else g
+                for name, g in zip(names, gradients, strict=True)
+            ]
+            present = torch.tensor([g is not None for g in gradients], dtype=dtype, device=self.root_device)
+            flat = torch.cat([present, *(part.to(dtype).flatten() for part in parts)])
+            dist.all_reduce(flat, group=group)
+            counts, *summed = flat.split([len(names), *(part.numel() for part in parts)])
+            for name, part, total, count in zip(names, parts, summed, counts.tolist(), strict=True):
+                self._gradients[name] = total.to(part.dtype).view_as(part) if count else None
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Publish the gradients that the schedule has made; hooks and scaling as ever."""
+        module = self._module()
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        for name, parameter in self._parameters.items():
+            gradient = self._gradients.get(name)
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self._gradients = {}
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @override
+    def clip_gradients_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """By the norm over all stages. A parameter on several counts once, on the first."""
+        partition, me = self.stage.partition, self.layout.stage
+        held = [p for p in self.precision_plugin.main_params(optimizer) if p.grad is not None]
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        counted = [p for p in held if id(p) not in names or partition.owners[names[id(p)]][0] == me]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in counted if p.grad is not None])
+        square = norm.to(device=self.root_device, dtype=torch.float64).square()
+        dist.all_reduce(square, group=self.groups.pipeline)
+        torch.nn.utils.clip_grads_with_norm_(held, clip_val, square.sqrt())
+
+    @override
+    def theoretical_bubble(self) -> float:
+        return simulate.bubble(self._schedule, self.layout.pipeline, self._count)
+
+    @override
+    def title(self) -> str:
+        return f"{self._schedule}, {self.layout.pipeline} stages, {self._count} microbatches"

@@ -1,0 +1,287 @@
+"""Asynchronous pipeline parallelism (PipeDream): no flush, so no bubble, at the price of stale gradients.
+
+Each ``training_step`` feeds one batch's microbatches to the stage's endless list of actions, and runs the slice that
+falls due: forwards of this batch, backwards and updates of batches that this stage saw some steps ago. No rank waits
+for another but for the messages of the schedule: Lightning's own broadcast before every batch is taken out. The
+pipeline is drained where weights or metrics have to be whole: before validation, at a checkpoint, at the end of an
+epoch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_parallel.layout import Size
+from lightning_parallel.pipeline.logs import LogRecorder
+from lightning_parallel.pipeline.partition import Balance, Partition
+from lightning_parallel.pipeline.schedule import AsyncOneFOneB
+from lightning_parallel.pipeline.weights import Stashing, WeightVersions, swap_gradients
+from lightning_parallel.strategies.pipeline_base import PipelineBase
+
+Options = list[dict[str, Any]]  # learning rate and the like, one dict a parameter group
+
+
+class AsyncPipelineStrategy(PipelineBase):
+    """Asynchronous 1F1B: every stage is busy all the time, and steps on its own.
+
+    The stage s of p runs its forward of a microbatch (p - 1 - s) microbatches before its backward, and may step in
+    between: its gradients are up to ceil((p - 1 - s) / microbatches) updates late. Update u uses the learning rate that
+    schedulers have set for batch u, on every stage. Gradients are clipped by each stage's own norm, since a norm over
+    stages would make them wait for each other.
+
+    Args:
+        stages: how many; ``"auto"``: one a process.
+        microbatches: per update (a batch). 1 is PipeDream; the more, the less stale, at the same utilisation.
+        weights: ``"stash"``: a backward uses the weights that its forward used; one copy of the stage's weights is kept
+            for each update in flight. ``"latest"``: the current ones; no copies, a biased gradient.
+        extra_in_flight: microbatches in flight on each link beyond the fewest that keep all stages busy. 1 hides the
+            latency of messages, and doubles staleness.
+        layers, balance, timeline: as in :class:`~lightning_parallel.PipelineStrategy`.
+        **kwargs: of :class:`~lightning_parallel.strategies.base.LayoutStrategy`.
+    """
+
+    def __init__(
+        self,
+        *,
+        stages: Size = "auto",
+        microbatches: int = 1,
+        weights: Stashing = "stash",
+        extra_in_flight: int = 0,
+        layers: Sequence[str] | None = None,
+        balance: Balance = "parameters",
+        timeline: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if weights not in ("stash", "latest"):
+            raise ValueError(f"weights={weights!r}: choose 'stash' or 'latest'.")
+        if isinstance(extra_in_flight, bool) or not isinstance(extra_in_flight, int) or extra_in_flight < 0:
+            raise ValueError(f"extra_in_flight={extra_in_flight!r}: give 0 or a positive integer.")
+        if microbatches == "auto":
+            raise ValueError("microbatches='auto': the asynchronous pipeline needs the number for each update.")
+        super().__init__(
+            stages=stages, microbatches=microbatches, layers=layers, balance=balance, timeline=timeline, **kwargs
+        )
+        self._stashing: Stashing = weights
+        self._extra_in_flight = extra_in_flight
+        self._list: AsyncOneFOneB | None = None
+        self._versions: WeightVersions | None = None
+        self._fed = 0  # microbatches so far
+        self._stepping = False  # does Lightning want an update after this batch?
+        self._options: deque[Options] = deque()  # of the updates under way, oldest first
+        self._checked_loose = False
+
+    @property
+    def versions(self) -> WeightVersions:
+        assert self._versions is not None
+        return self._versions
+
+    # -- set-up --------------------------------------------------------------------------------------------------
+
+    @override
+    def check_partition(self, parts: Partition) -> None:
+        tied = {name: stages for name, stages in parts.shared().items() if name not in parts.loose}
+        for name, stages in tied.items():
+            others = [other for other, first in parts.aliases.items() if first == name and other != name]
+            raise ValueError(
+                f"'{name}' is tied to {others} on stages {list(stages)}: asynchronous updates of different staleness "
+                f"would drive the copies apart. Untie the weights (tie_word_embeddings=False in transformers), or use "
+                f"PipelineStrategy."
+            )
+
+    @override
+    def describe_stage(self, stage: int) -> str:
+        ahead = AsyncOneFOneB(self.layout.pipeline, stage, self._extra_in_flight).warmup
+        late = -(-ahead // int(self._microbatches))
+        copies = f", up to {late} copies of its weights" if late and self._stashing == "stash" else ""
+        return f"; gradients up to {late} updates late{copies}"
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        plugin = self.precision_plugin
+        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+            raise ValueError(
+                "precision='16-mixed': its loss scale follows overflows seen by all stages at one time, which an "
+                "asynchronous pipeline doesn't have. Use 'bf16-mixed' or '32-true'."
+            )
+        super().setup(trainer)
+        self._list = AsyncOneFOneB(self.layout.pipeline, self.layout.stage, self._extra_in_flight)
+        self._fed = 0
+        self._options.clear()
+
+    @override
+    def make_weights(self) -> WeightVersions:
+        self._versions = WeightVersions(self._module(), self._parameters, self._stashing)
+        return self._versions
+
+    @override
+    def on_train_start(self) -> None:
+        # Before every batch Lightning broadcasts from rank 0 whether it received SIGTERM, and waits for the answer: no
+        # rank could start a batch before the last stage does. Each rank still acts on a SIGTERM of its own.
+        loop = self._module().trainer.fit_loop.epoch_loop
+        loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
+        # A stage that lags steps its scheduler before its first update, and uses the options of the right one.
+        warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Called once a batch that ends an update; the stage's own updates happen inside the closure."""
+        self._stepping = True
+        return closure()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._list is not None
+        ends_update, self._stepping = self._stepping, False
+        recorder = LogRecorder()
+        scale = 1 / self._module().trainer.accumulate_grad_batches
+        work, sizes = self.microbatches((*args, *kwargs.values()), recorder, scale, first=self._fed)
+        self._fed += len(sizes)
+        if ends_update:
+            self._options.append(_options(self.optimizers[0]))
+        with self.recorded(recorder):
+            actions = self._list.feed(len(sizes), ends_update=ends_update)
+            outputs = self.engine.run(actions, work, update=self._update, endless=True)
+        if not self.stage.is_last:
+            return torch.zeros((), device=self.root_device)  # the loss is not waited for
+        recorder.replay(self._module().log)
+        return self.joined_output(outputs, sizes)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Hooks only: the schedule has run the backwards that were due."""
+        module = self._module()
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        return self.precision_plugin.post_backward(closure_loss, module)
+
+    def _update(self) -> None:
+        """One update of this stage: the hooks, clipping and step that Lightning would run, with the options that were
+        in force when its batch came."""
+        module, optimizer = self._module(), self.optimizers[0]
+        gradients = self.versions.take_gradients()
+        self._check_loose(gradients)
+
+        def step() -> None:
+            swap_gradients(self._parameters, gradients)
+            with _with_options(optimizer, self._options.popleft()):
+                self.precision_plugin.optimizer_step(optimizer, model=module, closure=_nothing)
+            swap_gradients(self._parameters, {})
+
+        self.versions.update(step)
+
+    def drain(self) -> None:
+        """Run what is owed, until nothing is in flight on any stage. Every rank calls it after the same batch."""
+        if self._list is None or self._engine is None:
+            return
+        # Validation, where this is called too, runs in inference mode.
+        with torch.inference_mode(False), torch.enable_grad():
+            self.engine.run(self._list.drain(), {}, update=self._update, endless=True)
+            self.engine.end_stream()
+        self.versions.refresh()
+
+    def _check_loose(self, gradients: dict[str, Tensor]) -> None:
+        """A parameter outside all layers lives on every stage; asynchronously, one only may train it."""
+        if self._checked_loose:
+            return
+        self._checked_loose = True
+        loose = sorted(self.stage.partition.loose)
+        if not loose or self.layout.pipeline == 1:
+            return
+        mine = torch.tensor([name in gradients for name in loose], device=self.root_device, dtype=torch.int)
+        dist.all_reduce(mine, group=self.groups.pipeline)
+        for name, count in zip(loose, mine.tolist(), strict=True):
+            if count > 1:
+                raise ValueError(
+                    f"'{name}' gets gradients on {count} stages: asynchronous updates of different staleness would "
+                    f"drive its copies apart. Use it in one stage, or use PipelineStrategy."
+                )
+
+    # -- where the pipeline drains -------------------------------------------------------------------------------
+
+    @override
+    def on_validation_start(self) -> None:
+        self.drain()
+        super().on_validation_start()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.drain()  # the first call of a save, on all ranks
+        return super().lightning_module_state_dict()
+
+    @override
+    def on_train_end(self) -> None:
+        self.drain()
+        super().on_train_end()
+
+    @override
+    def _publish(self, hook: str) -> None:
+        if hook == "on_train_batch_end":
+            if not self._read_after_this_batch():
+                return
+            self.drain()
+            self.board.publish()
+            return
+        if hook == "on_train_epoch_end":
+            self.drain()
+        super()._publish(hook)
+
+    def _read_after_this_batch(self) -> bool:
+        """Does a callback or a scheduler of Lightning's read a training metric now?"""
+        trainer = self._module().trainer
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.monitor is not None:
+                every = callback._every_n_train_steps
+                if every >= 1 and trainer.global_step % every == 0:
+                    return True
+        return any(c.reduce_on_plateau and c.interval == "step" for c in self.lr_scheduler_configs)
+
+    @override
+    def theoretical_bubble(self) -> float:
+        return 0.0
+
+    @override
+    def title(self) -> str:
+        more = f", {self._extra_in_flight} extra in flight" if self._extra_in_flight else ""
+        return f"asynchronous 1F1B, {self.layout.pipeline} stages, {self._microbatches} microbatches an update{more}"
+
+    @override
+    def teardown(self) -> None:
+        trainer = self._module()._trainer
+        if trainer is not None:
+            trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+        super().teardown()
+
+
+def _nothing() -> None:
+    """A closure without a step, a broadcast that isn't."""
+
+
+def _options(optimizer: Optimizer) -> Options:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+@contextmanager
+def _with_options(optimizer: Optimizer, options: Options) -> Iterator[None]:
+    """Learning rates and other options as they were; afterwards as they are."""
+    current = _options(optimizer)
+    for group, values in zip(optimizer.param_groups, options, strict=True):
+        group.update(values)
+    try:
+        yield
+    finally:
+        for group, values in zip(optimizer.param_groups, current, strict=True):
+            group.update(values)
