@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from lightning_parallel.pipeline.schedule import (
+    SYNCHRONOUS,
+    Action,
+    AsyncOneFOneB,
+    Backward,
+    Forward,
+    Schedule,
+    Step,
+    asynchronous,
+    dependency_order,
+    gpipe,
+    naive,
+    one_f_one_b,
+    validate,
+    version,
+)
+from lightning_parallel.pipeline.simulate import render, simulate
+
+STAGES = range(1, 6)
+MICROBATCHES = (1, 2, 3, 4, 5, 8)
+
+
+def stage(number: int, text: str) -> list[Action]:
+    """A stage's actions from "F0 B0 S0"."""
+    kinds: dict[str, Callable[[int, int], Action]] = {"F": Forward, "B": Backward, "S": Step}
+    return [kinds[word[0]](number, int(word[1:])) for word in text.split()]
+
+
+def held(actions: list[Action]) -> list[int]:
+    """Activations held after each action."""
+    held = [0]
+    for action in actions:
+        held.append(held[-1] + isinstance(action, Forward) - isinstance(action, Backward))
+    return held
+
+
+def versions(actions: list[Action]) -> tuple[dict[int, int], dict[int, int]]:
+    """Updates done before the forward and before the backward of each microbatch, counted in the list."""
+    before_forward: dict[int, int] = {}
+    before_backward: dict[int, int] = {}
+    done = 0
+    for action in actions:
+        if isinstance(action, Step):
+            done += 1
+        elif isinstance(action, Forward):
+            before_forward[action.microbatch] = done
+        else:
+            before_backward[action.microbatch] = done
+    return before_forward, before_backward
+
+
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("microbatches", MICROBATCHES)
+@pytest.mark.parametrize("stages", STAGES)
+def test_synchronous_schedules_are_valid_with_one_step_at_the_end(
+    name: str, stages: int, microbatches: int
+) -> None:
+    schedule = SYNCHRONOUS[name](stages, microbatches)
+    validate(schedule)
+    assert len(schedule) == stages
+    for s, actions in enumerate(schedule):
+        assert len(actions) == 2 * microbatches + 1
+        assert [a for a in actions if isinstance(a, Step)] == [actions[-1]] == [Step(s, 0)]
+
+
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_synchronous_backwards_run_in_the_order_of_the_microbatches(name: str) -> None:
+    # The order of summation, hence the rounding, of the gradients is the same in all of them.
+    for actions in SYNCHRONOUS[name](4, 6):
+        assert [a.microbatch for a in actions if isinstance(a, Backward)] == list(range(6))
+
+
+@pytest.mark.parametrize("microbatches", MICROBATCHES)
+@pytest.mark.parametrize("stages", STAGES)
+def test_activations_held(stages: int, microbatches: int) -> None:
+    for s in range(stages):
+        assert max(held(naive(stages, microbatches)[s])) == 1
+        assert max(held(gpipe(stages, microbatches)[s])) == microbatches
+        assert max(held(one_f_one_b(stages, microbatches)[s])) == min(stages - s, microbatches)
+        # Enough microbatches to fill the pipeline.
+        assert max(held(asynchronous(stages, microbatches, updates=stages)[s])) == stages - s
+
+
+def test_one_f_one_b_alternates_after_its_warmup() -> None:
+    assert one_f_one_b(4, 5)[1] == stage(1, "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4 S0")
+
+
+@pytest.mark.parametrize("extra", (0, 1, 2))
+@pytest.mark.parametrize("microbatches", (1, 2, 3, 4, 7))
+@pytest.mark.parametrize("stages", STAGES)
+def test_asynchronous_is_valid_and_version_equals_its_list(
+    stages: int, microbatches: int, extra: int
+) -> None:
+    updates = 3 * stages * (1 + extra)
+    schedule = asynchronous(stages, microbatches, updates, extra)
+    validate(schedule)
+    for s, actions in enumerate(schedule):
+        assert sum(isinstance(a, Step) for a in actions) == updates
+        before_forward, before_backward = versions(actions)
+        assert before_forward == {
+            k: version(stages, s, microbatches, k, extra) for k in range(updates * microbatches)
+        }
+        assert before_backward == {k: k // microbatches for k in range(updates * microbatches)}
+
+
+@pytest.mark.parametrize("microbatches", (1, 2, 3, 4, 7))
+@pytest.mark.parametrize("stages", STAGES)
+def test_staleness_is_floor_or_ceiling_of_warmup_over_microbatches(stages: int, microbatches: int) -> None:
+    updates = 3 * stages
+    for s, actions in enumerate(asynchronous(stages, microbatches, updates)):
+        warmup = stages - 1 - s
+        before_forward, before_backward = versions(actions)
+        stale = [before_backward[k] - before_forward[k] for k in range(updates * microbatches)]
+        assert set(stale[warmup:]) <= {warmup // microbatches, -(-warmup // microbatches)}
+        assert stale[:warmup] == [k // microbatches for k in range(warmup)]
+        assert sum(stale[-microbatches:]) / microbatches == pytest.approx(warmup / microbatches)
+        if microbatches == 1:  # PipeDream
+            assert set(stale[warmup:]) == {warmup}
+            assert before_forward == {k: max(0, k - warmup) for k in range(updates)}
+        if microbatches >= stages - 1:
+            assert max(stale) <= 1
+
+
+def test_asynchronous_slices_join_to_the_finite_schedule() -> None:
+    for s in range(4):
+        endless = AsyncOneFOneB(4, s, extra_in_flight=1)
+        joined = [action for _ in range(9) for action in endless.feed(2)]
+        assert endless.in_flight == endless.warmup == 2 * (3 - s)
+        assert [*joined, *endless.drain()] == asynchronous(4, 2, 9, extra_in_flight=1)[s]
+        assert endless.in_flight == 0
+
+
+def test_step_comes_right_after_the_last_backward_of_its_update() -> None:
+    for actions in asynchronous(3, 4, updates=5):
+        for i, action in enumerate(actions):
+            if isinstance(action, Step):
+                assert actions[i - 1] == Backward(action.stage, 4 * action.update + 3)
+
+
+def test_drain_refills_from_the_next_microbatch() -> None:
+    first = AsyncOneFOneB(3, 0)
+    assert list(first.feed(1)) == stage(0, "F0")
+    assert list(first.feed(1)) == stage(0, "F1")
+    assert list(first.feed(1)) == stage(0, "F2 B0 S0")
+    assert list(first.drain()) == stage(0, "B1 S1 B2 S2")
+    assert list(first.drain()) == []
+    assert list(first.feed(1)) == stage(0, "F3")
+    assert list(first.feed(2)) == stage(0, "F4 F5 B3 S3")
+    assert list(first.drain()) == stage(0, "B4 B5 S4")
+
+
+def test_drains_at_the_same_feed_keep_the_stages_valid() -> None:
+    schedule: Schedule = []
+    for s in range(4):
+        endless = AsyncOneFOneB(4, s)
+        actions: list[Action] = []
+        for fed in range(10):
+            actions += endless.feed(2)
+            if fed in (0, 5):  # once in the fill, once in the steady state
+                actions += endless.drain()
+        schedule.append([*actions, *endless.drain()])
+    validate(schedule)
+
+
+def test_gradient_accumulation_steps_once_for_all_its_feeds() -> None:
+    middle = AsyncOneFOneB(3, 1)
+    assert list(middle.feed(2, ends_update=False)) == stage(1, "F0 F1 B0")
+    assert list(middle.feed(2)) == stage(1, "F2 B1 F3 B2")
+    assert list(middle.drain()) == stage(1, "B3 S0")
+
+
+def test_drain_leaves_an_open_update_open() -> None:
+    first = AsyncOneFOneB(3, 0)
+    assert list(first.feed(2, ends_update=False)) == stage(0, "F0 F1")
+    assert list(first.drain()) == stage(0, "B0 B1")
+    assert list(first.feed(1)) == stage(0, "F2")
+    assert list(first.drain()) == stage(0, "B2 S0")
+
+
+def test_bookkeeping_does_not_depend_on_consuming_the_slice() -> None:
+    last = AsyncOneFOneB(2, 1)
+    last.feed(3)
+    assert list(last.feed(1)) == stage(1, "F3 B3 S1")
+
+
+@pytest.mark.parametrize(
+    ("make", "setting"),
+    [
+        (lambda: gpipe(0, 1), "stages=0"),
+        (lambda: one_f_one_b(2, 0), "microbatches=0"),
+        (lambda: naive(2, -1), "microbatches=-1"),
+        (lambda: asynchronous(2, 1, 0), "updates=0"),
+        (lambda: asynchronous(2, 0, 1), "microbatches=0"),
+        (lambda: AsyncOneFOneB(2, 2), "stage=2"),
+        (lambda: AsyncOneFOneB(2, 0, -1), "extra_in_flight=-1"),
+        (lambda: AsyncOneFOneB(2, 0).feed(0), "count=0"),
+        (lambda: version(2, 0, 0, 1), "microbatches=0"),
+    ],
+)
+def test_bad_sizes_are_refused_by_name(make: Callable[[], object], setting: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(setting)):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("stage_1", "message"),
+    [
+        ("F0 B0 F1 S0", r"stage 1: Forward\(stage=1, microbatch=1\) has no backward"),
+        ("F0 F0 B0 F1 B1 S0", r"stage 1: Forward\(stage=1, microbatch=0\) comes twice"),
+        ("F0 B0 B0 F1 B1 S0", r"stage 1: Backward\(stage=1, microbatch=0\) comes twice"),
+        ("B0 F0 F1 B1 S0", r"stage 1: Backward\(stage=1, microbatch=0\) comes before its forward"),
+        ("F0 B0 F1 B1", r"stage 1: after Backward\(stage=1, microbatch=1\) a Step is missing"),
+        ("F0 B0 S0 F1 B1", r"stage 1: after Backward\(stage=1, microbatch=1\) a Step is missing"),
+        ("", "stage 1: after no action a Step is missing"),
+        ("F0 B0 F1 B1 S0 S1", r"stage 1: Step\(stage=1, update=1\) has no backward"),
+        ("F0 B0 S0 F1 B1 S0", r"stage 1: Step\(stage=1, update=0\) comes where update 1 is due"),
+        ("F0 B0 S0 F1 B1 S1", r"stage 1: update by microbatches \[0\] comes where stage 0 has \[0, 1\]"),
+        ("F1 F0 B0 B1 S0", "stage 1: forward of microbatch 1 comes where stage 0 has 0"),
+        ("F0 F1 B1 B0 S0", "stage 1: backward of microbatch 1 comes where stage 0 has 0"),
+        ("F0 B0 S0", "stage 1: forward of microbatch none comes where stage 0 has 1"),
+    ],
+)
+def test_validate_names_stage_and_action(stage_1: str, message: str) -> None:
+    validate([stage(0, "F0 F1 B0 B1 S0"), stage(1, "F0 B0 F1 B1 S0")])
+    with pytest.raises(ValueError, match=message):
+        validate([stage(0, "F0 F1 B0 B1 S0"), stage(1, stage_1)])
+
+
+def test_validate_refuses_actions_of_another_stage_and_no_stages() -> None:
+    with pytest.raises(ValueError, match=r"stage 0: Forward\(stage=1, .* belongs to another stage"):
+        validate([stage(1, "F0 B0 S0")])
+    with pytest.raises(ValueError, match="no stages"):
+        validate([])
+
+
+def test_validate_finds_deadlock() -> None:
+    # Stage 0 wants microbatch 0 back before it sends microbatch 1; stage 1 wants both first.
+    waits = r"deadlocks: stage 0: Backward\(.*=0\) waits for Backward\(.*=0\); stage 1: Forward\(.*=1\) waits"
+    with pytest.raises(ValueError, match=waits):
+        validate([stage(0, "F0 B0 F1 B1 S0"), stage(1, "F0 F1 B0 B1 S0")])
+
+
+def test_dependency_order_keeps_every_stage_in_order_and_messages_before_their_use() -> None:
+    schedule = asynchronous(4, 2, 6)
+    order = list(dependency_order(schedule))
+    assert sorted(order, key=lambda action: action.stage) == [a for actions in schedule for a in actions]
+    position = {action: i for i, action in enumerate(order)}
+    for k in range(12):
+        for s in range(1, 4):
+            assert position[Forward(s - 1, k)] < position[Forward(s, k)]
+            assert position[Backward(s, k)] < position[Backward(s - 1, k)]
+
+
+@pytest.mark.parametrize(
+    ("documented", "schedule"),
+    [
+        (naive, naive(3, 2)),
+        (gpipe, gpipe(3, 4)),
+        (one_f_one_b, one_f_one_b(3, 4)),
+        (AsyncOneFOneB, asynchronous(3, 1, updates=6)),
+    ],
+)
+def test_documented_clock_tables_are_what_the_generators_yield(
+    documented: object, schedule: Schedule
+) -> None:
+    documented_rows = re.findall(r"stage \d \|.*", documented.__doc__ or "")
+    assert documented_rows == render(simulate(schedule, backward=1.0)).splitlines()
