@@ -5,7 +5,9 @@ Importing the package makes its strategies' names known to Lightning: ``Trainer(
 
 from __future__ import annotations
 
-from lightning.pytorch.strategies import StrategyRegistry
+from typing import Any
+
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_parallel.strategies.pipeline import PipelineStrategy
 from lightning_parallel.strategies.pipeline_async import AsyncPipelineStrategy
@@ -16,13 +18,14 @@ __version__ = "0.1.0"
 
 
 def _register() -> None:
-    for name, strategy, options in (
-        ("pipeline_naive", PipelineStrategy, {"schedule": "naive"}),
-        ("pipeline_sync", PipelineStrategy, {"schedule": "gpipe"}),
-        ("pipeline_gpipe", PipelineStrategy, {"schedule": "gpipe"}),
-        ("pipeline_1f1b", PipelineStrategy, {"schedule": "1f1b"}),
-        ("pipeline_async", AsyncPipelineStrategy, {}),
-    ):
+    names: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
+        "pipeline_naive": (PipelineStrategy, {"schedule": "naive"}),
+        "pipeline_sync": (PipelineStrategy, {"schedule": "gpipe"}),
+        "pipeline_gpipe": (PipelineStrategy, {"schedule": "gpipe"}),
+        "pipeline_1f1b": (PipelineStrategy, {"schedule": "1f1b"}),
+        "pipeline_async": (AsyncPipelineStrategy, {}),
+    }
+    for name, (strategy, options) in names.items():
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, strategy, description=(strategy.__doc__ or "").split("\n")[0], **options)
 

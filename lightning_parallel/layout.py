@@ -37,9 +37,7 @@ class Layout:
     rank: int
 
     @classmethod
-    def resolve(
-        cls, world_size: int, rank: int = 0, *, pipeline: Size = 1, data: Size = 1, tensor: Size = 1
-    ) -> Layout:
+    def resolve(cls, world_size: int, rank: int = 0, *, pipeline: Size = 1, data: Size = 1, tensor: Size = 1) -> Layout:
         """Fill in ``"auto"`` sizes: such an axis takes the ranks that the others leave.
 
         Where several are ``"auto"``, the data axis gives way: it becomes 1.
@@ -125,7 +123,7 @@ class Layout:
         return [self.rank_of(tensor=tensor) for tensor in range(self.tensor)]
 
     def describe(self, rank: int) -> str:
-        """``rank 3 (stage 0)``: how a rank is named in errors."""
+        """``stage 0 (rank 3)``: how a rank is named in errors."""
         place = self.at(rank)
         others = f", replica {place.data_rank}" if self.data > 1 else ""
         others += f", shard {place.tensor_rank}" if self.tensor > 1 else ""

@@ -30,14 +30,16 @@ class AbsentTensor(Tensor):
 
     Attributes:
         meta: the meta tensor that carries shape and dtype.
-        origin: what another stage holds, in words for an error ("the output of layer 'blocks.1'").
+        origins: what it was computed from, in words for an error ("the output of 'blocks.1'").
     """
 
     meta: Tensor
-    origin: str
+    origins: frozenset[str]
 
     @staticmethod
-    def __new__(cls, meta: Tensor, device: torch.device, origin: str, requires_grad: bool = False) -> AbsentTensor:
+    def __new__(
+        cls, meta: Tensor, device: torch.device, origins: frozenset[str], requires_grad: bool = False
+    ) -> AbsentTensor:
         self: AbsentTensor = Tensor._make_wrapper_subclass(
             cls,
             meta.size(),
@@ -48,14 +50,19 @@ class AbsentTensor(Tensor):
             requires_grad=requires_grad,
         )
         self.meta = meta
-        self.origin = origin
+        self.origins = origins
         return self
+
+    @property
+    def origin(self) -> str:
+        """One of the origins, for errors."""
+        return min(self.origins)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"AbsentTensor({self.origin}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentTensor:
-        copy = AbsentTensor(self.meta.detach(), self.device, self.origin, self.requires_grad)
+        copy = AbsentTensor(self.meta.detach(), self.device, self.origins, self.requires_grad)
         if getattr(self, "_is_param", False):
             copy._is_param = True
         memo[id(self)] = copy
@@ -71,8 +78,8 @@ class AbsentTensor(Tensor):
     ) -> Any:
         flat, spec = pytree.tree_flatten((args, dict(kwargs or {})))
         absent = [x for x in flat if isinstance(x, AbsentTensor)]
-        origin = absent[0].origin
-        _refuse_writes_into_real_tensors(func, args, origin)
+        origins = absent[0].origins.union(*(x.origins for x in absent[1:]))
+        _refuse_writes_into_real_tensors(func, args, absent[0])
 
         to_meta = [_meta_of(x) for x in flat]
         meta_args, meta_kwargs = pytree.tree_unflatten(to_meta, spec)
@@ -84,7 +91,7 @@ class AbsentTensor(Tensor):
             out = func(*meta_args, **meta_kwargs)
         except (RuntimeError, NotImplementedError) as error:
             raise AbsentValueError(
-                f"{func} needs the values of {origin}, which live on another pipeline stage ({error})."
+                f"{func} needs the values of {absent[0].origin}, which live on another pipeline stage ({error})."
             ) from error
 
         known = {id(m): x for m, x in zip(to_meta, flat, strict=True) if isinstance(x, AbsentTensor)}
@@ -93,8 +100,10 @@ class AbsentTensor(Tensor):
             if not isinstance(value, Tensor):
                 return value
             if id(value) in known:  # in-place: the same object
-                return known[id(value)]
-            return AbsentTensor(value, device, origin)
+                same = known[id(value)]
+                same.origins = origins
+                return same
+            return AbsentTensor(value, device, origins)
 
         return pytree.tree_map(wrap, out)
 
@@ -107,19 +116,19 @@ def _meta_of(value: Any) -> Any:
     return value
 
 
-def _refuse_writes_into_real_tensors(func: Any, args: tuple[Any, ...], origin: str) -> None:
+def _refuse_writes_into_real_tensors(func: Any, args: tuple[Any, ...], absent: AbsentTensor) -> None:
     """``real[mask] = absent`` would leave ``real`` looking like a value that it isn't."""
     for argument, value in zip(func._schema.arguments, args, strict=False):
         writes = argument.alias_info is not None and argument.alias_info.is_write
         if writes and isinstance(value, Tensor) and not isinstance(value, AbsentTensor):
             raise AbsentValueError(
-                f"{func} writes {origin}, which lives on another pipeline stage, into a tensor of this one."
+                f"{func} writes {absent.origin}, which lives on another pipeline stage, into a tensor of this one."
             )
 
 
 def absent_like(tensor: Tensor, origin: str, device: torch.device | None = None) -> AbsentTensor:
     """A tensor like ``tensor`` (a parameter stays one, trainable or frozen as it was), without its values."""
-    absent = AbsentTensor(torch.empty_like(tensor, device="meta"), device or tensor.device, origin)
+    absent = AbsentTensor(torch.empty_like(tensor, device="meta"), device or tensor.device, frozenset([origin]))
     if isinstance(tensor, nn.Parameter):
         absent.requires_grad_(tensor.requires_grad)
         absent._is_param = True  # what nn.Parameter's isinstance asks of subclasses
@@ -149,34 +158,41 @@ class AbsentForward:
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._forward = module.forward
-        self._origin = f"the output of '{name}'"
+        self._name = name
         self._answers: dict[Any, tuple[list[Any], Any]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.answer(args, kwargs)
+
+    def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: int = 0) -> Any:
+        """What the ``call``-th call (in its step) returns."""
         key = _signature((args, kwargs))
+        origins = frozenset([origin_of(self._name, call)])
         if key not in self._answers:
             device = next((x.device for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)), None)
             with torch.no_grad():
-                out = self._forward(*_absentees(args, self._origin), **_absentees(kwargs, self._origin))
+                out = self._forward(*_absentees(args), **_absentees(kwargs))
             leaves, spec = pytree.tree_flatten(out)
-            leaves = [
-                AbsentTensor(_meta_of(x), device or x.device, self._origin) if isinstance(x, Tensor) else x
-                for x in leaves
+            kept = [
+                AbsentTensor(_meta_of(x), device or x.device, origins) if isinstance(x, Tensor) else x for x in leaves
             ]
-            self._answers[key] = (leaves, spec)
-        leaves, spec = self._answers[key]
-        return pytree.tree_unflatten([_fresh(x) for x in leaves], spec)
+            self._answers[key] = (kept, spec)
+        kept, spec = self._answers[key]
+        # An answer is given more than once: an in-place operation of the caller must not reach the kept one.
+        return pytree.tree_unflatten(
+            [AbsentTensor(x.meta, x.device, origins) if isinstance(x, AbsentTensor) else x for x in kept], spec
+        )
 
 
-def _absentees(tree: Any, origin: str) -> Any:
+def origin_of(module: str, call: int) -> str:
+    """How the output of a module is named, as an origin."""
+    return f"the output of '{module}'" + (f" (call {call + 1})" if call else "")
+
+
+def _absentees(tree: Any) -> Any:
     return pytree.tree_map(
-        lambda x: absent_like(x, origin) if isinstance(x, Tensor) and not isinstance(x, AbsentTensor) else x, tree
+        lambda x: absent_like(x, "an input") if isinstance(x, Tensor) and not isinstance(x, AbsentTensor) else x, tree
     )
-
-
-def _fresh(x: Any) -> Any:
-    """An answer is given more than once: an in-place operation of the caller must not reach the kept one."""
-    return AbsentTensor(x.meta, x.device, x.origin) if isinstance(x, AbsentTensor) else x
 
 
 def _signature(tree: Any) -> Any:

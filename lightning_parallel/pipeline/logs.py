@@ -108,9 +108,7 @@ def _reduce(entry: _Entry, weights: list[int]) -> Any:
     values, how = entry.values, entry.options["reduce_fx"]
     how = how.lower() if isinstance(how, str) else how
     if any(isinstance(value, Tensor) for value in values):
-        if not all(
-            value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real) for value in values
-        ):
+        if not all(value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real) for value in values):
             return values[-1]  # which Lightning refuses, in its own words
         device = next(value.device for value in values if isinstance(value, Tensor))
         tensors = [torch.as_tensor(value, device=device).reshape(()) for value in values]

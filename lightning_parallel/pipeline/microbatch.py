@@ -119,9 +119,7 @@ def join_outputs(outputs: Sequence[Any], weights: Sequence[int]) -> Any:
     if any(column is None or column[0] != structure[0] for column in columns):
         return last
     values = [column[1] for column in columns if column is not None]
-    return _rebuild(
-        last, structure[0], [join_outputs(column, shares) for column in zip(*values, strict=True)]
-    )
+    return _rebuild(last, structure[0], [join_outputs(column, shares) for column in zip(*values, strict=True)])
 
 
 def _join_tensors(parts: list[Tensor], shares: list[int]) -> Tensor:

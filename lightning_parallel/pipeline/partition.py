@@ -53,13 +53,14 @@ class Partition:
         """Indices of the layers that ``stage`` owns."""
         return range(self.bounds[stage], self.bounds[stage + 1])
 
+    def places(self) -> dict[str, int]:
+        """The stage of each layer and of each module outside."""
+        stages = {self.layers[i]: stage for stage in range(self.stages) for i in self.layers_of(stage)}
+        return stages | self.outside
+
     def shared(self) -> dict[str, tuple[int, ...]]:
         """Parameters (by first name) that several stages hold: gradients must be summed over these stages."""
-        return {
-            name: self.owners[name]
-            for name in dict.fromkeys(self.aliases.values())
-            if len(self.owners[name]) > 1
-        }
+        return {name: self.owners[name] for name in dict.fromkeys(self.aliases.values()) if len(self.owners[name]) > 1}
 
 
 def partition(
@@ -207,6 +208,8 @@ def _outside(module: nn.Module, chain: Sequence[str]) -> dict[str, int]:
             name = prefix + short
             if name in index:
                 seen = max(seen, index[name])
+            elif isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+                visit(child, f"{name}.")  # a list isn't called, its modules are
             elif any(layer.startswith(f"{name}.") for layer in chain):
                 visit(child, f"{name}.")
             elif any(True for _ in child.parameters()):

@@ -2,7 +2,8 @@
 
 The step (``training_step``, any callable) runs on every stage, from its first line. The layers of earlier stages
 answer with absent tensors (``absent.py``) and cost nothing, but for the one just before the cut: it answers with what
-arrived from the stage before, in the structure that it returns itself. So the code between the layers (unpacking
+arrived from the stage before, in the structure that it returns itself. So do others whose output is needed here
+(``flow.py``). So the code between the layers (unpacking
 tuples, masks, residual scaling) runs as written, on live values. The stage's last layer doesn't return: what it
 computed is the stage's output, and the user's step is left there. On the last stage it goes on to the loss.
 
@@ -21,8 +22,9 @@ computed is the stage's output, and the user's step is left there. On the last s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_parallel.pipeline.absent import AbsentForward, AbsentTensor, first_absent, make_absent
+from lightning_parallel.pipeline.flow import Flow, chain_only, order_checked, survey
 from lightning_parallel.pipeline.partition import Partition
 
 
@@ -108,14 +111,19 @@ class Stage:
         self.module = module
         self.partition = partition
         self.index = index
-        self._layers = [module.get_submodule(name) for name in partition.layers]
+        self.flow = chain_only(partition)  # what crosses the cuts; set it to that of the step to be run
         self._owned = partition.layers_of(index)
+        self._first, self._last = self._owned.start, self._owned.stop - 1
+        self._layers = {name: i for i, name in enumerate(partition.layers)}
+        owned = {partition.layers[i] for i in self._owned}
+        owned |= {name for name, stage in partition.outside.items() if stage == index}
+        self._units = {name: module.get_submodule(name) for name in (*partition.layers, *partition.outside)}
+        self._absent = {name: AbsentForward(unit, name) for name, unit in self._units.items()}
+        self._elsewhere = [name for name in self._units if name not in owned]
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._patched: list[nn.Module] = []
-        self._running = False
-        self._next = 0  # index of the layer that the step has to call next
-        self._arrival: Arrival | None = None
-        self._drop_absent(device)
+        self._pass = _Pass()
+        for name in self._elsewhere:
+            make_absent(self._units[name], partial("parameter '{}.{}'".format, name), device)
 
     @property
     def is_first(self) -> bool:
@@ -124,14 +132,6 @@ class Stage:
     @property
     def is_last(self) -> bool:
         return self.index == self.partition.stages - 1
-
-    def describe(self) -> str:
-        names = self.partition.layers
-        first, last = names[self._owned.start], names[self._owned.stop - 1]
-        outside = [name for name, stage in self.partition.outside.items() if stage == self.index]
-        return f"stage {self.index}: {first}" + (f" to {last}" if last != first else "") + (
-            f", with {', '.join(outside)}" if outside else ""
-        )
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters held here, under their original (first) names: tied names once."""
@@ -150,95 +150,71 @@ class Stage:
             if name in persistent and not isinstance(buffer, AbsentTensor)
         }
 
-    def _drop_absent(self, device: torch.device) -> None:
-        for i, name in enumerate(self.partition.layers):
-            if i not in self._owned:
-                make_absent(self._layers[i], lambda n, name=name: f"parameter '{name}.{n}'", device)  # type: ignore[misc]
-        for name, stage in self.partition.outside.items():
-            if stage != self.index:
-                make_absent(self.module.get_submodule(name), lambda n, name=name: f"parameter '{name}.{n}'", device)  # type: ignore[misc]
+    def survey(self, step: Callable[[], Any]) -> Flow:
+        """What crosses the cuts in ``step``: every rank finds the same (:mod:`~lightning_parallel.pipeline.flow`)."""
+        return survey(self.module, self.partition, self._absent, step)
 
     # -- hooks ---------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
         """Hook the module: from now on a step run by :meth:`run` is cut. :meth:`remove` undoes it."""
-        for i, (name, layer) in enumerate(zip(self.partition.layers, self._layers, strict=True)):
-            if i in self._owned:
-                self._hooks.append(layer.register_forward_pre_hook(self._enter(i), with_kwargs=True))
-            else:
-                self._patch(layer, _AbsentLayer(self, i, AbsentForward(layer, name)))
-        if not self.is_last:
-            # Registered last, so it runs after the layer's own forward hooks.
-            self._hooks.append(self._layers[self._owned.stop - 1].register_forward_hook(self._leave))
-        for name, stage in self.partition.outside.items():
-            module = self.module.get_submodule(name)
-            if stage != self.index and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-                self._patch(module, AbsentForward(module, name))
+        for name in self._elsewhere:
+            # There is no hook that answers in a module's place; an instance attribute hides the class's `forward`.
+            self._units[name].forward = partial(self._answer, name)  # type: ignore[method-assign]
+        for name, unit in self._units.items():
+            if name not in self._elsewhere:
+                self._hooks.append(unit.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
+                # Registered last, so it runs after the module's own forward hooks.
+                self._hooks.append(unit.register_forward_hook(partial(self._leave, name)))
 
     def remove(self) -> None:
         """Take the hooks off. Absent parameters stay absent."""
         for hook in self._hooks:
             hook.remove()
-        for module in self._patched:
-            del module.forward
-        self._hooks, self._patched = [], []
+        self._hooks = []
+        for name in self._elsewhere:
+            self._units[name].__dict__.pop("forward", None)
 
-    def _patch(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        # There is no hook that answers in a module's place; an instance attribute hides the class's `forward`.
-        module.forward = forward  # type: ignore[method-assign]
-        self._patched.append(module)
+    def _answer(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Forward of a unit on another stage: what arrived of it, or absent tensors."""
+        if not self._pass.running:
+            return self._absent[name].answer(args, kwargs)
+        call = self._called(name)
+        answer = self._absent[name].answer(args, kwargs, call)
+        live = self._pass.arrived.get((name, call))
+        return answer if live is None else _fill(answer, live, name)
 
-    def _enter(self, i: int) -> Callable[..., None]:
-        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not self._running:  # a recomputation by activation checkpointing, or a call outside a step
-                return
-            self.called(i)
-            absent = first_absent((args, kwargs))
-            if absent is not None:
-                raise RuntimeError(
-                    f"Layer '{self.partition.layers[i]}' runs on stage {self.index}, but an input of it depends on "
-                    f"{absent.origin}, which lives on another stage. Only what a layer returns is passed on to the "
-                    f"next: let the layers hand this value on too (a tuple will do), or keep them in one stage by "
-                    f"`layers` or `balance`."
-                )
+    def _enter(self, name: str, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the forward of a unit of this stage."""
+        if not self._pass.running:  # a recomputation by activation checkpointing, or a call outside a step
+            return
+        self._called(name)
+        absent = first_absent((args, kwargs))
+        if absent is not None:
+            raise RuntimeError(
+                f"'{name}' runs on stage {self.index}, but an input of it depends on {absent.origin}, which lives on "
+                f"another stage. Outputs of modules cross between stages, parameters don't: use a parameter inside its "
+                f"module only, or keep both in one stage by `layers` or `balance`."
+            )
 
-        return hook
-
-    def _leave(self, layer: nn.Module, args: Any, output: Any) -> None:
-        if self._running:
+    def _leave(self, name: str, unit: nn.Module, args: Any, output: Any) -> None:
+        """After the forward of a unit of this stage: keep what later stages need; behind the last layer, leave."""
+        if not self._pass.running:
+            return
+        key = (name, self._pass.calls[name] - 1)
+        if key in self._pass.wanted:
+            # As it is now: the step may go on to change it in place, and will do so again on the other stages.
+            self._pass.kept[key] = [t.clone() for t in _tensors_of(output)]
+        if not self.is_last and self._layers.get(name) == self._last:
             raise _LeaveStep(output)
 
-    def called(self, i: int) -> None:
-        """Layer ``i`` is being called: is it its turn?"""
-        names = self.partition.layers
-        if i != self._next:
-            what = "a second time" if i < self._next else f"before '{names[self._next]}'"
-            raise RuntimeError(
-                f"Layer '{names[i]}' was called {what}. A pipeline's layers run once each, in order: "
-                f"name those that do with `layers` (now {len(names)} layers, '{names[0]}' to '{names[-1]}')."
-            )
-        self._next = i + 1
-
-    def passed(self, i: int, answer: Any) -> Any:
-        """Layer ``i`` is absent and answered ``answer``: put what arrived in its place, if it is the last one before
-        this stage."""
-        if not self._running:
-            return answer
-        self.called(i)
-        if i != self._owned.start - 1:
-            return answer
-        assert self._arrival is not None
-        leaves, spec = pytree.tree_flatten(answer)
-        holes = [j for j, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        live = self._arrival.receive()
-        if len(holes) != len(live):
-            raise RuntimeError(
-                f"Layer '{self.partition.layers[i]}' sent {len(live)} tensors on stage {self.index - 1}, but returns "
-                f"{len(holes)} by stage {self.index}'s reckoning: its number of outputs must not depend on values."
-            )
-        for j, tensor in zip(holes, live, strict=True):
-            leaves[j] = tensor
-        return pytree.tree_unflatten(leaves, spec)
+    def _called(self, name: str) -> int:
+        """Count a call of a unit. Is it its turn, if it is a layer?"""
+        if name in self._layers:
+            self._pass.next_layer = order_checked(self.partition, self._pass.next_layer, self._layers[name])
+        call = self._pass.calls.get(name, 0)
+        self._pass.calls[name] = call + 1
+        return call
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -254,52 +230,91 @@ class Stage:
 
         Raises:
             RuntimeError: a layer was called twice, out of order or not at all, or a value would have to cross the cut
-                outside the layers' outputs.
+                that can't.
         """
         assert (arrival is None) == self.is_first
-        self._arrival, self._next, self._running = arrival, 0, True
+        self._pass = _Pass(running=True, wanted={(c.module, c.call) for c in self.flow.out_of(self.index)})
+        if arrival is not None:
+            self._unload(arrival)
         try:
             output = step()
         except _LeaveStep as leave:
             return self._departure(leave.output)
         finally:
-            self._arrival, self._running = None, False
-        if self._next < len(self._layers):
-            raise RuntimeError(
-                f"Layer '{self.partition.layers[self._next]}' was not called by the step. A pipeline's layers run once "
-                f"each, in order: leave out those that don't with `layers`."
-            )
+            self._pass = _Pass(next_layer=self._pass.next_layer, kept=self._pass.kept)
+        order_checked(self.partition, self._pass.next_layer, None)
         absent = first_absent(output)
         if absent is not None:
             raise RuntimeError(
                 f"What the step returned on stage {self.index} depends on {absent.origin}, which lives on another "
-                f"stage. A value reaches later stages only through what the layers return. If it is a module that is "
-                f"owned by the wrong stage, name it as the first or the last of `layers`."
+                f"stage. Behind the last module that holds parameters, only what that module returned is at hand."
             )
         return output
 
+    def _unload(self, arrival: Arrival) -> None:
+        """Share out what arrived over the calls that it comes from: the cargo, then the layer before the cut."""
+        tensors = iter(arrival.receive())
+        live = {(c.module, c.call): [next(tensors) for _ in range(c.tensors)] for c in self.flow.into(self.index)}
+        live[self.partition.layers[self._first - 1], 0] = list(tensors)
+        for key in live.keys() & self._pass.wanted:  # further on, as it came, whatever this stage does to it
+            self._pass.kept[key] = live[key]
+            live[key] = [t.clone() for t in live[key]]
+        self._pass.arrived = live
+
     def _departure(self, output: Any) -> Departure:
-        leaves = pytree.tree_leaves(output)
-        absent = first_absent(leaves)
+        tensors: list[Tensor] = []
+        for cargo in self.flow.out_of(self.index):
+            kept = self._pass.kept.get((cargo.module, cargo.call))
+            if kept is None or len(kept) != cargo.tensors:
+                raise RuntimeError(
+                    f"'{cargo.module}' was called otherwise than in the first step (call {cargo.call + 1}): what a "
+                    f"pipeline's stages hand on must not change from batch to batch."
+                )
+            tensors += kept
+        tensors += _tensors_of(output)
+        absent = first_absent(tensors)
         if absent is not None:
             raise RuntimeError(
-                f"The output of layer '{self.partition.layers[self._owned.stop - 1]}' on stage {self.index} depends on "
+                f"The output of '{self.partition.layers[self._last]}' on stage {self.index} depends on "
                 f"{absent.origin}, which lives on another stage."
             )
-        return Departure([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        return Departure(tensors)
 
 
-class _AbsentLayer:
-    """``forward`` of a layer on another stage."""
+@dataclass
+class _Pass:
+    """One run of the step on this stage.
 
-    def __init__(self, stage: Stage, index: int, forward: AbsentForward) -> None:
-        self._stage, self._index, self._forward = stage, index, forward
+    Attributes:
+        running: hooks of units do nothing outside a run.
+        next_layer: index of the layer that is due.
+        calls: of each unit so far.
+        arrived: by module and call, what the stage before sent of it.
+        wanted: what later stages need, by module and call.
+        kept: that, as far as it has been made or passed through.
+    """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        answer = self._forward(*args, **kwargs)
-        return self._stage.passed(self._index, answer)
+    running: bool = False
+    next_layer: int = 0
+    calls: dict[str, int] = field(default_factory=dict)
+    arrived: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
+    wanted: set[tuple[str, int]] = field(default_factory=set)
+    kept: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
 
 
-def shared_by(partition: Partition, stage: int) -> dict[str, Sequence[int]]:
-    """Parameters of ``stage`` that other stages hold too, with all stages that do."""
-    return {name: stages for name, stages in partition.shared().items() if stage in stages}
+def _tensors_of(output: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def _fill(answer: Any, live: list[Tensor], name: str) -> Any:
+    """``answer`` with live tensors in the place of absent ones."""
+    leaves, spec = pytree.tree_flatten(answer)
+    holes = [j for j, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    if len(holes) != len(live):
+        raise RuntimeError(
+            f"'{name}' returned {len(live)} tensors on its own stage, but {len(holes)} by the reckoning of another: "
+            f"the number of its outputs must not depend on values."
+        )
+    for j, tensor in zip(holes, live, strict=True):
+        leaves[j] = tensor
+    return pytree.tree_unflatten(leaves, spec)

@@ -185,9 +185,7 @@ def report(rows: Sequence[Sequence[Span]], theory: float | None) -> str:
     return f"steady-state bubble {1 - full:.1%} measured, 0% by theory ({whole:.1%} with fill and drain)"
 
 
-def write_perfetto(
-    rows: Sequence[Sequence[Span]], path: str | Path, *, labels: Sequence[str] | None = None
-) -> None:
+def write_perfetto(rows: Sequence[Sequence[Span]], path: str | Path, *, labels: Sequence[str] | None = None) -> None:
     """Write the recording in Chrome's trace format, which https://ui.perfetto.dev opens: a thread a row."""
     begin = min((span.start for row in rows for span in row), default=0.0)
     events: list[dict[str, object]] = []

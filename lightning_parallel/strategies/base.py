@@ -32,11 +32,11 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_parallel.layout import Axis, Groups, Layout, Size, make_groups
+from lightning_parallel.layout import Groups, Layout, Size, make_groups
 
 T = TypeVar("T")
 
@@ -81,8 +81,8 @@ class LayoutStrategy(ParallelStrategy):
 
     # -- layout --------------------------------------------------------------------------------------------------
 
-    def axes(self) -> Mapping[Axis, Size]:
-        """The sizes that the user gave to the axes."""
+    def axes(self) -> Mapping[str, Size]:
+        """The sizes that the user gave to the axes, by name of the axis."""
         raise TypeError(f"{type(self).__name__} is abstract: it has no axes")
 
     @property
@@ -140,7 +140,7 @@ class LayoutStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]  # how Lightning tells its helpers
 
     @override
     def setup_environment(self) -> None:

@@ -9,8 +9,8 @@ the others. So the last stage publishes what it logged, and the other stages put
     end of a training epoch          EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
     end of validation, test          the same, and the caller of trainer.validate()
 
-The LightningModule's own ``on_..._epoch_end`` hooks work on what its steps gathered (a list of outputs, a metric), which
-exists on the last stage alone: they run there, and what they log is published.
+The LightningModule's own ``on_..._epoch_end`` hooks work on what its steps gathered (a list of outputs, a metric),
+which exists on the last stage alone: they run there, and what they log is published.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class MetricBoard:
                 self._names = self._share(list(metrics))
                 self._send(list(metrics.values()))
             return loss.detach()
-        changed, value, *values = self._receive(2 + len(self._names))
-        if changed:
+        announcement, value, *values = self._receive(2 + len(self._names))
+        if announcement:
             self._names = self._share(None)
             values = self._receive(len(self._names))
         self._trainer.callback_metrics.update(_tensors(self._names, values, self._device))

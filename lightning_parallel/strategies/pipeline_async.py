@@ -69,8 +69,8 @@ class AsyncPipelineStrategy(PipelineBase):
             raise ValueError(f"weights={weights!r}: choose 'stash' or 'latest'.")
         if isinstance(extra_in_flight, bool) or not isinstance(extra_in_flight, int) or extra_in_flight < 0:
             raise ValueError(f"extra_in_flight={extra_in_flight!r}: give 0 or a positive integer.")
-        if microbatches == "auto":
-            raise ValueError("microbatches='auto': the asynchronous pipeline needs the number for each update.")
+        if not isinstance(microbatches, int):
+            raise ValueError(f"microbatches={microbatches!r}: give the number of microbatches an update.")
         super().__init__(
             stages=stages, microbatches=microbatches, layers=layers, balance=balance, timeline=timeline, **kwargs
         )

@@ -16,20 +16,22 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel.layout import Axis, Size
+from lightning_parallel.layout import Size
 from lightning_parallel.pipeline import microbatch as batches
 from lightning_parallel.pipeline import timeline as timelines
 from lightning_parallel.pipeline.absent import AbsentTensor
 from lightning_parallel.pipeline.engine import Engine, Microbatch
+from lightning_parallel.pipeline.flow import Flow
 from lightning_parallel.pipeline.logs import LogRecorder
 from lightning_parallel.pipeline.partition import Balance, Partition, partition
 from lightning_parallel.pipeline.random import mix
@@ -78,12 +80,13 @@ class PipelineBase(LayoutStrategy):
         self._publisher = PublishMetrics(self._publish)
         self._parameters: dict[str, nn.Parameter] = {}
         self._group_names: list[list[str]] = []
+        self._flows: dict[str, Flow] = {}  # by the kind of step
         self._batches_seen = 0
         self._evaluations = 0
         self._alone_in: str | None = None  # a hook that runs on the last stage only
 
     @override
-    def axes(self) -> Mapping[Axis, Size]:
+    def axes(self) -> Mapping[str, Size]:
         return {"pipeline": self._stages}
 
     @property
@@ -152,10 +155,11 @@ class PipelineBase(LayoutStrategy):
         super().setup(trainer)
         self._parameters = self.stage.named_parameters()
         self._batches_seen = 0
+        self._flows = {}
         last = self.layout.rank_of(stage=self.layout.pipeline - 1)
         self._board = MetricBoard(trainer, self.groups.pipeline, last, self.root_device)
-        if self._publisher not in trainer.callbacks and self.layout.pipeline > 1:
-            trainer.callbacks.insert(0, self._publisher)
+        if self.layout.pipeline > 1:
+            _callbacks(trainer).insert(0, self._publisher)
         self._synchronise_metrics_over_replicas()
         self._engine = Engine(
             self.stage,
@@ -179,7 +183,7 @@ class PipelineBase(LayoutStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """``configure_optimizers`` sees the whole model's parameters, absent ones among them; then these are dropped."""
+        """``configure_optimizers`` sees the whole model's parameters; then absent ones are dropped."""
         super().setup_optimizers(trainer)
         if len(self.optimizers) > 1:
             raise ValueError(
@@ -240,7 +244,6 @@ class PipelineBase(LayoutStrategy):
         size, count = self.microbatch_count(batch)
         if self._batches_seen == 0:
             self._check_same_batch(batch)
-        self._batches_seen += 1
         sizes = batches.sizes(size, count)
         trainer = self._module().trainer
         # Numbered through the whole run, so that a resumed run draws the same random numbers.
@@ -254,7 +257,18 @@ class PipelineBase(LayoutStrategy):
             )
             for k, part in enumerate(batches.split(batch, count))
         }
+        self._follow("training_step", work[first].step)
+        self._batches_seen += 1
         return work, sizes
+
+    def _follow(self, kind: str, step: Callable[[], Any]) -> None:
+        """Before a step of some kind: what crosses the cuts in it? Its first one is surveyed."""
+        if self.layout.pipeline == 1:
+            return
+        if kind not in self._flows:
+            with logging_through(self._module(), discard):
+                self._flows[kind] = self.stage.survey(step)
+        self.stage.flow = self._flows[kind]
 
     def _user_step(self, arguments: tuple[Any, ...], recorder: LogRecorder, size: int) -> Any:
         recorder.weight = size
@@ -306,9 +320,11 @@ class PipelineBase(LayoutStrategy):
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A batch streams through undivided, so metrics see what they see in one process; nobody waits for its end."""
         self._evaluations += 1
+        bound = partial(step, *args, **kwargs)
+        self._follow(f"{step.__name__} {args[2:]}", bound)  # a loader of its own may have a step of its own
         logs = contextlib.nullcontext() if self.stage.is_last else logging_through(self._module(), discard)
         with logs:
-            return self.engine.evaluate(partial(step, *args, **kwargs), self._evaluations)
+            return self.engine.evaluate(bound, self._evaluations)
 
     @override
     def on_validation_start(self) -> None:
@@ -393,11 +409,15 @@ class PipelineBase(LayoutStrategy):
     def teardown(self) -> None:
         if self._stage is not None:
             self._stage.remove()
-            unwrap_epoch_end_hooks(self._stage.module)
+            unwrap_epoch_end_hooks(self._module())
             trainer = self._module()._trainer
-            if trainer is not None and self._publisher in trainer.callbacks:
-                trainer.callbacks.remove(self._publisher)
+            if trainer is not None and self._publisher in _callbacks(trainer):
+                _callbacks(trainer).remove(self._publisher)
         super().teardown()
+
+
+def _callbacks(trainer: pl.Trainer) -> list[Callback]:
+    return trainer.callbacks  # type: ignore[attr-defined, no-any-return]  # set by a connector, so untyped
 
 
 def _loss_of(output: Any) -> Tensor:
