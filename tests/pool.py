@@ -112,9 +112,7 @@ class WorkerPool:
     """Runs functions on ranks that are processes. Use the fixture `pool`: there is one for the session."""
 
     _workers: list[_Worker] = field(default_factory=list)
-    _directory: Path = field(
-        default_factory=lambda: Path(tempfile.mkdtemp(prefix="lightning-parallel-tests-"))
-    )
+    _directory: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="lightning-parallel-tests-")))
     _serial: itertools.count[int] = field(default_factory=itertools.count)
 
     def run(
@@ -188,9 +186,7 @@ class WorkerPool:
         deadline = time.monotonic() + START_TIMEOUT
         for worker in new:
             if not worker.connection.poll(max(0.0, deadline - time.monotonic())):
-                raise RuntimeError(
-                    f"a worker did not start within {START_TIMEOUT:g} s:\n{worker.tail(OUTPUT_LINES)}"
-                )
+                raise RuntimeError(f"a worker did not start within {START_TIMEOUT:g} s:\n{worker.tail(OUTPUT_LINES)}")
             try:
                 worker.connection.recv_bytes()
             except EOFError:
@@ -243,9 +239,7 @@ class WorkerPool:
         deadline = time.monotonic() + timeout
         while waiting:
             # The sentinels too: a child of a dead worker may hold the other end of its connection open.
-            ends = [
-                end for worker in waiting.values() for end in (worker.connection, worker.process.sentinel)
-            ]
+            ends = [end for worker in waiting.values() for end in (worker.connection, worker.process.sentinel)]
             ready = wait(ends, max(0.0, deadline - time.monotonic()))
             if not ready:
                 return answers, broken | set(waiting)

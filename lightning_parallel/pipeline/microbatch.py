@@ -133,6 +133,8 @@ def _join_tensors(parts: list[Tensor], shares: list[int]) -> Tensor:
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """The mean of tensors of one shape; of 16-bit and integer tensors in float32."""
     exact = [value if value.dtype in (torch.float32, torch.float64) else value.float() for value in values]
+    if len(exact) == 1:
+        return exact[0]  # to the bit
     total = exact[0] * weights[0]
     for value, weight in zip(exact[1:], weights[1:], strict=True):
         total = total + value * weight

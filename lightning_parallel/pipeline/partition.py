@@ -6,7 +6,8 @@ A stage owns a run of layers. What else holds parameters is owned as follows:
 - a module outside the chain, by the first stage if it was registered before the layers (embeddings), by the last one
   if after (final norm, head), and by the layer before it if between;
 - a *loose* parameter, one that hangs directly on a module around the chain (a position embedding made with
-  ``nn.Parameter``), by every stage: nobody can tell before the first step where it is used. It is small as a rule;
+  ``nn.Parameter``, or a list of such), by every stage: nobody can tell before the first step where it is used. It is
+  small as a rule;
 - a parameter with several names (tied weights), by every stage that owns one of the names.
 
 Modules that hold no parameters run everywhere. Only names are decided here; ``stage.py`` acts on them.
@@ -23,6 +24,8 @@ from itertools import pairwise
 from torch import nn
 
 Balance = str | Sequence[int]
+
+_NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(frozen=True)
@@ -97,15 +100,16 @@ def partition(
 
     stage_of_layer = [stage for stage in range(stages) for _ in range(bounds[stage], bounds[stage + 1])]
     outside = {name: stage_of_layer[_clamp(position, chain)] for name, position in units.items()}
-    places = dict(zip(chain, stage_of_layer, strict=True)) | outside
+    roots = dict(zip(chain, stage_of_layer, strict=True)) | outside
+    # By identity, since a module may have several names, of which one lies in a layer and one doesn't.
+    places = {id(part): stage for name, stage in roots.items() for part in module.get_submodule(name).modules()}
     holders: dict[str, set[int]] = {}
     loose: set[str] = set()
     for name in tensors:
-        holder = _enclosing(name, places)
-        held = {places[holder]} if holder is not None else set(range(stages))
-        if holder is None:
+        stage = places.get(id(module.get_submodule(name.rpartition(".")[0])))
+        if stage is None:
             loose.add(aliases[name])
-        holders.setdefault(aliases[name], set()).update(held)
+        holders.setdefault(aliases[name], set()).update(range(stages) if stage is None else [stage])
     owners = {name: tuple(sorted(holders[aliases[name]])) for name in tensors}
     result = Partition(tuple(chain), tuple(bounds), outside, owners, aliases, frozenset(loose))
     _check_trainable(result, {n for n, p in tensors.items() if p.requires_grad})
@@ -118,15 +122,19 @@ def resolve_layers(module: nn.Module, patterns: Sequence[str] | None, stages: in
         return _best_chain(module, stages)
     if isinstance(patterns, str) or not patterns:
         raise ValueError(f"layers={patterns!r}: give a list of module names or patterns, such as ['net.blocks.*'].")
-    names = [name for name, _ in module.named_modules() if name]
+    names = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
     chain: list[str] = []
+    taken: set[int] = set()
     for pattern in patterns:
         regex = re.compile(r"\.".join(re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split(".")))
         matched = [name for name in names if regex.fullmatch(name)]
         if not matched:
             close = difflib.get_close_matches(pattern, names, n=3) or list(_containers(module))[:5] or names[:5]
             raise ValueError(f"layers: {pattern!r} matches no module. Did you mean {_enumerate(close)}?")
-        chain += [name for name in matched if name not in chain]
+        for name in matched:
+            if id(module.get_submodule(name)) not in taken:  # one module under two names is one layer
+                taken.add(id(module.get_submodule(name)))
+                chain.append(name)
     for name in chain:
         nested = [other for other in chain if other.startswith(f"{name}.")]
         if nested:
@@ -136,9 +144,11 @@ def resolve_layers(module: nn.Module, patterns: Sequence[str] | None, stages: in
 
 def _containers(module: nn.Module) -> dict[str, nn.Sequential | nn.ModuleList]:
     return {
-        name: child
-        for name, child in module.named_modules()
-        if isinstance(child, (nn.Sequential, nn.ModuleList)) and len(child) > 1
+        name: container
+        for name, container in module.named_modules()
+        if isinstance(container, (nn.Sequential, nn.ModuleList))
+        and len(container) > 1
+        and not any(isinstance(child, _NOT_CALLED) for child in container)
     }
 
 
@@ -190,10 +200,15 @@ def _clamp(position: int, chain: Sequence[str]) -> int:
 
 def _opened(container: nn.Module, prefix: str) -> Iterator[str]:
     for name, child in container.named_children():
-        if isinstance(container, nn.Sequential) and isinstance(child, nn.Sequential) and len(child) > 1:
+        if _runs_in_order(container) and _runs_in_order(child):
             yield from _opened(child, f"{prefix}{name}.")
         else:
             yield prefix + name
+
+
+def _runs_in_order(container: nn.Module) -> bool:
+    as_documented = isinstance(container, nn.Sequential) and type(container).forward is nn.Sequential.forward
+    return as_documented and len(list(container.children())) > 1
 
 
 def _outside(module: nn.Module, chain: Sequence[str]) -> dict[str, int]:
@@ -206,28 +221,22 @@ def _outside(module: nn.Module, chain: Sequence[str]) -> dict[str, int]:
         nonlocal seen
         for short, child in parent.named_children():
             name = prefix + short
-            if name in index:
-                seen = max(seen, index[name])
+            if id(child) in index:
+                seen = max(seen, index[id(child)])
+            elif id(child) in claimed or isinstance(child, (nn.ParameterList, nn.ParameterDict)):
+                continue  # a second name of what belongs somewhere already; loose parameters
             elif isinstance(child, (nn.ModuleList, nn.ModuleDict)):
                 visit(child, f"{name}.")  # a list isn't called, its modules are
-            elif any(layer.startswith(f"{name}.") for layer in chain):
+            elif any(id(part) in claimed for part in child.modules()):
                 visit(child, f"{name}.")
             elif any(True for _ in child.parameters()):
                 units[name] = len(chain) if seen == len(chain) - 1 else seen
+                claimed.update(id(part) for part in child.modules())
 
-    index = {name: i for i, name in enumerate(chain)}
+    index = {id(module.get_submodule(name)): i for i, name in enumerate(chain)}
+    claimed = {id(part) for name in chain for part in module.get_submodule(name).modules()}
     visit(module, "")
     return units
-
-
-def _enclosing(parameter: str, places: dict[str, int]) -> str | None:
-    """The layer or outside module that a parameter's name lies in."""
-    name = parameter
-    while "." in name:
-        name = name.rpartition(".")[0]
-        if name in places:
-            return name
-    return None
 
 
 def _bounds(costs: Sequence[int], trainable: Sequence[bool], stages: int, balance: Balance) -> list[int]:

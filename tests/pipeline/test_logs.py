@@ -131,26 +131,18 @@ def test_the_mean_is_weighted_by_size_and_logged_with_the_whole_size() -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("make", [float, torch.tensor, lambda value: torch.tensor([value])])
-def test_the_users_reduction_is_the_reduction(
-    reduce_fx: Any, expected: float, make: Callable[[float], Any]
-) -> None:
-    value, options = record(
-        [(3, make(1.0), {"reduce_fx": reduce_fx}), (1, make(5.0), {"reduce_fx": reduce_fx})]
-    )
+def test_the_users_reduction_is_the_reduction(reduce_fx: Any, expected: float, make: Callable[[float], Any]) -> None:
+    value, options = record([(3, make(1.0), {"reduce_fx": reduce_fx}), (1, make(5.0), {"reduce_fx": reduce_fx})])
     assert float(value) == expected and options["reduce_fx"] is reduce_fx
 
 
 def test_the_users_batch_size_is_the_weight() -> None:
-    value, options = record(
-        [(2, torch.tensor(1.0), {"batch_size": 10}), (2, torch.tensor(4.0), {"batch_size": 20})]
-    )
+    value, options = record([(2, torch.tensor(1.0), {"batch_size": 10}), (2, torch.tensor(4.0), {"batch_size": 20})])
     assert value.item() == 3.0 and options["batch_size"] == 30
 
 
 def test_a_constant_batch_size_is_no_weight() -> None:
-    value, options = record(
-        [(3, torch.tensor(1.0), {"batch_size": 64}), (1, torch.tensor(5.0), {"batch_size": 64})]
-    )
+    value, options = record([(3, torch.tensor(1.0), {"batch_size": 64}), (1, torch.tensor(5.0), {"batch_size": 64})])
     assert value.item() == 2.0 and options["batch_size"] == 4
 
 

@@ -59,9 +59,7 @@ def versions(actions: list[Action]) -> tuple[dict[int, int], dict[int, int]]:
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 @pytest.mark.parametrize("microbatches", MICROBATCHES)
 @pytest.mark.parametrize("stages", STAGES)
-def test_synchronous_schedules_are_valid_with_one_step_at_the_end(
-    name: str, stages: int, microbatches: int
-) -> None:
+def test_synchronous_schedules_are_valid_with_one_step_at_the_end(name: str, stages: int, microbatches: int) -> None:
     schedule = SYNCHRONOUS[name](stages, microbatches)
     validate(schedule)
     assert len(schedule) == stages
@@ -95,18 +93,14 @@ def test_one_f_one_b_alternates_after_its_warmup() -> None:
 @pytest.mark.parametrize("extra", (0, 1, 2))
 @pytest.mark.parametrize("microbatches", (1, 2, 3, 4, 7))
 @pytest.mark.parametrize("stages", STAGES)
-def test_asynchronous_is_valid_and_version_equals_its_list(
-    stages: int, microbatches: int, extra: int
-) -> None:
+def test_asynchronous_is_valid_and_version_equals_its_list(stages: int, microbatches: int, extra: int) -> None:
     updates = 3 * stages * (1 + extra)
     schedule = asynchronous(stages, microbatches, updates, extra)
     validate(schedule)
     for s, actions in enumerate(schedule):
         assert sum(isinstance(a, Step) for a in actions) == updates
         before_forward, before_backward = versions(actions)
-        assert before_forward == {
-            k: version(stages, s, microbatches, k, extra) for k in range(updates * microbatches)
-        }
+        assert before_forward == {k: version(stages, s, microbatches, k, extra) for k in range(updates * microbatches)}
         assert before_backward == {k: k // microbatches for k in range(updates * microbatches)}
 
 
@@ -267,8 +261,6 @@ def test_dependency_order_keeps_every_stage_in_order_and_messages_before_their_u
         (AsyncOneFOneB, asynchronous(3, 1, updates=6)),
     ],
 )
-def test_documented_clock_tables_are_what_the_generators_yield(
-    documented: object, schedule: Schedule
-) -> None:
+def test_documented_clock_tables_are_what_the_generators_yield(documented: object, schedule: Schedule) -> None:
     documented_rows = re.findall(r"stage \d \|.*", documented.__doc__ or "")
     assert documented_rows == render(simulate(schedule, backward=1.0)).splitlines()

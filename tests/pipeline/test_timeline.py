@@ -75,9 +75,7 @@ def test_long_run_keeps_its_first_and_last_spans() -> None:
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 4), (4, 8)])
-def test_measured_bubble_equals_theory_where_the_run_is_ideal(
-    name: str, stages: int, microbatches: int
-) -> None:
+def test_measured_bubble_equals_theory_where_the_run_is_ideal(name: str, stages: int, microbatches: int) -> None:
     rows = rows_of(SYNCHRONOUS[name](stages, microbatches), forward=20.0, backward=40.0)
     assert measured_bubble(rows) == pytest.approx(bubble(name, stages, microbatches))
     # Idle time before and after belongs to no training step.

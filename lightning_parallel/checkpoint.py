@@ -1,0 +1,278 @@
+"""One checkpoint format for every layout: a directory that any number of processes writes, and any number reads.
+
+Tensors go into torch's distributed checkpoint, under names that no layout shows in::
+
+    model/<parameter or buffer>              as the whole model's state_dict() calls it
+    optimizer/0/<parameter>/<state>          e.g. optimizer/0/net.0.weight/exp_avg
+    rank/<coordinate>/<name>                 what belongs to one place in the layout: states of random generators
+
+All else is in trainer.pt, which the first rank writes. Each rank gives the names it holds, and reads those that
+it wants. All ranks have to see one file system; what a crash leaves there is a whole checkpoint, old or new.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+
+from lightning_parallel import agreement, directory
+from lightning_parallel.agreement import Group, Share, first_few, gather, together
+from lightning_parallel.untrusted import METADATA, TRAINER, Found, Reader, read_trainer
+
+__all__ = ["Loaded", "is_checkpoint", "load", "read_full", "remove", "save"]
+
+PathLike = str | os.PathLike[str]
+_FILES = (METADATA, TRAINER)  # with both, it is whole: they are written last
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a checkpoint holds beside the model.
+
+    Attributes:
+        trainer: what was given to `save` as `trainer`.
+        optimizer: for each wanted parameter that has any, its optimizer state; tensors are on the CPU.
+        param_groups: of the whole model: options, and under "params" names.
+        rank_state: what was saved at this coordinate; empty if the layout had none such.
+    """
+
+    trainer: dict[str, Any]
+    optimizer: dict[str, dict[str, Any]]
+    param_groups: list[dict[str, Any]]
+    rank_state: dict[str, Tensor]
+
+
+def save(
+    path: PathLike,
+    *,
+    model: Mapping[str, Tensor],
+    optimizer: Mapping[str, Mapping[str, Any]],
+    param_groups: Sequence[Mapping[str, Any]],
+    trainer: Mapping[str, Any],
+    rank_state: Mapping[str, Tensor],
+    coordinate: str,
+    group: Group = None,
+    order: Sequence[str] = (),
+) -> None:
+    """Write a checkpoint, replacing the one at `path`. Called by every rank of the group.
+
+    A name that several ranks hold (a tied weight, a buffer outside the stages) is written once, as the lowest rank
+    has it. DTensors are written shard by shard.
+
+    Args:
+        path: the directory to be.
+        model: parameters and buffers held here, by their names in the whole model.
+        optimizer: by parameter, the state: tensors, and plain values.
+        param_groups: the optimizer's groups: options, and under "params" the names held here. Every rank has the
+            same groups with the same options; those it holds no parameter of are empty.
+        trainer: everything else; of the first rank.
+        rank_state: tensors that belong to this coordinate.
+        coordinate: of this rank in the layout, e.g. "pp0.dp0.tp0".
+        group: of the ranks that save; `None` for all, or for a single process.
+        order: the whole model's parameters in their order, for the groups' "params". By default the ranks'
+            parameters follow one another.
+
+    Raises:
+        ValueError: the ranks disagree about shapes or groups, or share a coordinate.
+        RuntimeError: copies of one parameter differ, or a rank could not write. What was at `path` is untouched.
+    """
+    path = Path(path)
+    tensors, scalars = _by_key(model, optimizer, rank_state, coordinate)
+    partial = str(directory.beside(path))
+    shares = gather(Share.of(partial, coordinate, tensors, scalars, param_groups), group)
+    new = Path(shares[0].partial)
+    agreement.check_shapes(shares)
+    groups = agreement.merge_groups([share.param_groups for share in shares], order)
+    agreement.check_copies(model, {name for options in groups for name in options["params"]}, shares, group)
+    # The lowest rank last, so that its values stay.
+    merged = {name: values for share in reversed(shares) for name, values in share.scalars.items()}
+
+    state = {"trainer": dict(trainer), "optimizer_scalars": merged, "param_groups": groups}
+    leader = not dist.is_initialized() or dist.get_rank(group) == 0
+    try:
+        together(group, lambda: directory.begin(path, new) if leader else None)
+        together(group, lambda: _write_tensors(new, tensors, group))
+        together(group, lambda: _write_trainer(new, state) if leader else None)
+        together(group, lambda: directory.replace(new, path) if leader else None)
+    finally:
+        if leader:
+            directory.delete(new)
+
+
+def load(
+    path: PathLike,
+    *,
+    model: Mapping[str, Tensor],
+    parameters: Sequence[str],
+    coordinate: str,
+    group: Group = None,
+    strict: bool = True,
+    weights_only: bool = True,
+) -> Loaded:
+    """Read a checkpoint of any layout. Called by every rank of the group.
+
+    Args:
+        path: the directory.
+        model: the tensors held here, by their names in the whole model; filled in place, cast to their dtypes.
+        parameters: names whose optimizer state is wanted here.
+        coordinate: of this rank in the layout.
+        group: of the ranks that load; `None` for all, or for a single process.
+        strict: every tensor in `model` has to be in the checkpoint, and every one there has to be in the `model`
+            of some rank. Otherwise those that are not stay as they are.
+        weights_only: refuse a checkpoint whose trainer state holds other than tensors and plain containers:
+            unpickling that can run code. Turn off for files that you trust.
+
+    Raises:
+        ValueError: on every rank, if some rank lacks names or finds other shapes, or there is no checkpoint.
+    """
+    reader, found = together(group, lambda: _open(Path(path)))
+    state = together(group, lambda: read_trainer(Path(reader.path), weights_only))
+    reports = gather((_differences(model, found, strict), list(model)), group)
+    problems = [problem for report, _ in reports for problem in report]
+    if strict:
+        held = {name for _, names in reports for name in names}
+        names = [key.removeprefix("model/") for key in found if key.startswith("model/")]
+        problems += [f"{name} is in no rank's model" for name in names if name not in held]
+    if problems:
+        raise ValueError(f"the checkpoint {path} does not fit the model: {first_few(dict.fromkeys(problems))}")
+
+    optimizer = _empty_optimizer(found, parameters)
+    prefix = f"rank/{coordinate}/"
+    rank_state = {key.removeprefix(prefix): _empty(found, key) for key in found if key.startswith(prefix)}
+    wanted = {f"model/{name}": tensor for name, tensor in model.items() if f"model/{name}" in found}
+    tensors, _ = _by_key({}, optimizer, rank_state, coordinate)
+    together(group, lambda: _read_tensors(reader, wanted | tensors))
+    for name in parameters:
+        if name in state["optimizer_scalars"]:
+            optimizer.setdefault(name, {}).update(state["optimizer_scalars"][name])
+    return Loaded(state["trainer"], optimizer, state["param_groups"], rank_state)
+
+
+def read_full(path: PathLike) -> dict[str, Tensor]:
+    """The whole model's state dict, on the CPU: in one process, without a model or a process group."""
+    reader, found = _open(Path(path))
+    tensors = {key: _empty(found, key) for key in found if key.startswith("model/")}
+    _read_tensors(reader, tensors)
+    return {key.removeprefix("model/"): tensor for key, tensor in tensors.items()}
+
+
+def is_checkpoint(path: PathLike) -> bool:
+    """Whether a checkpoint can be loaded from `path`."""
+    return directory.find(Path(path), _FILES) is not None
+
+
+def remove(path: PathLike) -> None:
+    """Delete a checkpoint, and what crashes may have left of it. For one rank to call."""
+    directory.remove(Path(path))
+
+
+# --- names and shapes ------------------------------------------------------------------------------------------
+
+
+def _by_key(
+    model: Mapping[str, Tensor],
+    optimizer: Mapping[str, Mapping[str, Any]],
+    rank_state: Mapping[str, Tensor],
+    coordinate: str,
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """All tensors by their keys in the file, and the optimizer's other values by parameter."""
+    tensors = {f"model/{name}": tensor for name, tensor in model.items()}
+    scalars: dict[str, dict[str, Any]] = {}
+    for name, values in optimizer.items():
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer/0/{name}/{key}"] = value
+            else:
+                scalars.setdefault(name, {})[key] = value
+    tensors |= {f"rank/{coordinate}/{key}": tensor for key, tensor in rank_state.items()}
+    return tensors, scalars
+
+
+def _differences(model: Mapping[str, Tensor], found: Found, strict: bool) -> list[str]:
+    problems = []
+    for name, tensor in model.items():
+        entry = found.get(f"model/{name}")
+        if entry is None:
+            problems += [f"{name} is missing in it"] if strict else []
+        elif entry.size != tensor.shape:
+            problems.append(f"{name} has shape {tuple(entry.size)} in it and {tuple(tensor.shape)} in the model")
+    return problems
+
+
+def _empty(found: Found, key: str) -> Tensor:
+    return torch.empty(found[key].size, dtype=found[key].properties.dtype)
+
+
+def _empty_optimizer(found: Found, parameters: Iterable[str]) -> dict[str, dict[str, Any]]:
+    wanted, result = set(parameters), dict[str, dict[str, Any]]()
+    for key in found:
+        if key.startswith("optimizer/0/"):
+            name, state = key.removeprefix("optimizer/0/").rsplit("/", 1)
+            if name in wanted:
+                result.setdefault(name, {})[state] = _empty(found, key)
+    return result
+
+
+# --- files -----------------------------------------------------------------------------------------------------
+
+
+def _open(path: Path) -> tuple[Reader, Found]:
+    """The reader, and the description of each tensor by its key."""
+    source = directory.find(path, _FILES)
+    if source is None:
+        raise ValueError(f"there is no checkpoint at {path}: it would be a directory with {' and '.join(_FILES)}")
+    reader = Reader(source)
+    return reader, reader.found()
+
+
+def _read_tensors(reader: Reader, tensors: dict[str, Tensor]) -> None:
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    # Each rank knows from the metadata what it needs: no_dist, as there is nothing to agree about.
+    with _plain_errors("read"):
+        load_tensors(tensors, storage_reader=reader, planner=planner, no_dist=True)
+
+
+def _write_tensors(new: Path, tensors: dict[str, Tensor], group: Group) -> None:
+    planner = DefaultSavePlanner(
+        flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
+    )
+    with _plain_errors("write"):
+        save_tensors(
+            tensors,
+            storage_writer=FileSystemWriter(new, sync_files=True),
+            planner=planner,
+            process_group=group,
+            no_dist=not dist.is_initialized(),
+        )
+
+
+@contextmanager
+def _plain_errors(verb: str) -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        try:
+            yield
+        except CheckpointException as error:  # a BaseException, which clean-up code would not expect
+            reasons = [f"rank {rank}: {failure[0]!r}" for rank, failure in error.failures.items()]
+            raise RuntimeError(f"cannot {verb} the checkpoint's tensors: {first_few(reasons)}") from error
+
+
+def _write_trainer(new: Path, state: dict[str, Any]) -> None:
+    with open(new / TRAINER, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
