@@ -5,7 +5,8 @@ parameter, and whatever an absent layer would have computed, is an :class:`Absen
 right, so masks, position ids and reshapes go on as ever; values don't exist, and every operation on it is done on the
 meta device, with no memory and no arithmetic. What depends on an absent tensor is absent too. So a value that crosses
 stages outside the pipeline's own messages (a skip connection over the cut, a penalty on all parameters) can't end in
-a silent zero: it arrives at a stage's output or at the loss as an absent tensor, which names where it came from.
+a silent zero: it arrives at a stage's output or at the loss as an absent tensor, which names where it came from. What
+depends on its shape alone (``torch.zeros_like(hidden)``) has values, and is an ordinary tensor.
 
 Made with ``torch.Tensor._make_wrapper_subclass``, the constructor that torch documents for subclasses with
 ``__torch_dispatch__`` ("Extending PyTorch"); ``tests/pipeline/test_absent.py`` pins what is used of it.
@@ -13,8 +14,9 @@ Made with ``torch.Tensor._make_wrapper_subclass``, the constructor that torch do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -29,27 +31,18 @@ class AbsentTensor(Tensor):
     """A tensor without values.
 
     Attributes:
-        meta: the meta tensor that carries shape and dtype.
         origins: what it was computed from, in words for an error ("the output of 'blocks.1'").
     """
 
-    meta: Tensor
     origins: frozenset[str]
 
     @staticmethod
     def __new__(
-        cls, meta: Tensor, device: torch.device, origins: frozenset[str], requires_grad: bool = False
+        cls, like: Tensor, device: torch.device, origins: frozenset[str], requires_grad: bool = False
     ) -> AbsentTensor:
         self: AbsentTensor = Tensor._make_wrapper_subclass(
-            cls,
-            meta.size(),
-            strides=meta.stride(),
-            storage_offset=meta.storage_offset(),
-            dtype=meta.dtype,
-            device=device,
-            requires_grad=requires_grad,
+            cls, like.size(), strides=like.stride(), dtype=like.dtype, device=device, requires_grad=requires_grad
         )
-        self.meta = meta
         self.origins = origins
         return self
 
@@ -61,12 +54,35 @@ class AbsentTensor(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"AbsentTensor({self.origin}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
+    def __format__(self, spec: str) -> str:
+        return self._refuse("format") if spec else repr(self)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._refuse("numpy")
+
+    def tolist(self) -> Any:
+        return self._refuse("tolist")
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise AbsentValueError(
+            f"{name} failed on {self.origin}, which lives on another pipeline stage: its shape is known here, its "
+            f"values are not."
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentTensor:
-        copy = AbsentTensor(self.meta.detach(), self.device, self.origins, self.requires_grad)
+        copy = AbsentTensor(self, self.device, self.origins, self.requires_grad)
         if getattr(self, "_is_param", False):
             copy._is_param = True
         memo[id(self)] = copy
         return copy
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # Tensor's own would make every result an AbsentTensor, also those that have values.
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -76,10 +92,14 @@ class AbsentTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        flat, spec = pytree.tree_flatten((args, dict(kwargs or {})))
+        kwargs = dict(kwargs or {})
+        flat, spec = pytree.tree_flatten((args, kwargs))
         absent = [x for x in flat if isinstance(x, AbsentTensor)]
         origins = absent[0].origins.union(*(x.origins for x in absent[1:]))
-        _refuse_writes_into_real_tensors(func, args, absent[0])
+        _refuse_writes_into_real_tensors(func, args, kwargs, absent[0])
+        if torch.Tag.inplace_view in func.tags:  # x.unsqueeze_(0) changes nothing but what a tensor says of its shape
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **kwargs)
 
         to_meta = [_meta_of(x) for x in flat]
         meta_args, meta_kwargs = pytree.tree_unflatten(to_meta, spec)
@@ -91,8 +111,11 @@ class AbsentTensor(Tensor):
             out = func(*meta_args, **meta_kwargs)
         except (RuntimeError, NotImplementedError) as error:
             raise AbsentValueError(
-                f"{func} needs the values of {absent[0].origin}, which live on another pipeline stage ({error})."
+                f"{func} failed on {absent[0].origin}, which lives on another pipeline stage: its shape is known here, "
+                f"its values are not ({error})."
             ) from error
+        if func in _FILLED and not isinstance(args[0], nn.Parameter):  # like a parameter: an optimizer's state
+            return torch.full_like(out, _FILLED[func](*args), device=device)
 
         known = {id(m): x for m, x in zip(to_meta, flat, strict=True) if isinstance(x, AbsentTensor)}
 
@@ -108,19 +131,34 @@ class AbsentTensor(Tensor):
         return pytree.tree_map(wrap, out)
 
 
+# Operations that ask a tensor for its shape only: with what they fill theirs.
+_FILLED: Mapping[Any, Callable[..., Any]] = {
+    torch.ops.aten.zeros_like.default: lambda like: 0,
+    torch.ops.aten.ones_like.default: lambda like: 1,
+    torch.ops.aten.full_like.default: lambda like, value: value,
+    torch.ops.aten.new_zeros.default: lambda like, size: 0,
+    torch.ops.aten.new_ones.default: lambda like, size: 1,
+    torch.ops.aten.new_full.default: lambda like, size, value: value,
+}
+
+
 def _meta_of(value: Any) -> Any:
     if isinstance(value, AbsentTensor):
-        return value.meta
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
     if isinstance(value, Tensor):
         return value.detach().to("meta")
     return value
 
 
-def _refuse_writes_into_real_tensors(func: Any, args: tuple[Any, ...], absent: AbsentTensor) -> None:
+def _refuse_writes_into_real_tensors(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], absent: AbsentTensor
+) -> None:
     """``real[mask] = absent`` would leave ``real`` looking like a value that it isn't."""
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        if writes and isinstance(value, Tensor) and not isinstance(value, AbsentTensor):
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        written = args[i] if i < len(args) else kwargs.get(argument.name)
+        if any(isinstance(x, Tensor) and not isinstance(x, AbsentTensor) for x in pytree.tree_leaves(written)):
             raise AbsentValueError(
                 f"{func} writes {absent.origin}, which lives on another pipeline stage, into a tensor of this one."
             )
@@ -128,7 +166,7 @@ def _refuse_writes_into_real_tensors(func: Any, args: tuple[Any, ...], absent: A
 
 def absent_like(tensor: Tensor, origin: str, device: torch.device | None = None) -> AbsentTensor:
     """A tensor like ``tensor`` (a parameter stays one, trainable or frozen as it was), without its values."""
-    absent = AbsentTensor(torch.empty_like(tensor, device="meta"), device or tensor.device, frozenset([origin]))
+    absent = AbsentTensor(tensor, device or tensor.device, frozenset([origin]))
     if isinstance(tensor, nn.Parameter):
         absent.requires_grad_(tensor.requires_grad)
         absent._is_param = True  # what nn.Parameter's isinstance asks of subclasses
@@ -143,10 +181,10 @@ def first_absent(value: Any) -> AbsentTensor | None:
 def make_absent(module: nn.Module, origin: Callable[[str], str], device: torch.device) -> None:
     """Replace every parameter and buffer of ``module`` by an absent one. What it held is freed with its last user."""
     for prefix, submodule in module.named_modules():
-        for store in (submodule._parameters, submodule._buffers):
-            for name, tensor in store.items():
-                if tensor is not None and not isinstance(tensor, AbsentTensor):
-                    store[name] = absent_like(tensor, origin(f"{prefix}.{name}" if prefix else name), device)
+        for name, tensor in [*submodule._parameters.items(), *submodule._buffers.items()]:
+            if tensor is not None and not isinstance(tensor, AbsentTensor):
+                absent = absent_like(tensor, origin(f"{prefix}.{name}" if prefix else name), device)
+                setattr(submodule, name, absent)  # not into the dicts: an RNN keeps a second list of its weights
 
 
 class AbsentForward:
@@ -157,6 +195,7 @@ class AbsentForward:
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = module
         self._forward = module.forward
         self._name = name
         self._answers: dict[Any, tuple[list[Any], Any]] = {}
@@ -166,22 +205,20 @@ class AbsentForward:
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: int = 0) -> Any:
         """What the ``call``-th call (in its step) returns."""
-        key = _signature((args, kwargs))
+        given, spec = pytree.tree_flatten((args, kwargs))
+        key = (str(spec), self._module.training, _autocast(), *map(_signature, given))
         origins = frozenset([origin_of(self._name, call)])
         if key not in self._answers:
-            device = next((x.device for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)), None)
+            device = next((x.device for x in given if isinstance(x, Tensor)), None)
             with torch.no_grad():
                 out = self._forward(*_absentees(args), **_absentees(kwargs))
-            leaves, spec = pytree.tree_flatten(out)
-            kept = [
-                AbsentTensor(_meta_of(x), device or x.device, origins) if isinstance(x, Tensor) else x for x in leaves
-            ]
-            self._answers[key] = (kept, spec)
-        kept, spec = self._answers[key]
+            leaves, out_spec = pytree.tree_flatten(out)
+            kept = [AbsentTensor(x, device or x.device, origins) if isinstance(x, Tensor) else x for x in leaves]
+            self._answers[key] = (kept, out_spec)
+        kept, out_spec = self._answers[key]
         # An answer is given more than once: an in-place operation of the caller must not reach the kept one.
-        return pytree.tree_unflatten(
-            [AbsentTensor(x.meta, x.device, origins) if isinstance(x, AbsentTensor) else x for x in kept], spec
-        )
+        fresh = [AbsentTensor(x, x.device, origins) if isinstance(x, AbsentTensor) else x for x in kept]
+        return pytree.tree_unflatten(fresh, out_spec)
 
 
 def origin_of(module: str, call: int) -> str:
@@ -195,16 +232,14 @@ def _absentees(tree: Any) -> Any:
     )
 
 
-def _signature(tree: Any) -> Any:
-    leaves, spec = pytree.tree_flatten(tree)
-    return (str(spec), torch.is_autocast_enabled(), tuple(_leaf_signatures(leaves)))
+def _autocast() -> tuple[Any, ...]:
+    """What autocast would make of an operation's dtypes, on any device."""
+    return tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
 
 
-def _leaf_signatures(leaves: list[Any]) -> Iterator[Any]:
-    for x in leaves:
-        if isinstance(x, Tensor):
-            yield (x.shape, x.dtype)
-        elif isinstance(x, (int, float, str, bool, type(None))):
-            yield x
-        else:
-            yield type(x)
+def _signature(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return (x.shape, x.dtype, x.device)
+    if isinstance(x, (int, float, str, bool, type(None), torch.dtype, torch.device, Enum)):
+        return (type(x), x)  # 1 == True == 1.0
+    return type(x)

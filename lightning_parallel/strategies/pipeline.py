@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -71,14 +70,8 @@ class PipelineStrategy(PipelineBase):
             stages=stages, microbatches=microbatches, layers=layers, balance=balance, timeline=timeline, **kwargs
         )
         self._schedule = schedule
-        self._shared: list[tuple[dist.ProcessGroup, list[str]]] = []
         self._gradients: dict[str, Tensor | None] = {}
         self._count = 1  # microbatches of the last batch
-
-    @override
-    def setup(self, trainer: pl.Trainer) -> None:
-        super().setup(trainer)
-        self._join_shared_parameters()
 
     @override
     def setup_precision_plugin(self) -> None:
@@ -89,24 +82,6 @@ class PipelineStrategy(PipelineBase):
             state = plugin.scaler.state_dict()
             plugin.scaler = ShardedGradScaler(device=self.root_device.type, process_group=self.groups.pipeline)
             plugin.scaler.load_state_dict(state)
-
-    def _join_shared_parameters(self) -> None:
-        """Tied and loose parameters: equal on the stages that hold them from the start, as by their summed gradients
-        ever after."""
-        by_stages: dict[tuple[int, ...], list[str]] = {}
-        for name, stages in self.stage.partition.shared().items():
-            by_stages.setdefault(stages, []).append(name)
-        self._shared = []
-        for stages, names in by_stages.items():
-            for place in (self.layout.at(rank) for rank in range(self.layout.world_size)):
-                if place.stage != stages[0]:
-                    continue
-                ranks = [place.rank_of(stage=stage) for stage in stages]
-                group = dist.new_group(ranks, timeout=self._timeout)  # by all ranks, in the same order
-                if self.layout.rank in ranks:
-                    self._shared.append((group, names))
-                    for name in names:
-                        dist.broadcast(self._parameters[name].data, ranks[0], group)
 
     @override
     def wanted_microbatches(self, size: int) -> int:

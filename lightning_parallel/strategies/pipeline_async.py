@@ -81,7 +81,7 @@ class AsyncPipelineStrategy(PipelineBase):
         self._fed = 0  # microbatches so far
         self._stepping = False  # does Lightning want an update after this batch?
         self._options: deque[Options] = deque()  # of the updates under way, oldest first
-        self._checked_loose = False
+        self._loose_owners: dict[str, int] | None = None  # the stage that trains each loose parameter; once known
 
     @property
     def versions(self) -> WeightVersions:
@@ -120,6 +120,7 @@ class AsyncPipelineStrategy(PipelineBase):
         self._list = AsyncOneFOneB(self.layout.pipeline, self.layout.stage, self._extra_in_flight)
         self._fed = 0
         self._options.clear()
+        self._loose_owners = None
 
     @override
     def make_weights(self) -> WeightVersions:
@@ -173,7 +174,7 @@ class AsyncPipelineStrategy(PipelineBase):
         in force when its batch came."""
         module, optimizer = self._module(), self.optimizers[0]
         gradients = self.versions.take_gradients()
-        self._check_loose(gradients)
+        self._find_loose_owners(gradients)
 
         def step() -> None:
             swap_gradients(self._parameters, gradients)
@@ -192,23 +193,28 @@ class AsyncPipelineStrategy(PipelineBase):
             self.engine.run(self._list.drain(), {}, update=self._update, endless=True)
             self.engine.end_stream()
         self.versions.refresh()
+        for name, stage in (self._loose_owners or {}).items():
+            dist.broadcast(self._parameters[name].data, self.layout.rank_of(stage=stage), self.groups.pipeline)
 
-    def _check_loose(self, gradients: dict[str, Tensor]) -> None:
-        """A parameter outside all layers lives on every stage; asynchronously, one only may train it."""
-        if self._checked_loose:
-            return
-        self._checked_loose = True
+    def _find_loose_owners(self, gradients: dict[str, Tensor]) -> None:
+        """A parameter outside all layers lives on every stage; asynchronously, one only may train it. The first update
+        shows which. The others' copies follow when the pipeline drains."""
         loose = sorted(self.stage.partition.loose)
-        if not loose or self.layout.pipeline == 1:
+        if self._loose_owners is not None or not loose or self.layout.pipeline == 1:
             return
-        mine = torch.tensor([name in gradients for name in loose], device=self.root_device, dtype=torch.int)
+        mine = torch.zeros(self.layout.pipeline, len(loose), dtype=torch.int, device=self.root_device)
+        mine[self.layout.stage] = torch.tensor([name in gradients for name in loose])
         dist.all_reduce(mine, group=self.groups.pipeline)
-        for name, count in zip(loose, mine.tolist(), strict=True):
-            if count > 1:
+        self._loose_owners = {}
+        for name, trained in zip(loose, mine.T.tolist(), strict=True):
+            stages = [stage for stage, yes in enumerate(trained) if yes]
+            if len(stages) > 1:
                 raise ValueError(
-                    f"'{name}' gets gradients on {count} stages: asynchronous updates of different staleness would "
+                    f"'{name}' gets gradients on stages {stages}: asynchronous updates of different staleness would "
                     f"drive its copies apart. Use it in one stage, or use PipelineStrategy."
                 )
+            if stages:
+                self._loose_owners[name] = stages[0]
 
     # -- where the pipeline drains -------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_parallel import checkpoint as checkpoints
 from lightning_parallel.layout import Size
 from lightning_parallel.pipeline import microbatch as batches
 from lightning_parallel.pipeline import timeline as timelines
@@ -39,6 +40,7 @@ from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.timeline import Timeline
 from lightning_parallel.pipeline.weights import Weights
 from lightning_parallel.strategies.base import LayoutStrategy
+from lightning_parallel.strategies.checkpointing import StageCheckpoint
 from lightning_parallel.strategies.metrics import (
     MetricBoard,
     PublishMetrics,
@@ -79,7 +81,8 @@ class PipelineBase(LayoutStrategy):
         self._board: MetricBoard | None = None
         self._publisher = PublishMetrics(self._publish)
         self._parameters: dict[str, nn.Parameter] = {}
-        self._group_names: list[list[str]] = []
+        self._shared: list[tuple[dist.ProcessGroup, list[str]]] = []  # what several stages hold, with their group
+        self._group_names: list[list[str]] = []  # of the whole model, for each parameter group of the optimizer
         self._flows: dict[str, Flow] = {}  # by the kind of step
         self._batches_seen = 0
         self._evaluations = 0
@@ -161,6 +164,7 @@ class PipelineBase(LayoutStrategy):
         if self.layout.pipeline > 1:
             _callbacks(trainer).insert(0, self._publisher)
         self._synchronise_metrics_over_replicas()
+        self._join_shared_parameters()
         self._engine = Engine(
             self.stage,
             self.layout,
@@ -170,6 +174,23 @@ class PipelineBase(LayoutStrategy):
             weights=self.make_weights(),
             timeline=self._timeline,
         )
+
+    def _join_shared_parameters(self) -> None:
+        """Tied and loose parameters: made equal on the stages that hold them. Kept, with their groups."""
+        by_stages: dict[tuple[int, ...], list[str]] = {}
+        for name, stages in self.stage.partition.shared().items():
+            by_stages.setdefault(stages, []).append(name)
+        self._shared = []
+        for stages, names in by_stages.items():
+            for place in (self.layout.at(rank) for rank in range(self.layout.world_size)):
+                if place.stage != stages[0]:
+                    continue
+                ranks = [place.rank_of(stage=stage) for stage in stages]
+                group = dist.new_group(ranks, timeout=self._timeout)  # by all ranks, in the same order
+                if self.layout.rank in ranks:
+                    self._shared.append((group, names))
+                    for name in names:
+                        dist.broadcast(self._parameters[name].data, ranks[0], group)
 
     def make_weights(self) -> Weights | None:
         """Which weights the engine's forwards use; None: the module's own."""
@@ -374,6 +395,69 @@ class PipelineBase(LayoutStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         self._meet("A decision of all ranks")
         return super().reduce_boolean_decision(decision, all)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # each stage reads its own part, so it has to know which that is
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return False  # read together with the model
+
+    def _checkpoint(self) -> StageCheckpoint:
+        parameters = self.stage.named_parameters()
+        model = {**{n: p.data for n, p in parameters.items()}, **self.stage.named_buffers()}
+        return StageCheckpoint(model, parameters, self._group_names, self.layout.coordinate)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """This stage's part; :meth:`save_checkpoint` joins the parts."""
+        return {**self.stage.named_parameters(), **self.stage.named_buffers()}
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return {}  # collected by name in save_checkpoint
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a directory with every stage's part. Called on all ranks."""
+        self._meet("A checkpoint")
+        if storage_options is not None:
+            raise TypeError(f"storage_options={storage_options!r}: a pipeline's checkpoint is a local directory.")
+        self._checkpoint().save(checkpoint, filepath, self.optimizers)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read this stage's part of a checkpoint: a directory made under any layout, or a plain file."""
+        optimizers = self.optimizers if self._module().trainer.state.fn == TrainerFn.FITTING else []
+        trusted = weights_only is False
+        part = self._checkpoint()
+        if checkpoints.is_checkpoint(checkpoint_path):
+            return part.load(checkpoint_path, optimizers, not trusted)
+        return part.load_file(self.checkpoint_io, checkpoint_path, optimizers, not trusted)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Done in load_checkpoint."""
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Done in load_checkpoint."""
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if not self.is_global_zero:
+            return
+        if checkpoints.is_checkpoint(filepath):
+            checkpoints.remove(filepath)
+        else:
+            self.checkpoint_io.remove_checkpoint(filepath)
 
     # -- the end -------------------------------------------------------------------------------------------------
 

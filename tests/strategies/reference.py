@@ -68,7 +68,8 @@ def delayed(
                 for s in range(stages):
                     ahead = (stages - 1 - s) * (1 + extra_in_flight)
                     version = max(0, (k - ahead) // (microbatches * accumulate))
-                    used |= {n: p.clone().requires_grad_(current[n].requires_grad) for n, p in versions[s][version].items()}
+                    for n, p in versions[s][version].items():
+                        used[n] = p.clone().requires_grad_(current[n].requires_grad)
                 loss = functional_call(_Loss(module), {f"module.{n}": p for n, p in used.items()}, (part,))
                 share = batch_size(part) / size
                 (loss * (share / accumulate)).backward()

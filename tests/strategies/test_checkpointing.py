@@ -1,0 +1,101 @@
+"""A run that is resumed is the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_parallel.checkpoint import is_checkpoint, read_full
+from tests.pool import WorkerPool
+from tests.strategies.harness import STRATEGIES, Report, here, joined, largest_difference
+from tests.strategies.models import MODELS
+
+EPOCHS = 4
+
+
+def fit(
+    model: str,
+    strategy: str,
+    options: dict[str, Any],
+    stages: int,
+    directory: Path,
+    resume: Path | None = None,
+    **trainer_options: Any,
+) -> tuple[Report, str, float]:
+    """Train with a checkpoint an epoch. The model is made with other weights when it is to be resumed."""
+    torch.set_default_dtype(torch.float64)
+    module = MODELS[model]()
+    if resume is not None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(1.0)
+    keeper = ModelCheckpoint(directory, "{epoch}", monitor="val_loss", save_top_k=-1, save_last=True)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=stages, max_epochs=EPOCHS, logger=False, callbacks=[keeper], num_sanity_val_steps=0,
+        strategy=STRATEGIES[strategy](**options) if strategy in STRATEGIES else "auto",
+        enable_progress_bar=False, enable_model_summary=False, **trainer_options,
+    )  # fmt: skip
+    torch.manual_seed(11)
+    trainer.fit(module, MODELS[model].loader(), MODELS[model].loader(), ckpt_path=resume)
+    report = Report(weights={name: p.detach().clone() for name, p in here(module).items()})
+    return report, keeper.best_model_path, float(trainer.callback_metrics["val_loss"])
+
+
+@pytest.mark.parametrize(("model", "strategy", "options"), [
+    ("GPT2", "sync", {"microbatches": 4}),
+    ("Blocks", "sync", {"schedule": "1f1b", "microbatches": 2}),
+    ("Llama", "async", {"microbatches": 1}),
+    ("Blocks", "async", {"microbatches": 2}),
+])  # fmt: skip
+def test_a_resumed_run_is_the_run_to_the_bit(
+    pool: WorkerPool, tmp_path: Path, model: str, strategy: str, options: dict[str, Any]
+) -> None:
+    whole = pool.run(fit, 3, model, strategy, options, 3, tmp_path / "a", init=False)
+    resumed = pool.run(
+        fit, 3, model, strategy, options, 3, tmp_path / "b", tmp_path / "a" / "epoch=1.ckpt", init=False
+    )
+    for (a, best_a, loss_a), (b, best_b, loss_b) in zip(whole, resumed, strict=True):
+        assert largest_difference(a.weights, b.weights) == 0
+        assert loss_a == loss_b
+        assert Path(best_a).name == Path(best_b).name
+    assert len({best for _, best, _ in whole}) == 1
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_a_checkpoint_continues_under_another_number_of_stages(
+    pool: WorkerPool, tmp_path: Path, stages: int
+) -> None:
+    options = {"microbatches": 2}
+    whole = pool.run(fit, 3, "GPT2", "sync", options, 3, tmp_path / "a", init=False, gradient_clip_val=0.5)
+    resumed = pool.run(
+        fit, stages, "GPT2", "sync", options, stages, tmp_path / "b", tmp_path / "a" / "epoch=1.ckpt",
+        init=False, gradient_clip_val=0.5,
+    )  # fmt: skip
+    weights = [joined([report for report, _, _ in run], "weights") for run in (whole, resumed)]
+    assert largest_difference(*weights) < 1e-12
+
+
+@pytest.mark.parametrize(("strategy", "stages"), [("sync", 2), ("sync", 3)])
+def test_a_plain_checkpoint_of_one_process_continues_in_a_pipeline(
+    pool: WorkerPool, tmp_path: Path, strategy: str, stages: int
+) -> None:
+    (whole, _, loss) = pool.run(fit, 1, "Blocks", "single", {}, 1, tmp_path / "a", init=False)[0]
+    resumed = pool.run(
+        fit, stages, "Blocks", strategy, {}, stages, tmp_path / "b", tmp_path / "a" / "epoch=1.ckpt", init=False
+    )
+    assert largest_difference(joined([report for report, _, _ in resumed], "weights"), whole.weights) < 1e-12
+    assert resumed[0][2] == pytest.approx(loss, rel=0, abs=1e-12)
+
+
+def test_every_stage_is_in_the_directory(pool: WorkerPool, tmp_path: Path) -> None:
+    reports = pool.run(fit, 3, "LeNet", "async", {}, 3, tmp_path, init=False)
+    saved = sorted(path.name for path in tmp_path.iterdir())
+    assert saved == ["epoch=0.ckpt", "epoch=1.ckpt", "epoch=2.ckpt", "epoch=3.ckpt", "last.ckpt"]
+    assert is_checkpoint(tmp_path / "last.ckpt")
+    full = read_full(tmp_path / "epoch=3.ckpt")
+    assert largest_difference(full, joined([report for report, _, _ in reports], "weights")) == 0
