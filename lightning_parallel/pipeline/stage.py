@@ -23,6 +23,7 @@ computed is the stage's output, and the user's step is left there. On the last s
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.pipeline.absent import AbsentForward, AbsentTensor, first_absent, make_absent
 from lightning_parallel.pipeline.flow import Flow, chain_only, order_checked, survey
@@ -61,7 +63,9 @@ class Arrival:
     def receive(self) -> list[Tensor]:
         """The tensors as autograd sees them, once: results of an operation whose backward collects the gradients.
         Not leaves, so that a layer may work on them in place (``nn.ReLU(inplace=True)``)."""
-        tensors, self._tensors = self._tensors, []  # keeping them would tie a reference cycle through autograd
+        # `.data`: no views of one message buffer, so each may be changed in place.
+        tensors = [t.data for t in self._tensors]
+        self._tensors = []  # keeping them would tie a reference cycle through autograd
         if not (any(self._wanted) and torch.is_grad_enabled()):
             return tensors
         anchor = torch.empty((), requires_grad=True)
@@ -82,7 +86,7 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, arrival: Arrival, tensors: list[Tensor]) -> tuple[Tensor, ...]:  # type: ignore[override]
         ctx.arrival = arrival
-        return tuple(t.data for t in tensors)  # `.data`: no view of a message buffer, so it may be changed in place
+        return tuple(t.data for t in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
@@ -156,8 +160,13 @@ class Stage:
 
     # -- hooks ---------------------------------------------------------------------------------------------------
 
-    def install(self) -> None:
-        """Hook the module: from now on a step run by :meth:`run` is cut. :meth:`remove` undoes it."""
+    def install(self, recompute: Callable[[], AbstractContextManager[None]] | None = None) -> None:
+        """Hook the module: from now on a step run by :meth:`run` is cut. :meth:`remove` undoes it.
+
+        Args:
+            recompute: activation checkpointing: the layers of this stage keep their inputs only, and run again in the
+                backward. Asked in the forward for the context that this second run needs.
+        """
         for name in self._elsewhere:
             # There is no hook that answers in a module's place; an instance attribute hides the class's `forward`.
             self._units[name].forward = partial(self._answer, name)  # type: ignore[method-assign]
@@ -166,14 +175,18 @@ class Stage:
                 self._hooks.append(unit.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
                 # Registered last, so it runs after the module's own forward hooks.
                 self._hooks.append(unit.register_forward_hook(partial(self._leave, name)))
+                if recompute is not None and name in self._layers and any(True for _ in unit.parameters()):
+                    # Inside the hooks, which a second run doesn't pass. Layers without parameters are small, and may
+                    # work in place (nn.ReLU(inplace=True)), which can't be run twice.
+                    unit.forward = partial(_recomputed, unit.forward, recompute)  # type: ignore[method-assign]
 
     def remove(self) -> None:
         """Take the hooks off. Absent parameters stay absent."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        for name in self._elsewhere:
-            self._units[name].__dict__.pop("forward", None)
+        for unit in self._units.values():
+            unit.__dict__.pop("forward", None)
 
     def _answer(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Forward of a unit on another stage: what arrived of it, or absent tensors."""
@@ -202,11 +215,24 @@ class Stage:
         if not self._pass.running:
             return
         key = (name, self._pass.calls[name] - 1)
+        leaving = not self.is_last and self._layers.get(name) == self._last
+        if (leaving or key in self._pass.wanted) and self._pass.grad and not torch.is_grad_enabled():
+            self._refuse_without_gradient(name, unit)
         if key in self._pass.wanted:
             # As it is now: the step may go on to change it in place, and will do so again on the other stages.
             self._pass.kept[key] = [t.clone() for t in _tensors_of(output)]
-        if not self.is_last and self._layers.get(name) == self._last:
+        if leaving:
             raise _LeaveStep(output)
+
+    def _refuse_without_gradient(self, name: str, unit: nn.Module) -> None:
+        # A checkpoint with use_reentrant=True runs its part without gradients, and makes up for it behind the part:
+        # too late for an output that leaves the stage from inside.
+        if any(parameter.requires_grad for parameter in unit.parameters()):
+            raise RuntimeError(
+                f"'{name}' hands its output from stage {self.index} to a later one, but runs under torch.no_grad() or "
+                f"in a checkpoint with use_reentrant=True, so no gradient would come back: use use_reentrant=False, or "
+                f"freeze it with requires_grad_(False)."
+            )
 
     def _called(self, name: str) -> int:
         """Count a call of a unit. Is it its turn, if it is a layer?"""
@@ -233,7 +259,8 @@ class Stage:
                 that can't.
         """
         assert (arrival is None) == self.is_first
-        self._pass = _Pass(running=True, wanted={(c.module, c.call) for c in self.flow.out_of(self.index)})
+        wanted = {(cargo.module, cargo.call) for cargo in self.flow.out_of(self.index)}
+        self._pass = _Pass(running=True, grad=torch.is_grad_enabled(), wanted=wanted)
         if arrival is not None:
             self._unload(arrival)
         try:
@@ -241,8 +268,8 @@ class Stage:
         except _LeaveStep as leave:
             return self._departure(leave.output)
         finally:
-            self._pass = _Pass(next_layer=self._pass.next_layer, kept=self._pass.kept)
-        order_checked(self.partition, self._pass.next_layer, None)
+            next_layer, self._pass = self._pass.next_layer, _Pass()
+        order_checked(self.partition, next_layer, None)
         absent = first_absent(output)
         if absent is not None:
             raise RuntimeError(
@@ -287,6 +314,7 @@ class _Pass:
 
     Attributes:
         running: hooks of units do nothing outside a run.
+        grad: the run began with gradients on.
         next_layer: index of the layer that is due.
         calls: of each unit so far.
         arrived: by module and call, what the stage before sent of it.
@@ -295,11 +323,19 @@ class _Pass:
     """
 
     running: bool = False
+    grad: bool = False
     next_layer: int = 0
     calls: dict[str, int] = field(default_factory=dict)
     arrived: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
     wanted: set[tuple[str, int]] = field(default_factory=set)
     kept: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
+
+
+def _recomputed(
+    forward: Callable[..., Any], recompute: Callable[[], AbstractContextManager[None]], *args: Any, **kwargs: Any
+) -> Any:
+    again = recompute()
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), again), **kwargs)
 
 
 def _tensors_of(output: Any) -> list[Tensor]:

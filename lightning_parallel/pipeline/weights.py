@@ -17,7 +17,8 @@ silently: changing ``p.data`` alone gives wrong input gradients in every layer b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -99,15 +100,24 @@ class WeightVersions:
 
     def forward(self, step: Callable[[], Any]) -> tuple[Any, Version]:
         version = self._version()
+        with self._read_from(version):
+            result = step()
+        version.in_flight += 1
+        return result, version
+
+    def recompute(self) -> AbstractContextManager[None]:
+        """Asked inside a forward: a context in which its layers can run again, later, with the same weights."""
+        return self._read_from(self._version())
+
+    @contextmanager
+    def _read_from(self, version: Version) -> Iterator[None]:
         for store, key, name in self._slots:
             store[key] = version.leaves[name]  # type: ignore[assignment]  # torch.func does the same
         try:
-            result = step()
+            yield
         finally:
             for store, key, name in self._slots:
                 store[key] = self._parameters[name]
-        version.in_flight += 1
-        return result, version
 
     def backward_done(self, version: Version) -> None:
         version.in_flight -= 1

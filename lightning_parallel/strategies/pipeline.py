@@ -46,6 +46,8 @@ class PipelineStrategy(PipelineBase):
         layers: names or patterns of the layers between which the model may be cut, e.g. ``["net.blocks.*"]``; by
             default the children of the ``nn.Sequential`` or ``nn.ModuleList`` that shares out best.
         balance: ``"parameters"``, ``"layers"``, or the number of layers of each stage.
+        activation_checkpointing: keep the inputs of layers only, and run these again in the backward: less memory, for
+            about a third more time. BatchNorm then updates its statistics twice.
         timeline: record what each rank runs when; at the end of training a picture and a trace are written to the
             log directory, and the measured bubble is printed beside the theoretical one.
         **kwargs: of :class:`~lightning_parallel.strategies.base.LayoutStrategy`.
@@ -59,6 +61,7 @@ class PipelineStrategy(PipelineBase):
         microbatches: Microbatches = "auto",
         layers: Sequence[str] | None = None,
         balance: Balance = "parameters",
+        activation_checkpointing: bool = False,
         timeline: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -67,7 +70,13 @@ class PipelineStrategy(PipelineBase):
         if schedule == "naive" and microbatches not in ("auto", 1):
             raise ValueError(f"microbatches={microbatches!r}: the naive schedule has one; use 'gpipe' for more.")
         super().__init__(
-            stages=stages, microbatches=microbatches, layers=layers, balance=balance, timeline=timeline, **kwargs
+            stages=stages,
+            microbatches=microbatches,
+            layers=layers,
+            balance=balance,
+            activation_checkpointing=activation_checkpointing,
+            timeline=timeline,
+            **kwargs,
         )
         self._schedule = schedule
         self._gradients: dict[str, Tensor | None] = {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -49,7 +49,7 @@ class AsyncPipelineStrategy(PipelineBase):
             for each update in flight. ``"latest"``: the current ones; no copies, a biased gradient.
         extra_in_flight: microbatches in flight on each link beyond the fewest that keep all stages busy. 1 hides the
             latency of messages, and doubles staleness.
-        layers, balance, timeline: as in :class:`~lightning_parallel.PipelineStrategy`.
+        layers, balance, activation_checkpointing, timeline: as in :class:`~lightning_parallel.PipelineStrategy`.
         **kwargs: of :class:`~lightning_parallel.strategies.base.LayoutStrategy`.
     """
 
@@ -62,6 +62,7 @@ class AsyncPipelineStrategy(PipelineBase):
         extra_in_flight: int = 0,
         layers: Sequence[str] | None = None,
         balance: Balance = "parameters",
+        activation_checkpointing: bool = False,
         timeline: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -72,7 +73,13 @@ class AsyncPipelineStrategy(PipelineBase):
         if not isinstance(microbatches, int):
             raise ValueError(f"microbatches={microbatches!r}: give the number of microbatches an update.")
         super().__init__(
-            stages=stages, microbatches=microbatches, layers=layers, balance=balance, timeline=timeline, **kwargs
+            stages=stages,
+            microbatches=microbatches,
+            layers=layers,
+            balance=balance,
+            activation_checkpointing=activation_checkpointing,
+            timeline=timeline,
+            **kwargs,
         )
         self._stashing: Stashing = weights
         self._extra_in_flight = extra_in_flight
@@ -121,6 +128,10 @@ class AsyncPipelineStrategy(PipelineBase):
         self._fed = 0
         self._options.clear()
         self._loose_owners = None
+
+    @override
+    def recompute(self) -> AbstractContextManager[None]:
+        return self.versions.recompute()
 
     @override
     def make_weights(self) -> WeightVersions:

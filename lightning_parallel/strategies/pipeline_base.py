@@ -63,6 +63,7 @@ class PipelineBase(LayoutStrategy):
         microbatches: Microbatches,
         layers: Sequence[str] | None,
         balance: Balance,
+        activation_checkpointing: bool,
         timeline: bool,
         **kwargs: Any,
     ) -> None:
@@ -74,6 +75,7 @@ class PipelineBase(LayoutStrategy):
         self._microbatches = microbatches
         self._layers = list(layers) if layers is not None and not isinstance(layers, str) else layers
         self._balance = balance
+        self._activation_checkpointing = activation_checkpointing
         self._timeline = Timeline(enabled=timeline)
         self._stage: Stage | None = None
         self._partition: Partition | None = None
@@ -130,7 +132,7 @@ class PipelineBase(LayoutStrategy):
             ]
             self._stage = Stage(module, self._partition, self.layout.stage, self.root_device)
             self._announce(sizes)
-        self.stage.install()
+        self.stage.install(self.recompute if self._activation_checkpointing else None)
         if self.layout.pipeline > 1:
             wrap_epoch_end_hooks(module, self._epoch_end)
 
@@ -191,6 +193,10 @@ class PipelineBase(LayoutStrategy):
                     self._shared.append((group, names))
                     for name in names:
                         dist.broadcast(self._parameters[name].data, ranks[0], group)
+
+    def recompute(self) -> contextlib.AbstractContextManager[None]:
+        """The context in which activation checkpointing runs layers again."""
+        return contextlib.nullcontext()
 
     def make_weights(self) -> Weights | None:
         """Which weights the engine's forwards use; None: the module's own."""

@@ -62,6 +62,13 @@ def test_accumulation_and_clipping_as_in_one_process(
     assert_equal(reports, single("Blocks", **trainer_options))
 
 
+@pytest.mark.parametrize("model", ["Llama", "Blocks", "LeNet"])
+def test_activation_checkpointing_changes_no_number(pool: WorkerPool, single: Any, model: str) -> None:
+    options = {"microbatches": 4, "activation_checkpointing": True}
+    reports = pool.run(train, 3, model, "sync", options, init=False)
+    assert_equal(reports, single(model))
+
+
 def test_tied_weights_count_once_in_the_norm(pool: WorkerPool, single: Any) -> None:
     reports = pool.run(train, 3, "GPT2", "sync", {"microbatches": 2}, init=False, gradient_clip_val=0.05)
     assert_equal(reports, single("GPT2", gradient_clip_val=0.05))

@@ -67,6 +67,14 @@ def test_training_equals_delayed_gradients(
     assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
 
 
+@pytest.mark.parametrize("model", ["Llama", "DemoTransformer"])
+def test_recomputation_uses_the_weights_of_its_forward(pool: WorkerPool, model: str) -> None:
+    options = {"microbatches": 1, "activation_checkpointing": True}
+    reports = pool.run(train, 3, model, "async", options, init=False)
+    reference = pool.run(delayed, 1, model, 3, 1, init=False)[0]
+    assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
+
+
 @pytest.mark.parametrize(("stages", "microbatches", "extra"), [(3, 1, 0), (3, 2, 0), (2, 1, 1), (4, 4, 0)])
 def test_every_forward_uses_the_version_of_the_formula(
     pool: WorkerPool, stages: int, microbatches: int, extra: int
