@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_parallel.pipeline.absent import AbsentForward, AbsentTensor, absent_like, origin_of
+from lightning_parallel.pipeline.absent import AbsentForward, AbsentTensor, AbsentValueError, absent_like, origin_of
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.random import seeded
 
@@ -87,7 +87,12 @@ def survey(
         torch.no_grad(),
         suppress(_Seen),
     ):
-        step()
+        try:
+            step()
+        except AbsentValueError:
+            # Behind the layers nothing is left to be seen, but for modules there that this step may never call.
+            if watch.next_layer < len(partition.layers):
+                raise
     order_checked(partition, watch.next_layer, None)
     return watch.flow()
 

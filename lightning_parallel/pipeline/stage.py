@@ -274,7 +274,9 @@ class Stage:
         if absent is not None:
             raise RuntimeError(
                 f"What the step returned on stage {self.index} depends on {absent.origin}, which lives on another "
-                f"stage. Behind the last module that holds parameters, only what that module returned is at hand."
+                f"stage. Behind the last module that holds parameters, only what that module returned is at hand. (Weights "
+                f"tied by hand, as in F.linear(x, self.embedding.weight), can be tied as a module's parameter instead: "
+                f"self.head.weight = self.embedding.weight.)"
             )
         return output
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
@@ -196,6 +197,9 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
+        if self.layout.data == 1:
+            # Right for several replicas; with one, what is logged is already the whole.
+            warnings.filterwarnings("ignore", message=r".*self\.log\(.*sync_dist=True")
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self._module())
         self.distribute_model(trainer)
