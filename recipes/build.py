@@ -1,0 +1,117 @@
+"""Objects from a resolved config: data, model, strategy, loggers, callbacks, Trainer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from hydra.utils import get_class, instantiate
+from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
+
+from lightning_parallel.strategies.base import LayoutStrategy
+from recipes.data import DATA
+from recipes.models import MODELS
+
+Config = Mapping[str, Any]
+
+
+def data(config: Config) -> L.LightningDataModule:
+    """The example data named by ``data.name``, or the user's own ``data._target_``."""
+    node = dict(config["data"])
+    if node.get("_target_") is not None:
+        built = instantiate(node, _convert_="all")
+    else:
+        built = get_class(DATA[node.pop("name")])(**node, seed=config["seed"])
+    if not isinstance(built, L.LightningDataModule):
+        raise ValueError(f"data._target_={node['_target_']} is not a LightningDataModule: give one")
+    return built
+
+
+def model(config: Config) -> L.LightningModule:
+    """The example model named by ``model.name``, or the user's own ``model._target_``.
+
+    The example models get the optimizer and scheduler nodes; a class of the user's own configures its own, or
+    takes them with ``model.optimizer: ${optimizer}``.
+    """
+    node = dict(config["model"])
+    if node.get("_target_") is not None:
+        target = get_class(node.pop("_target_"))
+        # These two are passed on as dictionaries, not built: they need the model's parameters.
+        passed = {key: node.pop(key) for key in ("optimizer", "scheduler") if key in node}
+        built = target(**instantiate(node, _convert_="all"), **passed)
+    else:
+        target = get_class(MODELS[node.pop("name")])
+        built = target(**node, optimizer=config["optimizer"], scheduler=config["scheduler"])
+    if not isinstance(built, L.LightningModule):
+        raise ValueError(f"model._target_={config['model']['_target_']} is not a LightningModule: give one")
+    return built
+
+
+def strategy(config: Config) -> Strategy | str:
+    """The strategy object; ``"auto"`` for a single process, for which Lightning chooses by accelerator."""
+    node = {key: value for key, value in config["strategy"].items() if value is not None}
+    if not node:
+        return "auto"
+    built: Strategy = instantiate(node, _convert_="all")
+    return built
+
+
+def loggers(config: Config) -> list[Logger]:
+    return [instantiate(node, _convert_="all") for node in config["logger"].values()]
+
+
+def callbacks(config: Config) -> list[Callback]:
+    """The configured ones; without progress bars when ``trainer.enable_progress_bar=false``."""
+    built: list[Callback] = [instantiate(node, _convert_="all") for node in config["callbacks"].values()]
+    if not config["trainer"]["enable_progress_bar"]:
+        built = [callback for callback in built if not isinstance(callback, L.pytorch.callbacks.ProgressBar)]
+    return built
+
+
+def validation_interval(max_steps: int, accumulate: int) -> int | None:
+    """Batches between validations such that the last one is at the end of the run.
+
+    As many as divide the run evenly, four at most. None where the length is given in epochs: one an epoch.
+    """
+    if max_steps < 1:
+        return None
+    parts = next(parts for parts in (4, 3, 2, 1) if max_steps % parts == 0)
+    return max_steps // parts * accumulate
+
+
+def shared_gpus(processes: int, gpus: int) -> list[torch.device]:
+    """The GPU of each process where there are fewer GPUs than processes, in turn; empty where none is shared."""
+    return [torch.device("cuda", rank % gpus) for rank in range(processes)] if 0 < gpus < processes else []
+
+
+def trainer(config: Config, extra_callbacks: Sequence[Callback] = ()) -> L.Trainer:
+    """The Trainer of this process, one of those that the elastic agent (or torchrun) started."""
+    options = dict(config["trainer"])
+    if options["val_check_interval"] == "auto":
+        options["val_check_interval"] = validation_interval(options["max_steps"], options["accumulate_grad_batches"])
+    # Counted over the whole run: an epoch may be shorter than the interval.
+    options["check_val_every_n_epoch"] = 1 if options["val_check_interval"] is None else None
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    chosen, devices = strategy(config), local
+    if isinstance(chosen, LayoutStrategy) and options["accelerator"] != "cpu":
+        shared = shared_gpus(local, torch.cuda.device_count())
+        if shared:
+            chosen.parallel_devices = shared
+            devices = torch.cuda.device_count()  # what Lightning checks; the strategy's list is what it uses
+    attached = [*callbacks(config), *extra_callbacks]
+    return L.Trainer(
+        **options,
+        devices=devices,
+        num_nodes=int(os.environ.get("WORLD_SIZE", 1)) // local,
+        strategy=chosen,
+        logger=loggers(config),
+        callbacks=attached,
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in attached),
+        default_root_dir=config["paths"]["output_dir"],
+        use_distributed_sampler=False,  # the data shard themselves: recipes/data/base.py
+    )

@@ -1,0 +1,122 @@
+"""Composes configs without running them: every job of a command line is checked before the first starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from recipes.validate import Problem, closest, kind_of, validate
+
+ROOT = Path(__file__).resolve().parent.parent
+CONF = ROOT / "conf"
+_JOBS_CHECKED = 64  # of a sweep; the rest are checked as they start
+
+
+def resolved(config: DictConfig, output_dir: str) -> dict[str, Any]:
+    """The config as plain dictionaries and lists, interpolations filled in, paths absolute.
+
+    Args:
+        config: as composed.
+        output_dir: the folder of the run.
+
+    Raises:
+        OmegaConfBaseException: an interpolation leads nowhere, or a mandatory value is missing.
+    """
+    config = config.copy()
+    OmegaConf.update(config, "paths.output_dir", output_dir)
+    OmegaConf.update(config, "paths.data_dir", str(Path(config.paths.data_dir).absolute()))
+    plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def check(overrides: Sequence[str], *, multirun: bool = False, config_dir: Path = CONF) -> list[Problem | str]:
+    """All problems of a command line: unknown options and keys first, else those of the composed values."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    with initialize_config_dir(str(config_dir), version_base="1.3", job_name="check"):
+        problems = list(_unknown(parsed, config_dir))
+        if problems:
+            return list(problems)
+        found: dict[str, Problem | str] = {}  # jobs of a sweep share most of theirs
+        for job in _jobs(parsed) if multirun else [list(overrides)]:
+            try:
+                config = resolved(compose("train", overrides=job), output_dir="OUTPUT_DIR")
+            except OmegaConfBaseException as error:
+                found.setdefault(str(error), str(error))
+            else:
+                found.update((str(problem), problem) for problem in validate(config))
+    return list(found.values())
+
+
+def _jobs(parsed: Sequence[Override]) -> list[list[str]]:
+    """The command lines of a sweep over lists, as Hydra's own sweeper splits them."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+    return [list(job) for job in BasicSweeper.split_arguments(list(parsed), None)[0][:_JOBS_CHECKED]]
+
+
+def _values(override: Override) -> list[Any]:
+    if override.is_sweep_override():
+        return list(override.sweep_iterator()) if override.is_choice_sweep() else []
+    return [override.value()]
+
+
+def _unknown(parsed: Sequence[Override], config_dir: Path) -> Iterator[Problem]:
+    """Options that a group has not, and keys that the config has not once the right options are chosen."""
+    groups = {
+        folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
+        for folder in config_dir.iterdir()
+        if folder.is_dir()
+    }
+    chosen: list[str] = []
+    broken: set[str] = set()
+    for override in parsed:
+        group = override.key_or_group
+        if group in groups and override.package is None and not override.is_delete():
+            values = _values(override)
+            for value in values:
+                if isinstance(value, str) and value not in groups[group]:
+                    broken.add(group)
+                    yield Problem(group, value, f"no such {group}", closest(value, groups[group]))
+            if group not in broken and values and isinstance(values[0], str):
+                chosen.append(f"{group}={values[0]}")
+    config = compose("train", overrides=chosen)
+    for override in parsed:
+        key = override.key_or_group
+        top = key.split(".")[0].split("/")[0]
+        plain = not (override.is_add() or override.is_force_add() or override.is_delete())
+        if plain and key not in groups and top != "hydra" and top not in broken:
+            yield from _unknown_key(config, key, override)
+
+
+def _unknown_key(config: DictConfig, key: str, override: Override) -> Iterator[Problem]:
+    node: Any = config
+    parts = key.split(".")
+    for depth, part in enumerate(parts):
+        if not isinstance(node, DictConfig):
+            return  # an element of a list, or of nothing: Hydra says it well
+        if part not in node:
+            path = ".".join(parts[:depth])
+            where = f"no such key in {path}" if path else "no such key"
+            value = override.get_value_element_as_str()
+            if depth == 1 and part in _optional(path, node):
+                yield Problem(key, value, f"not set in {path}", f"put + before it: +{key}={value}")
+            else:
+                yield Problem(key, value, where, closest(part, [str(name) for name in node]))
+            return
+        node = node._get_node(part)
+        if isinstance(node, DictConfig) and node._is_none():
+            return
+
+
+def _optional(group: str, node: Mapping[Any, Any]) -> set[str]:
+    kind = kind_of(group, node)
+    return {field.name for field in fields(kind)} if kind is not None else set()

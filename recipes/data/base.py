@@ -1,0 +1,79 @@
+"""Loaders whose order depends on the seed and the epoch alone, whatever the layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+
+class SeededData(L.LightningDataModule):
+    """Base of the example data.
+
+    ``batch_size`` counts samples of one batch over all data-parallel replicas, each of which takes an equal
+    share of the same shuffled list. So one process, DDP over n processes and a pipeline see the same samples
+    at the same step, and their losses can be compared. Lightning would shuffle a single process in another
+    order than several; therefore the loaders bring their own sampler, and the Trainer is built with
+    ``use_distributed_sampler=False``.
+
+    A last batch that is not full is left out of training; the next epoch shuffles anew.
+
+    Args:
+        batch_size: samples per batch, over all replicas.
+        workers: loader processes per rank; 0 loads in the training process.
+        seed: of the order of the training samples.
+    """
+
+    def __init__(self, batch_size: int, workers: int, seed: int) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.workers = workers
+        self.seed = seed
+        self.train_set: Dataset[Any]
+        self.val_set: Dataset[Any]
+        self.test_set: Dataset[Any]
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells this data from other data, for the record of a run. Known after ``setup``."""
+        raise AttributeError(f"{type(self).__name__} has no fingerprint before setup")
+
+    def _shard(self) -> tuple[int, int]:
+        """(data-parallel replicas, which one this rank feeds). The ranks of a pipeline share a replica."""
+        shard = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
+        return (shard["num_replicas"], shard["rank"]) if shard else (1, 0)
+
+    def _loader(self, dataset: Dataset[Any], *, train: bool) -> DataLoader[Any]:
+        replicas, rank = self._shard()
+        if self.batch_size % replicas:
+            raise ValueError(
+                f"data.batch_size={self.batch_size} cannot be shared equally by {replicas} replicas: "
+                f"use a multiple of {replicas}"
+            )
+        samples = len(dataset)  # type: ignore[arg-type]  # all of ours have a length
+        if train and samples < self.batch_size:
+            raise ValueError(
+                f"data.batch_size={self.batch_size} is more than the {samples} training samples: "
+                "use a smaller one or more data"
+            )
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            dataset, num_replicas=replicas, rank=rank, shuffle=train, seed=self.seed, drop_last=train
+        )
+        return DataLoader(
+            dataset,
+            batch_size=self.batch_size // replicas,
+            sampler=sampler,
+            num_workers=self.workers,
+            persistent_workers=self.workers > 0,
+            drop_last=train,
+        )
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.train_set, train=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.val_set, train=False)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.test_set, train=False)

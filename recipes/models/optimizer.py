@@ -1,0 +1,56 @@
+"""Optimizer and learning-rate schedule from their configs, for ``configure_optimizers`` of the models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from hydra.utils import get_class
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch.optim.lr_scheduler import LambdaLR
+
+
+def warmup(step: int, *, warmup_steps: int) -> float:
+    """Factor of the rate at update ``step`` (from 0): linear up to 1 over ``warmup_steps``, then 1."""
+    return min(1.0, (step + 1) / (warmup_steps + 1))
+
+
+def warmup_cosine(step: int, *, warmup_steps: int, total_steps: int, floor: float) -> float:
+    """As :func:`warmup`, then half a cosine to ``floor`` at ``total_steps`` (Loshchilov & Hutter 2017)."""
+    if step < warmup_steps:
+        return warmup(step, warmup_steps=warmup_steps)
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def configure(
+    parameters: Iterable[torch.nn.Parameter],
+    optimizer: Mapping[str, Any],
+    scheduler: Mapping[str, Any] | None = None,
+) -> OptimizerLRScheduler:
+    """What ``LightningModule.configure_optimizers`` returns.
+
+    Args:
+        parameters: what this process trains: the whole model, or its stage of it.
+        optimizer: ``_target_``, the optimizer's class, and its arguments (conf/optimizer).
+        scheduler: ``name`` and its arguments (conf/scheduler); None is the constant rate.
+
+    Raises:
+        ValueError: the scheduler's name is unknown.
+    """
+    arguments = dict(optimizer)
+    built: torch.optim.Optimizer = get_class(arguments.pop("_target_"))(parameters, **arguments)
+    options = dict(scheduler or {"name": "constant"})
+    name = options.pop("name")
+    if name == "constant":
+        if not options.get("warmup_steps"):
+            return built
+        factor = partial(warmup, **options)
+    elif name == "cosine":
+        factor = partial(warmup_cosine, **options)
+    else:
+        raise ValueError(f"scheduler.name={name!r} is not known: use 'constant' or 'cosine'")
+    return {"optimizer": built, "lr_scheduler": {"scheduler": LambdaLR(built, factor), "interval": "step"}}

@@ -1,0 +1,106 @@
+"""``run.json`` and ``metrics.json``: what was run, where, how it ended, and with which numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+RUN, METRICS, CONFIG, TREE = "run.json", "metrics.json", "resolved.yaml", "config_tree.txt"
+_PACKAGES = ("torch", "lightning", "torchmetrics", "hydra-core", "omegaconf", "lightning-parallel")
+
+
+def now() -> str:
+    """The time in UTC, ISO 8601, to the millisecond."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """Hash of a resolved config without its paths: equal for two runs of the same command."""
+    content = {key: value for key, value in config.items() if key != "paths"}
+    text = json.dumps(content, sort_keys=True, default=str).replace(str(config["paths"]["output_dir"]), "")
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue  # run from a checkout that is not installed
+    return found
+
+
+def _git(root: Path) -> dict[str, Any] | None:
+    """The commit of the checkout and whether files differ from it; None outside a repository."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    """A reader sees the old file or the new one, never half of one."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    scratch.replace(path)
+
+
+def start(folder: Path, config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
+    """Writes the part of ``run.json`` that is known before anything runs."""
+    content = {
+        "status": "running",
+        "error": None,
+        "started": now(),
+        "ended": None,
+        "task_name": config["task_name"],
+        "tags": config["tags"],
+        "argv": sys.argv,
+        "choices": dict(choices),
+        "config": CONFIG,
+        "config_hash": config_hash(config),
+        "seed": config["seed"],
+        "versions": _versions(),
+        "platform": platform.platform(),
+        "git": _git(Path(__file__).resolve().parent.parent),
+    }
+    _write(folder / RUN, content)
+
+
+def update(folder: Path, **fields: Any) -> None:
+    """Sets fields of ``run.json``. One process at a time: rank 0 while workers run, then the launcher."""
+    _write(folder / RUN, {**json.loads((folder / RUN).read_text()), **fields})
+
+
+def end(folder: Path, status: str, error: Mapping[str, Any] | None = None) -> None:
+    """Sets how the run ended: ``completed``, ``failed`` or ``interrupted``."""
+    update(folder, status=status, error=dict(error) if error is not None else None, ended=now())
+
+
+def write_metrics(folder: Path, metrics: Mapping[str, Any]) -> dict[str, float | None]:
+    """Writes ``metrics.json``: name -> number, or null for a value that is not finite (JSON has none)."""
+    numbers = {name: float(value) for name, value in metrics.items()}
+    finite = {name: value if math.isfinite(value) else None for name, value in sorted(numbers.items())}
+    _write(folder / METRICS, finite)
+    return finite
+
+
+def read_metrics(folder: Path) -> dict[str, float | None]:
+    content = json.loads((folder / METRICS).read_text())
+    assert isinstance(content, dict)
+    return content

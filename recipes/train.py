@@ -1,0 +1,120 @@
+"""``python -m recipes.train``: composes a config with Hydra, checks it, and launches the workers that run it.
+
+This process builds no model and touches no device; torch is imported only to launch. ``--help`` lists the
+groups.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import hydra
+import yaml
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException, HydraException
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.syntax import Syntax
+from rich.tree import Tree
+
+from recipes import record
+from recipes.compose import CONF, check, resolved
+from recipes.launch import WorkersFailed, launch
+from recipes.validate import ConfigError, validate, world_size
+
+log = logging.getLogger(__name__)
+
+
+class UnknownMetric(CompactHydraException):
+    """The metric to optimise is not among those of the run."""
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
+def run(cfg: DictConfig) -> float | None:
+    """One job: returns the metric that a sweep optimises, None if the config names none."""
+    job = HydraConfig.get()
+    folder = Path(job.runtime.output_dir)
+    config = resolved(cfg, str(folder))
+    problems = validate(config)
+    if problems:
+        raise ConfigError(problems)
+    choices = {group: choice for group, choice in job.runtime.choices.items() if "/" not in group}
+    config_file = folder / record.CONFIG
+    config_file.write_text(yaml.safe_dump(config, sort_keys=False))
+    tree = config_tree(config, choices)
+    with (folder / record.TREE).open("w") as stream:
+        Console(file=stream, width=100).print(tree)
+    if config["print_config"]:
+        Console().print(tree)
+    processes = world_size(config)
+    if not config["launch"]:
+        log.info("start it with: torchrun --nproc-per-node=%d -m recipes.worker %s", processes, config_file)
+        return None
+    record.start(folder, config, choices)
+    try:
+        launch(config_file, processes, config["cluster"]["threads"])
+    except WorkersFailed as error:
+        record.end(folder, "failed", error.failure.as_dict())
+        log.error("failed; all about it is in %s", folder / record.RUN)
+        raise
+    except KeyboardInterrupt:
+        record.end(folder, "interrupted")
+        log.error("interrupted; see %s", folder)
+        raise
+    metrics = record.read_metrics(folder)
+    log.info("%s", "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if value is not None))
+    log.info("done; see %s", folder)
+    return _optimized(config["optimized_metric"], metrics)
+
+
+def _optimized(name: str | None, metrics: Mapping[str, float | None]) -> float | None:
+    """The metric's value; infinite or absent numbers are NaN, as sweepers expect of a failed trial."""
+    if name is None:
+        return None
+    if name not in metrics:
+        known = ", ".join(metrics)
+        message = f"the run logged no such metric; use one of {known}, or null"
+        raise UnknownMetric(f"optimized_metric={name}: {message}")
+    value = metrics[name]
+    return float("nan") if value is None else value
+
+
+def config_tree(config: Mapping[str, Any], choices: Mapping[str, str]) -> Tree:
+    """The config as a tree: single values first, then a branch for each group with the chosen option."""
+    tree = Tree(str(config["task_name"]))
+    single = {key: value for key, value in config.items() if not isinstance(value, Mapping)}
+    tree.add(Syntax(yaml.safe_dump(single, sort_keys=False).rstrip(), "yaml", background_color="default"))
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            branch = tree.add(f"{key}: {choices[key]}" if key in choices else key)
+            if value:
+                text = yaml.safe_dump(dict(value), sort_keys=False).rstrip()
+                branch.add(Syntax(text, "yaml", background_color="default"))
+    return tree
+
+
+def main() -> None:
+    """The command line: everything that is wrong with it is told at once, before the first job starts."""
+    args = get_args_parser().parse_args()
+    own = args.config_dir or args.config_path or args.config_name or args.experimental_rerun
+    asks = args.help or args.hydra_help or args.info or args.shell_completion
+    if not own and not asks:  # with configs of the user's own, each job is checked as it starts
+        try:
+            problems = check(args.overrides, multirun=args.multirun)
+        except HydraException:
+            problems = []  # of a kind that Hydra explains itself, e.g. of the command line's grammar
+        if problems:
+            sys.exit(str(ConfigError(problems)))
+    try:
+        run()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

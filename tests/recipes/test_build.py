@@ -1,0 +1,78 @@
+"""recipes/build.py: from a config to objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from recipes import build
+from tests.recipes.test_configs import composed
+
+
+class OwnModel(L.LightningModule):
+    """A user's model that takes the optimizer's config."""
+
+    def __init__(self, width: int, optimizer: dict[str, Any]) -> None:
+        super().__init__()
+        self.width = width
+        self.optimizer = optimizer
+
+
+class OwnData(L.LightningDataModule):
+    """A user's data."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+
+def test_validation_falls_on_the_last_step() -> None:
+    for steps in (1, 2, 4, 7, 40, 41, 200, 300):
+        interval = build.validation_interval(steps, accumulate=1)
+        assert interval is not None and steps % interval == 0 and steps // interval <= 4
+    assert build.validation_interval(300, accumulate=2) == 150
+    assert build.validation_interval(-1, accumulate=1) is None
+
+
+def test_processes_take_turns_on_the_gpus_only_where_there_are_too_few() -> None:
+    assert [device.index for device in build.shared_gpus(5, gpus=2)] == [0, 1, 0, 1, 0]
+    assert build.shared_gpus(2, gpus=2) == build.shared_gpus(2, gpus=4) == build.shared_gpus(2, gpus=0) == []
+
+
+def test_classes_of_the_users_own_are_built_from_their_target() -> None:
+    config = composed("strategy=single")
+    config["model"] = {
+        "_target_": "tests.recipes.test_build.OwnModel", "width": 3, "optimizer": config["optimizer"]
+    }  # fmt: skip
+    config["data"] = {"_target_": "tests.recipes.test_build.OwnData", "size": 5}
+    model, data = build.model(config), build.data(config)
+    assert isinstance(model, OwnModel) and (model.width, model.optimizer) == (3, config["optimizer"])
+    assert isinstance(data, OwnData) and data.size == 5
+
+
+def test_a_class_of_the_wrong_kind_is_refused() -> None:
+    config = composed("strategy=single")
+    config["model"] = {"_target_": "torch.nn.ReLU"}
+    config["data"] = {"_target_": "torch.nn.ReLU"}
+    with pytest.raises(ValueError, match="model._target_=torch.nn.ReLU is not a LightningModule"):
+        build.model(config)
+    with pytest.raises(ValueError, match="data._target_=torch.nn.ReLU is not a LightningDataModule"):
+        build.data(config)
+
+
+def test_the_trainer_has_what_the_groups_say(tmp_path: Any) -> None:
+    config = composed("strategy=single", "logger=both", f"paths.log_dir={tmp_path}", "trainer.max_steps=40")
+    trainer = build.trainer(config)
+    assert trainer.max_steps == 40 and trainer.val_check_interval == 10
+    assert trainer.check_val_every_n_epoch is None
+    assert [type(logger) for logger in trainer.loggers] == [CSVLogger, TensorBoardLogger]
+    assert {ModelCheckpoint, TQDMProgressBar} <= {type(callback) for callback in trainer.callbacks}
+    bare = build.trainer(
+        composed("strategy=single", "logger=none", "callbacks=none", "trainer.enable_progress_bar=false")
+    )
+    assert not bare.loggers and not bare.checkpoint_callbacks and bare.progress_bar_callback is None
+    assert build.strategy(config) == "auto"

@@ -1,0 +1,52 @@
+"""recipes/compose.py: a command line is checked as a whole before its first job starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from recipes.compose import check
+from tests.recipes.test_configs import composed
+
+
+def told(*overrides: str, multirun: bool = False) -> list[str]:
+    return [str(problem) for problem in check(overrides, multirun=multirun)]
+
+
+def test_unknown_options_and_keys_are_told_together_with_what_there_is() -> None:
+    option, top, key = told("strategy=pipelin_sync", "modle=gpt", "trainer.max_stepz=3")
+    assert option.startswith("strategy=pipelin_sync: no such strategy; did you mean pipeline_sync? known: d")
+    assert top.startswith("modle=gpt: no such key; did you mean model?")
+    assert key.startswith("trainer.max_stepz=3: no such key in trainer; did you mean max_steps? known: ")
+
+
+def test_a_known_argument_that_is_not_set_needs_a_plus() -> None:
+    (problem,) = told("trainer.min_steps=4")
+    assert problem.endswith("put + before it: +trainer.min_steps=4")
+    assert told("+trainer.min_steps=4") == []
+
+
+def test_keys_are_looked_up_in_the_chosen_option() -> None:
+    assert told("strategy=pipeline_sync", "strategy.schedule=1f1b") == []
+    (problem,) = told("strategy=pipeline_async", "strategy.schedule=1f1b")
+    assert "no such key in strategy" in problem
+    assert told("logger.csv.name=x", "hydra.job.name=y", "+callbacks.x._target_=z") == []
+
+
+def test_every_job_of_a_sweep_is_checked_before_the_first() -> None:
+    assert told("strategy=ddp,pipeline_sync", "cluster.devices=2,3", multirun=True) == []
+    (problem,) = told("strategy=ddp,single", "cluster.devices=2,5", multirun=True)
+    assert problem.startswith("data.batch_size=24: cannot be shared equally by cluster.devices=5")
+    (problem,) = told("strategy=ddp,sngle", "cluster.devices=2,5", multirun=True)
+    assert problem.startswith("strategy=sngle: no such strategy; did you mean single?")
+
+
+def test_an_interpolation_that_leads_nowhere_is_told() -> None:
+    (problem,) = told("data.directory=${paths.nowhere}")
+    assert "paths.nowhere" in problem
+
+
+def test_the_resolved_config_is_plain_and_has_absolute_paths() -> None:
+    config = composed("paths.data_dir=somewhere")
+    assert type(config["optimizer"]["betas"]) is list
+    assert config["data"]["directory"] == str(Path("somewhere").absolute())
+    assert config["callbacks"]["checkpoint"]["dirpath"] == "OUT/checkpoints"

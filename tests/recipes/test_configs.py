@@ -1,0 +1,101 @@
+"""conf/: every option of every group composes, is valid, and is told to the user."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from dataclasses import fields
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import get_class
+
+from recipes import schema
+from recipes.compose import CONF, resolved
+from recipes.data import DATA
+from recipes.models import MODELS
+from recipes.validate import Problem, validate
+
+GROUPS = {
+    folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
+    for folder in sorted(CONF.iterdir())
+    if folder.is_dir()
+}
+
+
+def composed(*overrides: str) -> dict[str, Any]:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return resolved(compose("train", overrides=list(overrides)), "OUT")
+
+
+def problems(*overrides: str) -> list[Problem]:
+    return validate(composed(*overrides))
+
+
+def test_the_groups_are_those_of_the_design() -> None:
+    assert set(GROUPS["model"]) == {"gpt", "mlp", "lenet"}
+    assert set(GROUPS["data"]) == {"stdlib", "digits", "text"}
+    pipelines = {"pipeline_naive", "pipeline_sync", "pipeline_1f1b", "pipeline_async"}
+    assert set(GROUPS["strategy"]) == {"single", "ddp", *pipelines}
+    assert {"optimizer", "trainer", "cluster", "logger", "callbacks", "paths"} < set(GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("group", "option"), [(group, option) for group, options in GROUPS.items() for option in options]
+)
+def test_every_option_composes_and_is_valid(group: str, option: str) -> None:
+    images = ["data=digits"] if group == "model" and option != "gpt" else []
+    images = ["model=mlp"] if option == "digits" else images
+    file = [f"data.path={__file__}", "data.context=16"] if option == "text" else []
+    assert problems(f"{group}={option}", *images, *file) == []
+
+
+def test_every_model_meets_every_strategy() -> None:
+    for model, strategy in itertools.product(GROUPS["model"], GROUPS["strategy"]):
+        data = "stdlib" if model == "gpt" else "digits"
+        assert problems(f"model={model}", f"data={data}", f"strategy={strategy}") == [], (model, strategy)
+
+
+def test_single_and_pipeline_train_the_same() -> None:
+    single, pipeline = composed("strategy=single"), composed("strategy=pipeline_async")
+    del single["strategy"], pipeline["strategy"]
+    assert single == pipeline
+
+
+def test_timeline_reaches_the_pipeline_strategies() -> None:
+    for option in GROUPS["strategy"]:
+        if option.startswith("pipeline"):
+            assert composed(f"strategy={option}", "timeline=true")["strategy"]["timeline"] is True
+
+
+def test_help_names_every_option_of_every_group() -> None:
+    text = (CONF / "train.yaml").read_text().split("Groups (")[1].split("Examples")[0]
+    words = set(text.replace("(", " ").split())
+    for group, options in GROUPS.items():
+        assert {group, *options} <= words, group
+
+
+@pytest.mark.parametrize("strategy", [option for option in GROUPS["strategy"] if option != "single"])
+def test_strategies_take_every_key_of_their_config(strategy: str) -> None:
+    node = composed(f"strategy={strategy}")["strategy"]
+    kind = get_class(node.pop("_target_"))
+    taken = {name for base in kind.__mro__ for name in inspect.signature(base.__init__).parameters}
+    lightnings_own = kind.__module__.startswith("lightning.")  # its DDP passes what it does not name on to torch's
+    assert lightnings_own or set(node) <= taken
+
+
+def test_schemas_know_only_arguments_that_the_classes_take() -> None:
+    def keys(kind: type) -> set[str]:
+        return {field.name for field in fields(kind)} - {"_target_", "name"}
+
+    assert keys(schema.Trainer) <= set(inspect.signature(L.Trainer).parameters)
+    assert set(schema.TRAINER_SET_ELSEWHERE) <= set(inspect.signature(L.Trainer).parameters)
+    assert keys(schema.Adam) <= set(inspect.signature(torch.optim.AdamW).parameters)
+    assert keys(schema.SGD) <= set(inspect.signature(torch.optim.SGD).parameters)
+    for group, registry in (("model", MODELS), ("data", DATA)):
+        assert set(schema.BY_NAME[group]) == set(registry)
+        for name, target in registry.items():
+            assert keys(schema.BY_NAME[group][name]) <= set(inspect.signature(get_class(target)).parameters)

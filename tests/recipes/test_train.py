@@ -1,0 +1,54 @@
+"""recipes/train.py: what the user sees, and what a sweep gets."""
+
+from __future__ import annotations
+
+import io
+import math
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from recipes.launch import ROOT, Failure, WorkersFailed
+from recipes.train import UnknownMetric, _optimized, config_tree
+from tests.recipes.test_configs import GROUPS, composed
+
+
+def test_help_is_one_readable_page() -> None:
+    command = [sys.executable, "-m", "recipes.train", "--help"]
+    text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert all(group in text for group in GROUPS)
+    assert len(text.splitlines()) < 60 and max(map(len, text.splitlines())) < 120
+
+
+def test_the_tree_shows_every_group_its_option_and_its_values() -> None:
+    console = Console(width=100, file=io.StringIO(), record=True)
+    console.print(config_tree(composed("strategy=ddp"), {"strategy": "ddp", "model": "gpt"}))
+    text = console.export_text()
+    assert "strategy: ddp" in text and "model: gpt" in text
+    assert "lr: 0.0005" in text and "seed: 1" in text
+    assert all(group in text for group in GROUPS)
+
+
+def test_the_metric_to_optimise_is_returned_or_its_name_refused() -> None:
+    metrics = {"val_loss": 1.5, "train_loss": None}
+    assert _optimized("val_loss", metrics) == 1.5
+    assert _optimized(None, metrics) is None
+    diverged = _optimized("train_loss", metrics)
+    assert diverged is not None and math.isnan(diverged)
+    with pytest.raises(UnknownMetric, match="optimized_metric=loss: .*; use one of val_loss, train_loss"):
+        _optimized("loss", metrics)
+
+
+def test_a_refused_setting_is_told_without_a_traceback_and_an_error_with_one() -> None:
+    def said(file: str, message: str) -> str:
+        lines = f'Traceback (most recent call last):\n  File "{file}", line 3, in f\n    raise\n{message}'
+        return str(WorkersFailed(Failure(0, message, lines), processes=2))
+
+    refused = said("/x/lightning_parallel/pipeline/partition.py", "ValueError: stages=6, but there are 4 layers")
+    assert refused == "rank 0 of 2 failed:\nValueError: stages=6, but there are 4 layers"
+    assert "line 3" in said("/home/me/model.py", "ValueError: no luck")
+    assert "line 3" in said("/x/lightning_parallel/layout.py", "KeyError: 3")
+    killed = WorkersFailed(Failure(1, "killed by SIGKILL (out of memory?)", None), processes=2)
+    assert str(killed) == "rank 1 of 2 failed:\nkilled by SIGKILL (out of memory?)"

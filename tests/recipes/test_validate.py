@@ -1,0 +1,96 @@
+"""recipes/validate.py: what is refused, with setting, value and fix, all at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipes.validate import ConfigError, world_size
+from tests.recipes.test_configs import composed, problems
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("strategy.schedule=gpip", "naive or gpipe or 1f1b"),
+        ("strategy.microbatches=0", "an integer of at least 1, or auto"),
+        ("strategy.microbatches=2.5", "an integer of at least 1, or auto"),
+        ("strategy.stages=true", "an integer of at least 1, or auto"),
+        ("optimizer.lr=fast", "a number of at least 0"),
+        ("model.dropout=1.5", "from 0 to 1"),
+        ("trainer.precision=bf17", "bf16-mixed"),
+        ("trainer.accumulate_grad_batches=0", "at least 1"),
+        ("cluster.devices=0", "at least 1"),
+        ("test=perhaps", "true or false"),
+        ("seed=-1", "at least 0"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_with_what_it_can_be(override: str, said: str) -> None:
+    (problem,) = problems("strategy=pipeline_sync", override)
+    key, value = override.split("=")
+    assert str(problem).lower().startswith(f"{key}={value}:")
+    assert said in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "said"),
+    [
+        (["model=lenet"], "model.name", "use data=digits"),
+        (["model=gpt", "data=digits"], "model.name", "use data=stdlib or data=text"),
+        (["model.heads=3"], "model.heads", "does not divide model.width=128"),
+        (["model.context=64"], "model.context", "data.context=128"),
+        (["model=lenet", "data=digits", "model.size=10"], "model.size", "multiple of 4"),
+        (["strategy=ddp", "cluster.devices=5"], "data.batch_size", "a multiple of 5"),
+        (["strategy=single", "timeline=true"], "timeline", "use a pipeline strategy"),
+        (["strategy.stages=3"], "strategy.stages", "set cluster.devices=3"),
+        (["strategy.microbatches=25"], "strategy.microbatches", "at most 24"),
+        (["ckpt_path=/no/such.ckpt"], "ckpt_path", "no such checkpoint"),
+        (["scheduler=cosine", "trainer.max_steps=-1"], "scheduler.total_steps", "trainer.max_steps"),
+        (["+trainer.devices=4"], "trainer.devices", "use cluster.devices"),
+        (["+trainer.max_stepz=4"], "trainer.max_stepz", "did you mean max_steps?"),
+        (["model.name=gtp"], "model.name", "did you mean gpt?"),
+        (["+callbacks.mine=3"], "callbacks.mine", "_target_"),
+        (["optimizer._target_=null"], "optimizer._target_", "torch.optim.AdamW"),
+    ],
+)
+def test_values_that_do_not_go_together_are_refused_with_the_fix(overrides: list[str], path: str, said: str) -> None:
+    (problem,) = problems(*overrides)
+    assert problem.path == path
+    assert said in str(problem)
+
+
+def test_a_text_file_that_cannot_be_trained_on_is_refused(tmp_path: Path) -> None:
+    empty, short, fine = tmp_path / "empty", tmp_path / "short", tmp_path / "fine"
+    empty.touch()
+    short.write_text("x" * 100)
+    fine.write_text("x" * 3000)
+
+    def said(path: str) -> str:
+        return " ".join(map(str, problems("data=text", f"data.path={path}")))
+
+    assert said("null").startswith("data.path=null: no file is given; name a text file")
+    assert said(f"{tmp_path}/none").startswith(f"data.path={tmp_path}/none: no such file")
+    assert "not a file" in said(str(tmp_path))
+    assert "the file is empty" in said(str(empty))
+    assert "100 bytes, too few for windows of 128; give at least 2580 bytes" in said(str(short))
+    assert said(str(fine)) == ""
+
+
+def test_all_problems_are_told_at_once() -> None:
+    found = problems("model.layers=0", "optimizer.lr=-1", "cluster.devices=none")
+    assert [problem.path for problem in found] == ["model.layers", "optimizer.lr", "cluster.devices"]
+    message = str(ConfigError(found))
+    assert message.startswith("3 problems in the config, nothing was started:")
+    assert all(str(problem) in message for problem in found)
+
+
+def test_a_class_of_the_users_own_is_left_to_itself() -> None:
+    assert problems("+model._target_=my.Model", "+model.anything=1", "+data._target_=my.Data") == []
+    assert problems("strategy._target_=my.Strategy", "+strategy.anything=1") == []
+    assert problems("optimizer._target_=torch.optim.Adagrad") == []
+
+
+def test_single_is_one_process_whatever_the_cluster_has() -> None:
+    assert world_size(composed("strategy=single", "cluster.devices=4")) == 1
+    assert world_size(composed("strategy=ddp", "cluster.devices=4")) == 4
