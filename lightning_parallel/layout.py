@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 
 Axis = Literal["pipeline", "data", "tensor"]
@@ -150,9 +151,18 @@ class Groups:
     backward_out: dist.ProcessGroup | None
 
 
-def make_groups(layout: Layout, timeout: timedelta | None = None) -> Groups:
+def make_groups(layout: Layout, timeout: timedelta | None = None, device: torch.device | None = None) -> Groups:
     """Create every group of the layout. All ranks call it, and all create all groups in the same order, which
-    ``torch.distributed.new_group`` demands."""
+    ``torch.distributed.new_group`` demands.
+
+    Links are used once, by a first message, in that order too: NCCL connects two ranks at their first message, and
+    both wait for it; left to the first step, stages would wait for each other in a circle.
+
+    Args:
+        layout: the axes, as this rank sees them.
+        timeout: of each group.
+        device: of this rank, where the backend is NCCL.
+    """
     mine: dict[str, dist.ProcessGroup | None] = {}
     everyone = [layout.at(rank) for rank in range(layout.world_size)]
 
@@ -173,6 +183,14 @@ def make_groups(layout: Layout, timeout: timedelta | None = None) -> Groups:
         for name, sender in (("forward", pair[0]), ("backward", pair[1])):
             direction = "out" if layout.rank == sender else "in"
             make(f"{name}_{direction}", pair)
+            group = mine.get(f"{name}_{direction}") if layout.rank in pair else None
+            if group is not None:
+                greeting = torch.zeros(1, device=device if dist.get_backend(group) == "nccl" else "cpu")
+                receiver = pair[1] if sender == pair[0] else pair[0]
+                if direction == "out":
+                    dist.send(greeting, receiver, group=group)
+                else:
+                    dist.recv(greeting, sender, group=group)
     return Groups(
         pipeline=_present(mine, "pipeline"),
         data=_present(mine, "data"),

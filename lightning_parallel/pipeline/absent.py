@@ -198,7 +198,8 @@ class AbsentForward:
         self._module = module
         self._forward = module.forward
         self._name = name
-        self._answers: dict[Any, tuple[list[Any], Any]] = {}
+        # By signature: the leaves of the answer, tensors as meta tensors; their device; the structure.
+        self._answers: dict[Any, tuple[list[Any], torch.device, Any]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.answer(args, kwargs)
@@ -209,16 +210,19 @@ class AbsentForward:
         key = (str(spec), self._module.training, _autocast(), *map(_signature, given))
         origins = frozenset([origin_of(self._name, call)])
         if key not in self._answers:
-            device = next((x.device for x in given if isinstance(x, Tensor)), None)
-            with torch.no_grad():
-                out = self._forward(*_absentees(args), **_absentees(kwargs))
-            leaves, out_spec = pytree.tree_flatten(out)
-            kept = [AbsentTensor(x, device or x.device, origins) if isinstance(x, Tensor) else x for x in leaves]
-            self._answers[key] = (kept, out_spec)
-        kept, out_spec = self._answers[key]
-        # An answer is given more than once: an in-place operation of the caller must not reach the kept one.
-        fresh = [AbsentTensor(x, x.device, origins) if isinstance(x, AbsentTensor) else x for x in kept]
-        return pytree.tree_unflatten(fresh, out_spec)
+            self._answers[key] = self._ask(args, kwargs)
+        kept, device, structure = self._answers[key]
+        # A new one each time: an in-place operation of the caller must not reach the next answer.
+        fresh = [AbsentTensor(x, device, origins) if isinstance(x, Tensor) else x for x in kept]
+        return pytree.tree_unflatten(fresh, structure)
+
+    def _ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], torch.device, Any]:
+        with torch.no_grad():
+            out = self._forward(*_absentees(args), **_absentees(kwargs))
+        leaves, structure = pytree.tree_flatten(out)
+        tensors = [x for x in pytree.tree_leaves((args, kwargs, leaves)) if isinstance(x, Tensor)]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        return [_meta_of(x) for x in leaves], device, structure
 
 
 def origin_of(module: str, call: int) -> str:

@@ -23,8 +23,10 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from collections import deque
 from collections.abc import Hashable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -36,7 +38,8 @@ from lightning_parallel.pipeline.stage import Arrival
 Format = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]  # shape, dtype, requires_grad of each tensor
 
 _ALIGNMENT = 64  # bytes; any dtype can be viewed at such an offset
-_TRAILER = 16
+_WORDS = struct.Struct("=qq")
+_TRAILER = _WORDS.size
 _END = -1
 
 
@@ -48,6 +51,7 @@ def format_of(tensors: Sequence[Tensor]) -> Format:
     return tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
 
 
+@lru_cache
 def gradient_format(activations: Format) -> Format:
     """The format of the gradients of a message: those of the tensors that want one."""
     return tuple((shape, dtype, False) for shape, dtype, requires_grad in activations if requires_grad)
@@ -68,7 +72,7 @@ class Link:
 
     def __init__(self, group: dist.ProcessGroup, peer: int, peer_name: str, device: torch.device) -> None:
         self._group = group
-        self._peer = peer
+        self._peer = dist.get_group_rank(group, peer)
         self._peer_name = peer_name
         self.device = device
         self._staged = device.type != "cpu" and dist.get_backend(group) == "gloo"
@@ -84,13 +88,13 @@ class Link:
 
     def isend(self, buffer: Tensor) -> dist.Work:
         try:
-            return self._work(dist.isend(buffer, self._peer, group=self._group))
+            return self._work(dist.isend(buffer, group=self._group, group_dst=self._peer))
         except RuntimeError as error:
             raise self._lost() from error
 
     def irecv(self, buffer: Tensor) -> dist.Work:
         try:
-            return self._work(dist.irecv(buffer, self._peer, group=self._group))
+            return self._work(dist.irecv(buffer, group=self._group, group_src=self._peer))
         except RuntimeError as error:
             raise self._lost() from error
 
@@ -126,9 +130,9 @@ class Sender:
         """Messages sent since the start."""
         return self._confirmed + len(self._unconfirmed)
 
-    def send(self, tensors: Sequence[Tensor], place: Hashable, acknowledged: int = 0) -> None:
+    def send(self, tensors: Sequence[Tensor], place: Hashable, acknowledged: int = 0) -> Format:
         """Send ``tensors`` as the message of a place in the schedule (any key that the receiver uses too), and the
-        number of gradient messages that came back so far."""
+        number of gradient messages that came back so far. Returns what kind of message it was."""
         actual = format_of(tensors)
         expected = self._formats.get(place, ())
         parts: list[tuple[dist.Work, Tensor]] = []
@@ -141,6 +145,7 @@ class Sender:
             parts.append(self._post(_pack(tensors, actual, (0, acknowledged), self._link)))
             self._formats[place] = actual
         self._unconfirmed.append(parts)
+        return actual
 
     def end(self, place: Hashable, acknowledged: int = 0) -> None:
         """Answer the receive that the peer has posted for ``place``: there will be no such message."""
@@ -194,14 +199,15 @@ class Receiver:
     def take(self) -> Arrival | None:
         """Wait for the message posted, and read it. None: the sender ended the stream."""
         buffer, expected, place = self._wait()
-        status, self.acknowledged = _trailer(buffer)
+        status, self.acknowledged = _read_trailer(buffer)
         if status == _END:
             return None
         if status:
             description = self._exchange(status)
             expected = self._formats[place] = _decode(description)
             buffer = self._exchange(_layout(expected)[1] + _TRAILER)
-        return Arrival(_unpack(buffer, expected), [requires_grad for _, _, requires_grad in expected])
+        tensors = _unpack(self._link.arrived(buffer), expected)
+        return Arrival(tensors, [requires_grad for _, _, requires_grad in expected])
 
     def post_gradients(self, expected: Format) -> None:
         """Post the receive of gradients: those of a message that this rank sent (:func:`gradient_format`)."""
@@ -209,7 +215,7 @@ class Receiver:
 
     def take_gradients(self) -> list[Tensor]:
         buffer, expected, _ = self._wait()
-        return _unpack(buffer, expected)
+        return _unpack(self._link.arrived(buffer), expected)
 
     def _post(self, expected: Format, nbytes: int, place: Hashable) -> None:
         assert self._posted is None, "one receive at a time"
@@ -221,21 +227,22 @@ class Receiver:
         work, buffer, expected, place = self._posted
         self._link.wait(work)
         self._posted = None
-        return self._link.arrived(buffer), expected, place
+        return buffer, expected, place
 
     def _exchange(self, nbytes: int) -> Tensor:
         buffer = self._link.buffer(nbytes)
         self._link.wait(self._link.irecv(buffer))
-        return self._link.arrived(buffer)
+        return buffer
 
 
+@lru_cache
 def _layout(expected: Format) -> tuple[list[tuple[int, int]], int]:
-    """Where each tensor lies in a buffer (start, end), and where the tensors end, in bytes."""
+    """Where each tensor lies in a buffer (start, length), and where the tensors end, in bytes."""
     places: list[tuple[int, int]] = []
     end = 0
     for shape, dtype, _ in expected:
         size = math.prod(shape) * dtype.itemsize
-        places.append((end, end + size))
+        places.append((end, size))
         end += -(-size // _ALIGNMENT) * _ALIGNMENT
     return places, end
 
@@ -243,22 +250,35 @@ def _layout(expected: Format) -> tuple[list[tuple[int, int]], int]:
 def _pack(tensors: Sequence[Tensor], expected: Format, trailer: tuple[int, int] | None, link: Link) -> Tensor:
     places, end = _layout(expected)
     buffer = link.buffer(end + (_TRAILER if trailer else 0))
-    for (start, stop), tensor in zip(places, tensors, strict=False):  # no tensors: contents void
-        buffer[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    for (start, size), tensor in zip(places, tensors, strict=False):  # no tensors: contents void
+        buffer.narrow(0, start, size).view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
     if trailer:
-        buffer[end:].view(torch.int64).copy_(torch.tensor(trailer))
+        _write_trailer(buffer, trailer)
     return buffer
 
 
 def _unpack(buffer: Tensor, expected: Format) -> list[Tensor]:
     return [
-        buffer[start:stop].view(dtype).view(shape)
-        for (start, stop), (shape, dtype, _) in zip(_layout(expected)[0], expected, strict=True)
+        buffer.narrow(0, start, size).view(dtype).view(shape)
+        for (start, size), (shape, dtype, _) in zip(_layout(expected)[0], expected, strict=True)
     ]
 
 
-def _trailer(buffer: Tensor) -> tuple[int, int]:
-    status, acknowledged = buffer[-_TRAILER:].view(torch.int64).tolist()
+# Through numpy on the CPU: two numbers by tensor operations cost ten times as much, on every message's way.
+
+
+def _write_trailer(buffer: Tensor, words: tuple[int, int]) -> None:
+    if buffer.is_cpu:
+        _WORDS.pack_into(buffer.numpy(), buffer.numel() - _TRAILER, *words)
+    else:
+        buffer[-_TRAILER:].view(torch.int64).copy_(torch.tensor(words))
+
+
+def _read_trailer(buffer: Tensor) -> tuple[int, int]:
+    if buffer.is_cpu:
+        status, acknowledged = _WORDS.unpack_from(buffer.numpy(), buffer.numel() - _TRAILER)
+    else:
+        status, acknowledged = buffer[-_TRAILER:].view(torch.int64).tolist()
     return status, acknowledged
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_parallel.layout import Groups, Layout
-from lightning_parallel.pipeline.channel import Format, Link, Receiver, Sender, format_of, gradient_format
+from lightning_parallel.pipeline.channel import Format, Link, Receiver, Sender, gradient_format
 from lightning_parallel.pipeline.random import seeded
 from lightning_parallel.pipeline.schedule import Action, Backward, Forward, Step
 from lightning_parallel.pipeline.stage import Arrival, Departure, Stage
@@ -142,12 +142,10 @@ class Engine:
         for action in actions:
             if isinstance(action, Forward):
                 forwards.popleft()
-                microbatch = microbatches[action.microbatch]
                 arrival = self._take_activation(action.microbatch)
                 self._post_activation(forwards, microbatches, endless)
-                output = self._forward(action.microbatch, microbatch, arrival)
-                if self._stage.is_last:
-                    outputs.append(output)
+                outputs += self._forward(action.microbatch, microbatches[action.microbatch], arrival)
+                del arrival  # nothing here may hold memory until the next forward
             elif isinstance(action, Backward):
                 self._backward(action.microbatch)
             else:
@@ -156,12 +154,17 @@ class Engine:
                     if update is not None:
                         update()
         if not endless:
-            for sender in (self._activations_out, self._gradients_out):
-                if sender is not None:
-                    sender.flush(keep=1)
+            self.flush()  # the receives are posted already: this waits for no computation
         return outputs
 
-    def _forward(self, number: int, microbatch: Microbatch, arrival: Arrival | None) -> Any:
+    def flush(self) -> None:
+        """Wait until every message has arrived. Messages of a process that ends before are lost."""
+        for sender in (self._activations_out, self._gradients_out):
+            if sender is not None:
+                sender.flush()
+
+    def _forward(self, number: int, microbatch: Microbatch, arrival: Arrival | None) -> list[Any]:
+        """What the user's step returned, on the last stage; nothing on the others."""
         with self._timeline.span("forward", number):
             with seeded(microbatch.seed, self._device):
                 output, token = self._weights.forward(lambda: self._stage.run(microbatch.step, arrival))
@@ -171,12 +174,15 @@ class Engine:
             seeds = [torch.full_like(t, microbatch.weight) for t in tensors]
             flight = _InFlight(number, edges, seeds, (), 0, arrival, token)
         else:
-            self._activations_out.send(tensors, microbatch.place, self._gradients_taken)
-            gradients = gradient_format(format_of(tensors))
+            gradients = gradient_format(
+                self._activations_out.send(tensors, microbatch.place, self._gradients_taken)
+            )
             flight = _InFlight(number, edges, [], gradients, self._activations_out.sent, arrival, token)
+            if not gradients:  # none will come back to confirm the message, nor hold this stage back
+                self._activations_out.flush(keep=2)
         self._in_flight.append(flight)
         self._post_gradient()
-        return output
+        return [output] if self._stage.is_last else []
 
     def _backward(self, number: int) -> None:
         flight = self._in_flight[0]
@@ -242,11 +248,13 @@ class Engine:
         if self._activations_in is not None:
             arrival = self._activations_in.take()
             assert arrival is None, "the stage before ends its stream at the same microbatch"
+        self.flush()
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     def evaluate(self, step: Callable[[], Any], number: int = 0) -> Any:
         """Forward only: one message a batch, no waiting for the stages behind but for two messages of head start.
+        Call :meth:`flush` after the last batch.
 
         Returns:
             What the step returned, on the last stage; None on the others.

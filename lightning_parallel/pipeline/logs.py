@@ -21,6 +21,7 @@ _MIN = ("min", min, torch.min)
 class _Entry:
     options: dict[str, Any]  # of the first call
     values: list[Any] = field(default_factory=list)
+    caches: list[Any] = field(default_factory=list)  # of metric objects: what their last forward returned
     weights: list[int] = field(default_factory=list)  # microbatch sizes
     given: list[int | None] = field(default_factory=list)  # batch_size=, as the user passed it
 
@@ -40,7 +41,8 @@ class LogRecorder:
 
     Tensors and numbers become their mean, weighted by microbatch size, or by `batch_size=` where the user
     gives it (a loss per token is weighted by tokens then); with `reduce_fx` "sum", "max" or "min" their sum,
-    maximum or minimum. Metric objects, which keep their own state, are passed on once.
+    maximum or minimum. torchmetrics' objects, which keep their own state, are passed on once: their value over the
+    epoch is that of all samples, and their value of this step the weighted mean of the microbatches'.
     """
 
     def __init__(self) -> None:
@@ -84,6 +86,7 @@ class LogRecorder:
             )
         # A copy, as Lightning makes: the step may go on to change the tensor. Detached: graphs would pile up.
         entry.values.append(value.detach().clone() if isinstance(value, Tensor) else value)
+        entry.caches.append(getattr(value, "_forward_cache", None))
         entry.weights.append(self.weight)
         entry.given.append(batch_size)
 
@@ -114,6 +117,9 @@ def _reduce(entry: _Entry, weights: list[int]) -> Any:
         tensors = [torch.as_tensor(value, device=device).reshape(()) for value in values]
         return _reduce_tensors(tensors, weights, how)
     if not all(isinstance(value, Real) for value in values):
+        if all(isinstance(cache, Tensor) and cache.numel() == 1 for cache in entry.caches):
+            # Where Lightning looks for a metric's value of this step; its forward kept that of the last microbatch.
+            values[-1]._forward_cache = weighted_mean(entry.caches, weights)
         return values[-1]
     if how in _SUM:
         return sum(values)

@@ -36,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_parallel.pipeline.absent import AbsentForward, AbsentTensor, first_absent, make_absent
 from lightning_parallel.pipeline.flow import Flow, chain_only, order_checked, survey
 from lightning_parallel.pipeline.partition import Partition
+from lightning_parallel.pipeline.random import draw_seed, reseed
 
 
 class _LeaveStep(BaseException):
@@ -122,6 +123,8 @@ class Stage:
         owned = {partition.layers[i] for i in self._owned}
         owned |= {name for name, stage in partition.outside.items() if stage == index}
         self._units = {name: module.get_submodule(name) for name in (*partition.layers, *partition.outside)}
+        self._device = device
+        self._seeds: dict[str, int] = {}  # of units that run: for the generators behind them
         self._absent = {name: AbsentForward(unit, name) for name, unit in self._units.items()}
         self._elsewhere = [name for name in self._units if name not in owned]
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -192,13 +195,16 @@ class Stage:
         """Forward of a unit on another stage: what arrived of it, or absent tensors."""
         if not self._pass.running:
             return self._absent[name].answer(args, kwargs)
+        seed = draw_seed()
         call = self._called(name)
         answer = self._absent[name].answer(args, kwargs, call)
+        reseed(seed, self._device)
         live = self._pass.arrived.get((name, call))
         return answer if live is None else _fill(answer, live, name)
 
     def _enter(self, name: str, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the forward of a unit of this stage."""
+        self._seeds[name] = draw_seed()
         if not self._pass.running:  # a recomputation by activation checkpointing, or a call outside a step
             return
         self._called(name)
@@ -212,6 +218,7 @@ class Stage:
 
     def _leave(self, name: str, unit: nn.Module, args: Any, output: Any) -> None:
         """After the forward of a unit of this stage: keep what later stages need; behind the last layer, leave."""
+        reseed(self._seeds.pop(name), self._device)
         if not self._pass.running:
             return
         key = (name, self._pass.calls[name] - 1)
@@ -274,9 +281,9 @@ class Stage:
         if absent is not None:
             raise RuntimeError(
                 f"What the step returned on stage {self.index} depends on {absent.origin}, which lives on another "
-                f"stage. Behind the last module that holds parameters, only what that module returned is at hand. (Weights "
-                f"tied by hand, as in F.linear(x, self.embedding.weight), can be tied as a module's parameter instead: "
-                f"self.head.weight = self.embedding.weight.)"
+                f"stage. Behind the last module that holds parameters, only what that module returned is at hand. "
+                f"(Weights that are tied by hand, as in F.linear(x, self.embedding.weight), can be tied as a module's "
+                f"parameter instead: self.head.weight = self.embedding.weight.)"
             )
         return output
 

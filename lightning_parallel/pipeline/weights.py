@@ -96,7 +96,7 @@ class WeightVersions:
 
     def copies(self) -> int:
         """Versions held beside the current weights. One can be needed for each update in flight."""
-        return len(self._old) if self._stashing == "stash" else 0
+        return sum(version.in_flight > 0 for version in self._old) if self._stashing == "stash" else 0
 
     def forward(self, step: Callable[[], Any]) -> tuple[Any, Version]:
         version = self._version()
@@ -148,8 +148,11 @@ class WeightVersions:
         self._updates += 1
 
     def refresh(self) -> None:
-        """Nothing is in flight, and others may have changed the parameters: the next forward looks at them anew."""
-        assert not self._old and not (self._current and self._current.in_flight)
+        """Nothing is in flight, and others may have changed the parameters: the next forward looks at them anew.
+        Gradients of an update under way (accumulation over batches) are kept for it."""
+        versions = (*self._old, *([self._current] if self._current else []))
+        assert not any(version.in_flight for version in versions)
+        self._old = [v for v in versions if any(leaf.grad is not None for leaf in v.leaves.values())]
         self._current = None
 
     def _version(self) -> Version:

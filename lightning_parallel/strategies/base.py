@@ -149,7 +149,8 @@ class LayoutStrategy(ParallelStrategy):
         self.set_world_ranks()
         assert self.cluster_environment is not None
         if not _distributed_is_initialized():
-            _init_dist_connection(self.cluster_environment, self._backend(), timeout=self._timeout)
+            device: dict[str, Any] = {"device_id": self.root_device} if self._backend() == "nccl" else {}
+            _init_dist_connection(self.cluster_environment, self._backend(), timeout=self._timeout, **device)
             self._groups = None
         if dist.get_world_size() != self.layout.world_size:
             raise RuntimeError(
@@ -158,7 +159,7 @@ class LayoutStrategy(ParallelStrategy):
                 f"torch.distributed.destroy_process_group(), or start this run in a fresh process."
             )
         if self._groups is None:
-            self._groups = make_groups(self.layout, self._timeout)
+            self._groups = make_groups(self.layout, self._timeout, self.root_device)
         self._agree_on_seed()
 
     def _backend(self) -> str:
@@ -235,18 +236,23 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the data axis (or ``group``): what differs between ranks because their batches do."""
-        if not isinstance(tensor, Tensor):
+        group = self._data_group(group)
+        if not isinstance(tensor, Tensor) or group is None:
             return tensor
-        if group is None and self.layout.data == 1:
-            return tensor
-        return _sync_ddp(tensor, group or self.groups.data, reduce_op=reduce_op)
+        return _sync_ddp(tensor, group, reduce_op=reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gather over the data axis (or ``group``). One replica: the tensor as it is, as with a single process."""
-        if group is None and self.layout.data == 1:
-            return tensor
-        return super().all_gather(tensor, group or self.groups.data, sync_grads)
+        group = self._data_group(group)
+        return tensor if group is None else super().all_gather(tensor, group, sync_grads)
+
+    def _data_group(self, group: Any | None) -> Any | None:
+        """``group``; for none, and for the world, which ``LightningModule.all_gather`` says when the user gives none,
+        that of the data axis. None: this rank alone."""
+        if group is not None and group is not dist.group.WORLD:
+            return group
+        return self.groups.data if self.layout.data > 1 else None
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -1,22 +1,28 @@
 """The same metrics on every stage.
 
-Only the last stage reaches the end of the user's step, so only it has a loss and logs. Callbacks run on every rank
-and read metrics there, and one that decides differently on one rank (a checkpoint monitor, early stopping) would hang
-the others. So the last stage publishes what it logged, and the other stages put it where Lightning's callbacks look:
+Only the last stage reaches the end of the user's step, so only it has a loss and something to log. Callbacks run on
+every rank and read metrics there, and one that decides differently on one rank (a checkpoint monitor, early stopping)
+would hang the others. So the last stage alone logs, and publishes what it logged; the other stages put it where
+Lightning's callbacks look:
 
     when                             who reads it
-    each synchronous step            ModelCheckpoint(every_n_train_steps), ReduceLROnPlateau(interval="step")
+    each synchronous step            callbacks' on_train_batch_end, ReduceLROnPlateau(interval="step")
+    a step at which a checkpoint     ModelCheckpoint(every_n_train_steps)
+    or scheduler reads a metric
     end of a training epoch          EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
     end of validation, test          the same, and the caller of trainer.validate()
 
-The LightningModule's own ``on_..._epoch_end`` hooks work on what its steps gathered (a list of outputs, a metric),
-which exists on the last stage alone: they run there, and what they log is published.
+With the metrics goes ``trainer.should_stop``, which code that runs on the last stage only may have set.
+
+The LightningModule's own ``on_..._epoch_end`` hooks work on what its steps gathered (a list of outputs, a metric), and
+its ``on_validation_batch_end`` on what ``validation_step`` returned. Both exist on the last stage alone: these hooks
+run there, and what they log is published.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +32,10 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from lightning_parallel.pipeline.channel import PeerLostError
+
 EPOCH_END_HOOKS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end")
+OUTPUT_HOOKS = ("on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end")
 
 
 class MetricBoard:
@@ -45,15 +54,13 @@ class MetricBoard:
         self._source = source
         self._device = device
         self._is_source = dist.get_rank() == source
-        self._names: list[str] = []  # of the metrics that a step publishes, as last announced
+        self._form: list[tuple[str, torch.dtype]] = []  # of the metrics that a step publishes, as last announced
         self._sending: list[tuple[dist.Work, Tensor]] = []
-        self._before: dict[str, Any] = {}
-        self._replayed: set[str] = set()
 
     def publish_step(self, loss: Tensor | None) -> Tensor:
         """After a synchronous step: the loss, and the callback metrics. The source doesn't wait for the others.
 
-        One message of float64, which holds any float exactly; names are announced only when they change.
+        One message of float64, which holds any float exactly; names and dtypes are announced only when they change.
 
         Args:
             loss: on the last stage, the batch's loss; None elsewhere.
@@ -61,25 +68,34 @@ class MetricBoard:
         Returns:
             The loss, on every stage.
         """
+        with named_loss_of_peers():
+            return self._publish_step(loss)
+
+    def _publish_step(self, loss: Tensor | None) -> Tensor:
         for work, _ in self._sending:
             work.wait()
         self._sending = []
+        trainer = self._trainer
         if self._is_source:
             assert loss is not None
-            metrics = _scalars(self._trainer.callback_metrics)
-            changed = list(metrics) != self._names
+            metrics = trainer.callback_metrics
+            form = [(name, value.dtype) for name, value in metrics.items()]
+            values = [float(value) for value in metrics.values()]
+            changed = form != self._form
             # The others expect as many values as were announced last: new names and values go after the old form.
-            values = [0.0] * len(self._names) if changed else list(metrics.values())
-            self._send([float(changed), float(loss), *values])
+            old = [0.0] * len(self._form) if changed else values
+            self._send([float(changed), float(trainer.should_stop), float(loss), *old])
             if changed:
-                self._names = self._share(list(metrics))
-                self._send(list(metrics.values()))
+                self._form = self._broadcast(form)
+                self._send(values)
             return loss.detach()
-        announcement, value, *values = self._receive(2 + len(self._names))
+        announcement, stop, value, *values = self._receive(3 + len(self._form))
         if announcement:
-            self._names = self._share(None)
-            values = self._receive(len(self._names))
-        self._trainer.callback_metrics.update(_tensors(self._names, values, self._device))
+            self._form = self._broadcast(None)
+            values = self._receive(len(self._form))
+        for (name, dtype), metric in zip(self._form, values, strict=True):
+            trainer.callback_metrics[name] = torch.tensor(metric, dtype=dtype, device=self._device)
+        trainer.should_stop = trainer.should_stop or bool(stop)
         return torch.tensor(value, device=self._device)
 
     def _send(self, values: list[float]) -> None:
@@ -94,55 +110,66 @@ class MetricBoard:
         return list(message.tolist())
 
     def publish(self) -> None:
-        """At a point where all stages meet: callback and logger metrics."""
-        trainer = self._trainer
-        mine = [_scalars(trainer.callback_metrics), _scalars(trainer.logged_metrics)] if self._is_source else None
-        places = (trainer.callback_metrics, trainer.logged_metrics)
-        for place, values in zip(places, self._share(mine), strict=True):
-            if not self._is_source:
-                place.update(_tensors(values, values.values(), self._device))
-
-    def evaluation_starts(self) -> None:
-        """From here on, what the last stage logs belongs to this evaluation."""
-        self._before = dict(self._trainer.callback_metrics)
-        self._replayed = set()
+        """At a point where all stages meet: all that the trainer tells of metrics."""
+        self._publish([])
 
     def publish_evaluation(self) -> None:
-        """At the end of an evaluation: the other stages log what the last one did, so that ``trainer.validate()``
-        returns it there too."""
+        """The same at the end of an evaluation, with what ``trainer.validate()`` returns."""
         trainer = self._trainer
-        new: dict[str, float] = {}
-        if self._is_source:
-            now = dict(trainer.callback_metrics)
-            new = _scalars({name: value for name, value in now.items() if self._before.get(name) is not value})
-        new = self._share(new)
+        loop: Any = trainer._active_loop
+        outputs: list[dict[str, Any]] = loop._logged_outputs  # one a data loader
+        if self._is_source and trainer._results and not trainer.sanity_checking:
+            # Lightning adds to them, after this hook, what was logged for no data loader in particular.
+            rest = trainer._logger_connector.metrics["log"]
+            outputs = [{**output, **rest} for output in outputs]
+        self._publish(outputs)
+
+    def _publish(self, outputs: list[dict[str, Any]]) -> None:
+        trainer = self._trainer
+        own: list[dict[str, Any]] = [trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics]
+        places = [*own, *outputs]
+        mine = ([_detached(place) for place in places], trainer.should_stop) if self._is_source else None
+        with named_loss_of_peers():
+            metrics, stop = self._broadcast(mine)
         if self._is_source:
             return
-        for name, value in new.items():
-            if name not in self._replayed and "/dataloader_idx_" not in name:  # such a name is Lightning's to make
-                trainer.lightning_module.log(name, value, on_step=False, on_epoch=True, batch_size=1)
-                self._replayed.add(name)
-            trainer.callback_metrics[name] = torch.tensor(value, device=self._device)
+        for place, values in zip(places, metrics, strict=True):
+            place.update({name: _moved(value, self._device) for name, value in values.items()})
+        trainer.should_stop = trainer.should_stop or stop
 
-    def _share(self, value: Any) -> Any:
+    def _broadcast(self, value: Any) -> Any:
         boxed = [value]
         dist.broadcast_object_list(boxed, self._source, self._group)
         return boxed[0]
 
 
-def _scalars(metrics: dict[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items()}
+def _detached(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Ready to be pickled: a view would take the whole of its tensor along."""
+    return {n: v.detach().cpu().clone() if isinstance(v, Tensor) else v for n, v in metrics.items()}
 
 
-def _tensors(names: Iterable[str], values: Iterable[float], device: torch.device) -> dict[str, Tensor]:
-    return {name: torch.tensor(value, device=device) for name, value in zip(names, values, strict=True)}
+def _moved(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+@contextmanager
+def named_loss_of_peers() -> Iterator[None]:
+    """A collective that breaks says why: some rank is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLostError(
+            "A collective of all stages broke: one of them stopped, or did not answer within the timeout. The cause "
+            "is in its own output."
+        ) from error
 
 
 class PublishMetrics(Callback):
     """First among the callbacks: when the others read metrics at the end of an epoch, every stage has them."""
 
-    def __init__(self, publish: Callable[[str], None]) -> None:
+    def __init__(self, publish: Callable[[str], None], failed: Callable[[BaseException], None]) -> None:
         self._publish = publish
+        self._failed = failed
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         self._publish("on_train_batch_end")
@@ -156,33 +183,43 @@ class PublishMetrics(Callback):
     def on_test_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         self._publish("on_test_epoch_end")
 
+    def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
+        # Before the other callbacks', one of which may want to save a checkpoint, for which all ranks would meet.
+        self._failed(exception)
+
 
 @contextmanager
 def logging_through(module: pl.LightningModule, log: Callable[..., None]) -> Iterator[None]:
     """``self.log`` is ``log`` inside. An instance attribute, since there is no argument by which to pass it."""
+    before = module.__dict__.get("log")
     module.log = log  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del module.log
+        if before is None:
+            del module.log
+        else:
+            module.log = before  # type: ignore[method-assign]
 
 
 def discard(*args: Any, **kwargs: Any) -> None:
-    """``self.log`` in a step that is cut before its end: the last stage logs for all."""
+    """``self.log`` on a stage that isn't the last, which logs for all: a step is cut before its end, and what hooks
+    find here (a norm of gradients) may be another value."""
 
 
-def wrap_epoch_end_hooks(module: pl.LightningModule, wrapper: Callable[[str, Callable[[], None]], None]) -> None:
-    """Let ``wrapper(name, hook)`` decide on the module's epoch-end hooks. Undone by :func:`unwrap_epoch_end_hooks`."""
-    for name in EPOCH_END_HOOKS:
+def wrap_hooks(module: pl.LightningModule, wrapper: Callable[..., None]) -> None:
+    """Let ``wrapper(name, hook, *args)`` decide on the module's hooks that work on what its steps made. Undone by
+    :func:`unwrap_hooks`."""
+    for name in (*EPOCH_END_HOOKS, *OUTPUT_HOOKS):
         hook = getattr(module, name)
 
-        def wrapped(name: str = name, hook: Callable[[], None] = hook) -> None:
-            wrapper(name, hook)
+        def wrapped(*args: Any, name: str = name, hook: Callable[..., Any] = hook) -> None:
+            wrapper(name, hook, *args)
 
-        # `wraps` lets Lightning see whether the user has overridden the hook.
+        # `wraps` lets Lightning see whether the user has overridden the hook, and what arguments it takes.
         setattr(module, name, functools.wraps(hook)(wrapped))
 
 
-def unwrap_epoch_end_hooks(module: pl.LightningModule) -> None:
-    for name in EPOCH_END_HOOKS:
+def unwrap_hooks(module: pl.LightningModule) -> None:
+    for name in (*EPOCH_END_HOOKS, *OUTPUT_HOOKS):
         module.__dict__.pop(name, None)

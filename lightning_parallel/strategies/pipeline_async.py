@@ -18,7 +18,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.optim import Optimizer
@@ -87,6 +86,7 @@ class AsyncPipelineStrategy(PipelineBase):
         self._versions: WeightVersions | None = None
         self._fed = 0  # microbatches so far
         self._stepping = False  # does Lightning want an update after this batch?
+        self._stop = False  # has the user's step asked for the end of training?
         self._options: deque[Options] = deque()  # of the updates under way, oldest first
         self._loose_owners: dict[str, int] | None = None  # the stage that trains each loose parameter; once known
 
@@ -126,6 +126,7 @@ class AsyncPipelineStrategy(PipelineBase):
         super().setup(trainer)
         self._list = AsyncOneFOneB(self.layout.pipeline, self.layout.stage, self._extra_in_flight)
         self._fed = 0
+        self._stop = False
         self._options.clear()
         self._loose_owners = None
 
@@ -165,7 +166,7 @@ class AsyncPipelineStrategy(PipelineBase):
         self._fed += len(sizes)
         if ends_update:
             self._options.append(_options(self.optimizers[0]))
-        with self.recorded(recorder):
+        with self.recorded(recorder), self._stop_held_back():
             actions = self._list.feed(len(sizes), ends_update=ends_update)
             outputs = self.engine.run(actions, work, update=self._update, endless=True)
         if not self.stage.is_last:
@@ -179,6 +180,16 @@ class AsyncPipelineStrategy(PipelineBase):
         module = self._module()
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         return self.precision_plugin.post_backward(closure_loss, module)
+
+    @contextmanager
+    def _stop_held_back(self) -> Iterator[None]:
+        """``trainer.should_stop = True`` in the user's step, which the last stage runs batches after the first: it
+        counts from where the stages next meet, since all have to stop at the same batch."""
+        trainer = self._module().trainer
+        before = trainer.should_stop
+        yield
+        if self.layout.pipeline > 1 and trainer.should_stop and not before:
+            self._stop, trainer.should_stop = True, False
 
     def _update(self) -> None:
         """One update of this stage: the hooks, clipping and step that Lightning would run, with the options that were
@@ -197,7 +208,7 @@ class AsyncPipelineStrategy(PipelineBase):
 
     def drain(self) -> None:
         """Run what is owed, until nothing is in flight on any stage. Every rank calls it after the same batch."""
-        if self._list is None or self._engine is None:
+        if self._list is None or self._engine is None or self._failed:
             return
         # Validation, where this is called too, runs in inference mode.
         with torch.inference_mode(False), torch.enable_grad():
@@ -246,25 +257,13 @@ class AsyncPipelineStrategy(PipelineBase):
 
     @override
     def _publish(self, hook: str) -> None:
-        if hook == "on_train_batch_end":
-            if not self._read_after_this_batch():
-                return
-            self.drain()
-            self.board.publish()
+        if hook == "on_train_batch_end" and not self.read_after_this_batch():
             return
-        if hook == "on_train_epoch_end":
+        if hook in ("on_train_batch_end", "on_train_epoch_end"):
             self.drain()
+        self._module().trainer.should_stop |= self._stop
+        self._stop = False
         super()._publish(hook)
-
-    def _read_after_this_batch(self) -> bool:
-        """Does a callback or a scheduler of Lightning's read a training metric now?"""
-        trainer = self._module().trainer
-        for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint) and callback.monitor is not None:
-                every = callback._every_n_train_steps
-                if every >= 1 and trainer.global_step % every == 0:
-                    return True
-        return any(c.reduce_on_plateau and c.interval == "step" for c in self.lr_scheduler_configs)
 
     @override
     def theoretical_bubble(self) -> float:
