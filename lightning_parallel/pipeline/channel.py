@@ -72,7 +72,7 @@ class Link:
 
     def __init__(self, group: dist.ProcessGroup, peer: int, peer_name: str, device: torch.device) -> None:
         self._group = group
-        self._peer = dist.get_group_rank(group, peer)
+        self._peer = dist.get_group_rank(group, peer)  # isend and irecv would look it up for each message
         self._peer_name = peer_name
         self.device = device
         self._staged = device.type != "cpu" and dist.get_backend(group) == "gloo"
@@ -88,13 +88,13 @@ class Link:
 
     def isend(self, buffer: Tensor) -> dist.Work:
         try:
-            return self._work(dist.isend(buffer, group=self._group, group_dst=self._peer))
+            return self._group.send([buffer], self._peer, 0)
         except RuntimeError as error:
             raise self._lost() from error
 
     def irecv(self, buffer: Tensor) -> dist.Work:
         try:
-            return self._work(dist.irecv(buffer, group=self._group, group_src=self._peer))
+            return self._group.recv([buffer], self._peer, 0)
         except RuntimeError as error:
             raise self._lost() from error
 
@@ -103,11 +103,6 @@ class Link:
             work.wait()
         except RuntimeError as error:
             raise self._lost() from error
-
-    @staticmethod
-    def _work(work: dist.Work | None) -> dist.Work:
-        assert work is not None, "this rank is a member of its links' groups"
-        return work
 
     def _lost(self) -> PeerLostError:
         return PeerLostError(
@@ -158,7 +153,7 @@ class Sender:
             self._unconfirmed.append([])
             return
         only = gradients[0] if len(gradients) == 1 else None
-        if only is not None and only.is_contiguous() and only.device.type == "cpu":
+        if only is not None and only.is_contiguous() and only.is_cpu and not only.is_complex():
             self._unconfirmed.append([self._post(only.detach())])  # as it lies in memory: a message needs no copy
         else:
             self._unconfirmed.append([self._post(_pack(gradients, format_of(gradients), None, self._link))])
@@ -269,14 +264,14 @@ def _unpack(buffer: Tensor, expected: Format) -> list[Tensor]:
 
 def _write_trailer(buffer: Tensor, words: tuple[int, int]) -> None:
     if buffer.is_cpu:
-        _WORDS.pack_into(buffer.numpy(), buffer.numel() - _TRAILER, *words)
+        _WORDS.pack_into(buffer.numpy().data, buffer.numel() - _TRAILER, *words)
     else:
         buffer[-_TRAILER:].view(torch.int64).copy_(torch.tensor(words))
 
 
 def _read_trailer(buffer: Tensor) -> tuple[int, int]:
     if buffer.is_cpu:
-        status, acknowledged = _WORDS.unpack_from(buffer.numpy(), buffer.numel() - _TRAILER)
+        status, acknowledged = _WORDS.unpack_from(buffer.numpy().data, buffer.numel() - _TRAILER)
     else:
         status, acknowledged = buffer[-_TRAILER:].view(torch.int64).tolist()
     return status, acknowledged

@@ -190,10 +190,9 @@ class Engine:
         seeds = self._take_gradients(number, flight)
         self._in_flight.popleft()
         self._post_gradient()
-        with self._timeline.span("backward", number):
+        with self._timeline.span("backward", number), self._weights.backward(flight.token):
             if flight.edges:
                 torch.autograd.backward(flight.edges, seeds)
-            self._weights.backward_done(flight.token)
         if self._gradients_out is not None:
             assert flight.arrival is not None
             self._gradients_out.send_gradients(flight.arrival.gradients(self._device))
@@ -253,8 +252,8 @@ class Engine:
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     def evaluate(self, step: Callable[[], Any], number: int = 0) -> Any:
-        """Forward only: one message a batch, no waiting for the stages behind but for two messages of head start.
-        Call :meth:`flush` after the last batch.
+        """Forward only: one message a batch. Each stage is one batch ahead of the next: it waits until its output has
+        arrived, so that a process which ends after its last batch takes no message with it.
 
         Returns:
             What the step returned, on the last stage; None on the others.
@@ -271,7 +270,7 @@ class Engine:
             return output
         assert self._activations_out is not None
         self._activations_out.send(output.tensors, "evaluation")
-        self._activations_out.flush(keep=2)
+        self._activations_out.flush()
         return None
 
 

@@ -83,6 +83,7 @@ def survey(
     with (
         _everything_absent(module, partition),
         watch.installed(module),
+        _state_kept(module),
         seeded(0, torch.device("cpu")),
         torch.no_grad(),
         suppress(_Seen),
@@ -159,10 +160,9 @@ class _Watch:
         output = self._units[name].answer(args, kwargs, call)
         count = sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(output))
         self._produced[origin_of(name, call)] = (stage, Cargo(name, call, count))
-        if self.next_layer == len(self._partition.layers):
-            self._behind.discard(name)
-            if not self._behind:
-                raise _Seen
+        self._behind.discard(name)
+        if self.next_layer == len(self._partition.layers) and not self._behind:
+            raise _Seen
         return output
 
     def _need(self, origin: str, consumer: str, stage: int) -> None:
@@ -186,6 +186,31 @@ class _Watch:
                 if cargo.module != self._partition.layers[self._partition.bounds[cut + 1] - 1]:
                     cuts[cut].append(cargo)
         return Flow(tuple(tuple(cut) for cut in cuts))
+
+
+@contextmanager
+def _state_kept(module: nn.Module) -> Iterator[None]:
+    """What a step writes to its modules (a counter, a list of losses, a metric's state): afterwards as it was. This
+    step doesn't count, and its values are absent."""
+    attributes = [(m, dict(vars(m))) for m in module.modules()]
+    values = [value for m, before in attributes for value in (*before.values(), *m._buffers.values())]
+    tensors = [(v, v.detach().clone()) for v in values if isinstance(v, Tensor) and not isinstance(v, AbsentTensor)]
+    lists = [(v, list(v)) for v in values if isinstance(v, list)]
+    keyed = [(v, dict(v)) for v in values if isinstance(v, dict)]
+    try:
+        yield
+    finally:
+        for m, before in attributes:
+            m.__dict__.clear()
+            m.__dict__.update(before)
+        for tensor, content in tensors:
+            if not torch.equal(tensor, content):
+                tensor.data.copy_(content)
+        for sequence, items in lists:
+            sequence[:] = items
+        for mapping, entries in keyed:
+            mapping.clear()
+            mapping.update(entries)
 
 
 @contextmanager

@@ -223,8 +223,8 @@ def _outside(module: nn.Module, chain: Sequence[str]) -> dict[str, int]:
             name = prefix + short
             if id(child) in index:
                 seen = max(seen, index[id(child)])
-            elif id(child) in claimed or isinstance(child, (nn.ParameterList, nn.ParameterDict)):
-                continue  # a second name of what belongs somewhere already; loose parameters
+            elif isinstance(child, (nn.ParameterList, nn.ParameterDict)):
+                continue  # loose parameters
             elif isinstance(child, (nn.ModuleList, nn.ModuleDict)):
                 visit(child, f"{name}.")  # a list isn't called, its modules are
             elif any(id(part) in claimed for part in child.modules()):

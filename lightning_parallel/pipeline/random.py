@@ -63,7 +63,7 @@ def _generators(device: torch.device) -> list[torch.Generator]:
 @contextmanager
 def host_generators_kept() -> Iterator[None]:
     """Python's and NumPy's generators: afterwards as they were. A tenth of a millisecond, so once a batch."""
-    python, legacy = random.getstate(), np.random.get_state()
+    python, legacy = random.getstate(), np.random.get_state(legacy=False)
     try:
         yield
     finally:

@@ -58,7 +58,7 @@ class Arrival:
     def __init__(self, tensors: list[Tensor], requires_grad: list[bool]) -> None:
         self._tensors = tensors
         self._wanted = requires_grad
-        self._zeros = [torch.empty_like(t, device="meta") for t, w in zip(tensors, requires_grad, strict=True) if w]
+        self._forms = [(t.shape, t.dtype) for t, w in zip(tensors, requires_grad, strict=True) if w]
         self._gradients: list[Tensor] | None = None
 
     def receive(self) -> list[Tensor]:
@@ -66,7 +66,7 @@ class Arrival:
         Not leaves, so that a layer may work on them in place (``nn.ReLU(inplace=True)``)."""
         # `.data`: no views of one message buffer, so each may be changed in place.
         tensors = [t.data for t in self._tensors]
-        self._tensors = []  # keeping them would tie a reference cycle through autograd
+        self._tensors = []  # their memory is the step's from here on
         if not (any(self._wanted) and torch.is_grad_enabled()):
             return tensors
         anchor = torch.empty((), requires_grad=True)
@@ -79,7 +79,7 @@ class Arrival:
     def gradients(self, device: torch.device) -> list[Tensor]:
         """One for each tensor that requires one; zeros where the loss doesn't depend on it."""
         if self._gradients is None:
-            return [torch.zeros_like(t, device=device) for t in self._zeros]
+            return [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in self._forms]
         return self._gradients
 
 
@@ -87,7 +87,7 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, arrival: Arrival, tensors: list[Tensor]) -> tuple[Tensor, ...]:  # type: ignore[override]
         ctx.arrival = arrival
-        return tuple(t.data for t in tensors)
+        return tuple(tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
@@ -128,6 +128,7 @@ class Stage:
         self._absent = {name: AbsentForward(unit, name) for name, unit in self._units.items()}
         self._elsewhere = [name for name in self._units if name not in owned]
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._patched: list[tuple[nn.Module, Callable[..., Any] | None]] = []
         self._pass = _Pass()
         for name in self._elsewhere:
             make_absent(self._units[name], partial("parameter '{}.{}'".format, name), device)
@@ -172,7 +173,7 @@ class Stage:
         """
         for name in self._elsewhere:
             # There is no hook that answers in a module's place; an instance attribute hides the class's `forward`.
-            self._units[name].forward = partial(self._answer, name)  # type: ignore[method-assign]
+            self._patch(self._units[name], partial(self._answer, name))
         for name, unit in self._units.items():
             if name not in self._elsewhere:
                 self._hooks.append(unit.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
@@ -181,15 +182,23 @@ class Stage:
                 if recompute is not None and name in self._layers and any(True for _ in unit.parameters()):
                     # Inside the hooks, which a second run doesn't pass. Layers without parameters are small, and may
                     # work in place (nn.ReLU(inplace=True)), which can't be run twice.
-                    unit.forward = partial(_recomputed, unit.forward, recompute)  # type: ignore[method-assign]
+                    self._patch(unit, partial(_recomputed, unit.forward, recompute))
 
     def remove(self) -> None:
         """Take the hooks off. Absent parameters stay absent."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        for unit in self._units.values():
-            unit.__dict__.pop("forward", None)
+        for unit, forward in self._patched:
+            if forward is None:
+                del unit.forward
+            else:
+                unit.forward = forward
+        self._patched = []
+
+    def _patch(self, unit: nn.Module, forward: Callable[..., Any]) -> None:
+        self._patched.append((unit, unit.__dict__.get("forward")))  # the user may have done the same
+        unit.forward = forward  # type: ignore[method-assign]
 
     def _answer(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Forward of a unit on another stage: what arrived of it, or absent tensors."""

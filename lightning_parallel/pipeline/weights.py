@@ -18,7 +18,7 @@ silently: changing ``p.data`` alone gives wrong input gradients in every layer b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -34,8 +34,8 @@ class Weights(Protocol):
         """Run ``step`` with the weights that a forward starting now uses: its result, and a token for the backward."""
         ...
 
-    def backward_done(self, token: Any) -> None:
-        """The backward of a forward is done: the token is given back."""
+    def backward(self, token: Any) -> AbstractContextManager[None]:
+        """A context for the backward of a forward, which gives its token back."""
         ...
 
 
@@ -45,8 +45,8 @@ class CurrentWeights:
     def forward(self, step: Callable[[], Any]) -> tuple[Any, None]:
         return step(), None
 
-    def backward_done(self, token: None) -> None:
-        pass
+    def backward(self, token: None) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 @dataclass
@@ -110,17 +110,22 @@ class WeightVersions:
         return self._read_from(self._version())
 
     @contextmanager
+    def backward(self, version: Version) -> Iterator[None]:
+        # The user's own activation checkpointing runs parts of the forward again, and has to find the same weights.
+        with self._read_from(version):
+            yield
+        version.in_flight -= 1
+
+    @contextmanager
     def _read_from(self, version: Version) -> Iterator[None]:
+        before = [store[key] for store, key, _ in self._slots]
         for store, key, name in self._slots:
             store[key] = version.leaves[name]  # type: ignore[assignment]  # torch.func does the same
         try:
             yield
         finally:
-            for store, key, name in self._slots:
-                store[key] = self._parameters[name]
-
-    def backward_done(self, version: Version) -> None:
-        version.in_flight -= 1
+            for (store, key, _), parameter in zip(self._slots, before, strict=True):
+                store[key] = parameter
 
     def take_gradients(self) -> dict[str, Tensor]:
         """The gradients gathered since the last call, summed over versions, by parameter name. Where the loss didn't

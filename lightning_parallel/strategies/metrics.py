@@ -16,7 +16,8 @@ With the metrics goes ``trainer.should_stop``, which code that runs on the last 
 
 The LightningModule's own ``on_..._epoch_end`` hooks work on what its steps gathered (a list of outputs, a metric), and
 its ``on_validation_batch_end`` on what ``validation_step`` returned. Both exist on the last stage alone: these hooks
-run there, and what they log is published.
+run there, and what they log is published. ``on_train_batch_end`` runs everywhere, since it may look after the weights
+(a moving average); of what ``training_step`` returned, the other stages have the loss.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from torch import Tensor
 from lightning_parallel.pipeline.channel import PeerLostError
 
 EPOCH_END_HOOKS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end")
+_LOSS = ""  # its name in a message; no metric is called so
 OUTPUT_HOOKS = ("on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end")
+WRAPPED_HOOKS = (*EPOCH_END_HOOKS, *OUTPUT_HOOKS, "on_train_batch_end")
 
 
 class MetricBoard:
@@ -78,25 +81,28 @@ class MetricBoard:
         trainer = self._trainer
         if self._is_source:
             assert loss is not None
-            metrics = trainer.callback_metrics
+            metrics = {_LOSS: loss, **trainer.callback_metrics}
             form = [(name, value.dtype) for name, value in metrics.items()]
             values = [float(value) for value in metrics.values()]
             changed = form != self._form
             # The others expect as many values as were announced last: new names and values go after the old form.
-            old = [0.0] * len(self._form) if changed else values
-            self._send([float(changed), float(trainer.should_stop), float(loss), *old])
+            self._send([float(changed), float(trainer.should_stop), *([0.0] * len(self._form) if changed else values)])
             if changed:
                 self._form = self._broadcast(form)
                 self._send(values)
             return loss.detach()
-        announcement, stop, value, *values = self._receive(3 + len(self._form))
+        announcement, stop, *values = self._receive(2 + len(self._form))
         if announcement:
             self._form = self._broadcast(None)
             values = self._receive(len(self._form))
-        for (name, dtype), metric in zip(self._form, values, strict=True):
-            trainer.callback_metrics[name] = torch.tensor(metric, dtype=dtype, device=self._device)
+        received = {
+            name: torch.tensor(value, dtype=dtype, device=self._device)
+            for (name, dtype), value in zip(self._form, values, strict=True)
+        }
+        loss = received.pop(_LOSS)
+        trainer.callback_metrics.update(received)
         trainer.should_stop = trainer.should_stop or bool(stop)
-        return torch.tensor(value, device=self._device)
+        return loss
 
     def _send(self, values: list[float]) -> None:
         message = torch.tensor(values, dtype=torch.float64, device=self._device)
@@ -188,6 +194,16 @@ class PublishMetrics(Callback):
         self._failed(exception)
 
 
+class LossOnly(dict[str, Any]):
+    """What ``training_step`` returned, on a stage that isn't the last."""
+
+    def __missing__(self, key: str) -> Any:
+        raise RuntimeError(
+            f"on_train_batch_end looks at {key!r} of what training_step returned, which exists on the last pipeline "
+            f"stage only (global rank 0). Do this in training_step, or under `if self.trainer.is_global_zero:`."
+        )
+
+
 @contextmanager
 def logging_through(module: pl.LightningModule, log: Callable[..., None]) -> Iterator[None]:
     """``self.log`` is ``log`` inside. An instance attribute, since there is no argument by which to pass it."""
@@ -210,7 +226,7 @@ def discard(*args: Any, **kwargs: Any) -> None:
 def wrap_hooks(module: pl.LightningModule, wrapper: Callable[..., None]) -> None:
     """Let ``wrapper(name, hook, *args)`` decide on the module's hooks that work on what its steps made. Undone by
     :func:`unwrap_hooks`."""
-    for name in (*EPOCH_END_HOOKS, *OUTPUT_HOOKS):
+    for name in WRAPPED_HOOKS:
         hook = getattr(module, name)
 
         def wrapped(*args: Any, name: str = name, hook: Callable[..., Any] = hook) -> None:
@@ -221,5 +237,5 @@ def wrap_hooks(module: pl.LightningModule, wrapper: Callable[..., None]) -> None
 
 
 def unwrap_hooks(module: pl.LightningModule) -> None:
-    for name in (*EPOCH_END_HOOKS, *OUTPUT_HOOKS):
+    for name in WRAPPED_HOOKS:
         module.__dict__.pop(name, None)

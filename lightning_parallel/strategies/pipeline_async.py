@@ -112,8 +112,10 @@ class AsyncPipelineStrategy(PipelineBase):
     def describe_stage(self, stage: int) -> str:
         ahead = AsyncOneFOneB(self.layout.pipeline, stage, self._extra_in_flight).warmup
         late = -(-ahead // int(self._microbatches))
-        copies = f", up to {late} copies of its weights" if late and self._stashing == "stash" else ""
-        return f"; gradients up to {late} updates late{copies}"
+        if not late:
+            return "; no gradient is late"
+        copies = f", {late} more version{'s' * (late > 1)} of its weights" if self._stashing == "stash" else ""
+        return f"; gradients up to {late} update{'s' * (late > 1)} late{copies}"
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -34,6 +34,7 @@ from lightning_parallel.pipeline.timeline import Timeline
 from lightning_parallel.pipeline.weights import Weights
 from lightning_parallel.strategies.metrics import (
     OUTPUT_HOOKS,
+    LossOnly,
     MetricBoard,
     PublishMetrics,
     discard,
@@ -248,6 +249,10 @@ class PipelineBase(StagedStrategy):
 
     def _last_stage_hook(self, name: str, hook: Callable[..., Any], *args: Any) -> None:
         """The user's hook on what the steps made: on the last stage, which has it."""
+        if name == "on_train_batch_end":
+            outputs, *rest = args
+            hook(outputs if self.stage.is_last else LossOnly(outputs or {}), *rest)
+            return
         if self.stage.is_last:
             with self._alone(name):
                 hook(*args)

@@ -139,12 +139,16 @@ class StagedStrategy(LayoutStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """``configure_optimizers`` sees the whole model's parameters; then absent ones are dropped."""
-        super().setup_optimizers(trainer)
-        if len(self.optimizers) > 1:
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            if "multiple optimizers" not in str(error):
+                raise
+            # Lightning advises manual optimization, which a pipeline can't run.
             raise ValueError(
-                f"configure_optimizers returned {len(self.optimizers)} optimizers, which needs manual optimization; a "
-                f"pipeline runs the backward itself. Return one optimizer, with parameter groups if need be."
-            )
+                "configure_optimizers returned several optimizers: a pipeline runs the backward itself, for one. "
+                "Return one optimizer, with parameter groups if need be."
+            ) from error
         names = {id(parameter): name for name, parameter in self._module().named_parameters()}
         aliases = self.stage.partition.aliases
         self._group_names = []

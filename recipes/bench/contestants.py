@@ -1,0 +1,315 @@
+"""What runs batches without Lightning: this package's engine, torch.distributed.pipelining, and loops by hand.
+
+A contestant is made on every rank, one stage a rank. The layers given to it are the whole model, of which it keeps
+its stage; every stage has the same number of layers. Each runs one batch a :meth:`~Contestant.step`, split into
+microbatches along dimension 0, optimizer step included.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from lightning_parallel.layout import Groups, Layout, make_groups
+from lightning_parallel.pipeline.engine import Engine, Microbatch
+from lightning_parallel.pipeline.partition import partition
+from lightning_parallel.pipeline.schedule import SYNCHRONOUS, AsyncOneFOneB
+from lightning_parallel.pipeline.stage import Stage
+from lightning_parallel.pipeline.weights import WeightVersions, swap_gradients
+from recipes.bench.layers import MakeOptimizer, intervals, loss_of, sgd
+
+CPU = torch.device("cpu")
+
+
+class Contestant(Protocol):
+    """Runs batches.
+
+    Attributes:
+        is_first, is_last: which stage this rank has.
+    """
+
+    is_first: bool
+    is_last: bool
+
+    def step(self) -> None:
+        """Run one batch on this rank's stage."""
+        ...
+
+    def drain(self) -> None:
+        """Run what is still owed of it, so that other contestants can run."""
+        ...
+
+
+class Synchronous:
+    """A contestant whose step leaves nothing owed."""
+
+    def drain(self) -> None:
+        pass
+
+
+@cache
+def _place() -> tuple[Layout, Groups]:
+    layout = Layout.resolve(dist.get_world_size(), dist.get_rank(), pipeline="auto")
+    return layout, make_groups(layout)
+
+
+def _stage(layers: nn.Sequential, layout: Layout) -> Stage:
+    stage = Stage(layers, partition(layers, layout.pipeline, balance="layers"), layout.stage, CPU)
+    stage.install()
+    return stage
+
+
+def _work(layers: nn.Sequential, batch: Tensor, microbatches: int) -> list[Microbatch]:
+    def bind(part: Tensor) -> Callable[[], Tensor]:
+        return lambda: loss_of(layers(part))
+
+    parts = torch.tensor_split(batch, microbatches)
+    return [Microbatch(bind(part), 1 / microbatches, place=k, seed=k) for k, part in enumerate(parts)]
+
+
+class Ours(Synchronous):
+    """The bare engine running a synchronous schedule."""
+
+    def __init__(
+        self, layers: nn.Sequential, schedule: str, batch: Tensor, microbatches: int, optimizer: MakeOptimizer = sgd
+    ) -> None:
+        layout, groups = _place()
+        self.is_first, self.is_last = layout.is_first_stage, layout.is_last_stage
+        stage = _stage(layers, layout)
+        self.engine = Engine(stage, layout, groups, CPU, loss_of=lambda loss: loss)
+        self._optimizer = optimizer(stage.named_parameters().values())
+        self._actions = SYNCHRONOUS[schedule](layout.pipeline, microbatches)[layout.stage]
+        self._work = dict(enumerate(_work(layers, batch, microbatches)))
+
+    def step(self) -> None:
+        self.engine.run(self._actions, self._work, update=self._update)
+
+    def _update(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class OursAsync:
+    """The bare engine on the endless list, with weight versions."""
+
+    def __init__(
+        self,
+        layers: nn.Sequential,
+        batch: Tensor,
+        microbatches: int,
+        extra_in_flight: int = 0,
+        optimizer: MakeOptimizer = sgd,
+    ) -> None:
+        layout, groups = _place()
+        self.is_first, self.is_last = layout.is_first_stage, layout.is_last_stage
+        stage = _stage(layers, layout)
+        self._parameters = stage.named_parameters()
+        self.versions = WeightVersions(layers, self._parameters)
+        self.engine = Engine(stage, layout, groups, CPU, loss_of=lambda loss: loss, weights=self.versions)
+        self._optimizer = optimizer(self._parameters.values())
+        self._list = AsyncOneFOneB(layout.pipeline, layout.stage, extra_in_flight)
+        self._work = _work(layers, batch, microbatches)
+        self._fed = 0
+
+    def step(self) -> None:
+        work = dict(enumerate(self._work, self._fed))
+        self._fed += len(work)
+        self.engine.run(self._list.feed(len(work)), work, update=self._update, endless=True)
+
+    def drain(self) -> None:
+        self.engine.run(self._list.drain(), {}, update=self._update, endless=True)
+        self.engine.end_stream()
+
+    def _update(self) -> None:
+        gradients = self.versions.take_gradients()
+
+        def apply() -> None:
+            swap_gradients(self._parameters, gradients)
+            self._optimizer.step()
+            swap_gradients(self._parameters, {})
+
+        self.versions.update(apply)
+
+
+class Torch(Synchronous):
+    """A schedule of torch.distributed.pipelining on stages made by hand."""
+
+    def __init__(
+        self, layers: nn.Sequential, schedule: str, batch: Tensor, microbatches: int, optimizer: MakeOptimizer = sgd
+    ) -> None:
+        stages, index = dist.get_world_size(), dist.get_rank()
+        self.is_first, self.is_last = index == 0, index == stages - 1
+        each = len(layers) // stages
+        module = layers[index * each : (index + 1) * each]
+        kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule]
+        # Our weights of the losses, 1 / microbatches, are its scaling of the gradients.
+        self._schedule = kind(
+            PipelineStage(module, index, stages, CPU), microbatches, loss_fn=lambda output, _: loss_of(output)
+        )
+        self._optimizer = optimizer(module.parameters())
+        self._inputs = (batch,) if self.is_first else ()
+        self._target = batch if self.is_last else None
+
+    def step(self) -> None:
+        losses: list[Tensor] | None = [] if self.is_last else None
+        self._schedule.step(*self._inputs, target=self._target, losses=losses, return_outputs=False)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class OneProcess(Synchronous):
+    """No parallelism: the whole model on rank 0, microbatches one after the other; other ranks do nothing."""
+
+    def __init__(self, layers: nn.Sequential, batch: Tensor, microbatches: int, optimizer: MakeOptimizer = sgd) -> None:
+        self.is_first = self.is_last = dist.get_rank() == 0
+        self._layers = layers
+        self._parts = torch.tensor_split(batch, microbatches)
+        self._optimizer = optimizer(layers.parameters())
+
+    def step(self) -> None:
+        if not self.is_first:
+            return
+        for part in self._parts:
+            (loss_of(self._layers(part)) / len(self._parts)).backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class BareAsync:
+    """Two asynchronous stages by hand, as little code as can be: what an engine could reach at best.
+
+    Receives are posted ahead, into buffers of a known shape; weight versions are copies, made once an update.
+    """
+
+    def __init__(self, layers: nn.Sequential, batch: Tensor, microbatches: int, optimizer: MakeOptimizer = sgd) -> None:
+        assert dist.get_world_size() == 2
+        layout, _ = _place()
+        self.is_first, self.is_last = layout.is_first_stage, layout.is_last_stage
+        # Groups of its own: a receive that was posted ahead stays when others run.
+        forward, backward = dist.new_group([0, 1]), dist.new_group([0, 1])
+        self._in, self._out = (backward, forward) if self.is_first else (forward, backward)
+        half = len(layers) // 2
+        self._module = layers[:half] if self.is_first else layers[half:]
+        self._optimizer = optimizer(self._module.parameters())
+        self._parts = torch.tensor_split(batch, microbatches)
+        self._peer = 1 - dist.get_rank()
+        self._receiving: tuple[dist.Work | None, Tensor] | None = None
+        self._sending: tuple[dist.Work | None, Tensor] | None = None
+        self._flight: Tensor | None = None  # of the first stage: the output whose gradient is to come
+        self._backwards = 0
+        # The last stage has nothing in flight when it steps.
+        self._versions = [self._copy()] if self.is_first else []
+
+    def _copy(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone().requires_grad_() for name, p in self._module.named_parameters()}
+
+    def step(self) -> None:
+        for part in self._parts:
+            if self.is_last:
+                self._both(part)
+            else:
+                output = torch.func.functional_call(self._module, self._versions[-1], (part,))
+                self._send(output.detach())
+                if self._flight is not None:
+                    self._backward()
+                self._flight = output
+
+    def drain(self) -> None:
+        if self._flight is not None:
+            self._backward()
+        self._flight = None
+        self._wait_for_sends()
+
+    def _both(self, part: Tensor) -> None:
+        x = self._receive(part).requires_grad_()
+        (loss_of(self._module(x)) / len(self._parts)).backward()  # type: ignore[no-untyped-call]
+        assert x.grad is not None
+        self._send(x.grad)
+        self._count()
+
+    def _backward(self) -> None:
+        assert self._flight is not None
+        self._flight.backward(self._receive(self._flight))  # type: ignore[no-untyped-call]
+        self._count()
+
+    def _count(self) -> None:
+        self._backwards += 1
+        if self._backwards % len(self._parts):
+            return
+        for version in self._versions:
+            for name, parameter in self._module.named_parameters():
+                gradient, version[name].grad = version[name].grad, None
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        if self.is_first:
+            # The output in flight was made with the version before the new one.
+            self._versions = [self._versions[-1], self._copy()]
+
+    def _send(self, tensor: Tensor) -> None:
+        self._wait_for_sends()
+        self._sending = (dist.isend(tensor, self._peer, group=self._out), tensor)
+
+    def _wait_for_sends(self) -> None:
+        if self._sending is not None and self._sending[0] is not None:
+            self._sending[0].wait()
+        self._sending = None
+
+    def _receive(self, like: Tensor) -> Tensor:
+        work, buffer = self._receiving or self._post(like)
+        assert work is not None
+        work.wait()
+        self._receiving = self._post(like)
+        return buffer
+
+    def _post(self, like: Tensor) -> tuple[dist.Work | None, Tensor]:
+        buffer = torch.empty_like(like)
+        return dist.irecv(buffer, self._peer, group=self._in), buffer
+
+
+Times = dict[str, list[float]]  # seconds of each batch, by contestant
+
+
+def timed_steps(contestant: Contestant, count: int) -> list[float]:
+    """Seconds of synchronous steps, on the first stage, which begins each and ends it; empty elsewhere."""
+    times: list[float] = []
+    for _ in range(count):
+        dist.barrier()
+        start = time.perf_counter()
+        contestant.step()
+        times.append(time.perf_counter() - start)
+    return times if contestant.is_first else []
+
+
+def timed_stream(contestant: Contestant, count: int, skip: int) -> list[float]:
+    """Seconds between the ends of batches on the last stage, without the first ``skip``; empty elsewhere."""
+    dist.barrier()
+    ends: list[float] = []
+    for _ in range(count):
+        contestant.step()
+        ends.append(time.perf_counter())
+    contestant.drain()
+    return intervals(ends)[skip:] if contestant.is_last else []
+
+
+def alternate(runs: dict[str, Callable[[], list[float]]], rounds: int) -> Times:
+    """Let the contestants run in turn, every second round in reverse, so that noise and drift hit all alike."""
+    times: Times = {name: [] for name in runs}
+    for turn in range(rounds):
+        for name in runs if turn % 2 == 0 else reversed(runs):
+            dist.barrier()
+            times[name] += runs[name]()
+    return times
+
+
+def merge(ranks: list[Times]) -> Times:
+    """What the ranks measured: of each contestant, one rank did."""
+    return {name: [seconds for times in ranks for seconds in times[name]] for name in ranks[0]}

@@ -1,0 +1,140 @@
+"""Models that are measured, and the LightningModule that trains any of them."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: tuple[float, float]) -> Tensor:  # type: ignore[override]
+        ctx.seconds = seconds[1]
+        time.sleep(seconds[0])
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        time.sleep(ctx.seconds)
+        return gradient.contiguous(), gradient.new_zeros(1), None  # that of a mean is one number, expanded
+
+
+class SleepingLayer(nn.Module):
+    """Takes ``forward`` and ``backward`` seconds and no CPU, so that two cores are enough for many stages."""
+
+    def __init__(self, forward: float, backward: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self._seconds = (forward, backward)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Sleep.apply(x, self.weight, self._seconds)  # type: ignore[no-untyped-call]
+
+
+def sleeping(stages: int, forward: float, backward: float) -> nn.Sequential:
+    return nn.Sequential(*(SleepingLayer(forward, backward) for _ in range(stages)))
+
+
+def blocks(count: int, width: int) -> nn.Sequential:
+    """Transformer blocks, the same numbers in every process."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(
+            nn.TransformerEncoderLayer(width, width // 64, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(count)
+        )
+    )
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.mean()
+
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-4)
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+
+class Trained(L.LightningModule):
+    def __init__(self, layers: nn.Sequential, optimizer: MakeOptimizer, log: bool) -> None:
+        super().__init__()
+        self.layers = layers
+        self._make_optimizer = optimizer
+        self._log = log
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        loss = loss_of(self.layers(batch))
+        if self._log:
+            self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Optimizer:
+        return self._make_optimizer(self.parameters())
+
+
+class Clock(L.Callback):
+    """When each batch was done on this rank."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+
+def fit(
+    layers: nn.Sequential,
+    strategy: Strategy | str,
+    batch: Tensor,
+    batches: int,
+    optimizer: MakeOptimizer = sgd,
+    log: bool = False,
+) -> list[float]:
+    """Train on the same batch over and over: seconds between the ends of consecutive batches on this rank."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module="lightning")
+    clock = Clock()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=torch.distributed.get_world_size(),
+        strategy=strategy,
+        max_epochs=1,
+        callbacks=[clock],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Trained(layers, optimizer, log), DataLoader(_Repeated(batch, batches), batch_size=None))  # type: ignore[arg-type]
+    return intervals(clock.ends)
+
+
+def intervals(ends: Sequence[float]) -> list[float]:
+    return [later - earlier for earlier, later in zip(ends, ends[1:], strict=False)]
+
+
+class _Repeated(Sequence[Tensor]):
+    def __init__(self, batch: Tensor, count: int) -> None:
+        self._batch, self._count = batch, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._batch

@@ -1,0 +1,121 @@
+"""What Lightning and the strategy add to the bare engine, where a step is short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
+
+from lightning_parallel import AsyncPipelineStrategy, PipelineStrategy
+from recipes.bench import processes
+from recipes.bench.contestants import Contestant, OneProcess, Ours, OursAsync, Times, alternate, merge, timed_stream
+from recipes.bench.layers import fit, sleeping
+from recipes.bench.report import Cell, Table
+
+BARE, FIT, LOGGED = "bare", "in Trainer.fit", "in Trainer.fit, loss logged"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Steps of about ``step`` seconds, ``batches`` of them in each of ``rounds``; the first ``skip`` don't count."""
+
+    step: float = 0.050
+    microbatches: int = 4
+    width: int = 512
+    rounds: int = 3
+    batches: int = 40
+    skip: int = 8
+
+
+QUICK = Sizes(rounds=1, batches=20, skip=4)
+
+
+def measure(sizes: Sizes) -> list[Table]:
+    runs = {
+        "one process": processes.run(_one_process, 1, sizes),
+        "1f1b, 2 stages": processes.run(_synchronous, 2, sizes),
+        "async, 2 stages": processes.run(_asynchronous, 2, sizes),
+    }
+    rows: list[list[Cell]] = []
+    for name, ranks in runs.items():
+        times = merge(ranks)
+        bare, trained, logged = (median(times[run]) for run in (BARE, FIT, LOGGED))
+        rows.append(
+            [name, bare * 1e3, (trained - bare) * 1e3, trained / bare - 1, (logged - bare) * 1e3, logged / bare - 1]
+        )
+    columns = {
+        "schedule": "",
+        "bare (ms)": ".2f",
+        "added (ms)": ".2f",
+        "added": ".1%",
+        "added, loss logged (ms)": ".2f",
+        "added, loss logged": ".1%",
+    }
+    return [
+        Table(
+            f"What Lightning and the strategy add, {sizes.microbatches} microbatches a batch",
+            columns,
+            rows,
+            "Time from batch to batch on the last stage, medians of "
+            f"{sizes.rounds * (sizes.batches - 1 - sizes.skip)}; stages that sleep, an optimizer step a batch. "
+            "One process: a plain loop, and Lightning with its own strategy. Loss logged: self.log in every step.",
+        )
+    ]
+
+
+def _one_process(sizes: Sizes) -> Times:
+    def bare(layers: torch.nn.Sequential, batch: torch.Tensor) -> Contestant:
+        return OneProcess(layers, batch, 1)
+
+    return _compare(sizes, bare, lambda: "auto", actions=1)
+
+
+def _synchronous(sizes: Sizes) -> Times:
+    def bare(layers: torch.nn.Sequential, batch: torch.Tensor) -> Contestant:
+        return Ours(layers, "1f1b", batch, sizes.microbatches)
+
+    def strategy() -> Strategy:
+        return PipelineStrategy(schedule="1f1b", microbatches=sizes.microbatches, balance="layers")
+
+    return _compare(sizes, bare, strategy, actions=sizes.microbatches + 1)
+
+
+def _asynchronous(sizes: Sizes) -> Times:
+    def bare(layers: torch.nn.Sequential, batch: torch.Tensor) -> Contestant:
+        return OursAsync(layers, batch, sizes.microbatches)
+
+    def strategy() -> Strategy:
+        return AsyncPipelineStrategy(microbatches=sizes.microbatches, balance="layers")
+
+    return _compare(sizes, bare, strategy, actions=sizes.microbatches)
+
+
+def _compare(
+    sizes: Sizes,
+    bare: Callable[[torch.nn.Sequential, torch.Tensor], Contestant],
+    strategy: Callable[[], Strategy | str],
+    actions: int,
+) -> Times:
+    """A batch takes the time of ``actions`` forwards and backwards."""
+    batch = torch.randn(sizes.microbatches, sizes.width, sizes.width)
+    last = dist.get_rank() == 0
+
+    def layers() -> torch.nn.Sequential:
+        work = sizes.step / actions
+        return sleeping(dist.get_world_size(), work / 3, 2 * work / 3)
+
+    def trained(log: bool) -> list[float]:
+        seconds = fit(layers(), strategy(), batch, sizes.batches, log=log)
+        return seconds[sizes.skip :] if last else []
+
+    runs: dict[str, Callable[[], list[float]]] = {
+        BARE: partial(timed_stream, bare(layers(), batch), sizes.batches, sizes.skip),
+        FIT: partial(trained, log=False),
+        LOGGED: partial(trained, log=True),
+    }
+    return alternate(runs, sizes.rounds)

@@ -1,0 +1,93 @@
+"""A pipeline without processes: the stages of a model, each on a copy of it, run one after the other by hand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.pipeline.partition import Partition, partition
+from lightning_parallel.pipeline.stage import Arrival, Departure, Stage
+
+CPU = torch.device("cpu")
+Step = Callable[[Any], Any]  # a model's step: takes the model, returns the loss
+
+
+def stages_of(model: nn.Module, step: Step, stages: int, **options: Any) -> list[Stage]:
+    """Every stage of ``model``, hooked, on a deep copy of its own; what crosses the cuts surveyed by each."""
+    parts = partition(model, stages, **options)
+    made = [Stage(copy.deepcopy(model), parts, index, CPU) for index in range(stages)]
+    for stage in made:
+        stage.install()
+        stage.flow = stage.survey(lambda stage=stage: step(stage.module))  # type: ignore[misc]
+    assert all(stage.flow == made[0].flow for stage in made), "every rank has to find the same flow"
+    return made
+
+
+@dataclass
+class Result:
+    output: Any
+    gradients: dict[str, Tensor]
+    stages: list[Stage]
+
+    @property
+    def partition(self) -> Partition:
+        return self.stages[0].partition
+
+
+def forward(stages: list[Stage], step: Step) -> tuple[Any, list[Departure], list[Arrival]]:
+    """The last stage's output, and what passed each cut."""
+    departures: list[Departure] = []
+    arrivals: list[Arrival] = []
+    output: Any = None
+    for stage in stages:
+        arrival = arrivals[-1] if arrivals else None
+        output = stage.run(lambda stage=stage: step(stage.module), arrival)  # type: ignore[misc]
+        if not stage.is_last:
+            assert isinstance(output, Departure)
+            departures.append(output)
+            arrivals.append(Arrival([t.detach().clone() for t in output.tensors], requires_grad(output)))
+    return output, departures, arrivals
+
+
+def backward(loss: Tensor, departures: list[Departure], arrivals: list[Arrival]) -> None:
+    if loss.requires_grad:
+        loss.backward()
+    for departure, arrival in zip(reversed(departures), reversed(arrivals), strict=True):
+        live = [t for t in departure.tensors if t.requires_grad]
+        if live:
+            torch.autograd.backward(live, arrival.gradients(CPU))
+
+
+def requires_grad(departure: Departure) -> list[bool]:
+    return [t.requires_grad for t in departure.tensors]
+
+
+def gradients_of(stages: list[Stage]) -> dict[str, Tensor]:
+    """By original name; of a parameter that several stages hold, the sum."""
+    total: dict[str, Tensor] = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters().items():
+            if parameter.grad is not None:
+                total[name] = total[name] + parameter.grad if name in total else parameter.grad
+    return total
+
+
+def run(model: nn.Module, step: Step, stages: int, **options: Any) -> Result:
+    """One forward and backward through all stages."""
+    made = stages_of(model, step, stages, **options)
+    output, departures, arrivals = forward(made, step)
+    backward(output, departures, arrivals)
+    return Result(output, gradients_of(made), made)
+
+
+def plain(model: nn.Module, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of an ordinary run, on a copy of the model."""
+    model = copy.deepcopy(model)
+    loss = step(model)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -1,0 +1,413 @@
+"""Models that the tests of the pipeline cut: one for each way in which code between and inside layers can be written.
+
+All have layers ``blocks.*`` and take rows of three numbers; `step` is what a LightningModule's training_step is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+BLOCKS: dict[str, Any] = {"layers": ["blocks.*"]}
+
+
+class Net(nn.Module):
+    """Embedding, blocks, head; subclasses change a part. `step` is what a LightningModule's training_step is."""
+
+    width = 6
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Linear(3, self.width)
+        self.blocks = nn.ModuleList(self.block() for _ in range(blocks))
+        self.head = nn.Linear(self.width, 2)
+
+    @classmethod
+    def balance(cls, stages: int) -> Any:
+        """How the net is to be cut, where it matters."""
+        return "layers"
+
+    def block(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(self.width, self.width), nn.Tanh())
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def step(self, x: Tensor) -> Any:
+        return self.head(self.body(self.stem(x))).square().mean()
+
+
+class Tuples(Net):
+    """Layers that pass a tuple on, with an integer and a bool among the values."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.layer = nn.Linear(width, width)
+
+        def forward(self, values: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+            x, depth, mask = values
+            y = torch.where(mask, self.layer(x).tanh(), x)
+            return y, depth + 1, mask.logical_not()
+
+    def block(self) -> nn.Module:
+        return self.Block(self.width)
+
+    def step(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        values = (x, torch.zeros(()), x.new_ones(x.shape, dtype=torch.bool))
+        for block in self.blocks:
+            values = block(values)
+        hidden, depth, _ = values
+        return (self.head(hidden) * depth).square().mean()
+
+
+class Dicts(Net):
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.layer = nn.Linear(width, width)
+
+        def forward(self, *, hidden: Tensor, scale: float) -> dict[str, Any]:
+            return {"hidden": self.layer(hidden).tanh() * scale, "scale": scale, "unused": hidden.sum(), "none": None}
+
+    def block(self) -> nn.Module:
+        return self.Block(self.width)
+
+    def step(self, x: Tensor) -> Tensor:
+        hidden = self.stem(x)
+        for block in self.blocks:
+            hidden = block(hidden=hidden, scale=0.5)["hidden"]
+        return self.head(hidden).square().mean()
+
+
+class Glue(Net):
+    """Code between the layers: masks and positions made from shapes, scaling, residuals, reshapes, in place too."""
+
+    def step(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        position = torch.arange(x.shape[0], device=x.device, dtype=x.dtype)[:, None]
+        mask = torch.ones_like(x).tril()
+        for i, block in enumerate(self.blocks):
+            x = x + 0.1 * position
+            y = block(x.reshape(-1, self.width)).view_as(x)
+            x = x + y * mask
+            x *= 0.5 + i
+            x[:, 0] = 1.0
+        return self.head(x.flatten(0, 0)).square().mean()
+
+
+class InPlace(Net):
+    """What arrives is worked on in place by the layer itself, as torchvision's models do."""
+
+    def block(self) -> nn.Module:
+        return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(self.width, self.width))
+
+
+class Attention(Net):
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(width)
+            self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            y = self.norm(x)
+            return self.attention(y, y, y, attn_mask=mask)
+
+    def block(self) -> nn.Module:
+        return self.Block(self.width)
+
+    def step(self, x: Tensor) -> Tensor:
+        x = self.stem(x)[None]
+        mask = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(1)
+        for block in self.blocks:
+            y, _ = block(x, mask=mask)
+            x = x + y
+        return self.head(x).square().mean()
+
+
+class Recurrent(Net):
+    def block(self) -> nn.Module:
+        return nn.LSTM(self.width, self.width)
+
+    def step(self, x: Tensor) -> Tensor:
+        x = self.stem(x)[:, None]
+        for block in self.blocks:
+            x, (h, _) = block(x)
+            x = x + h
+        return self.head(x).square().mean()
+
+
+class Normalised(Net):
+    def block(self) -> nn.Module:
+        return nn.Sequential(nn.Conv1d(1, 2, 3, padding=1), nn.BatchNorm1d(2), nn.Conv1d(2, 1, 1))
+
+    def step(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.stem(x)[:, None])[:, 0]).square().mean()
+
+
+class Frozen(Net):
+    """A frozen front, but for its biases: what comes into the first cut's layer wants no gradient, what leaves does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem.requires_grad_(False)
+        for name, parameter in self.blocks[:2].named_parameters():
+            parameter.requires_grad_("bias" in name)
+
+
+class FrozenFirst(Net):
+    """The first stage has a trainable parameter, but its output depends on none: no gradient comes back to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem.requires_grad_(False)
+        self.stem.unused = nn.Parameter(torch.zeros(1))
+        self.blocks[0].requires_grad_(False)
+
+    @classmethod
+    def balance(cls, stages: int) -> Any:
+        return {1: [4], 2: [1, 3], 3: [1, 1, 2], 4: [1, 1, 1, 1]}[stages]
+
+    def step(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.stem(x)
+        return self.head(self.body(x)).square().mean()
+
+
+class Tied(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(self.width, 3, bias=False)
+        self.decoder = nn.Linear(3, self.width)
+        self.decoder.weight = self.stem.weight
+        self.blocks[3][0].weight = self.blocks[0][0].weight
+
+    def step(self, x: Tensor) -> Tensor:
+        return self.decoder(self.head(self.body(self.stem(x)))).square().mean()
+
+
+class Loose(Net):
+    """Parameters on the model itself: one used before the blocks, one between them, one after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(self.width))
+        self.scales = nn.ParameterList(torch.rand(1) for _ in self.blocks)
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def step(self, x: Tensor) -> Tensor:
+        x = self.stem(x) + self.position
+        for block, scale in zip(self.blocks, self.scales, strict=True):
+            x = x + scale * block(x)
+        return (self.head(x) / self.temperature).square().mean()
+
+
+class UNet(Net):
+    """Skip connections over all cuts, of the stem and of layers, changed in place on the way."""
+
+    def step(self, x: Tensor) -> Tensor:
+        stem = x = self.stem(x)
+        downs = []
+        for block in self.blocks[:2]:
+            x = block(x)
+            downs.append(x)
+        x = x * 2
+        for block, skip in zip(self.blocks[2:], reversed(downs), strict=True):
+            x = block(x + skip)
+        return self.head(x + stem).square().mean()
+
+
+class SkipInPlace(Net):
+    def step(self, x: Tensor) -> Tensor:
+        skip = self.stem(x)
+        x = self.body(skip * 1.5)
+        skip += x
+        return self.head(skip).square().mean()
+
+
+class SkipChanged(Net):
+    """What crosses is changed in place where it is made: every stage does this, to the value as it was."""
+
+    def step(self, x: Tensor) -> Tensor:
+        skip = self.stem(x)
+        x = skip * 1.5
+        skip.mul_(2)
+        return self.head(self.body(x) + skip).square().mean()
+
+
+class SameTwice(Net):
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.layer = nn.Linear(width, width)
+
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            z = self.layer(x + y * 0.5).tanh()
+            return z, z
+
+    def block(self) -> nn.Module:
+        return self.Block(self.width)
+
+    def step(self, x: Tensor) -> Tensor:
+        pair = (self.stem(x),) * 2
+        for block in self.blocks:
+            pair = block(*pair)
+        return self.head(pair[0]).square().mean()
+
+
+class PassesThrough(Net):
+    """A stage's last layer may return what came in, or a parameter."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(width))
+
+        def forward(self, x: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+            return x, self.weight
+
+    def block(self) -> nn.Module:
+        return self.Block(self.width)
+
+    def step(self, x: Tensor) -> Tensor:
+        values = (self.stem(x),)
+        for block in self.blocks:
+            values = block(*values)
+        return self.head(values[0] * values[1]).square().mean()
+
+
+class SameModulesTwice(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*self.blocks)
+        self.last = self.blocks[3]
+
+    def step(self, x: Tensor) -> Tensor:
+        return self.head(self.net(self.stem(x))).square().mean()
+
+
+class Checkpointed(Net):
+    def step(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x).square().mean()
+
+
+class UnusedHead(Net):
+    """A module behind the layers that the step doesn't call; then values are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other_head = nn.Linear(self.width, 2)
+        self.seen: list[float] = []
+
+    def step(self, x: Tensor) -> Tensor:
+        loss: Tensor = super().step(x)
+        self.seen.append(loss.item())
+        return loss
+
+
+class CatchesEverything(Net):
+    def step(self, x: Tensor) -> Tensor:
+        try:
+            x = self.body(self.stem(x))
+        except Exception:
+            return torch.zeros((), requires_grad=True)
+        return self.head(x).square().mean()
+
+
+class Scale(nn.Module):
+    """`x * w`: unlike Linear, its input's gradient needs the weight at the values of the forward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Product(Scale):
+    """`x @ w`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Convolution(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Conv1d(width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.mT).mT
+
+
+class BatchNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.mT).mT
+
+
+class Gru(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.GRU(width, width, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.MultiheadAttention(width, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, x, x)[0]
+
+
+LAYERS = {
+    "linear": lambda width: nn.Linear(width, width),
+    "layernorm": nn.LayerNorm,
+    "rmsnorm": nn.RMSNorm,
+    "conv1d": Convolution,
+    "batchnorm": BatchNorm,
+    "attention": SelfAttention,
+    "gru": Gru,
+    "x * w": Scale,
+    "x @ w": Product,
+}
+
+
+class Mixed(Net):
+    """Each block another kind of layer; the three numbers of a row are a sequence."""
+
+    kinds = ("x * w", "conv1d", "gru", "layernorm", "attention", "x @ w", "rmsnorm", "linear")
+
+    def __init__(self) -> None:
+        super().__init__(blocks=0)
+        self.stem = nn.Linear(1, self.width)
+        self.blocks.extend(LAYERS[kind](self.width) for kind in self.kinds)
+
+    def step(self, x: Tensor) -> Tensor:
+        return super().step(x[..., None])
+
+
+class MixedWithBatchNorm(Mixed):
+    kinds = ("batchnorm", "linear", "batchnorm", "x * w")

@@ -1,0 +1,240 @@
+"""What crosses the cuts beside the chain: found by one step on absent tensors, and no more than is needed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.pipeline.absent import AbsentTensor, AbsentValueError
+from lightning_parallel.pipeline.flow import Cargo, Flow, chain_only
+from lightning_parallel.pipeline.partition import partition
+from lightning_parallel.pipeline.stage import Stage
+from tests.pipeline import by_hand
+from tests.pipeline.by_hand import CPU
+from tests.pipeline.nets import BLOCKS, Dicts, Glue, InPlace, Loose, Mixed, Net, Normalised, Tied, Tuples, UNet
+
+X = torch.linspace(-1, 1, 15, dtype=torch.float64).view(5, 3)
+
+
+@pytest.fixture(autouse=True)
+def in_double_precision() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def step(model: Any) -> Any:
+    return model.step(X)
+
+
+def stage_of(model: nn.Module, stages: int, index: int = 0, **options: Any) -> Stage:
+    return Stage(model, partition(model, stages, **(options or BLOCKS)), index, CPU)
+
+
+def crossing(model: nn.Module, stages: int, **options: Any) -> list[set[tuple[str, int]]]:
+    """For each cut what every stage finds to cross it."""
+    flows = set()
+    for index in range(stages):
+        one = copy.deepcopy(model)
+        flows.add(stage_of(one, stages, index, **options).survey(lambda one=one: step(one)))  # type: ignore[misc]
+    (flow,) = flows  # all ranks have to agree
+    return [{(cargo.module, cargo.call) for cargo in cut} for cut in flow.cuts]
+
+
+@pytest.mark.parametrize("kind", [Net, Tuples, Dicts, InPlace, Normalised, Tied, Mixed])
+def test_nothing_crosses_a_chain_but_the_layers_outputs(kind: type[Net]) -> None:
+    assert crossing(kind(), 4) == [set(), set(), set()]
+
+
+def test_skip_connections_cross_up_to_the_stage_that_needs_them() -> None:
+    # blocks.1 is needed by blocks.2, right behind its own cut; blocks.0 by blocks.3; the stem by the head.
+    assert crossing(UNet(), 4) == [{("stem", 0)}, {("stem", 0), ("blocks.0", 0)}, {("stem", 0), ("blocks.0", 0)}]
+    assert crossing(UNet(), 2) == [{("stem", 0), ("blocks.0", 0)}]
+
+
+def test_what_the_step_itself_adds_up_crosses_part_by_part() -> None:
+    """Residual sums outside the layers: only outputs of modules cross, so the sum is made again on each stage."""
+    assert crossing(Loose(), 2) == [{("stem", 0), ("blocks.0", 0)}]
+    assert crossing(Glue(), 2) == [{("stem", 0), ("blocks.0", 0)}]
+
+
+def test_each_call_of_a_module_is_cargo_of_its_own() -> None:
+    class TwoViews(Net):
+        def step(self, x: Tensor) -> Tensor:
+            first, second, third = self.stem(x), self.stem(2 * x), self.stem(3 * x)
+            return self.head(self.body(first + second) + third).square().mean()
+
+    assert crossing(TwoViews(), 2) == [{("stem", 2)}]
+
+
+def test_the_number_of_tensors_is_told() -> None:
+    class Recurrent(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.LSTM(3, self.width)
+
+        def step(self, x: Tensor) -> Tensor:
+            x, (h, c) = self.stem(x[:, None])
+            return self.head(self.body(x) + h + c).square().mean()
+
+    stage = stage_of(Recurrent(), 2)
+    assert stage.survey(lambda: step(stage.module)) == Flow(((Cargo("stem", 0, 3),),))
+
+
+def test_a_mask_made_from_a_shape_makes_nothing_cross() -> None:
+    class Masked(Net):
+        def step(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            mask = torch.ones_like(x).tril() * x.new_full((1,), 2.0)
+            for block in self.blocks:
+                x = block(x) * mask
+            return self.head(x).square().mean()
+
+    assert crossing(Masked(), 4) == [set(), set(), set()]
+
+
+def test_flow_of_a_stage() -> None:
+    first, second = Cargo("a", 0, 1), Cargo("b", 1, 2)
+    flow = Flow(((first,), (first, second)))
+    assert [flow.into(stage) for stage in range(3)] == [(), (first,), (first, second)]
+    assert [flow.out_of(stage) for stage in range(3)] == [(first,), (first, second), ()]
+    assert chain_only(partition(Net(), 3, **BLOCKS)).cuts == ((), ())
+
+
+# -- the survey is only a look -----------------------------------------------------------------------------------------
+
+
+def test_the_survey_leaves_the_module_as_it_was() -> None:
+    model = Normalised()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    identities = {name: id(p) for name, p in model.named_parameters()}
+    stage = stage_of(model, 1)
+    random = torch.get_rng_state()
+    stage.survey(lambda: step(model))
+    assert {name: id(p) for name, p in model.named_parameters()} == identities
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_the_survey_computes_nothing_and_stops_before_the_loss() -> None:
+    events: list[str] = []
+
+    class Watched(Net):
+        def step(self, x: Tensor) -> Tensor:
+            x = self.body(self.stem(x))
+            events.append("absent" if isinstance(x, AbsentTensor) else "computed")
+            x = self.head(x)
+            events.append("loss")
+            return x.square().mean()
+
+    stage = stage_of(Watched(), 1)
+    stage.survey(lambda: step(stage.module))
+    assert events == ["absent"]
+
+
+def test_a_survey_in_inference_mode_serves_training() -> None:
+    """The sanity check before training is the first to be surveyed."""
+    model = UNet()
+    made = by_hand.stages_of(model, step, 2, **BLOCKS)
+    for stage in made:
+        fresh = Stage(stage.module, stage.partition, stage.index, CPU)  # one that has answered nothing so far
+        with torch.inference_mode():
+            assert fresh.survey(lambda stage=stage: step(stage.module)) == stage.flow  # type: ignore[misc]
+        stage._absent = fresh._absent
+    output, departures, arrivals = by_hand.forward(made, step)
+    by_hand.backward(output, departures, arrivals)
+    loss, gradients = by_hand.plain(model, step)
+    torch.testing.assert_close(output.detach(), loss, rtol=0, atol=1e-12)
+    found = by_hand.gradients_of(made)
+    assert all(torch.allclose(found[name], gradient, rtol=0, atol=1e-12) for name, gradient in gradients.items())
+
+
+def test_an_error_of_the_users_leaves_the_module_as_it_was() -> None:
+    class Fails(Net):
+        def step(self, x: Tensor) -> Tensor:
+            self.stem(x)
+            raise KeyError("of the user")
+
+    model = Fails()
+    stage = stage_of(model, 1)
+    with pytest.raises(KeyError, match="of the user"):
+        stage.survey(lambda: step(model))
+    assert not any(isinstance(p, AbsentTensor) for p in model.parameters())
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_values_asked_for_behind_the_layers_do_not_end_a_step_that_leaves_a_module_out() -> None:
+    class TwoHeads(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(self.width, 2)  # for another kind of step
+
+        def step(self, x: Tensor) -> Tensor:
+            loss = self.head(self.body(self.stem(x))).square().mean()
+            assert loss.item() >= 0
+            return loss
+
+    assert crossing(TwoHeads(), 2) == [set()]
+
+
+def test_values_asked_for_before_the_last_layer_are_refused_on_every_rank() -> None:
+    class Peeks(Net):
+        def step(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            scale = x.abs().max().item()
+            return self.head(self.body(x / scale)).square().mean()
+
+    for index in range(2):
+        stage = stage_of(Peeks(), 2, index)
+        with pytest.raises(AbsentValueError, match="the output of 'stem', which lives on another pipeline stage"):
+            stage.survey(lambda stage=stage: step(stage.module))  # type: ignore[misc]
+
+
+# -- what can't be run -------------------------------------------------------------------------------------------------
+
+
+def calls(*order: int) -> Callable[[Any, Tensor], Tensor]:
+    def run(self: Net, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for i in order:
+            x = self.blocks[i](x)
+        return self.head(x).square().mean()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        ((0, 1, 1, 2, 3), "Layer 'blocks.1' was called a second time"),
+        ((0, 1, 2), "Layer 'blocks.3' was not called by the step"),
+        ((0, 2, 1, 3), "Layer 'blocks.2' was called before 'blocks.1'"),
+        ((), "Layer 'blocks.0' was not called by the step"),
+    ],
+)
+def test_layers_out_of_order_are_refused_on_every_rank(order: tuple[int, ...], words: str) -> None:
+    kind = type("Disordered", (Net,), {"step": calls(*order)})
+    for index in range(2):
+        stage = stage_of(kind(), 2, index)
+        with pytest.raises(RuntimeError, match=words) as refusal:
+            stage.survey(lambda stage=stage: step(stage.module))  # type: ignore[misc]
+        assert "`layers`" in str(refusal.value)
+
+
+def test_a_module_that_is_needed_too_early_is_named_with_the_fix() -> None:
+    class LateStem(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.after = nn.Linear(3, self.width)  # registered behind the blocks, used before them
+
+        def step(self, x: Tensor) -> Tensor:
+            return self.head(self.body(self.stem(x) + self.after(x))).square().mean()
+
+    with pytest.raises(RuntimeError, match=r"'blocks.0' is on stage 0, but needs the output of 'after' on stage 1"):
+        crossing(LateStem(), 2)

@@ -1,0 +1,541 @@
+"""The user's step, cut: stages run by hand, one after the other, do what the whole model does.
+
+No processes here: what a stage sends is handed to the next (by_hand.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.demos import LightningTransformer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from lightning_parallel.pipeline.absent import AbsentTensor, AbsentValueError
+from lightning_parallel.pipeline.partition import partition
+from lightning_parallel.pipeline.stage import Arrival, Departure, Stage
+from tests.pipeline import by_hand
+from tests.pipeline.by_hand import CPU, backward, forward, stages_of
+from tests.pipeline.nets import (
+    BLOCKS,
+    Attention,
+    CatchesEverything,
+    Checkpointed,
+    Dicts,
+    Frozen,
+    FrozenFirst,
+    Glue,
+    InPlace,
+    Loose,
+    Mixed,
+    MixedWithBatchNorm,
+    Net,
+    Normalised,
+    PassesThrough,
+    Recurrent,
+    SameModulesTwice,
+    SameTwice,
+    SkipChanged,
+    SkipInPlace,
+    Tied,
+    Tuples,
+    UNet,
+    UnusedHead,
+)
+
+
+@pytest.fixture(autouse=True)
+def in_double_precision() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+X = torch.linspace(-1, 1, 15, dtype=torch.float64).view(5, 3)
+
+
+def step(model: Any) -> Any:
+    return model.step(X)
+
+
+NETS = [
+    Net, Tuples, Dicts, Glue, InPlace, Attention, Recurrent, Normalised, Frozen, FrozenFirst, Tied, Loose, UNet,
+    SkipInPlace, SkipChanged, SameTwice, PassesThrough, SameModulesTwice, Checkpointed, UnusedHead, CatchesEverything,
+    Mixed, MixedWithBatchNorm,
+]  # fmt: skip
+
+
+def assert_equal_to_the_whole(model: nn.Module, step: by_hand.Step, stages: int, **options: Any) -> by_hand.Result:
+    loss, gradients = by_hand.plain(model, step)
+    result = by_hand.run(model, step, stages, **options)
+    torch.testing.assert_close(result.output.detach(), loss, rtol=0, atol=1e-12)
+    for name, gradient in gradients.items():
+        assert name in result.gradients, name
+        torch.testing.assert_close(
+            result.gradients[name], gradient, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    extra = {name for name in result.gradients if name not in gradients}
+    assert all(not result.gradients[name].any() for name in extra)
+    return result
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", NETS)
+def test_loss_and_gradients_equal_the_whole_models(kind: type[Net], stages: int) -> None:
+    assert_equal_to_the_whole(kind(), step, stages, **BLOCKS, balance=kind.balance(stages))
+
+
+def tokens(vocabulary: int = 11) -> Tensor:
+    return torch.randint(vocabulary, (2, 6), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("tie", [True, False])
+def test_gpt2_of_transformers_equals_the_whole_model(stages: int, tie: bool) -> None:
+    config = GPT2Config(
+        n_layer=4, n_embd=8, n_head=2, vocab_size=11, n_positions=8, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=0, eos_token_id=0, tie_word_embeddings=tie,
+    )  # fmt: skip
+    ids = tokens()
+    result = assert_equal_to_the_whole(GPT2LMHeadModel(config).double(), lambda m: m(ids, labels=ids).loss, stages)
+    assert all(not cut for cut in result.stages[0].flow.cuts)  # nothing crosses but the blocks' outputs
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("padded", [False, True])
+def test_llama_of_transformers_equals_the_whole_model(stages: int, padded: bool) -> None:
+    config = LlamaConfig(
+        num_hidden_layers=4, hidden_size=8, intermediate_size=16, num_attention_heads=2, vocab_size=11,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    ids = tokens()
+    mask = torch.ones_like(ids)
+    mask[0, 4:] = 0
+    inputs = {"input_ids": ids, "labels": ids, **({"attention_mask": mask} if padded else {})}
+    assert_equal_to_the_whole(LlamaForCausalLM(config).double(), lambda m: m(**inputs).loss, stages)
+
+
+def test_lightnings_demo_transformer_equals_the_whole_model() -> None:
+    model = LightningTransformer(vocab_size=11).double().eval()  # eval: no dropout
+    batch = (tokens(), tokens())
+    result = assert_equal_to_the_whole(model, lambda m: m.training_step(batch, 0), 2)
+    assert any(result.stages[0].flow.cuts)  # the decoder attends to the encoder's output, over the cut
+
+
+def test_the_cut_may_come_right_before_a_layer_that_works_in_place() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+    assert_equal_to_the_whole(model, lambda m: m(X).square().mean(), 2, balance=[2, 2])
+
+
+def test_what_arrives_in_one_message_is_changed_in_place_one_by_one() -> None:
+    buffer = torch.arange(8.0)
+    arrival = Arrival([buffer[:4], buffer[4:6], buffer[6:]], [True, False, False])
+    live, kept, changed = arrival.receive()
+    weight = torch.ones(2, requires_grad=True)
+    loss = (kept * weight).sum() + live.mul_(2).sum()  # `kept` is needed in the backward
+    changed.add_(1)
+    loss.backward()
+    assert torch.equal(arrival.gradients(CPU)[0], torch.full((4,), 2.0))
+    assert torch.equal(weight.grad, torch.tensor([4.0, 5.0]))  # type: ignore[arg-type]
+
+
+def test_a_tensor_without_influence_on_the_loss_gets_zeros() -> None:
+    arrival = Arrival([torch.ones(2), torch.ones(3), torch.ones(4)], [True, False, True])
+    first, _, _ = arrival.receive()
+    first.sum().backward()
+    assert [g.tolist() for g in arrival.gradients(CPU)] == [[1.0, 1.0], [0.0] * 4]
+    arrival = Arrival([torch.ones(2)], [True])
+    arrival.receive()
+    assert [g.tolist() for g in arrival.gradients(CPU)] == [[0.0, 0.0]]
+
+
+def test_nothing_wants_a_gradient_without_grad_mode() -> None:
+    with torch.no_grad():
+        made = stages_of(Net(), step, 3, **BLOCKS)
+        output, departures, _ = forward(made, step)
+    assert not output.requires_grad
+    assert not any(t.requires_grad for departure in departures for t in departure.tensors)
+    torch.testing.assert_close(output, by_hand.plain(whole_again(made), step)[0])
+
+
+def whole_again(stages: list[Stage]) -> Net:
+    """The whole model again, from the parameters of its stages."""
+    model = Net()
+    state: dict[str, Tensor] = {}
+    for stage in stages:
+        state |= {name: p.detach() for name, p in stage.named_parameters().items()}
+    model.load_state_dict(state)
+    return model
+
+
+def test_the_stages_hold_the_models_parameters_and_buffers_once() -> None:
+    model = Normalised()
+    made = stages_of(model, step, 3, **BLOCKS)
+    parameters = [name for stage in made for name in stage.named_parameters()]
+    buffers = [name for stage in made for name in stage.named_buffers()]
+    assert sorted(parameters) == sorted(name for name, _ in model.named_parameters())
+    assert sorted(buffers) == sorted(name for name, _ in model.named_buffers())
+    for stage in made:
+        whole = dict(model.named_parameters())
+        assert all(torch.equal(p, whole[name]) for name, p in stage.named_parameters().items())
+
+
+def test_buffers_that_no_checkpoint_holds_are_left_out() -> None:
+    model = Net()
+    model.stem.register_buffer("table", torch.ones(3), persistent=False)
+    made = stages_of(model, step, 2, **BLOCKS)
+    assert made[0].named_buffers() == {}
+
+
+def test_a_tied_parameter_is_held_under_its_first_name() -> None:
+    made = stages_of(Tied(), step, 2, **BLOCKS)
+    assert "stem.weight" in made[0].named_parameters() and "stem.weight" in made[1].named_parameters()
+    assert "decoder.weight" not in made[1].named_parameters()
+
+
+def test_memory_of_other_stages_is_freed() -> None:
+    model = Net()
+    held = {name: weakref.ref(p) for name, p in model.named_parameters()}
+    stage = Stage(model, partition(model, 2, **BLOCKS), 1, CPU)  # type: ignore[arg-type]
+    alive = {name for name, ref in held.items() if ref() is not None}
+    assert alive == set(stage.named_parameters())
+
+
+# -- what crosses -----------------------------------------------------------------------------------------------------
+
+
+class PenaltyOnAll(Net):
+    def step(self, x: Tensor) -> Tensor:
+        return super().step(x) + sum(p.square().sum() for p in self.parameters())
+
+
+class ParameterElsewhere(Net):
+    """A block's parameter, used outside the block, behind the cut."""
+
+    def step(self, x: Tensor) -> Tensor:
+        x = self.body(self.stem(x))
+        return self.head(x @ self.blocks[0][0].weight).square().mean()
+
+
+class HiddenPenalty(Net):
+    """The loss reads the output of an early layer: nothing after the layers asks for it."""
+
+    def step(self, x: Tensor) -> Tensor:
+        early = self.stem(x)
+        return self.head(self.body(early)).square().mean() + early.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (PenaltyOnAll, ["returned on stage 1", "depends on parameter 'blocks.0", "another stage"]),
+        (ParameterElsewhere, ["'head' runs on stage 1", "parameter 'blocks.0.0.weight'", "inside its module only"]),
+        (HiddenPenalty, ["returned on stage 1", "the output of 'stem'", "another stage"]),
+    ],
+)
+def test_what_cannot_cross_is_refused_naming_its_origin(kind: type[Net], words: list[str]) -> None:
+    made = stages_of(kind(), step, 2, **BLOCKS)
+    with pytest.raises(RuntimeError) as refusal:
+        forward(made, step)
+    for word in words:
+        assert word in str(refusal.value)
+
+
+def test_a_value_of_another_stage_cannot_be_looked_at() -> None:
+    class Peeks(Net):
+        def step(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            if x.mean().item() > 1e6:
+                x = x * 0
+            return self.head(self.body(x)).square().mean()
+
+    model = Peeks()
+    stage = Stage(model, partition(model, 2, **BLOCKS), 1, CPU)  # type: ignore[arg-type]
+    stage.install()
+    with pytest.raises(AbsentValueError, match="the output of 'stem', which lives on another pipeline stage"):
+        stage.run(lambda: step(model), Arrival([torch.ones(5, 6)], [True]))
+
+
+# -- calls out of order ------------------------------------------------------------------------------------------------
+
+
+class Twice(Net):
+    def step(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](self.stem(x)))
+        return self.head(self.blocks[1](x)).square().mean()
+
+
+class Never(Net):
+    def step(self, x: Tensor) -> Tensor:
+        x = self.blocks[2](self.blocks[1](self.blocks[0](self.stem(x))))
+        return self.head(x).square().mean()
+
+
+class Reversed(Net):
+    def step(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in reversed(self.blocks):
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Twice, ["Layer 'blocks.1' was called a second time", "`layers`"]),
+        (Never, ["Layer 'blocks.3' was not called", "`layers`"]),
+        (Reversed, ["Layer 'blocks.3' was called before 'blocks.0'", "`layers`"]),
+    ],
+)
+@pytest.mark.parametrize("surveyed", [True, False])
+def test_a_layer_called_otherwise_than_once_in_order_is_named(
+    kind: type[Net], words: list[str], surveyed: bool
+) -> None:
+    model = kind()
+    stage = Stage(model, partition(model, 1, **BLOCKS), 0, CPU)  # type: ignore[arg-type]
+    stage.install()
+    with pytest.raises(RuntimeError) as refusal:
+        if surveyed:
+            stage.survey(lambda: step(model))
+        else:
+            stage.run(lambda: step(model), None)
+    for word in words:
+        assert word in str(refusal.value)
+
+
+def test_a_layer_of_another_stage_out_of_order_is_named_too() -> None:
+    model = Reversed()
+    stage = Stage(model, partition(model, 2, **BLOCKS), 0, CPU)  # type: ignore[arg-type]
+    stage.install()
+    with pytest.raises(RuntimeError, match="Layer 'blocks.3' was called before 'blocks.0'"):
+        stage.run(lambda: step(model), None)
+
+
+def test_a_number_of_outputs_that_depends_on_the_batch_is_refused() -> None:
+    class Grows(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return (y, y) if type(x) is Tensor and x.sum() > 1e6 else (y,)
+
+    class Varies(Net):
+        def block(self) -> nn.Module:
+            return Grows(self.width, self.width)
+
+        def step(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            for block in self.blocks:
+                x = block(x)[0]
+            return self.head(x).square().mean()
+
+    made = stages_of(Varies(), step, 2, **BLOCKS)
+    with torch.no_grad():
+        made[0].module.get_submodule("stem").bias += 1e7
+    with pytest.raises(RuntimeError, match=r"'blocks.\d' returned 2 tensors on its own stage, but 1"):
+        forward(made, step)
+
+
+def test_a_call_that_no_longer_comes_is_named() -> None:
+    class Forgets(Net):
+        twice = True
+
+        def step(self, x: Tensor) -> Tensor:
+            first = self.stem(x)
+            second = self.stem(2 * x) if self.twice else first
+            return self.head(self.body(first) + second).square().mean()
+
+    made = stages_of(Forgets(), step, 2, **BLOCKS)
+    made[0].module.twice = False  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match=r"'stem' was called otherwise than in the first step \(call 2\)"):
+        forward(made, step)
+
+
+def test_a_checkpoint_that_loses_the_gradient_is_refused() -> None:
+    class Reentrant(Net):
+        def step(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=True)
+            return self.head(x).square().mean()
+
+    made = stages_of(Reentrant(), step, 2, **BLOCKS)
+    with pytest.raises(RuntimeError, match=r"use_reentrant=False"):
+        forward(made, step)
+
+
+# -- the step around the cut -------------------------------------------------------------------------------------------
+
+
+class Careful(Net):
+    """A step with everything that an exception could disturb."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def step(self, x: Tensor) -> Tensor:
+        try:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                x = self.body(self.stem(x))
+        except Exception:
+            self.events.append("caught")
+            raise
+        finally:
+            self.events.append("left" if not torch.is_autocast_enabled("cpu") else "inside")
+        return self.head(x.double()).square().mean()
+
+
+def test_leaving_the_step_is_no_exception_that_user_code_catches() -> None:
+    made = stages_of(Careful(), step, 2, **BLOCKS)
+    for stage in made:
+        stage.module.events.clear()  # type: ignore[operator, union-attr]
+    forward(made, step)
+    assert [stage.module.events for stage in made] == [["left"], ["left"]]
+
+
+def test_an_error_of_the_users_passes_unchanged_and_the_next_step_runs() -> None:
+    class Fails(Net):
+        failing = False
+
+        def step(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            if self.failing:
+                raise KeyError("of the user")
+            return self.head(self.body(x)).square().mean()
+
+    made = stages_of(Fails(), step, 2, **BLOCKS)
+    made[0].module.failing = True
+    with pytest.raises(KeyError, match="of the user"):
+        made[0].run(lambda: step(made[0].module), None)
+    made[0].module.failing = False
+    assert isinstance(made[0].run(lambda: step(made[0].module), None), Departure)
+
+
+def test_outside_a_step_the_hooks_do_nothing() -> None:
+    (stage,) = stages_of(Net(), step, 1, **BLOCKS)
+    model = stage.module
+    assert isinstance(model, Net)
+    expected = by_hand.plain(model, step)[0]
+    model.blocks[2](torch.ones(1, 6))  # out of order
+    assert torch.equal(step(model), expected)
+
+
+def test_removing_the_hooks_gives_the_module_back() -> None:
+    model = Net()
+    expected = by_hand.plain(model, step)[0]
+    stage = Stage(model, partition(model, 1, **BLOCKS), 0, CPU)  # type: ignore[arg-type]
+    for _ in range(2):
+        stage.install()
+        stage.remove()
+    hooks = [m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in model.modules()]
+    assert not any(hooks)
+    assert torch.equal(model.step(X), expected)
+    assert torch.equal(copy.deepcopy(model).step(X), expected)
+
+
+def test_after_removing_the_hooks_a_partial_module_stays_absent_and_can_be_installed_again() -> None:
+    made = stages_of(Net(), step, 2, **BLOCKS)
+    expected = forward(made, step)[0]
+    for stage in made:
+        stage.remove()
+        assert not any("forward" in module.__dict__ for module in stage.module.modules())
+    assert isinstance(made[0].module.step(X), AbsentTensor)  # type: ignore[operator]
+    for stage in made:
+        stage.install()
+    assert torch.equal(forward(made, step)[0], expected)
+
+
+def test_a_forward_that_the_user_put_in_place_is_put_back() -> None:
+    model = Net()
+    mine = model.blocks[3].forward = lambda x: x * 2
+    stage = Stage(model, partition(model, 2, **BLOCKS), 0, CPU)
+    stage.install()
+    assert model.blocks[3].forward is not mine
+    stage.remove()
+    assert model.blocks[3].forward is mine
+
+
+def test_hooks_of_the_users_run_before_the_cut() -> None:
+    model = Net()
+    seen = []
+    model.blocks[1].register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    made = stages_of(model, step, 2, **BLOCKS, balance="layers")
+    seen.clear()
+    made[0].run(lambda: step(made[0].module), None)
+    assert seen == [(5, 6)]
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("kind", [Net, UNet, Careful, Checkpointed, Tuples])
+@pytest.mark.usefixtures("without_garbage_collection")
+def test_activations_are_freed_with_their_last_user(kind: type[Net]) -> None:
+    """By reference counting alone: a cycle would hold them until a garbage collection, which may be long in coming."""
+    made = stages_of(kind(), step, 3, **BLOCKS)
+    refs: list[weakref.ref[Any]] = []
+
+    def one_pass() -> None:
+        loss, departures, arrivals = forward(made, step)
+        backward(loss, departures, arrivals)
+        for departure, arrival in zip(departures, arrivals, strict=True):
+            refs.extend(weakref.ref(tensor) for tensor in departure.tensors)
+            refs.append(weakref.ref(arrival))
+            refs.extend(weakref.ref(gradient) for gradient in arrival.gradients(CPU))
+        refs.append(weakref.ref(loss))
+
+    one_pass()
+    assert len(refs) > 6
+    assert [ref for ref in refs if ref() is not None] == []
+
+
+@pytest.mark.usefixtures("without_garbage_collection")
+def test_what_a_stage_computed_is_freed_even_if_no_backward_runs() -> None:
+    inside: list[weakref.ref[Any]] = []
+
+    class Leaves(Net):
+        def block(self) -> nn.Module:
+            class Block(nn.Linear):
+                def forward(self, x: Tensor) -> Tensor:
+                    y = super().forward(x)
+                    if not isinstance(y, AbsentTensor):
+                        inside.append(weakref.ref(y))
+                    return y.tanh()
+
+            return Block(self.width, self.width)
+
+    made = stages_of(Leaves(), step, 2, **BLOCKS)
+    forward(made, step)
+    assert len(inside) == 4
+    assert [ref for ref in inside if ref() is not None] == []
+
+
+@pytest.mark.usefixtures("without_garbage_collection")
+def test_what_arrived_belongs_to_the_step_that_received_it() -> None:
+    message = torch.ones(2)
+    arrival, held = Arrival([message], [True]), weakref.ref(message)
+    live = arrival.receive()
+    del message
+    assert held() is None and live[0].requires_grad
+
+
+@pytest.mark.parametrize("use", [lambda x: x * 2, lambda x: x.t() * 2, lambda x: x + x, lambda x: x.mul_(2)])
+def test_the_gradient_of_an_arrival_is_the_sum_over_its_uses(use: Callable[[Tensor], Tensor]) -> None:
+    arrival = Arrival([torch.ones(2, 2)], [True])
+    use(arrival.receive()[0]).sum().backward()
+    assert torch.equal(arrival.gradients(CPU)[0], torch.full((2, 2), 2.0))

@@ -1,0 +1,395 @@
+"""Weight versions: a backward sees the weights of its forward, whatever was updated between, for every kind of layer.
+
+The reference is a plain loop that keeps a copy of every version.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_parallel.pipeline.weights import Stashing, WeightVersions, swap_gradients
+from tests.pipeline.nets import LAYERS
+
+ADAMW = {"lr": 0.05, "eps": 1e-3}  # with a small eps, gradients that are zero but for rounding become updates
+
+
+@pytest.fixture(autouse=True)
+def in_double_precision() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Between(nn.Module):
+    """A layer of some kind between two others: its input's gradient matters too."""
+
+    def __init__(self, kind: str, width: int = 6) -> None:
+        super().__init__()
+        self.before = nn.Linear(3, width)
+        self.layer = LAYERS[kind](width)
+        self.after = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.layer(self.before(x)).tanh()).square().mean()
+
+
+def batch(k: int) -> Tensor:
+    return torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(k))
+
+
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters())
+
+
+class Training:
+    """A stage of its own: forwards run `delay` microbatches ahead of backwards; an update each `count` backwards."""
+
+    def __init__(self, model: nn.Module, stashing: Stashing, delay: int, count: int = 1) -> None:
+        self.model, self.delay, self.count = model, delay, count
+        self.parameters = parameters_of(model)
+        self.optimizer = torch.optim.AdamW(self.parameters.values(), **ADAMW)
+        self.versions = WeightVersions(model, self.parameters, stashing)
+        self.flights: deque[tuple[Tensor, Any]] = deque()
+        self.losses: list[float] = []
+        self.copies: list[int] = []
+        self.done = 0
+
+    def microbatch(self, x: Tensor) -> None:
+        loss, token = self.versions.forward(lambda: self.model(x))
+        self.losses.append(loss.item())
+        self.flights.append((loss, token))
+        if len(self.flights) > self.delay:
+            self.backward()
+
+    def backward(self) -> None:
+        loss, token = self.flights.popleft()
+        with self.versions.backward(token):
+            loss.backward()
+        self.done += 1
+        if self.done % self.count == 0:
+            gradients = self.versions.take_gradients()
+            self.versions.update(lambda: self._apply(gradients))
+            self.copies.append(self.versions.copies())
+
+    def _apply(self, gradients: dict[str, Tensor]) -> None:
+        swap_gradients(self.parameters, gradients)
+        self.optimizer.step()
+        swap_gradients(self.parameters, {})
+
+    def run(self, microbatches: int) -> Training:
+        for k in range(microbatches):
+            self.microbatch(batch(k))
+        while self.flights:
+            self.backward()
+        return self
+
+
+def reference(model: nn.Module, microbatches: int, delay: int, count: int = 1) -> tuple[dict[str, Tensor], list[float]]:
+    """Final weights and losses of delayed gradients: forward k runs after backward k - 1 - delay."""
+    parameters = parameters_of(model)
+    masters = {name: p.detach().clone() for name, p in parameters.items()}
+    optimizer = torch.optim.AdamW(masters.values(), **ADAMW)
+    history = [{name: w.clone() for name, w in masters.items()}]
+    losses = []
+    for k in range(microbatches):
+        used = max(0, k - delay) // count
+        for name, p in parameters.items():
+            p.data = history[used][name].clone()
+        model.zero_grad()
+        loss = model(batch(k))
+        loss.backward()
+        losses.append(loss.item())
+        for name, p in parameters.items():
+            gradient = masters[name].grad
+            masters[name].grad = p.grad if gradient is None else gradient + p.grad  # type: ignore[operator]
+        if (k + 1) % count == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            history.append({name: w.clone() for name, w in masters.items()})
+    return history[-1], losses
+
+
+def assert_equal(found: Any, expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].detach(), value, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def made(kind: str) -> Between:
+    torch.manual_seed(1)
+    return Between(kind)
+
+
+@pytest.mark.parametrize(("delay", "count"), [(0, 1), (1, 1), (3, 1), (3, 2), (2, 4)])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_stashed_training_equals_delayed_gradients(kind: str, delay: int, count: int) -> None:
+    training = Training(made(kind), "stash", delay, count).run(12)
+    model = made(kind)
+    expected, losses = reference(model, 12, delay, count)
+    assert_equal(training.parameters, expected)
+    assert training.losses == pytest.approx(losses, rel=0, abs=1e-12)
+    assert_equal(dict(training.model.named_buffers()), dict(model.named_buffers()))
+    assert training.versions.updates == 12 // count
+    assert max(training.copies) <= -(-delay // count)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_latest_weights_are_another_thing_than_stashed_ones(kind: str) -> None:
+    stash, latest = (Training(made(kind), stashing, 2).run(8) for stashing in ("stash", "latest"))
+    assert stash.losses[:3] == latest.losses[:3]  # the first update is made of a backward without delay in both
+    assert any(not torch.allclose(w, latest.parameters[name]) for name, w in stash.parameters.items())
+    assert max(latest.copies) == 0 and max(stash.copies) == 2
+    without_delay = [Training(made(kind), stashing, 0).run(8) for stashing in ("stash", "latest")]
+    assert_equal(without_delay[0].parameters, {n: w.detach() for n, w in without_delay[1].parameters.items()})
+
+
+class Scalars(nn.Module):
+    """x * w * v: each factor's gradient is the product of the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x: float) -> Tensor:
+        return x * self.w * self.v
+
+
+@pytest.mark.parametrize(
+    ("stashing", "expected"), [("stash", {"w": 15.0, "v": 10.0}), ("latest", {"w": 500.0, "v": 10.0})]
+)
+def test_latest_takes_activations_of_the_forward_and_weights_of_the_backward(
+    stashing: Stashing, expected: dict[str, float]
+) -> None:
+    model = Scalars()
+    versions = WeightVersions(model, parameters_of(model), stashing)
+    loss, token = versions.forward(lambda: model(5.0))
+
+    def apply() -> None:
+        with torch.no_grad():
+            model.w.fill_(1000.0)
+            model.v.fill_(100.0)
+
+    versions.update(apply)
+    with versions.backward(token):
+        loss.backward()
+    assert {name: g.item() for name, g in versions.take_gradients().items()} == expected
+
+
+def test_no_copy_is_made_where_nothing_is_in_flight() -> None:
+    training = Training(made("x * w"), "stash", delay=0)
+    before = {name: p.data_ptr() for name, p in training.parameters.items()}
+    training.run(3)
+    assert {name: p.data_ptr() for name, p in training.parameters.items()} == before
+
+
+def test_one_copy_is_made_for_an_update_not_for_a_microbatch() -> None:
+    training = Training(made("x * w"), "stash", delay=8, count=4)
+    addresses = set()
+    for k in range(16):
+        training.microbatch(batch(k))
+        addresses.add(training.parameters["layer.weight"].data_ptr())
+    assert training.versions.updates == 2 and len(addresses) == 3
+
+
+def test_a_forward_costs_no_memory() -> None:
+    model = made("x * w")
+    versions = WeightVersions(model, parameters_of(model))
+    seen = []
+    versions.forward(lambda: seen.append(model.layer.weight) or model(batch(0)))  # type: ignore[func-returns-value]
+    (leaf,) = seen
+    assert leaf is not model.layer.weight and leaf.data_ptr() == model.layer.weight.data_ptr()
+    assert leaf.is_leaf and leaf.requires_grad
+
+
+def test_old_versions_are_freed_after_their_last_backward() -> None:
+    model = made("gru")
+    training = Training(model, "stash", delay=2)
+    leaves: list[weakref.ref[Tensor]] = []
+    for k in range(8):
+        training.microbatch(batch(k))
+        version = training.flights[-1][1]
+        leaves.append(weakref.ref(version.leaves["before.weight"]))
+        del version
+    assert training.versions.updates == 6
+    assert [ref() is not None for ref in leaves] == [False] * 6 + [True] * 2  # of the two in flight
+    assert training.versions.copies() <= 2
+
+
+def test_frozen_parameters_are_neither_copied_nor_given_gradients() -> None:
+    model = made("linear")
+    model.layer.requires_grad_(False)
+    frozen = {name: (p.data_ptr(), p.detach().clone()) for name, p in model.layer.named_parameters()}
+    training = Training(model, "stash", delay=2).run(6)
+    for name, p in model.layer.named_parameters():
+        assert p.data_ptr() == frozen[name][0] and torch.equal(p, frozen[name][1])
+    loss, token = training.versions.forward(lambda: model(batch(0)))
+    with training.versions.backward(token):
+        loss.backward()
+    assert set(training.versions.take_gradients()) == {n for n, p in training.parameters.items() if p.requires_grad}
+
+
+class TiedInside(nn.Module):
+    """One parameter under three names, at two modules and on a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.other.weight = self.one.weight
+        self.more = nn.ParameterList([self.one.weight])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.other(self.one(x).tanh()) @ self.more[0]).square().mean()
+
+
+def test_tied_names_read_one_version_and_sum_their_gradients() -> None:
+    expected, losses = reference(tied_inside(), 8, delay=2)
+    training = Training(tied_inside(), "stash", delay=2).run(8)
+    assert list(training.parameters) == ["one.weight"]
+    assert_equal(training.parameters, expected)
+    assert training.losses == pytest.approx(losses, rel=0, abs=1e-12)
+    model = training.model
+    assert isinstance(model, TiedInside)
+    assert model.one.weight is model.other.weight is model.more[0]
+
+
+def tied_inside() -> TiedInside:
+    torch.manual_seed(2)
+    return TiedInside()
+
+
+class Checkpointed(Between):
+    """The user's own activation checkpointing: the layer's forward runs again in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(lambda h: self.layer(h).tanh(), self.before(x), use_reentrant=False)
+        return self.after(y).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["linear", "x * w", "gru", "attention", "layernorm"])
+def test_what_a_backward_computes_again_it_computes_with_the_weights_of_its_forward(kind: str) -> None:
+    torch.manual_seed(1)
+    training = Training(Checkpointed(kind), "stash", delay=2).run(8)
+    expected, losses = reference(made(kind), 8, delay=2)
+    assert_equal(training.parameters, expected)
+    assert training.losses == pytest.approx(losses, rel=0, abs=1e-12)
+
+
+def test_a_context_for_a_second_run_is_that_of_its_forward() -> None:
+    model = Scalars()
+    versions = WeightVersions(model, parameters_of(model))
+    again: list[Any] = []
+    _, token = versions.forward(lambda: again.append(versions.recompute()) or model(1.0))  # type: ignore[func-returns-value]
+    with torch.no_grad():
+        versions.update(lambda: model.w.fill_(100.0))  # type: ignore[arg-type, return-value]
+    with versions.backward(token):
+        with again[0]:
+            assert model.w.item() == 2.0
+        assert model.w.item() == 2.0  # still inside the backward
+    assert model.w.item() == 100.0
+
+
+def test_the_modules_parameters_are_back_after_a_step_that_fails() -> None:
+    model = made("gru")
+    before = {name: id(p) for name, p in model.named_parameters()}
+    versions = WeightVersions(model, parameters_of(model))
+
+    def fails() -> None:
+        model(batch(0))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        versions.forward(fails)
+    assert {name: id(p) for name, p in model.named_parameters()} == before
+    assert versions.updates == 0
+    versions.refresh()  # nothing is in flight
+
+
+def test_outside_of_forwards_the_module_computes_with_its_newest_weights() -> None:
+    training = Training(made("gru"), "stash", delay=2)
+    for k in range(6):
+        training.microbatch(batch(k))
+    fresh = Between("gru")
+    fresh.load_state_dict(training.model.state_dict())
+    assert torch.equal(training.model(batch(9)), fresh(batch(9)))
+    assert all(isinstance(p, nn.Parameter) for p in training.model.parameters())
+
+
+def test_gradients_are_taken_once_and_a_parameter_without_one_is_missing() -> None:
+    model = made("linear")
+    model.unused = nn.Linear(2, 2)
+    versions = WeightVersions(model, parameters_of(model))
+    for k in range(2):
+        loss, token = versions.forward(lambda k=k: model(batch(k)))  # type: ignore[misc]
+        with versions.backward(token):
+            loss.backward()
+    gradients = versions.take_gradients()
+    assert set(gradients) == {name for name, _ in model.named_parameters() if not name.startswith("unused")}
+    assert versions.take_gradients() == {}
+    assert all(p.grad is None for p in model.parameters())
+    (model(batch(0)) + model(batch(1))).backward()
+    assert_equal(gradients, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+
+
+def test_a_change_from_outside_is_seen_after_a_refresh() -> None:
+    model = Scalars()
+    versions = WeightVersions(model, parameters_of(model))
+    loss, token = versions.forward(lambda: model(1.0))
+    with pytest.raises(AssertionError):
+        versions.refresh()  # one is in flight
+    with versions.backward(token):
+        loss.backward()
+    versions.take_gradients()
+    model.w.data = torch.tensor(7.0)  # a checkpoint that is loaded
+    model.v.requires_grad_(False)  # a callback that freezes
+    versions.refresh()
+    loss, token = versions.forward(lambda: model(1.0))
+    assert loss.item() == 21.0
+    with versions.backward(token):
+        loss.backward()
+    assert {name: g.item() for name, g in versions.take_gradients().items()} == {"w": 3.0}
+
+
+def test_a_refresh_in_the_middle_of_an_update_loses_no_gradient() -> None:
+    """Validation between two batches whose gradients accumulate."""
+    model = Scalars()
+    versions = WeightVersions(model, parameters_of(model))
+    for _ in range(3):
+        loss, token = versions.forward(lambda: model(1.0))
+        with versions.backward(token):
+            loss.backward()
+        versions.refresh()
+        assert versions.copies() == 0
+    assert {name: g.item() for name, g in versions.take_gradients().items()} == {"w": 9.0, "v": 6.0}
+    versions.refresh()
+    assert versions.take_gradients() == {}
+
+
+def test_only_this_stages_parameters_are_swapped() -> None:
+    model = made("linear")
+    mine = {name: p for name, p in model.named_parameters() if name.startswith("layer")}
+    versions = WeightVersions(model, mine)
+    inside: dict[str, Any] = {}
+    versions.forward(lambda: inside.update(model.named_parameters()) or model(batch(0)))  # type: ignore[func-returns-value]
+    for name, p in model.named_parameters():
+        assert (inside[name] is p) == (name not in mine)
+
+
+def test_swapped_gradients_come_back_untouched() -> None:
+    layer = nn.Linear(2, 2)
+    parameters = parameters_of(layer)
+    layer(torch.ones(1, 2)).sum().backward()
+    first = {name: p.grad for name, p in parameters.items()}
+    ours = {"weight": torch.zeros(2, 2)}
+    before = swap_gradients(parameters, ours)
+    assert all(before[name] is gradient for name, gradient in first.items())
+    assert layer.weight.grad is ours["weight"] and layer.bias.grad is None
+    assert swap_gradients(parameters, before) == {"weight": ours["weight"], "bias": None}
+    assert all(p.grad is first[name] for name, p in parameters.items())

@@ -1,0 +1,76 @@
+"""The measurements run and give their tables; what they find is not tested here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recipes.bench import __main__ as bench
+from recipes.bench import compute, memory, overhead, report, sleeping
+from recipes.bench.report import Table
+
+
+def column(table: Table, name: str) -> list[object]:
+    return [record[name] for record in table.records()]
+
+
+def test_sleeping_stages() -> None:
+    few = {"rounds": 1, "steps": 1, "fits": 1, "batches": 5}
+    sizes = sleeping.Sizes(((2, 3),), (2,), forward=1e-3, backward=2e-3, width=4, **few)
+    synchronous, asynchronous = sleeping.measure(sizes)
+    assert column(synchronous, "schedule") == ["gpipe, ours", "gpipe, torch", "1f1b, ours", "1f1b, torch"]
+    assert all(isinstance(ratio, float) and ratio >= 1 for ratio in column(synchronous, "step / ideal"))
+    assert column(asynchronous, "schedule") == ["async, 0 extra in flight", "async, 1 extra in flight"]
+    assert all(isinstance(part, float) and 0 < part <= 1 for part in column(asynchronous, "utilisation"))
+
+
+def test_real_compute() -> None:
+    (table,) = compute.measure(compute.Sizes(layers=2, width=64, length=4, samples=1, microbatches=2, rounds=1))
+    assert column(table, "contestant") == [
+        "one process, one thread",
+        "gpipe, ours",
+        "gpipe, torch",
+        "1f1b, ours",
+        "1f1b, torch",
+        "1f1b, ours in Trainer.fit",
+        "async, by hand",
+        "async, ours",
+        "async, ours in Trainer.fit",
+    ]
+    assert all(isinstance(speed, float) and speed > 0 for speed in column(table, "tokens/s"))
+
+
+def test_overhead() -> None:
+    (table,) = overhead.measure(overhead.Sizes(step=5e-3, microbatches=2, width=4, rounds=1, batches=4, skip=1))
+    assert column(table, "schedule") == ["one process", "1f1b, 2 stages", "async, 2 stages"]
+
+
+def test_what_is_held_is_what_theory_says() -> None:
+    (table,) = memory.measure(memory.Sizes(stages=2, microbatches=3))
+    assert len(table.rows) == 7
+    assert column(table, "activations") == column(table, "theory")
+    assert column(table, "weight copies") == column(table, "theory, copies")
+
+
+def test_tables_are_printed_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure() -> list[Table]:
+        return [Table("Sums", {"what": "", "value": ".2f"}, [["one and two", 3.0], ["nothing", None]], "By hand.")]
+
+    monkeypatch.setattr(bench, "PIPELINE", {"sums": (measure, measure)})
+    bench.main(["pipeline", "--only", "sums", "--quick", "--output", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert "one and two   3.00" in printed
+    assert "| one and two | 3.00 |\n| nothing |  |\n\nBy hand." in (tmp_path / "pipeline.md").read_text()
+    written = json.loads((tmp_path / "pipeline.json").read_text())
+    assert written["tables"][0]["rows"] == [{"what": "one and two", "value": 3.0}, {"what": "nothing", "value": None}]
+    assert {"processor", "cores", "versions", "date", "load"} <= written.keys()
+    assert report.headline(written) in printed
+
+
+def test_an_unknown_part_is_refused() -> None:
+    with pytest.raises(SystemExit, match="no 'compte'; choose among sleeping, compute, overhead, memory"):
+        bench.main(["pipeline", "--only", "compte"])

@@ -1,0 +1,412 @@
+"""Data, random numbers and the life of a Trainer: what all stages have to agree on."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_parallel.pipeline.absent import AbsentTensor, AbsentValueError
+from lightning_parallel.pipeline.microbatch import split
+from tests.pool import WorkerPool
+from tests.strategies.harness import here
+from tests.strategies.models import Rows
+from tests.strategies.observed import OPTIONS, WIDTH, Net, Observed, loader, make_trainer
+
+BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
+
+
+# -- samplers and the order of data --------------------------------------------------------------------------
+
+
+class Batches(Callback):
+    """Every batch that this rank has seen, training and validation."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[float]] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(batch[0].flatten().tolist())
+
+    def on_validation_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, *args: Any) -> None:
+        self.seen.append(batch[0].flatten().tolist())
+
+
+class Augmented(Rows):
+    """Draws from all three generators, as augmentations do."""
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, labels = super().__getitem__(index)
+        return inputs * random.random() + float(np.random.rand()) + torch.rand(()), labels
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield torch.rand(WIDTH), torch.tensor(1)
+
+
+class Validated(Net):
+    """Draws after its last layer, which only the last stage does, and in a hook that runs there only."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        torch.rand(3), np.random.rand(3), random.random()
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.logits_and_loss(batch)
+        torch.rand(3), np.random.rand(3), random.random()
+
+    def on_validation_epoch_end(self) -> None:
+        torch.rand(3), np.random.rand(3), random.random()
+
+
+def train_loader(data: str) -> DataLoader[Any]:
+    samples = loader().dataset.samples  # type: ignore[attr-defined]
+    if data == "iterable":
+        return DataLoader(Endless(), 4)
+    if data == "workers":  # forked: the pool's processes would import torch anew in each
+        return DataLoader(Augmented(samples), 4, shuffle=True, num_workers=1, multiprocessing_context="fork")
+    return DataLoader((Augmented if data == "augmented" else Rows)(samples), 4, shuffle=True)
+
+
+def batches_seen(strategy: str, data: str, seed: int | None) -> list[list[float]]:
+    """With validation, and draws that only the last stage makes."""
+    module = Validated()  # seeds its weights
+    if seed is not None:
+        L.seed_everything(seed, workers=True, verbose=False)
+    else:
+        torch.manual_seed(random.SystemRandom().getrandbits(40))
+        np.random.seed(random.SystemRandom().getrandbits(30))
+        random.seed()
+    batches, validation = Batches(), DataLoader(train_loader("shuffled").dataset, 4, shuffle=True)
+    trainer = make_trainer(strategy, [batches], max_epochs=2, limit_train_batches=3)
+    trainer.fit(module, train_loader(data), validation)
+    return batches.seen
+
+
+@BOTH
+@pytest.mark.parametrize("data", ["shuffled", "augmented", "workers", "iterable"])
+def test_seeded_data_are_the_same_on_all_stages(pool: WorkerPool, strategy: str, data: str) -> None:
+    ranks = pool.run(batches_seen, 2, strategy, data, 5, init=False)
+    assert ranks[0] == ranks[1]
+    assert ranks[0][0] != ranks[0][1]
+
+
+@pytest.mark.parametrize("data", ["shuffled", "augmented", "workers", "iterable"])
+def test_seeded_data_are_those_of_a_single_process(pool: WorkerPool, data: str) -> None:
+    single = pool.run(batches_seen_without_validation, 1, "single", data, init=False)[0]
+    assert pool.run(batches_seen_without_validation, 2, "sync", data, init=False) == [single, single]
+
+
+def batches_seen_without_validation(strategy: str, data: str) -> list[list[float]]:
+    module = Net()
+    L.seed_everything(5, workers=True, verbose=False)
+    batches, train = Batches(), train_loader(data)
+    make_trainer(strategy, [batches], max_epochs=2, limit_train_batches=3).fit(module, train)
+    return batches.seen
+
+
+@BOTH
+@pytest.mark.parametrize("data", ["shuffled", "workers"])
+def test_unseeded_runs_see_the_same_data_on_all_stages(pool: WorkerPool, strategy: str, data: str) -> None:
+    ranks = pool.run(batches_seen, 2, strategy, data, None, init=False)
+    assert ranks[0] == ranks[1]
+
+
+def shuffle_otherwise_on_each_rank(strategy: str) -> None:
+    trainer = make_trainer(strategy, [])
+    generator = torch.Generator().manual_seed(trainer.global_rank)
+    samples = loader().dataset.samples  # type: ignore[attr-defined]
+    # One batch an epoch: the same samples, in another order.
+    trainer.fit(Net(), DataLoader(Rows(samples), len(samples), shuffle=True, generator=generator))
+
+
+@BOTH
+def test_stages_that_see_different_batches_are_refused(pool: WorkerPool, strategy: str) -> None:
+    for text in pool.run(shuffle_otherwise_on_each_rank, 2, strategy, init=False, expect_errors=True, timeout=30):
+        assert "RuntimeError: The stages see different batches" in text
+        assert "seed_everything" in text
+
+
+# -- random numbers of the model -----------------------------------------------------------------------------
+
+
+class Dropping(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)) for _ in range(4)]
+        self.net = nn.Sequential(*layers)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def dropout_masks(strategy: str, microbatches: int, seed: int) -> dict[str, list[list[float]]]:
+    """Of each layer here, in the order drawn."""
+    L.seed_everything(seed, verbose=False)
+    module = Dropping()
+    masks: dict[str, list[list[float]]] = {}
+
+    def note(name: str) -> Any:
+        def hook(layer: nn.Module, args: Any, output: Tensor) -> None:
+            if not isinstance(output, AbsentTensor):
+                masks.setdefault(name, []).append((output != 0).float().flatten().tolist())
+
+        return hook
+
+    for name, layer in module.net.named_modules():
+        if isinstance(layer, nn.Dropout):
+            layer.register_forward_hook(note(name))
+    trainer = make_trainer(strategy, [], {"microbatches": microbatches, "layers": ["net.*"]}, max_epochs=1)
+    trainer.fit(module, loader())
+    return masks
+
+
+@BOTH
+def test_dropout_is_the_same_in_every_run_and_for_any_number_of_stages(pool: WorkerPool, strategy: str) -> None:
+    def masks_of(stages: int, seed: int) -> dict[str, list[list[float]]]:
+        ranks = pool.run(dropout_masks, stages, strategy, 2, seed, init=False)
+        assert all(len(masks) == 4 // stages for masks in ranks)
+        return {name: masks for rank in ranks for name, masks in rank.items()}
+
+    two, again, four, other = masks_of(2, 5), masks_of(2, 5), masks_of(4, 5), masks_of(2, 6)
+    assert two == again == four
+    assert all(two[name] != other[name] for name in two)
+    drawn = [tuple(mask) for masks in two.values() for mask in masks]
+    assert len(drawn) == 4 * 6, "a mask a layer and microbatch"
+    assert len(set(drawn)) == len(drawn), "no two alike"
+
+
+class Denoising(Net):
+    """A diffusion model: the noise that is added before the first layer is asked for in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)) for _ in range(4)))
+        self.drop = nn.Dropout(0.2)
+        self.drawn: list[list[float]] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        noise, keep, shift = torch.randn_like(batch[0]), random.random(), np.random.rand()
+        hidden = batch[0] + noise
+        between = []
+        self.drawn.append([*noise.flatten().tolist(), keep, shift])  # here, since most stages leave the step below
+        for layer in self.net:
+            hidden = self.drop(hidden)  # holds no parameters: drawn on live values only
+            hidden = layer(hidden)
+            between.append(torch.rand(2).tolist())
+            self.drawn[-1] = [*noise.flatten().tolist(), keep, shift, *(x for pair in between for x in pair)]
+        return F.mse_loss(hidden, noise)
+
+
+def draws(strategy: str) -> list[list[float]]:
+    module = Denoising()
+    options = OPTIONS[strategy] | {"layers": ["net.*"]}
+    make_trainer(strategy, [], options, max_epochs=1).fit(module, loader(), loader(8, 2, 5))
+    return module.drawn
+
+
+@BOTH
+def test_code_between_the_layers_draws_the_same_on_all_stages(pool: WorkerPool, strategy: str) -> None:
+    last, first = pool.run(draws, 2, strategy, init=False)
+    assert len(last) == len(first) == 6 + 4, "microbatches, and batches of validation"
+    for position in (0, -1, WIDTH * 2, WIDTH * 2 + 1):  # the noise, between layers, Python's, NumPy's
+        assert len({sequence[position] for sequence in last}) == 10, "no two alike"
+    for mine, theirs in zip(first, last, strict=True):  # the first stage's step ends before its last layer's draw
+        assert WIDTH * 2 + 2 < len(mine) < len(theirs)
+        assert mine == theirs[: len(mine)]
+
+
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        )
+
+
+def train_normed(microbatches: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    torch.set_default_dtype(torch.float64)
+    module = Normed()
+    make_trainer("sync", [], {"microbatches": microbatches}, max_epochs=2).fit(module, loader())
+    buffers = {name: b for name, b in module.named_buffers() if not isinstance(b, AbsentTensor)}
+    return {name: p.detach() for name, p in here(module).items()}, buffers
+
+
+def train_normed_by_hand(microbatches: int) -> dict[str, Tensor]:
+    """Gradients accumulated over microbatches, each normalised by itself."""
+    torch.set_default_dtype(torch.float64)
+    module = Normed()
+    optimizer = module.configure_optimizers()
+    for _ in range(2):
+        for batch in loader():
+            optimizer.zero_grad()
+            for part in split(batch, microbatches):
+                (module.logits_and_loss(part)[1] * len(part[0]) / len(batch[0])).backward()
+            optimizer.step()
+    return {name: tensor.detach() for name, tensor in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_batch_norm_normalises_over_a_microbatch(pool: WorkerPool, microbatches: int) -> None:
+    expected = pool.run(train_normed_by_hand, 1, microbatches, init=False)[0]
+    found: dict[str, Tensor] = {}
+    for parameters, buffers in pool.run(train_normed, 2, microbatches, init=False):
+        found |= parameters | buffers
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12)
+
+
+# -- one Trainer and its module, used on ---------------------------------------------------------------------
+
+
+def use_on(strategy: str) -> dict[str, Any]:
+    """Everything that a script may do after ``fit``, with the same Trainer."""
+    module = Observed(strategy != "async")
+    trainer = make_trainer(strategy, [], max_epochs=1)
+    results: dict[str, Any] = {"sanity": trainer.validate(module, loader(8, 4, 5), verbose=False)}
+    trainer.fit(module, loader(), loader(8, 4, 5))
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, loader(), loader(8, 4, 5))
+    results["steps"] = (trainer.global_step, trainer.current_epoch)
+    for _ in range(2):
+        results["validate"] = trainer.validate(module, loader(8, 4, 5), verbose=False)
+        results["test"] = trainer.test(module, loader(8, 4, 6), verbose=False)
+    results["predict"] = trainer.predict(module, loader(8, 4, 6))
+    return results
+
+
+@BOTH
+def test_one_trainer_fits_twice_and_evaluates(pool: WorkerPool, strategy: str) -> None:
+    expected = pool.run(use_on, 1, "single", init=False)[0]
+    if strategy == "async":  # weights that stay where they are
+        expected["steps"] = (9, 3)
+    ranks = pool.run(use_on, 2, strategy, init=False)
+    assert ranks[0]["steps"] == expected["steps"]
+    for results in ranks:
+        assert results["sanity"] == [pytest.approx(expected["sanity"][0], abs=1e-6)]
+        if strategy == "sync":
+            assert results["validate"] == [pytest.approx(expected["validate"][0], abs=1e-6)]
+            assert results["test"] == [pytest.approx(expected["test"][0], abs=1e-6)]
+    if strategy == "sync":
+        assert all(torch.equal(a, b) for a, b in zip(ranks[0]["predict"], expected["predict"], strict=True))
+
+
+def use_module_after() -> list[str]:
+    module = Net()
+    make_trainer("sync", [], max_epochs=1).fit(module, loader())
+    texts = [f"{sum(p.numel() for p in here(module).values()) < sum(p.numel() for p in module.parameters())}"]
+    output = module.net(torch.randn(2, WIDTH))
+    assert isinstance(output, AbsentTensor)
+    with pytest.raises(AbsentValueError) as caught:
+        output.sum().item()
+    texts.append(str(caught.value))
+    with pytest.raises(RuntimeError) as refused:
+        make_trainer("sync", [], max_epochs=1).fit(module, loader())
+    return [*texts, str(refused.value)]
+
+
+def test_a_module_that_was_cut_says_so_when_it_is_used(pool: WorkerPool) -> None:
+    for smaller, value, second in pool.run(use_module_after, 2, init=False):
+        assert smaller == "True"
+        assert "lives on another pipeline stage" in value
+        assert "holds one stage of a pipeline that another Trainer has made of it" in second
+        assert "Make a new one" in second
+
+
+# -- what of Lightning's is relied upon ----------------------------------------------------------------------
+
+
+def test_lightning_broadcasts_before_every_batch_by_the_method_that_is_replaced() -> None:
+    """Otherwise no stage could start a batch before the last one does: no asynchrony, and no error to tell."""
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+
+    assert "torch.distributed.broadcast" in inspect.getsource(_TrainingEpochLoop._broadcast_sigterm_tensor)
+    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop.advance)
+    assert inspect.getsource(_TrainingEpochLoop).count("distributed.broadcast") == 1
+
+
+def test_checkpoint_callbacks_keep_their_triggers_where_they_are_looked_up() -> None:
+    """Otherwise a monitor of a training metric would be read on a stage that doesn't have it."""
+    from datetime import timedelta
+
+    assert ModelCheckpoint(every_n_train_steps=3)._every_n_train_steps == 3
+    assert ModelCheckpoint()._every_n_train_steps == 0
+    assert ModelCheckpoint(train_time_interval=timedelta(seconds=1))._train_time_interval == timedelta(seconds=1)
+    assert ModelCheckpoint()._train_time_interval is None
+
+
+def test_lightning_s_process_group_helpers_take_what_they_are_given() -> None:
+    """Private functions of Fabric that the base strategy calls."""
+    from lightning.fabric.utilities import distributed, optimizer, seed
+
+    def parameters(function: Any) -> list[str]:
+        return list(inspect.signature(function).parameters)
+
+    assert parameters(distributed._init_dist_connection)[:2] == ["cluster_environment", "torch_distributed_backend"]
+    assert parameters(distributed._sync_ddp) == ["result", "group", "reduce_op"]
+    assert parameters(distributed._get_default_process_group_backend_for_device) == ["device"]
+    assert parameters(distributed._distributed_is_initialized) == []
+    assert parameters(optimizer._optimizers_to_device) == ["optimizers", "device"]
+    assert parameters(seed.pl_worker_init_function) == ["worker_id", "rank"]
+
+
+def test_workers_are_seeded_where_no_init_function_is_given() -> None:
+    """The strategy gives one, seeded by data rank, before Lightning would give its own, seeded by global rank."""
+    from lightning.pytorch.trainer.connectors import data_connector
+
+    source = inspect.getsource(data_connector._process_dataloader)
+    assert source.index("strategy.process_dataloader") < source.index("_auto_add_worker_init_fn")
+
+
+def test_absent_parameters_are_parameters_to_torch() -> None:
+    absent = AbsentTensor(torch.zeros(2), torch.device("cpu"), frozenset(["x"]), requires_grad=True)
+    absent._is_param = True
+    assert isinstance(absent, nn.Parameter)
+
+
+class Hooks(Callback):
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        self.names.append("step")
+
+    def on_before_zero_grad(self, *args: Any) -> None:
+        self.names.append("zero_grad")
+
+    def on_before_backward(self, *args: Any) -> None:
+        self.names.append("before_backward")
+
+    def on_after_backward(self, *args: Any) -> None:
+        self.names.append("after_backward")
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.names.append("batch_end")
+
+
+def hook_order(strategy: str) -> list[str]:
+    hooks = Hooks()
+    make_trainer(strategy, [hooks], max_epochs=1, accumulate_grad_batches=2).fit(Net(), loader())
+    return hooks.names
+
+
+def test_hooks_of_a_step_run_in_lightning_s_order(pool: WorkerPool) -> None:
+    single = pool.run(hook_order, 1, "single", init=False)[0]
+    assert pool.run(hook_order, 2, "sync", init=False) == [single, single]

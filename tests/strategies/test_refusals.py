@@ -1,0 +1,439 @@
+"""What can't be trained is refused on every rank, before training, with the setting, its value and the fix; and a rank
+that is lost ends the others within seconds."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import lightning_parallel as lp
+from tests.pool import Failure, WorkerPool
+from tests.strategies.models import MODELS
+from tests.strategies.observed import CLASSES, WIDTH, Net, Observed, loader, make_trainer
+
+LIMIT = 20.0  # seconds
+BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
+
+
+# -- refused where the strategy or the Trainer is made -------------------------------------------------------
+
+
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda: lp.PipelineStrategy(schedule="zigzag"), ["schedule='zigzag'", "'gpipe'", "'1f1b'", "'naive'"]),  # type: ignore[arg-type]
+    (lambda: lp.PipelineStrategy(microbatches=2.5), ["microbatches=2.5", "positive integer", "'auto'"]),  # type: ignore[arg-type]
+    (lambda: lp.PipelineStrategy(microbatches=0), ["microbatches=0", "positive integer"]),
+    (lambda: lp.PipelineStrategy(microbatches=True), ["microbatches=True", "positive integer"]),
+    (lambda: lp.PipelineStrategy(microbatches="many"), ["microbatches='many'", "'auto'"]),  # type: ignore[arg-type]
+    (lambda: lp.PipelineStrategy(schedule="naive", microbatches=4), ["microbatches=4", "naive", "'gpipe'"]),
+    (lambda: lp.AsyncPipelineStrategy(microbatches="auto"), ["microbatches='auto'", "number of microbatches"]),  # type: ignore[arg-type]
+    (lambda: lp.AsyncPipelineStrategy(microbatches=-1), ["microbatches=-1", "positive integer"]),
+    (lambda: lp.AsyncPipelineStrategy(weights="old"), ["weights='old'", "'stash'", "'latest'"]),  # type: ignore[arg-type]
+    (lambda: lp.AsyncPipelineStrategy(extra_in_flight=-1), ["extra_in_flight=-1", "positive integer"]),
+])  # fmt: skip
+def test_wrong_options_are_refused_by_the_constructor(make: Any, words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        make()
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(("stages", "words"), [
+    (3, ["pipeline 3", "does not fill 2 processes", "devices", "to 3"]),
+    (0, ["pipeline", "0", "positive integer or 'auto'"]),
+    ("half", ["pipeline", "'half'", "positive integer or 'auto'"]),
+])  # fmt: skip
+def test_stages_that_do_not_fill_the_world_are_refused_before_processes_start(stages: Any, words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        L.Trainer(accelerator="cpu", devices=2, strategy=lp.PipelineStrategy(stages=stages), logger=False)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+# -- refused by Trainer.fit, on every rank -------------------------------------------------------------------
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OwnBackward(Net):
+    def backward(self, loss: Tensor) -> None:  # type: ignore[override]
+        loss.backward()
+
+
+class TwoOptimizers(Net):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), 0.1) for layer in (self.net[0], self.net[2])]
+
+
+class SecondOrder(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Frozen(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+        self.net[2].requires_grad_(False)
+
+
+class NoChain(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(WIDTH, CLASSES)  # type: ignore[assignment]
+
+
+class CalledTwice(Net):
+    def logits_and_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
+        hidden = self.net[1](self.net[0](batch[0]))
+        hidden = self.net[2](self.net[2](hidden))
+        logits = self.net[4](hidden)
+        return logits, F.cross_entropy(logits, batch[1])
+
+
+class NeverCalled(Net):
+    def logits_and_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
+        logits = self.net[4](self.net[0](batch[0]))
+        return logits, F.cross_entropy(logits, batch[1])
+
+
+class OutOfOrder(Net):
+    def logits_and_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
+        hidden = batch[0].new_ones(len(batch[0]), 8)
+        logits = self.net[4](self.net[2](hidden))
+        self.net[0](batch[0])
+        return logits, F.cross_entropy(logits, batch[1])
+
+
+class NoTensors(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(next(iter(loader())), batch_idx)
+
+
+CASES: dict[str, tuple[type[Net], dict[str, Any], str, list[str]]] = {
+    "stages": (Net, {"layers": ["net.0", "net.2"]}, "ValueError", ["stages=3", "only 2 layers", "at most 2 stages"]),
+    "layers": (Net, {"layers": ["nett.*"]}, "ValueError", ["'nett.*' matches no module", "Did you mean"]),
+    "layers-text": (Net, {"layers": "net.*"}, "ValueError", ["layers='net.*'", "list of module names"]),
+    "balance": (Net, {"balance": [1, 1]}, "ValueError", ["balance=[1, 1]", "3 positive layer counts", "sum to 5"]),
+    "balance-text": (Net, {"balance": "weight"}, "ValueError", ["balance='weight'", "'parameters'", "'layers'"]),
+    "no-chain": (NoChain, {}, "ValueError", ["stages=3", "nn.Sequential or nn.ModuleList", "layers="]),
+    "frozen": (
+        Frozen, {"balance": [1, 2, 2]}, "ValueError", ["Stage 0 of 3", "no trainable parameter", "balance=[", "'net.0'"]
+    ),
+    "manual": (Manual, {}, "ValueError", ["automatic_optimization=False", "Use automatic"]),
+    "backward": (OwnBackward, {}, "ValueError", ["OwnBackward.backward", "Remove the override"]),
+    "optimizers": (TwoOptimizers, {}, "ValueError", ["several optimizers", "Return one optimizer", "parameter groups"]),
+    "lbfgs": (SecondOrder, {}, "ValueError", ["LBFGS"]),
+    "twice": (CalledTwice, {}, "RuntimeError", ["'net.2' was called a second time", "`layers`"]),
+    "never": (NeverCalled, {}, "RuntimeError", ["'net.4' was called before 'net.1'", "`layers`"]),
+    "order": (OutOfOrder, {}, "RuntimeError", ["'net.2' was called before 'net.0'", "`layers`"]),
+    "microbatches": (
+        Net, {"microbatches": 5}, "ValueError", ["microbatches=5", "only 4 samples", "larger batch_size"]
+    ),
+}  # fmt: skip
+
+
+def fit_case(name: str, strategy: str) -> None:
+    model, options, _, _ = CASES[name]
+    make_trainer(strategy, [], {"microbatches": 2} | options).fit(model(), loader())
+
+
+def assert_refused(failures: list[Any], kind: str, words: list[str]) -> None:
+    for rank, text in enumerate(failures):
+        assert isinstance(text, Failure), f"rank {rank} went on"
+        message = text[text.rindex(f"\n{kind}: ") :] if f"\n{kind}: " in text else text
+        assert message is not text, f"rank {rank} raised something else:\n{text}"
+        assert all(word in message for word in words), f"rank {rank}:{message}"
+
+
+@BOTH
+@pytest.mark.parametrize("name", list(CASES))
+def test_what_a_pipeline_cannot_train_is_refused_on_every_rank(pool: WorkerPool, strategy: str, name: str) -> None:
+    failures = pool.run(fit_case, 3, name, strategy, init=False, expect_errors=True, timeout=LIMIT)
+    assert_refused(failures, *CASES[name][2:])
+
+
+def fit_words(strategy: str) -> None:
+    make_trainer(strategy, []).fit(NoTensors(), DataLoader(["some", "words"], batch_size=2))  # type: ignore[arg-type]
+
+
+@BOTH
+def test_a_batch_without_tensors_is_refused_on_every_rank(pool: WorkerPool, strategy: str) -> None:
+    failures = pool.run(fit_words, 2, strategy, init=False, expect_errors=True, timeout=LIMIT)
+    assert_refused(failures, "ValueError", ["holds no tensor", "tuples, lists, dicts or dataclasses of tensors"])
+
+
+def fit_tied() -> None:
+    make_trainer("async", []).fit(MODELS["GPT2"](), MODELS["GPT2"].loader())
+
+
+def test_tied_weights_are_refused_by_the_asynchronous_pipeline(pool: WorkerPool) -> None:
+    failures = pool.run(fit_tied, 2, init=False, expect_errors=True, timeout=LIMIT)
+    words = ["wte.weight' is tied to", "lm_head.weight", "stages [0, 1]", "tie_word_embeddings=False"]
+    assert_refused(failures, "ValueError", words)
+
+
+def fit_scaled() -> None:
+    plugin = MixedPrecision("16-mixed", "cpu")
+    make_trainer("async", [], plugins=[plugin]).fit(Net(), loader())
+
+
+def test_loss_scaling_is_refused_by_the_asynchronous_pipeline(pool: WorkerPool) -> None:
+    failures = pool.run(fit_scaled, 2, init=False, expect_errors=True, timeout=LIMIT)
+    assert_refused(failures, "ValueError", ["precision='16-mixed'", "overflows", "'bf16-mixed'", "'32-true'"])
+
+
+def fit_in_another_world() -> None:
+    os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")  # as the second job of a sweep finds it
+    if dist.get_rank() < 2:
+        make_trainer("sync", []).fit(Net(), loader())
+
+
+def test_a_process_group_of_another_size_is_refused(pool: WorkerPool) -> None:
+    failures = pool.run(fit_in_another_world, 3, expect_errors=True, timeout=LIMIT)
+    words = ["A process group of 3 processes exists", "asks for 2", "destroy_process_group()"]
+    assert_refused(failures[:2], "RuntimeError", words)
+
+
+class Loose(Net):
+    """A parameter of the module itself that layers on two stages use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def logits_and_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
+        logits = self.net(batch[0] * self.scale) * self.scale
+        return logits, F.cross_entropy(logits, batch[1])
+
+
+def fit_loose() -> None:
+    make_trainer("async", []).fit(Loose(), loader())
+
+
+def test_a_parameter_used_on_two_stages_is_refused_by_the_asynchronous_pipeline(pool: WorkerPool) -> None:
+    failures = pool.run(fit_loose, 2, init=False, expect_errors=True, timeout=LIMIT)
+    assert_refused(failures, "ValueError", ["'scale' gets gradients on stages [0, 1]", "PipelineStrategy"])
+
+
+# -- meeting the others where only the last stage is ---------------------------------------------------------
+
+
+class Meets(Net):
+    """Waits for all ranks where one of them never comes."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+
+    def meet(self, place: str) -> None:
+        if place == self.place:
+            self.trainer.strategy.barrier()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.meet("training_step")
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.meet("on_train_epoch_end")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.logits_and_loss(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        self.meet("on_validation_epoch_end")
+        if self.place == "checkpoint":
+            self.trainer.save_checkpoint("here.ckpt")
+
+
+def fit_meeting(strategy: str, place: str) -> str:
+    trainer = make_trainer(strategy, [])
+    trainer.fit(Meets(place), loader(), loader(8, 4, 5))
+    return "went on"
+
+
+@BOTH
+@pytest.mark.parametrize("place", ["training_step", "on_train_epoch_end", "on_validation_epoch_end", "checkpoint"])
+def test_a_meeting_where_only_the_last_stage_is_is_refused(pool: WorkerPool, strategy: str, place: str) -> None:
+    hook = "on_validation_epoch_end" if place == "checkpoint" else place
+    last, *others = pool.run(fit_meeting, 2, strategy, place, init=False, expect_errors=True, timeout=LIMIT)
+    what = "checkpoint" if place == "checkpoint" else "barrier"
+    assert_refused([last], "RuntimeError", [f"A {what} needs every rank", hook, "callback"])
+    assert_lost(others)
+
+
+def log_directory(strategy: str) -> list[str | None]:
+    seen: list[str | None] = []
+
+    class Looks(Net):
+        def on_train_epoch_end(self) -> None:
+            seen.append(self.trainer.log_dir)
+
+    make_trainer(strategy, [], max_epochs=1, default_root_dir="runs").fit(Looks(), loader())
+    return seen
+
+
+def test_the_log_directory_may_be_asked_for_where_only_the_last_stage_is(pool: WorkerPool) -> None:
+    last, first = pool.run(log_directory, 2, "sync", init=False, timeout=LIMIT)
+    assert [os.path.basename(str(path)) for path in last] == ["runs"]
+    assert first == []
+
+
+# -- seen on one stage only ----------------------------------------------------------------------------------
+
+
+def assert_lost(failures: list[Any]) -> None:
+    """The stage lost is named, or that one of all was."""
+    for text in failures:
+        assert isinstance(text, Failure)
+        assert "PeerLostError" in text, text
+        last = text[text.rindex("PeerLostError: ") :]
+        assert "The link to stage " in last or "A collective of all stages broke" in last, last
+        assert "The cause is in its own output" in last
+
+
+class Returns(Net):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return {
+            "nothing": None, "detached": loss.detach(), "number": 3.0, "vector": loss.repeat(2), "dict": {"lost": loss}
+        }[self.what]  # fmt: skip
+
+
+def fit_returning(strategy: str, what: str) -> None:
+    make_trainer(strategy, []).fit(Returns(what), loader())
+
+
+@pytest.mark.parametrize(("strategy", "what", "words"), [
+    ("sync", "nothing", ["returned no loss", "can't skip a batch"]),
+    ("async", "nothing", ["returned no loss", "can't skip a batch"]),
+    ("sync", "detached", ["has no gradient", "detached"]),
+    ("async", "detached", ["has no gradient", "detached"]),
+    ("sync", "number", ["returned float"]),
+    ("async", "vector", ["shape (2,)", "scalar"]),
+    ("sync", "dict", ["no loss", "under 'loss'"]),
+])  # fmt: skip
+def test_a_step_without_a_loss_is_refused_and_ends_all_stages(
+    pool: WorkerPool, strategy: str, what: str, words: list[str]
+) -> None:
+    start = time.monotonic()
+    last, *others = pool.run(fit_returning, 3, strategy, what, init=False, expect_errors=True, timeout=LIMIT)
+    assert_refused([last], "RuntimeError", words)
+    assert_lost(others)
+    assert time.monotonic() - start < LIMIT
+
+
+class Fails(Observed):
+    """Raises, or dies, on one stage in the middle of something."""
+
+    def __init__(self, stage: int, place: str, how: str) -> None:
+        super().__init__()
+        self.stage, self.place, self.how = stage, place, how
+        for layer in self.net:
+            layer.register_forward_hook(self.hook)
+
+    def hook(self, layer: nn.Module, args: Any, output: Any) -> None:
+        strategy: Any = self.trainer.strategy
+        place = "validation" if not self.training else "training" if self.global_step == 4 else "start"
+        if strategy.layout.stage == self.stage and place == self.place and strategy.stage._pass.running:
+            if self.how == "dies":
+                os._exit(3)
+            raise KeyError("a mistake in the user's layer")
+
+
+def fit_failing(strategy: str, stage: int, place: str, how: str, checkpoint: str) -> None:
+    callbacks: list[Callback] = [ModelCheckpoint(checkpoint, save_on_exception=True)]
+    trainer = make_trainer(strategy, callbacks, enable_checkpointing=True, gradient_clip_val=1.0)
+    trainer.fit(Fails(stage, place, how), loader(), loader(8, 4, 5))
+
+
+@pytest.mark.parametrize(("strategy", "stage", "place"), [
+    ("sync", 0, "start"), ("sync", 1, "training"), ("sync", 1, "validation"), ("sync", 2, "training"),
+    ("async", 1, "start"), ("async", 0, "training"), ("async", 1, "training"), ("async", 2, "validation"),
+])  # fmt: skip
+def test_an_error_on_one_stage_ends_the_others_within_seconds(
+    pool: WorkerPool, tmp_path: Any, strategy: str, stage: int, place: str
+) -> None:
+    start = time.monotonic()
+    failures = pool.run(
+        fit_failing, 3, strategy, stage, place, "raises", str(tmp_path), init=False, expect_errors=True, timeout=LIMIT
+    )
+    rank = 2 - stage
+    assert 'KeyError: "a mistake in the user\'s layer"' in failures[rank]
+    assert_lost(failures[:rank] + failures[rank + 1 :])
+    assert time.monotonic() - start < LIMIT
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert all("exception" not in name and "tmp" not in name for name in kept), kept
+
+
+@pytest.mark.parametrize(("strategy", "stage", "place"), [
+    ("sync", 1, "training"), ("sync", 2, "training"), ("async", 0, "training"), ("async", 1, "validation"),
+])  # fmt: skip
+def test_a_rank_that_dies_ends_the_others_within_seconds(
+    pool: WorkerPool, tmp_path: Any, strategy: str, stage: int, place: str
+) -> None:
+    start = time.monotonic()
+    failures = pool.run(
+        fit_failing, 3, strategy, stage, place, "dies", str(tmp_path), init=False, expect_errors=True, timeout=LIMIT
+    )
+    rank = 2 - stage
+    assert "exit code 3" in failures[rank]
+    assert_lost(failures[:rank] + failures[rank + 1 :])
+    assert time.monotonic() - start < LIMIT
+
+
+def fit_while_one_is_silent(strategy: str) -> None:
+    class Sleeps(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.trainer.global_rank == 1 and self.global_step == 1:
+                time.sleep(3)
+            return super().training_step(batch, batch_idx)
+
+    options = {"timeout": timedelta(seconds=1), "microbatches": 2}
+    make_trainer(strategy, [], options).fit(Sleeps(), loader())
+
+
+@BOTH
+def test_a_rank_that_does_not_answer_ends_the_others_after_the_timeout(pool: WorkerPool, strategy: str) -> None:
+    failures = pool.run(fit_while_one_is_silent, 2, strategy, init=False, expect_errors=True, timeout=LIMIT)
+    assert_lost(failures[:1])
+    assert isinstance(failures[1], Failure)
+
+
+# -- names ---------------------------------------------------------------------------------------------------
+
+
+def fit_by_name(name: str) -> tuple[str, int, int]:
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy=name, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Net(), loader())
+    strategy: Any = trainer.strategy
+    return getattr(strategy, "_schedule", "asynchronous"), strategy.layout.pipeline, trainer.global_step
+
+
+@pytest.mark.parametrize(("name", "schedule"), [
+    ("pipeline_naive", "naive"), ("pipeline_sync", "gpipe"), ("pipeline_gpipe", "gpipe"), ("pipeline_1f1b", "1f1b"),
+    ("pipeline_async", "asynchronous"),
+])  # fmt: skip
+def test_strategies_can_be_given_by_name(pool: WorkerPool, name: str, schedule: str) -> None:
+    assert pool.run(fit_by_name, 2, name, init=False) == [(schedule, 2, 3)] * 2
