@@ -174,9 +174,7 @@ class Engine:
             seeds = [torch.full_like(t, microbatch.weight) for t in tensors]
             flight = _InFlight(number, edges, seeds, (), 0, arrival, token)
         else:
-            gradients = gradient_format(
-                self._activations_out.send(tensors, microbatch.place, self._gradients_taken)
-            )
+            gradients = gradient_format(self._activations_out.send(tensors, microbatch.place, self._gradients_taken))
             flight = _InFlight(number, edges, [], gradients, self._activations_out.sent, arrival, token)
             if not gradients:  # none will come back to confirm the message, nor hold this stage back
                 self._activations_out.flush(keep=2)
@@ -190,7 +188,11 @@ class Engine:
         seeds = self._take_gradients(number, flight)
         self._in_flight.popleft()
         self._post_gradient()
-        with self._timeline.span("backward", number), self._weights.backward(flight.token):
+        with (
+            self._timeline.span("backward", number),
+            self._weights.backward(flight.token),
+            self._stage.backward(),
+        ):
             if flight.edges:
                 torch.autograd.backward(flight.edges, seeds)
         if self._gradients_out is not None:

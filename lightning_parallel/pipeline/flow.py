@@ -194,7 +194,8 @@ def _state_kept(module: nn.Module) -> Iterator[None]:
     step doesn't count, and its values are absent."""
     attributes = [(m, dict(vars(m))) for m in module.modules()]
     values = [value for m, before in attributes for value in (*before.values(), *m._buffers.values())]
-    tensors = [(v, v.detach().clone()) for v in values if isinstance(v, Tensor) and not isinstance(v, AbsentTensor)]
+    held = [v for v in values if isinstance(v, Tensor) and not (v.is_meta or isinstance(v, AbsentTensor))]
+    tensors = [(v, v.detach().clone()) for v in held]
     lists = [(v, list(v)) for v in values if isinstance(v, list)]
     keyed = [(v, dict(v)) for v in values if isinstance(v, dict)]
     try:

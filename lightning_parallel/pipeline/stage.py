@@ -22,8 +22,8 @@ computed is the stage's output, and the user's step is left there. On the last s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -128,6 +128,7 @@ class Stage:
         self._absent = {name: AbsentForward(unit, name) for name, unit in self._units.items()}
         self._elsewhere = [name for name in self._units if name not in owned]
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._in_backward = False
         self._patched: list[tuple[nn.Module, Callable[..., Any] | None]] = []
         self._pass = _Pass()
         for name in self._elsewhere:
@@ -213,11 +214,19 @@ class Stage:
 
     def _enter(self, name: str, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the forward of a unit of this stage."""
+        if not (self._pass.running or self._in_backward):
+            return
         self._seeds[name] = draw_seed()
-        if not self._pass.running:  # a recomputation by activation checkpointing, or a call outside a step
+        absent = first_absent((args, kwargs))
+        if self._in_backward and absent is not None:
+            raise RuntimeError(
+                f"'{name}' runs again in the backward of stage {self.index}, in a checkpoint that began on an earlier "
+                f"stage, where its input is: let no checkpoint span layers of two stages. Checkpoint each layer by "
+                f"itself, or use activation_checkpointing=True."
+            )
+        if self._in_backward:
             return
         self._called(name)
-        absent = first_absent((args, kwargs))
         if absent is not None:
             raise RuntimeError(
                 f"'{name}' runs on stage {self.index}, but an input of it depends on {absent.origin}, which lives on "
@@ -227,8 +236,10 @@ class Stage:
 
     def _leave(self, name: str, unit: nn.Module, args: Any, output: Any) -> None:
         """After the forward of a unit of this stage: keep what later stages need; behind the last layer, leave."""
+        if not (self._pass.running or self._in_backward):
+            return
         reseed(self._seeds.pop(name), self._device)
-        if not self._pass.running:
+        if self._in_backward:
             return
         key = (name, self._pass.calls[name] - 1)
         leaving = not self.is_last and self._layers.get(name) == self._last
@@ -295,6 +306,15 @@ class Stage:
                 f"parameter instead: self.head.weight = self.embedding.weight.)"
             )
         return output
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """In its backward a step's layers may run again (activation checkpointing), drawing the same numbers."""
+        self._in_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = False
 
     def _unload(self, arrival: Arrival) -> None:
         """Share out what arrived over the calls that it comes from: the cargo, then the layer before the cut."""

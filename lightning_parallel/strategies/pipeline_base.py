@@ -362,6 +362,11 @@ class PipelineBase(StagedStrategy):
         return f"{self.layout.pipeline} stages"
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._engine = None  # its links hold connections, whose end is what the neighbours notice
+        super().on_exception(exception)
+
+    @override
     def teardown(self) -> None:
         if self._stage is not None:
             unwrap_hooks(self._module())

@@ -54,13 +54,15 @@ def forward(stages: list[Stage], step: Step) -> tuple[Any, list[Departure], list
     return output, departures, arrivals
 
 
-def backward(loss: Tensor, departures: list[Departure], arrivals: list[Arrival]) -> None:
+def backward(stages: list[Stage], loss: Tensor, departures: list[Departure], arrivals: list[Arrival]) -> None:
     if loss.requires_grad:
-        loss.backward()
-    for departure, arrival in zip(reversed(departures), reversed(arrivals), strict=True):
+        with stages[-1].backward():
+            loss.backward()
+    for stage, departure, arrival in reversed(list(zip(stages, departures, arrivals, strict=False))):
         live = [t for t in departure.tensors if t.requires_grad]
         if live:
-            torch.autograd.backward(live, arrival.gradients(CPU))
+            with stage.backward():
+                torch.autograd.backward(live, arrival.gradients(CPU))
 
 
 def requires_grad(departure: Departure) -> list[bool]:
@@ -81,7 +83,7 @@ def run(model: nn.Module, step: Step, stages: int, **options: Any) -> Result:
     """One forward and backward through all stages."""
     made = stages_of(model, step, stages, **options)
     output, departures, arrivals = forward(made, step)
-    backward(output, departures, arrivals)
+    backward(made, output, departures, arrivals)
     return Result(output, gradients_of(made), made)
 
 

@@ -148,7 +148,7 @@ def test_a_survey_in_inference_mode_serves_training() -> None:
             assert fresh.survey(lambda stage=stage: step(stage.module)) == stage.flow  # type: ignore[misc]
         stage._absent = fresh._absent
     output, departures, arrivals = by_hand.forward(made, step)
-    by_hand.backward(output, departures, arrivals)
+    by_hand.backward(made, output, departures, arrivals)
     loss, gradients = by_hand.plain(model, step)
     torch.testing.assert_close(output.detach(), loss, rtol=0, atol=1e-12)
     found = by_hand.gradients_of(made)

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from lightning_parallel.pipeline.random import mix, seeded
+from lightning_parallel.pipeline.random import (
+    draw_seed,
+    host_generators_kept,
+    mix,
+    reseed,
+    seed_host_generators,
+    seeded,
+)
 
 CPU = torch.device("cpu")
 
@@ -61,6 +71,43 @@ def test_seeds_differ_for_any_difference_of_their_parts() -> None:
 
 def test_a_seed_is_the_same_in_every_process_and_session() -> None:
     assert mix(42, 1, 0, 7) == 4186658026804019817
+
+
+def test_a_layer_leaves_the_generator_as_if_it_had_drawn_one_number_whatever_it_draws() -> None:
+    behind = []
+    for drawn in (0, 1, 1000):
+        with seeded(1, CPU):
+            seed = draw_seed()
+            torch.rand(drawn)  # the layer, or nothing where it is absent
+            reseed(seed, CPU)
+            behind.append(torch.rand(3))
+    assert torch.equal(behind[0], behind[1]) and torch.equal(behind[0], behind[2])
+    with seeded(1, CPU):
+        seeds = [draw_seed() for _ in range(100)]
+    assert len(set(seeds)) == 100
+
+
+def draw() -> tuple[float, float]:
+    return random.random(), float(np.random.rand())
+
+
+def test_pythons_and_numpys_generators_go_on_as_if_nothing_was_drawn() -> None:
+    seed_host_generators(1)
+    expected = [draw(), draw()]
+    seed_host_generators(1)
+    found = [draw()]
+    with pytest.raises(KeyError), host_generators_kept():
+        draw()
+        raise KeyError
+    assert [*found, draw()] == expected
+
+
+def test_pythons_and_numpys_generators_are_seeded_by_any_seed() -> None:
+    draws = []
+    for seed in (mix(1), mix(2), mix(1), 2**63 - 1):
+        seed_host_generators(seed)
+        draws.append(draw())
+    assert draws[0] == draws[2] and len({*draws}) == 3
 
 
 @pytest.mark.gpu

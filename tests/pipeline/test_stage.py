@@ -130,6 +130,15 @@ def test_lightnings_demo_transformer_equals_the_whole_model() -> None:
     assert any(result.stages[0].flow.cuts)  # the decoder attends to the encoder's output, over the cut
 
 
+@pytest.mark.parametrize("kind", [Net, Tuples, Dicts, UNet, Recurrent])
+def test_under_autocast_stages_equal_the_whole_model(kind: type[Net]) -> None:
+    def in_bfloat16(model: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model.step(X.float())
+
+    assert_equal_to_the_whole(kind().float(), in_bfloat16, 3, **BLOCKS)
+
+
 def test_the_cut_may_come_right_before_a_layer_that_works_in_place() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
     assert_equal_to_the_whole(model, lambda m: m(X).square().mean(), 2, balance=[2, 2])
@@ -357,6 +366,7 @@ def test_a_call_that_no_longer_comes_is_named() -> None:
         forward(made, step)
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_a_checkpoint_that_loses_the_gradient_is_refused() -> None:
     class Reentrant(Net):
         def step(self, x: Tensor) -> Tensor:
@@ -472,6 +482,96 @@ def test_hooks_of_the_users_run_before_the_cut() -> None:
     assert seen == [(5, 6)]
 
 
+# -- random numbers ----------------------------------------------------------------------------------------------------
+
+
+class Noisy(Net):
+    """Dropout in the layers, noise of the step's own before, between and behind them."""
+
+    together: tuple[int, ...] = ()  # numbers of layers in a checkpoint
+
+    def block(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(self.width, self.width), nn.Dropout(0.5), nn.Tanh())
+
+    def step(self, x: Tensor) -> Tensor:
+        noise = torch.randn_like(x)
+        x = self.stem(x + noise)
+        i = 0
+        while i < len(self.blocks):
+            if i in self.together:
+                x = checkpoint(self.both, x, i, use_reentrant=False)
+                i += 2
+            else:
+                x = self.blocks[i](x)
+                i += 1
+            x = x * torch.rand(())
+        return (self.head(x)[:, :1] - noise[:, :1] * torch.rand(())).square().mean()
+
+    def both(self, x: Tensor, i: int) -> Tensor:
+        return self.blocks[i + 1](self.blocks[i](x))
+
+
+def noisy(stages: int, *together: int) -> by_hand.Result:
+    torch.manual_seed(1)
+    model = Noisy()
+    model.together = together
+
+    def seeded_step(model: Any) -> Any:
+        torch.manual_seed(7)  # as the engine does, with the same seed on every stage
+        return model.step(X)
+
+    return by_hand.run(model, seeded_step, stages, **BLOCKS, balance="layers")
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_random_numbers_do_not_depend_on_the_cuts(stages: int) -> None:
+    one, many = noisy(1), noisy(stages)
+    torch.testing.assert_close(many.output, one.output, rtol=0, atol=1e-12)
+    for name, gradient in one.gradients.items():
+        torch.testing.assert_close(many.gradients[name], gradient, rtol=0, atol=1e-12)
+    assert not torch.equal(noisy(1).output, by_hand.plain(Noisy(), step)[0])
+
+
+def test_a_checkpoint_of_several_layers_draws_the_same_again() -> None:
+    """Dropout masks of the second run, in the backward, are those of the first. The scale between is drawn once less,
+    so only the two ways to run the same net are compared."""
+    whole, cut = noisy(1, 0, 2), noisy(2, 0, 2)
+    torch.testing.assert_close(cut.output, whole.output, rtol=0, atol=1e-12)
+    for name, gradient in whole.gradients.items():
+        torch.testing.assert_close(cut.gradients[name], gradient, rtol=0, atol=1e-12)
+    model = whole.stages[0].module
+    assert isinstance(model, Noisy)
+    # Against finite differences: a mask that differs between forward and backward would show.
+    weight = model.blocks[0].get_parameter("0.weight")
+    values = []
+    for shift in (1e-6, -1e-6):
+        with torch.no_grad():
+            weight[0, 0] += shift
+        torch.manual_seed(7)
+        values.append(whole.stages[0].run(lambda: model.step(X), None).item())
+        with torch.no_grad():
+            weight[0, 0] -= shift
+    slope = (values[0] - values[1]) / 2e-6
+    assert whole.gradients["blocks.0.0.weight"][0, 0].item() == pytest.approx(slope, rel=1e-5, abs=1e-8)
+
+
+def test_a_checkpoint_over_a_cut_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"'blocks.2' runs again in the backward of stage 1.*Checkpoint each layer"):
+        noisy(2, 1)
+
+
+def test_a_call_outside_a_step_draws_nothing_beyond_its_own() -> None:
+    """Users' hooks may call layers: generators, equal on all stages, must stay so."""
+    made = stages_of(Net(), step, 2, **BLOCKS)
+    states = []
+    for stage in made:
+        torch.manual_seed(3)
+        before = torch.get_rng_state()
+        step(stage.module)
+        states.append(torch.equal(torch.get_rng_state(), before))
+    assert states == [True, True]
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -492,7 +592,7 @@ def test_activations_are_freed_with_their_last_user(kind: type[Net]) -> None:
 
     def one_pass() -> None:
         loss, departures, arrivals = forward(made, step)
-        backward(loss, departures, arrivals)
+        backward(made, loss, departures, arrivals)
         for departure, arrival in zip(departures, arrivals, strict=True):
             refs.extend(weakref.ref(tensor) for tensor in departure.tensors)
             refs.append(weakref.ref(arrival))

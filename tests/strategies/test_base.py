@@ -144,13 +144,14 @@ def test_stages_that_see_different_batches_are_refused(pool: WorkerPool, strateg
 
 
 class Dropping(Net):
-    def __init__(self) -> None:
+    def __init__(self, lr: float = 0.0) -> None:
         super().__init__()
+        self.lr = lr
         layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)) for _ in range(4)]
         self.net = nn.Sequential(*layers)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 def dropout_masks(strategy: str, microbatches: int, seed: int) -> dict[str, list[list[float]]]:
@@ -187,6 +188,21 @@ def test_dropout_is_the_same_in_every_run_and_for_any_number_of_stages(pool: Wor
     drawn = [tuple(mask) for masks in two.values() for mask in masks]
     assert len(drawn) == 4 * 6, "a mask a layer and microbatch"
     assert len(set(drawn)) == len(drawn), "no two alike"
+
+
+def train_dropping(strategy: str, recomputed: bool) -> dict[str, Tensor]:
+    L.seed_everything(5, verbose=False)
+    module = Dropping(lr=0.5)
+    options = {"microbatches": 2, "layers": ["net.*"], "activation_checkpointing": recomputed or None}
+    make_trainer(strategy, [], options, max_epochs=1).fit(module, loader())
+    return {name: p.detach() for name, p in here(module).items()}
+
+
+@BOTH
+def test_dropout_is_the_same_where_activations_are_recomputed(pool: WorkerPool, strategy: str) -> None:
+    kept, recomputed = (pool.run(train_dropping, 2, strategy, how, init=False) for how in (False, True))
+    for mine, other in zip(kept, recomputed, strict=True):
+        assert all(torch.equal(mine[name], other[name]) for name in mine)
 
 
 class Denoising(Net):
@@ -365,6 +381,30 @@ def test_lightning_s_process_group_helpers_take_what_they_are_given() -> None:
     assert parameters(distributed._distributed_is_initialized) == []
     assert parameters(optimizer._optimizers_to_device) == ["optimizers", "device"]
     assert parameters(seed.pl_worker_init_function) == ["worker_id", "rank"]
+
+
+def test_lightning_has_the_private_parts_that_strategies_reach_into() -> None:
+    """Each with what would break, silently as a rule."""
+    from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+    from lightning_utilities.core.rank_zero import rank_zero_only
+
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    # The publisher of metrics is put before all other callbacks, and taken out again.
+    assert isinstance(trainer.callbacks, list)  # type: ignore[attr-defined]
+    # Metrics of the other stages would stay behind.
+    assert isinstance(trainer.callback_metrics, dict)
+    assert trainer._active_loop is None
+    assert trainer._results is None
+    assert isinstance(type(trainer._logger_connector).metrics, property)
+    # A module that is in no Trainer can still be taken out of its hooks.
+    assert Net()._trainer is None
+    # Clipping by norm would be that of one stage.
+    assert "self.clip_grad_by_norm(" in inspect.getsource(type(trainer.precision_plugin).clip_gradients)
+    # Processes of a script would not start.
+    launcher = list(inspect.signature(_SubprocessScriptLauncher).parameters)
+    assert launcher == ["cluster_environment", "num_processes", "num_nodes"]
+    # All ranks would print.
+    assert isinstance(rank_zero_only.rank, int)  # type: ignore[attr-defined]
 
 
 def test_workers_are_seeded_where_no_init_function_is_given() -> None:

@@ -104,15 +104,18 @@ def assert_same(found: Any, expected: Any, where: str = "") -> None:
         assert found == expected, where
 
 
-@BOTH
-@pytest.mark.parametrize("options", [
-    {},
-    {"val_check_interval": 2, "num_sanity_val_steps": 2},
-    {"limit_train_batches": 2, "limit_val_batches": 1, "max_epochs": 1, "num_sanity_val_steps": 1},
-    {"max_steps": 4, "max_epochs": -1, "accumulate_grad_batches": 2, "val_check_interval": 1},
-    {"max_steps": 4, "max_epochs": -1, "check_val_every_n_epoch": 2},
-    {"fast_dev_run": True},
-], ids=["plain", "validation-in-mid-epoch", "limits", "accumulation", "ends-in-mid-epoch", "fast-dev-run"])  # fmt: skip
+PLAIN: dict[str, Any] = {}
+MID_EPOCH = {"val_check_interval": 2, "num_sanity_val_steps": 2}
+LIMITS = {"limit_train_batches": 2, "limit_val_batches": 1, "max_epochs": 1, "num_sanity_val_steps": 1}
+ACCUMULATION = {"max_steps": 4, "max_epochs": -1, "accumulate_grad_batches": 2, "val_check_interval": 1}
+ENDS_MID_EPOCH = {"max_steps": 4, "max_epochs": -1, "check_val_every_n_epoch": 2}
+TRIAL = {"fast_dev_run": True}
+
+
+@pytest.mark.parametrize(("strategy", "options"), [
+    ("sync", PLAIN), ("sync", MID_EPOCH), ("sync", LIMITS), ("sync", ACCUMULATION), ("sync", ENDS_MID_EPOCH),
+    ("async", PLAIN), ("async", MID_EPOCH), ("async", ENDS_MID_EPOCH), ("async", TRIAL),
+])  # fmt: skip
 def test_every_rank_reads_what_a_single_process_reads(
     pool: WorkerPool, single: Any, strategy: str, options: dict[str, Any]
 ) -> None:
@@ -254,18 +257,23 @@ def keep_best(strategy: str, moves: bool, directory: Path, **options: Any) -> An
     return Path(keeper.best_model_path).name, kept, float(keeper.best_model_score or 0), trainer.global_step
 
 
-@BOTH
-@pytest.mark.parametrize("options", [
-    {"monitor": "val_trend", "mode": "max", "save_top_k": 2, "filename": "{epoch}-{step}-{val_trend:.3f}"},
-    {"monitor": "val_acc", "mode": "max", "filename": "{step}-{train_loss_epoch:.3f}-{val_best:.3f}"},
-    {"monitor": "train_loss_step", "every_n_train_steps": 3, "save_top_k": 2, "filename": "{step}-{train_acc:.3f}"},
-    {"monitor": "batch_end", "every_n_train_steps": 2, "mode": "max", "filename": "{step}-{batch_end:.1f}"},
-    {"monitor": "train_mean_by_hand", "save_on_train_epoch_end": True, "filename": "{epoch}-{train_mean_by_hand:.3f}"},
-], ids=["validation", "torchmetrics", "training-step", "batch-end-hook", "training-epoch"])  # fmt: skip
+MONITORS: dict[str, dict[str, Any]] = {
+    "val_trend": {"mode": "max", "save_top_k": 2, "filename": "{epoch}-{step}-{val_trend:.3f}"},
+    "val_acc": {"mode": "max", "filename": "{step}-{train_loss_epoch:.3f}-{val_best:.3f}"},
+    "train_loss_step": {"every_n_train_steps": 3, "save_top_k": 2, "filename": "{step}-{train_acc:.3f}"},
+    "batch_end": {"every_n_train_steps": 2, "mode": "max", "filename": "{step}-{batch_end:.1f}"},
+    "train_mean_by_hand": {"save_on_train_epoch_end": True, "filename": "{epoch}-{train_mean_by_hand:.3f}"},
+}
+
+
+@pytest.mark.parametrize(("strategy", "monitor"), [
+    ("sync", "val_trend"), ("sync", "train_loss_step"), ("sync", "batch_end"), ("sync", "train_mean_by_hand"),
+    ("async", "val_trend"), ("async", "val_acc"), ("async", "train_loss_step"), ("async", "train_mean_by_hand"),
+])  # fmt: skip
 def test_checkpoints_are_kept_by_the_metrics_of_a_single_process(
-    pool: WorkerPool, single: Any, tmp_path: Path, strategy: str, options: dict[str, Any]
+    pool: WorkerPool, single: Any, tmp_path: Path, strategy: str, monitor: str
 ) -> None:
-    moves = strategy == "sync"
+    moves, options = strategy == "sync", {"monitor": monitor, **MONITORS[monitor]}
     expected = single(keep_best, moves, tmp_path / "single", **options)
     assert expected[1], "the callback kept something"
     found = pool.run(keep_best, STAGES[strategy], strategy, moves, tmp_path / "many", init=False, **options)

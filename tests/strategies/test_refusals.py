@@ -159,8 +159,7 @@ def assert_refused(failures: list[Any], kind: str, words: list[str]) -> None:
         assert all(word in message for word in words), f"rank {rank}:{message}"
 
 
-@BOTH
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize(("name", "strategy"), [(n, ("sync", "async")[i % 2]) for i, n in enumerate(CASES)])
 def test_what_a_pipeline_cannot_train_is_refused_on_every_rank(pool: WorkerPool, strategy: str, name: str) -> None:
     failures = pool.run(fit_case, 3, name, strategy, init=False, expect_errors=True, timeout=LIMIT)
     assert_refused(failures, *CASES[name][2:])
@@ -266,8 +265,10 @@ def fit_meeting(strategy: str, place: str) -> str:
     return "went on"
 
 
-@BOTH
-@pytest.mark.parametrize("place", ["training_step", "on_train_epoch_end", "on_validation_epoch_end", "checkpoint"])
+@pytest.mark.parametrize(("strategy", "place"), [
+    ("sync", "training_step"), ("async", "training_step"), ("sync", "on_train_epoch_end"),
+    ("async", "on_validation_epoch_end"), ("sync", "checkpoint"),
+])  # fmt: skip
 def test_a_meeting_where_only_the_last_stage_is_is_refused(pool: WorkerPool, strategy: str, place: str) -> None:
     hook = "on_validation_epoch_end" if place == "checkpoint" else place
     last, *others = pool.run(fit_meeting, 2, strategy, place, init=False, expect_errors=True, timeout=LIMIT)
