@@ -274,7 +274,8 @@ class AsyncPipelineStrategy(PipelineBase):
     @override
     def title(self) -> str:
         more = f", {self._extra_in_flight} extra in flight" if self._extra_in_flight else ""
-        return f"asynchronous 1F1B, {self.layout.pipeline} stages, {self._microbatches} microbatches an update{more}"
+        count = f"{self._microbatches} microbatch{'' if self._microbatches == 1 else 'es'}"
+        return f"asynchronous 1F1B, {self.layout.pipeline} stages, {count} an update{more}"
 
     @override
     def teardown(self) -> None:

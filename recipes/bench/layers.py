@@ -105,8 +105,10 @@ def fit(
     batches: int,
     optimizer: MakeOptimizer = sgd,
     log: bool = False,
+    directory: str | None = None,
 ) -> list[float]:
-    """Train on the same batch over and over: seconds between the ends of consecutive batches on this rank."""
+    """Train on the same batch over and over: seconds between the ends of consecutive batches on this rank. Pictures,
+    if the strategy draws any, go into ``directory``."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
     clock = Clock()
@@ -117,6 +119,7 @@ def fit(
         max_epochs=1,
         callbacks=[clock],
         logger=False,
+        default_root_dir=directory,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -1,0 +1,41 @@
+"""The README's pictures, from real runs of stages that sleep."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+
+from lightning_parallel import AsyncPipelineStrategy, PipelineStrategy
+from lightning_parallel.strategies.pipeline_base import PipelineBase
+from recipes.bench import processes
+from recipes.bench.layers import fit, sleeping
+
+HERE = Path(__file__).parent
+STAGES = 4
+FORWARD, BACKWARD = 0.020, 0.040  # seconds
+WIDTH = 512  # a microbatch is a float32 matrix of 1 MiB
+
+
+def draw(directory: Path = HERE, stages: int = STAGES) -> None:
+    """Write gpipe.png and async.png into ``directory``."""
+    for name in ("gpipe", "async"):
+        with TemporaryDirectory() as scratch:
+            processes.run(_train, stages, name, scratch)
+            shutil.copy(Path(scratch) / "timeline.png", directory / f"{name}.png")
+        print(f"Written: {directory / name}.png")
+
+
+def _train(name: str, scratch: str) -> None:
+    layers = sleeping(dist.get_world_size(), FORWARD, BACKWARD)
+    strategy: PipelineBase
+    if name == "gpipe":
+        strategy = PipelineStrategy(microbatches=8, balance="layers", timeline=True)
+        batch, batches = torch.randn(8, WIDTH, WIDTH), 2
+    else:
+        strategy = AsyncPipelineStrategy(microbatches=1, balance="layers", timeline=True)
+        batch, batches = torch.randn(1, WIDTH, WIDTH), 20
+    fit(layers, strategy, batch, batches, directory=scratch)
