@@ -151,9 +151,9 @@ def counts_its_sends() -> list[int] | None:
         counts = []
         for tensors in changing:
             sender.send(tensors, 0)
+            sender.flush()  # posting is left to a thread
             counts.append(len(posted))
             posted.clear()
-        sender.flush()
         return counts
     receiver = Receiver(link())
     for _ in changing:
