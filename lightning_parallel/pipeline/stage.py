@@ -23,7 +23,7 @@ computed is the stage's output, and the user's step is left there. On the last s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -165,12 +165,12 @@ class Stage:
 
     # -- hooks ---------------------------------------------------------------------------------------------------
 
-    def install(self, recompute: Callable[[], AbstractContextManager[None]] | None = None) -> None:
+    def install(self, recompute: bool = False) -> None:
         """Hook the module: from now on a step run by :meth:`run` is cut. :meth:`remove` undoes it.
 
         Args:
             recompute: activation checkpointing: the layers of this stage keep their inputs only, and run again in the
-                backward. Asked in the forward for the context that this second run needs.
+                backward, where ``Weights.backward`` gives them the weights of their forward.
         """
         for name in self._elsewhere:
             # There is no hook that answers in a module's place; an instance attribute hides the class's `forward`.
@@ -180,10 +180,10 @@ class Stage:
                 self._hooks.append(unit.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
                 # Registered last, so it runs after the module's own forward hooks.
                 self._hooks.append(unit.register_forward_hook(partial(self._leave, name)))
-                if recompute is not None and name in self._layers and any(True for _ in unit.parameters()):
+                if recompute and name in self._layers and any(True for _ in unit.parameters()):
                     # Inside the hooks, which a second run doesn't pass. Layers without parameters are small, and may
                     # work in place (nn.ReLU(inplace=True)), which can't be run twice.
-                    self._patch(unit, partial(_recomputed, unit.forward, recompute))
+                    self._patch(unit, partial(checkpoint, unit.forward, use_reentrant=False))
 
     def remove(self) -> None:
         """Take the hooks off. Absent parameters stay absent."""
@@ -367,13 +367,6 @@ class _Pass:
     arrived: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
     wanted: set[tuple[str, int]] = field(default_factory=set)
     kept: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
-
-
-def _recomputed(
-    forward: Callable[..., Any], recompute: Callable[[], AbstractContextManager[None]], *args: Any, **kwargs: Any
-) -> Any:
-    again = recompute()
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), again), **kwargs)
 
 
 def _tensors_of(output: Any) -> list[Tensor]:

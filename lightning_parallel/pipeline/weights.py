@@ -105,13 +105,9 @@ class WeightVersions:
         version.in_flight += 1
         return result, version
 
-    def recompute(self) -> AbstractContextManager[None]:
-        """Asked inside a forward: a context in which its layers can run again, later, with the same weights."""
-        return self._read_from(self._version())
-
     @contextmanager
     def backward(self, version: Version) -> Iterator[None]:
-        # The user's own activation checkpointing runs parts of the forward again, and has to find the same weights.
+        # Activation checkpointing runs parts of the forward again here, and has to find the same weights.
         with self._read_from(version):
             yield
         version.in_flight -= 1

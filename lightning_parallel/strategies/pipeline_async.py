@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -131,10 +131,6 @@ class AsyncPipelineStrategy(PipelineBase):
         self._stop = False
         self._options.clear()
         self._loose_owners = None
-
-    @override
-    def recompute(self) -> AbstractContextManager[None]:
-        return self.versions.recompute()
 
     @override
     def make_weights(self) -> WeightVersions:

@@ -7,7 +7,6 @@ stages then work together is the subject of ``pipeline_base.py``.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,7 +86,7 @@ class StagedStrategy(LayoutStrategy):
             self.check_partition(parts)
             self._announce(parts, module)
             self._stage = Stage(module, parts, self.layout.stage, self.root_device)
-        self.stage.install(self.recompute if self._activation_checkpointing else None)
+        self.stage.install(recompute=bool(self._activation_checkpointing))
 
     def check_partition(self, parts: Partition) -> None:
         """Refuse what this schedule can't train."""
@@ -131,10 +130,6 @@ class StagedStrategy(LayoutStrategy):
                     self._shared.append((group, names))
                     for name in names:
                         dist.broadcast(self._parameters[name].data, ranks[0], group)
-
-    def recompute(self) -> contextlib.AbstractContextManager[None]:
-        """The context in which activation checkpointing runs layers again."""
-        return contextlib.nullcontext()
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
