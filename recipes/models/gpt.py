@@ -23,17 +23,18 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_size = width // heads
         self.dropout = dropout
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, time, width = x.shape
-        q, k, v = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        batch, time, _ = x.shape
+        # As many heads as there are: under tensor parallelism a rank has some of them.
+        q, k, v = self.qkv(x).view(batch, time, 3, -1, self.head_size).permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+        return self.out(mixed.transpose(1, 2).reshape(batch, time, -1))
 
 
 class Block(nn.Module):
@@ -128,6 +129,17 @@ class GPT(L.LightningModule):
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self.log("test_loss", self._loss(batch), sync_dist=True)
+
+    def configure_tensor_parallel(self) -> dict[str, str]:
+        """Heads, hidden units and vocabulary are divided over the ranks of a tensor group."""
+        return {
+            "token_embedding": "embedding",
+            "blocks.*.attention.qkv": "column:3",
+            "blocks.*.attention.out": "row",
+            "blocks.*.mlp.0": "column",
+            "blocks.*.mlp.2": "row",
+            "head": "column_gather",
+        }
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         return configure(self.parameters(), self.optimizer, self.scheduler)

@@ -47,3 +47,7 @@ class LeNet(Classifier):
         )
         super().__init__(net, classes, optimizer, scheduler)
         self.save_hyperparameters()
+
+    def configure_tensor_parallel(self) -> dict[str, str]:
+        """The two wide linear layers divide the 120 units between them; the convolutions and the output are small."""
+        return {"net.7": "column", "net.9": "row"}

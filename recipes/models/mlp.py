@@ -41,3 +41,11 @@ class MLP(Classifier):
         net = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(sizes[-1], classes))
         super().__init__(net, classes, optimizer, scheduler)
         self.save_hyperparameters()
+
+    def configure_tensor_parallel(self) -> dict[str, str]:
+        """Pairs of hidden layers divide what is between them; one that is left over gathers what it computes."""
+        layers = range(1, self.hparams["layers"] + 1)  # of the net, behind the flattening
+        styles = {i: "column" if i % 2 else "row" for i in layers}
+        if len(layers) % 2:
+            styles[layers[-1]] = "column_gather"
+        return {f"net.{i}.0": style for i, style in styles.items()}

@@ -1,0 +1,1 @@
+"""Tensor parallelism by hand: plain local tensors, explicit collectives. Knows no Lightning."""

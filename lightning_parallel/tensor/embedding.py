@@ -1,0 +1,151 @@
+"""The embedding table divided over the vocabulary (Megatron-LM, Shoeybi et al. 2019, section 3)."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from lightning_parallel.tensor import functions
+from lightning_parallel.tensor.shard import Shard, shard_parameter
+
+
+class VocabParallelEmbedding(nn.Module):
+    """``nn.Embedding`` with the rows of the table divided over the ranks.
+
+    Takes ids ``[...]``, equal on all ranks, and returns ``[..., embedding_dim]``, equal on all ranks: each rank looks
+    up the ids it holds, and the sum over the ranks has every row once. Weights start as the slices of
+    ``nn.Embedding``'s for the same seed, and the generator goes on as after it.
+
+    Args:
+        num_embeddings: size of the whole vocabulary.
+        embedding_dim: of each row.
+        padding_idx: an id, of the whole vocabulary, whose row starts as zeros and gets no gradient.
+        group: the tensor group.
+        device: of the table.
+        dtype: of the table.
+
+    Attributes:
+        weight: ``[vocabulary here, embedding_dim]``.
+        shards: how the weight was cut.
+
+    Raises:
+        ValueError: the ranks can't all get rows.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._hold(nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype), group, None)
+
+    @classmethod
+    def from_embedding(
+        cls, embedding: nn.Module, *, group: dist.ProcessGroup, shared: dict[int, nn.Parameter] | None = None
+    ) -> Self:
+        """This rank's share of an existing table.
+
+        Args:
+            embedding: an ``nn.Embedding``; it stays as it is.
+            group: the tensor group.
+            shared: as of :meth:`ColumnParallelLinear.from_linear
+                <lightning_parallel.tensor.linear.ColumnParallelLinear.from_linear>`.
+
+        Raises:
+            ValueError: ``embedding`` is something else, or more, than a table; or as the constructor.
+        """
+        self = cls.__new__(cls)
+        self._hold(_checked(embedding), group, shared)
+        return self
+
+    def _hold(self, whole: nn.Embedding, group: dist.ProcessGroup, shared: dict[int, nn.Parameter] | None) -> None:
+        """Become this rank's share of ``whole``."""
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
+        self.padding_idx = whole.padding_idx
+        self.group = group
+        assert isinstance(whole.weight, nn.Parameter)
+        shard = Shard.of(whole.weight.shape, 0, group)
+        self.shards = {"weight": shard}
+        self.weight = shard_parameter(whole.weight, shard, shared)
+        [(self._start, self._stop)] = shard.ranges()
+        padding = self.padding_idx
+        self._padding = padding - self._start if padding is not None and self._start <= padding < self._stop else None
+        self.train(whole.training)
+
+    def reset_parameters(self) -> None:
+        """Draw this rank's rows of the table that ``nn.Embedding`` would get from the same generator."""
+        whole = nn.Embedding(
+            self.num_embeddings,
+            self.embedding_dim,
+            self.padding_idx,
+            device=self.weight.device,
+            dtype=self.weight.dtype,
+        )
+        with torch.no_grad():
+            self.weight.copy_(self.shards["weight"].take(whole.weight))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """
+        Raises:
+            IndexError: an id isn't in the vocabulary, on all ranks alike. (On a GPU the look-up's own assertion fails.)
+        """
+        if self.group.size() == 1:
+            return F.embedding(ids, self.weight, self.padding_idx)
+        # Only what another rank holds is replaced: ids out of the vocabulary are out of the shard's rows, too.
+        elsewhere = ((ids >= 0) & (ids < self._start)) | ((ids >= self._stop) & (ids < self.num_embeddings))
+        rows = F.embedding((ids - self._start).masked_fill(elsewhere, 0), self.weight, self._padding)
+        return functions.reduce_(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings} ({self._stop - self._start} here), {self.embedding_dim}{padding}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self.group)] = self.group  # groups can't be copied: the copy uses the same one
+        memo[id(self)] = duplicate = self.__class__.__new__(self.__class__)
+        duplicate.__setstate__({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return duplicate
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} can't be pickled: it belongs to a process group. Save its state_dict() instead."
+        )
+
+
+def _checked(embedding: nn.Module) -> nn.Embedding:
+    """``embedding``, if it is a table and no more."""
+    # torch has no public way to ask for hooks; test_embedding.py pins the names.
+    hooks = [name for name, value in vars(embedding).items() if name.endswith("_hooks") and value]
+    if parametrize.is_parametrized(embedding):
+        problem = "has a parametrization, which works on the whole weight"
+    elif not isinstance(embedding, nn.Embedding):
+        problem = "is not nn.Embedding"
+    elif type(embedding).forward is not nn.Embedding.forward:
+        problem = "is a subclass of nn.Embedding with a forward of its own"
+    elif "forward" in vars(embedding):
+        problem = "has had its forward replaced"
+    elif hooks:
+        problem = "has hooks, which would be lost"
+    elif extra := sorted(embedding.state_dict().keys() - {"weight"}):
+        problem = f"holds more than a weight ({', '.join(extra)}), which would be lost"
+    elif embedding.max_norm is not None:
+        problem = f"has max_norm={embedding.max_norm}, which rewrites rows while it looks them up"
+    elif embedding.scale_grad_by_freq:
+        problem = "has scale_grad_by_freq=True"
+    elif embedding.sparse:
+        problem = "has sparse=True: gradients are dense here"
+    else:
+        return embedding
+    raise ValueError(f"A layer of type {type(embedding).__name__} can't be divided over tensor ranks: it {problem}.")

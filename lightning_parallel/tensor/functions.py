@@ -1,0 +1,220 @@
+"""Collectives that autograd can pass through: each is a linear map, its backward the transposed map.
+
+Written with t ranks, x_i the tensor on rank i, [x_0 .. x_t-1] their concatenation along ``dim``:
+
+    function         forward on rank i            backward on rank i
+    copy             y_i = x                      g = sum_j g_j                 Megatron-LM's f (2019, section 3)
+    reduce           y_i = sum_j x_j              g_i = g                       Megatron-LM's g
+    split            y_i = piece i of x           g = [g_0 .. g_t-1]
+    gather           y_i = [x_0 .. x_t-1]         g_i = piece i of g
+    reduce_scatter   y_i = piece i of sum_j x_j   g_i = [g_0 .. g_t-1]          Korthikanti et al. 2022, section 4.2.2
+    gather_sum       y_i = [x_0 .. x_t-1]         g_i = piece i of sum_j g_j    the same
+
+``x`` without an index is equal on all ranks, and so is what is computed from it; that is why the backward of ``reduce``
+needs no message, and that of ``gather`` takes its piece without a sum: each rank has computed the whole loss, not a
+part of it. Sizes that t doesn't divide are cut as :func:`~lightning_parallel.tensor.shard.piece` cuts them.
+
+Inputs are never written to. Tensors without memory (on the meta device, or standing for a value of another pipeline
+stage) get results of the right shape, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_parallel.tensor.shard import piece
+
+Group = dist.ProcessGroup
+
+
+def copy(x: Tensor, group: Group) -> Tensor:
+    """Enter a sharded region: identity; the gradients are summed."""
+    return x if group.size() == 1 else _Copy.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def reduce(x: Tensor, group: Group) -> Tensor:
+    """Leave a sharded region: the sum over the group; the gradient passes as it is."""
+    return x if group.size() == 1 else _Reduce.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def reduce_(x: Tensor, group: Group) -> Tensor:
+    """:func:`reduce` in the memory of ``x``: for a fresh, contiguous result of what doesn't keep it for a backward."""
+    if group.size() == 1 or not has_memory(x):
+        return x
+    return _ReduceInPlace.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def split(x: Tensor, dim: int, group: Group) -> Tensor:
+    """This rank's piece of a tensor that all ranks have; the gradients are joined."""
+    return x if group.size() == 1 else _Split.apply(x, dim, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gather(x: Tensor, dim: int, group: Group, size: int | None = None) -> Tensor:
+    """The ranks' pieces, joined, for a computation that is the same on all ranks.
+
+    Args:
+        x: this rank's piece.
+        dim: along which it is one.
+        group: of the ranks.
+        size: of the whole along ``dim``; needed where the ranks don't divide it. By default all pieces are equal.
+    """
+    return x if group.size() == 1 else _Gather.apply(x, dim, group, size)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
+    """This rank's piece of the sum over the group; the gradients are joined."""
+    return x if group.size() == 1 else _ReduceScatter.apply(x, dim, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gather_sum(x: Tensor, dim: int, group: Group, size: int | None = None) -> Tensor:
+    """The ranks' pieces, joined, for a computation that differs between ranks: its gradients are summed.
+
+    Args: as of :func:`gather`.
+    """
+    return x if group.size() == 1 else _GatherSum.apply(x, dim, group, size)  # type: ignore[no-any-return, no-untyped-call]
+
+
+# -- the functions of autograd -----------------------------------------------------------------------------------
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # type: ignore[override]
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return all_reduced(g, ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # type: ignore[override]
+        return all_reduced(x, group)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return g, None
+
+
+class _ReduceInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # type: ignore[override]
+        ctx.mark_dirty(x)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return g, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:  # type: ignore[override]
+        ctx.dim, ctx.group, ctx.size = dim, group, x.shape[dim]
+        return own_piece(x, dim, group)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return joined(g, ctx.dim, ctx.group, ctx.size), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group, size: int | None) -> Tensor:  # type: ignore[override]
+        ctx.dim, ctx.group = dim, group
+        return joined(x, dim, group, size)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return own_piece(g, ctx.dim, ctx.group), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:  # type: ignore[override]
+        ctx.dim, ctx.group, ctx.size = dim, group, x.shape[dim]
+        return summed_piece(x, dim, group)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return joined(g, ctx.dim, ctx.group, ctx.size), None, None
+
+
+class _GatherSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group, size: int | None) -> Tensor:  # type: ignore[override]
+        ctx.dim, ctx.group = dim, group
+        return joined(x, dim, group, size)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return summed_piece(g, ctx.dim, ctx.group), None, None, None
+
+
+# -- collectives on tensors, without autograd --------------------------------------------------------------------
+
+
+def all_reduced(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """The sum over the group (or its ``op``), in memory of its own."""
+    y = x.clone(memory_format=torch.contiguous_format)
+    if has_memory(y):
+        dist.all_reduce(y, op, group)
+    return y
+
+
+def own_piece(x: Tensor, dim: int, group: Group) -> Tensor:
+    """This rank's piece of ``x``, in memory of its own: the rest of ``x`` can be freed."""
+    start, stop = piece(x.shape[dim], group.rank(), group.size())
+    return x.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+
+
+def joined(x: Tensor, dim: int, group: Group, size: int | None = None) -> Tensor:
+    """The group's pieces, concatenated along ``dim`` to ``size`` (by default: all as large as this one)."""
+    count = group.size()
+    size = x.shape[dim] * count if size is None else size
+    start, stop = piece(size, group.rank(), count)
+    assert x.shape[dim] == stop - start, f"piece of {x.shape[dim]} where {stop - start} of {size} are due"
+    x = _padded(x, dim, piece(size, 0, count)[1]).contiguous()  # messages have one size
+    pieces = [torch.empty_like(x) for _ in range(count)]
+    if has_memory(x):
+        dist.all_gather(pieces, x, group)
+    return torch.cat(pieces, dim).narrow(dim, 0, size)
+
+
+def summed_piece(x: Tensor, dim: int, group: Group) -> Tensor:
+    """This rank's piece of the sum over the group."""
+    count, size = group.size(), x.shape[dim]
+    start, stop = piece(size, group.rank(), count)
+    length = piece(size, 0, count)[1]
+    pieces = [p.contiguous() for p in _padded(x, dim, length * count).split(length, dim)]
+    mine = torch.empty_like(pieces[0])
+    if has_memory(x):
+        dist.reduce_scatter(mine, pieces, group=group)
+    return mine.narrow(dim, 0, stop - start)
+
+
+def has_memory(x: Tensor) -> bool:
+    """False for empty tensors and those that stand for a shape only: there is nothing to send."""
+    return x.data_ptr() != 0
+
+
+def _padded(x: Tensor, dim: int, size: int) -> Tensor:
+    missing = size - x.shape[dim]
+    dim %= x.dim()
+    return x if missing == 0 else F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing))

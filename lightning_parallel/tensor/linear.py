@@ -1,0 +1,375 @@
+"""Linear layers divided over the ranks of a tensor group (Megatron-LM, Shoeybi et al. 2019, section 3).
+
+A column-wise layer holds some of the outputs, a row-wise one some of the inputs, so a pair of them with an elementwise
+function between (an MLP; with heads for pieces, attention) needs one message a direction:
+
+    ColumnParallelLinear   y_i = x W_i^T + b_i            x whole, y_i a piece;  backward: dL/dx summed over the ranks
+    RowParallelLinear      y = sum_i x_i W_i^T + b        x_i a piece, y whole;  backward: nothing to send
+
+"Column" and "row" are of the matrix in y = x A, the transpose of ``nn.Linear``'s weight ``[out, in]``.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils import parametrize
+
+from lightning_parallel.tensor import functions
+from lightning_parallel.tensor.shard import Shard, shard_parameter
+from lightning_parallel.tensor.siblings import Siblings
+
+if TYPE_CHECKING:
+    from lightning_parallel.tensor.random import ShardedRegion
+
+
+class ParallelLinear(nn.Module):
+    """What the two have in common: a shard of the weight, and of the bias or all of it.
+
+    Attributes:
+        in_features, out_features: of the whole layer.
+        weight: ``[out, in]``, one of the two being this rank's share; ``[in, out]`` if made from a ``Conv1D``.
+        bias: ``[out]``, this rank's share if the outputs are divided; or None.
+        group: the tensor group.
+        shards: how each divided parameter was cut, by its name here.
+        region: told where what the ranks compute begins, or ends, to differ; see ``tensor/random.py``.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    _divided: int  # the dimension of a weight [out, in]
+
+    def _hold(
+        self,
+        whole: nn.Module,
+        group: dist.ProcessGroup,
+        parts: tuple[int, ...],
+        region: ShardedRegion | None,
+        shared: dict[int, nn.Parameter] | None,
+    ) -> None:
+        """Become this rank's share of ``whole``."""
+        super().__init__()
+        self._transposed = _is_conv1d(whole)
+        assert isinstance(whole.weight, nn.Parameter)
+        out_dim = int(self._transposed)
+        self.in_features, self.out_features = whole.weight.shape[1 - out_dim], whole.weight.shape[out_dim]
+        self.group, self.region = group, region
+        self._alone = group.size() == 1
+        dim = self._divided ^ out_dim
+        self.shards = {"weight": Shard.of(whole.weight.shape, dim, group, parts)}
+        bias = whole.bias
+        if isinstance(bias, nn.Parameter) and self._divided == 0:
+            self.shards["bias"] = Shard.of(bias.shape, 0, group, parts)
+            bias = shard_parameter(bias, self.shards["bias"], shared)
+        self.weight = shard_parameter(whole.weight, self.shards["weight"], shared)
+        self.register_parameter("bias", bias)  # type: ignore[arg-type]
+        self.train(whole.training)
+
+    def reset_parameters(self) -> None:
+        """Draw this rank's share of the weights that ``nn.Linear`` would get from the same generator."""
+        whole = nn.Linear(
+            self.in_features, self.out_features, self.bias is not None, self.weight.device, self.weight.dtype
+        )
+        with torch.no_grad():
+            weight = whole.weight.t() if self._transposed else whole.weight
+            self.weight.copy_(self.shards["weight"].take(weight))
+            if self.bias is not None:
+                self.bias.copy_(self.shards["bias"].take(whole.bias) if "bias" in self.shards else whole.bias)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # Groups can't be copied, and a region's state is that of the generator: the copy uses the same ones.
+        memo[id(self.group)] = self.group
+        memo[id(self.region)] = self.region
+        memo[id(self)] = duplicate = self.__class__.__new__(self.__class__)
+        duplicate.__setstate__({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return duplicate
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} can't be pickled: it belongs to a process group. Save its state_dict() instead."
+        )
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """``nn.Linear`` with the outputs divided over the ranks.
+
+    Takes the whole input ``[..., in_features]``, equal on all ranks, and returns this rank's outputs ``[..., out]``.
+    Weights start as the slices of ``nn.Linear``'s for the same seed, and the generator goes on as after it.
+
+    Args:
+        in_features: of the whole layer.
+        out_features: of the whole layer.
+        bias: whether there is one.
+        group: the tensor group.
+        gather_output: return ``[..., out_features]`` on all ranks. For a layer of one part.
+        parts: sizes of fused projections, such as q, k and v in one weight; each is divided by itself.
+        copy_input: sum the input's gradients over the ranks. False where what gave the input does.
+        region: entered after this layer when training.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: the ranks can't all get outputs, or parts are to be gathered.
+    """
+
+    _divided = 0
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: dist.ProcessGroup,
+        gather_output: bool = False,
+        parts: tuple[int, ...] = (),
+        copy_input: bool = True,
+        region: ShardedRegion | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        whole = nn.Linear(in_features, out_features, bias, device, dtype)
+        self._hold_columns(whole, group, gather_output, parts, copy_input, region, None, None)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Module,
+        *,
+        group: dist.ProcessGroup,
+        gather_output: bool = False,
+        parts: tuple[int, ...] = (),
+        copy_input: bool = True,
+        region: ShardedRegion | None = None,
+        siblings: Siblings | None = None,
+        shared: dict[int, nn.Parameter] | None = None,
+    ) -> Self:
+        """This rank's share of an ``nn.Linear`` or a transformers ``Conv1D``, in the orientation it has there.
+
+        Args:
+            linear: the layer; it stays as it is.
+            group, gather_output, parts, copy_input, region: as of the constructor.
+            siblings: one object for all layers that are given the same input.
+            shared: shards made so far, by the id of the whole parameter, so that tied parameters stay tied; added to.
+                Keep the layers that it was filled from until it is done with: ids are used again.
+
+        Raises:
+            ValueError: ``linear`` is something else, or more, than such a layer; or as the constructor.
+        """
+        _check_divisible(linear)
+        self = cls.__new__(cls)
+        self._hold_columns(linear, group, gather_output, parts, copy_input, region, siblings, shared)
+        return self
+
+    def _hold_columns(
+        self,
+        whole: nn.Module,
+        group: dist.ProcessGroup,
+        gather_output: bool,
+        parts: tuple[int, ...],
+        copy_input: bool,
+        region: ShardedRegion | None,
+        siblings: Siblings | None,
+        shared: dict[int, nn.Parameter] | None,
+    ) -> None:
+        if gather_output and len(parts) > 1:
+            raise ValueError(
+                f"gather_output=True with parts={parts}: the ranks' outputs, joined, wouldn't be in the order of the "
+                f"parts. Use one layer for each part."
+            )
+        self._hold(whole, group, parts, region, shared)
+        self.gather_output, self.copy_input, self._siblings = gather_output, copy_input, siblings
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.t() if self._transposed else self.weight
+        if self._alone:
+            return F.linear(x, weight, self.bias)
+        y: Tensor
+        if self.copy_input and x.requires_grad and self._siblings is not None:
+            y = F.linear(self._siblings.copy(x, self.group), weight, self.bias)
+        elif self.copy_input and x.requires_grad and not x.is_meta:
+            y = _CopyLinear.apply(*_autocast(x, weight, self.bias), self.group)  # type: ignore[no-untyped-call]
+        else:
+            y = F.linear(x, weight, self.bias)
+        if self.gather_output:
+            return functions.gather(y, -1, self.group, self.out_features)
+        if self.region is not None and self.training:
+            self.region.enter()
+        return y
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features} ({self.shards['weight'].size} here), "
+            f"bias={self.bias is not None}, gather_output={self.gather_output}"
+        )
+
+
+class RowParallelLinear(ParallelLinear):
+    """``nn.Linear`` with the inputs divided over the ranks.
+
+    Takes this rank's piece of the input, ``[..., in]``, and returns the whole output ``[..., out_features]``, equal on
+    all ranks. The bias is whole on every rank, and added once, to the sum. Weights start as in
+    :class:`ColumnParallelLinear`.
+
+    Args:
+        in_features: of the whole layer.
+        out_features: of the whole layer.
+        bias: whether there is one.
+        group: the tensor group.
+        input_is_parallel: False: takes the whole input ``[..., in_features]``, equal on all ranks, and cuts it.
+        sequence_dim: return this rank's piece of the output along this dimension. The gradients of the bias are of
+            that piece then, and have to be summed over the ranks.
+        region: left before this layer.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: the ranks can't all get inputs.
+    """
+
+    _divided = 1
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: dist.ProcessGroup,
+        input_is_parallel: bool = True,
+        sequence_dim: int | None = None,
+        region: ShardedRegion | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._hold(nn.Linear(in_features, out_features, bias, device, dtype), group, (), region, None)
+        self.input_is_parallel, self.sequence_dim = input_is_parallel, sequence_dim
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Module,
+        *,
+        group: dist.ProcessGroup,
+        input_is_parallel: bool = True,
+        sequence_dim: int | None = None,
+        region: ShardedRegion | None = None,
+        shared: dict[int, nn.Parameter] | None = None,
+    ) -> Self:
+        """This rank's share of an existing layer: see :meth:`ColumnParallelLinear.from_linear`."""
+        _check_divisible(linear)
+        self = cls.__new__(cls)
+        self._hold(linear, group, (), region, shared)
+        self.input_is_parallel, self.sequence_dim = input_is_parallel, sequence_dim
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.t() if self._transposed else self.weight
+        if self._alone:
+            return F.linear(x, weight, self.bias)
+        if self.region is not None:
+            self.region.leave()
+        if not self.input_is_parallel:
+            x = functions.split(x, -1, self.group)
+        y = F.linear(x, weight)
+        if self.sequence_dim is None:
+            y = functions.reduce_(y, self.group)
+        else:
+            y = functions.reduce_scatter(y, self.sequence_dim, self.group)
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # of another dtype under autocast
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features} ({self.shards['weight'].size} here), out_features={self.out_features}, "
+            f"bias={self.bias is not None}, input_is_parallel={self.input_is_parallel}"
+        )
+
+
+class _CopyLinear(torch.autograd.Function):
+    """``F.linear(copy(x), weight, bias)``, with the sum of the input's gradients under way during the weight's."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.group = group
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        if torch.is_grad_enabled():  # once_differentiable would refuse only where ``g`` itself has a gradient
+            raise RuntimeError("ColumnParallelLinear has no second derivative: leave out create_graph=True.")
+        x, weight = ctx.saved_tensors
+        shape = g.shape
+        g = g.reshape(-1, shape[-1])
+        grad_x = g @ weight
+        work = dist.all_reduce(grad_x, group=ctx.group, async_op=True) if functions.has_memory(grad_x) else None
+        grad_weight = grad_bias = None
+        if x is not None:
+            x = x.reshape(-1, x.shape[-1])
+            # In the layout that the weight has: its gradient is accumulated without a copy.
+            grad_weight = g.t() @ x if weight.is_contiguous() else (x.t() @ g).t()
+        if ctx.needs_input_grad[2]:
+            grad_bias = g.sum(0)
+        if work is not None:
+            work.wait()
+        return grad_x.view(*shape[:-1], weight.shape[1]), grad_weight, grad_bias, None
+
+
+def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What autocast would make of the arguments of ``F.linear``; it doesn't know functions of autograd."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(t: Tensor) -> Tensor:
+        return t if t.dtype == torch.float64 or not t.is_floating_point() else t.to(dtype)
+
+    return cast(x), cast(weight), None if bias is None else cast(bias)
+
+
+# -- what can be divided -----------------------------------------------------------------------------------------
+
+
+def _is_conv1d(layer: nn.Module) -> bool:
+    """Whether this is transformers' linear layer with a weight [in, out]; told without importing transformers."""
+    return (
+        type(layer).__name__ == "Conv1D"
+        and isinstance(layer.weight, Tensor)
+        and layer.weight.shape == (getattr(layer, "nx", None), getattr(layer, "nf", None))
+    )
+
+
+def _check_divisible(linear: nn.Module) -> None:
+    kind = type(linear).__name__
+    # torch has no public way to ask for hooks; test_linear.py pins these names.
+    hooks = (
+        linear._forward_pre_hooks, linear._forward_hooks, linear._backward_pre_hooks, linear._backward_hooks,
+        linear._state_dict_hooks, linear._state_dict_pre_hooks, linear._load_state_dict_pre_hooks,
+        linear._load_state_dict_post_hooks,
+    )  # fmt: skip
+    if parametrize.is_parametrized(linear):
+        problem = "has a parametrization (weight_norm, spectral_norm, ...), which works on the whole weight"
+    elif isinstance(linear, NonDynamicallyQuantizableLinear):
+        problem = "belongs to nn.MultiheadAttention, which uses the weight without calling the layer"
+    elif not _is_conv1d(linear) and not isinstance(linear, nn.Linear):
+        problem = "is not nn.Linear, nor transformers' Conv1D"
+    elif isinstance(linear, nn.Linear) and type(linear).forward is not nn.Linear.forward:
+        problem = "is a subclass of nn.Linear with a forward of its own"
+    elif "forward" in vars(linear):
+        problem = "has had its forward replaced"
+    elif any(hooks):
+        problem = "has hooks (of weight_norm, spectral_norm or your own), which would be lost"
+    elif extra := sorted(linear.state_dict().keys() - {"weight", "bias"}):
+        problem = f"holds more than a weight and a bias ({', '.join(extra)}), which would be lost"
+    else:
+        return
+    raise ValueError(f"A layer of type {kind} can't be divided over tensor ranks: it {problem}.")

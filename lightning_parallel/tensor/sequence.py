@@ -1,0 +1,287 @@
+"""Sequence parallelism: activations between the sharded regions are divided along the sequence.
+
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2. Between a row
+layer and the next column layer (norms, dropout, residual sums) all ranks of plain tensor parallelism hold and compute
+the same. Here each has a piece of the sequence instead: memory for activations falls by the number of ranks, and the
+bytes sent stay the same, since an all-reduce is a reduce-scatter and an all-gather.
+
+    hidden state     [batch, time, width]     before the blocks, equal on all ranks
+    split            [batch, time / t, width] at the first block
+      norm                                    position by position, on a piece
+      gather_sum     [batch, time, width]     at the attention, the MLP: what holds column layers
+        column, row                           the row layer's sum is a reduce_scatter
+      residual       [batch, time / t, width]
+    gather           [batch, time, width]     after the last block
+
+Inside the blocks each rank's gradients come from its own piece of the computation, so those of all parameters that
+aren't sharded (norms, biases of row layers) are partial: their sum over the ranks is the gradient.
+
+It is done by an instance attribute ``forward`` on the blocks and on what gathers inside of them. Not by hooks: those
+are run also where a pipeline answers in an absent layer's place.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_parallel.tensor import functions
+from lightning_parallel.tensor.plan import Rule, is_linear
+from lightning_parallel.tensor.random import ShardedRegion
+
+_TIME = 1  # the sequence's dimension of a hidden state [batch, time, width]
+_INSIDE = ("column", "row", "divide", "sum_gradient")  # styles that a block may have
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Blocks that run one after the other, on pieces of the sequence.
+
+    Attributes:
+        blocks: by name, in order.
+        gathering: the modules inside that need the whole sequence, by name: those that hold column layers.
+    """
+
+    blocks: dict[str, nn.Module]
+    gathering: dict[str, nn.Module]
+
+    def holds(self, rule: Rule) -> bool:
+        return any(rule.name.startswith(f"{block}.") for block in self.blocks)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        for block in self.blocks.values():
+            yield from block.parameters()
+
+    def wrap(self, group: dist.ProcessGroup, region: ShardedRegion | None) -> None:
+        """From now on the blocks work on pieces."""
+        for name, module in self.gathering.items():
+            module.forward = _Gathering(module, name, group)  # type: ignore[method-assign]
+        names = list(self.blocks)
+        for name, block in self.blocks.items():
+            first, last = name == names[0], name == names[-1]
+            block.forward = _OnPieces(block, name, group, region, first, last)  # type: ignore[method-assign]
+
+
+# -- which modules -----------------------------------------------------------------------------------------------
+
+
+def find_chains(module: nn.Module, rules: list[Rule]) -> list[Chain]:
+    """The chains of blocks in ``module``: children of an ``nn.ModuleList`` or ``nn.Sequential``, from the first one
+    that holds a column or row layer to the last one that holds a row layer.
+
+    Raises:
+        ValueError: there are none, or a block holds something that can't work on a piece of a sequence.
+    """
+    found: dict[str, list[tuple[int, str]]] = {}  # by container: indices of the children that hold layers, their kinds
+    for rule in rules:
+        container, child = _block_of(module, rule.name)
+        if container is not None and rule.style.kind in ("column", "row"):
+            found.setdefault(container, []).append((child, rule.style.kind))
+    found = {container: layers for container, layers in found.items() if any(kind == "row" for _, kind in layers)}
+    if not found:
+        raise ValueError(
+            "sequence_parallel=True needs blocks, children of an nn.ModuleList or nn.Sequential, with layers of style "
+            "'row' in them, but the plan has none: turn it off, or use 'column' and 'row' in the blocks."
+        )
+    chains = []
+    for container, layers in found.items():
+        first, last = min(index for index, _ in layers), max(index for index, kind in layers if kind == "row")
+        prefix = f"{container}." if container else ""
+        around = module.get_submodule(container)
+        assert isinstance(around, (nn.ModuleList, nn.Sequential))
+        children = list(around.named_children())
+        if len(children) < len(around):
+            raise ValueError(
+                f"sequence_parallel=True: {container!r} holds a block more than once, so where the blocks begin and "
+                f"end can't be told. Turn it off."
+            )
+        blocks = {prefix + name: child for name, child in children[first : last + 1]}
+        chains.append(Chain(blocks, _gathering(module, blocks, rules)))
+    _check_shared(module, chains)
+    return chains
+
+
+def _block_of(module: nn.Module, name: str) -> tuple[str | None, int]:
+    """The outermost container that ``name`` lies in, and the index of its child there; None without one."""
+    parts = name.split(".")
+    for i in range(len(parts)):
+        container = module.get_submodule(".".join(parts[:i]))
+        if isinstance(container, (nn.ModuleList, nn.Sequential)):
+            return ".".join(parts[:i]), [child for child, _ in container.named_children()].index(parts[i])
+    return None, 0
+
+
+def _gathering(module: nn.Module, blocks: dict[str, nn.Module], rules: list[Rule]) -> dict[str, nn.Module]:
+    """The parents of the column layers in ``blocks``."""
+    sharded: set[str] = set()
+    gathering: dict[str, nn.Module] = {}
+    for rule in rules:
+        inside = [name for name in rule.names if any(f"{name}.".startswith(f"{block}.") for block in blocks)]
+        if not inside:
+            continue
+        if rule.style.kind not in _INSIDE:
+            raise ValueError(
+                f"sequence_parallel=True: {rule.name!r} has the style {rule.style.kind!r}, but inside of blocks only "
+                f"{', '.join(map(repr, _INSIDE))} work on a divided sequence. Turn it off, or change the plan."
+            )
+        sharded.update(inside if rule.style.kind in ("column", "row") else ())
+        for name in inside if rule.style.kind == "column" else ():
+            parent = name.rpartition(".")[0]
+            if name in blocks or parent in blocks:
+                block = name if name in blocks else parent
+                raise ValueError(
+                    f"sequence_parallel=True: there is no module (attention, MLP) between {name!r} and the block "
+                    f"{block!r}, before which the sequence could be gathered. Turn it off."
+                )
+            gathering[parent] = module.get_submodule(parent)
+    for name in list(gathering):
+        outer = [other for other in gathering if name.startswith(f"{other}.")]
+        if outer:
+            raise ValueError(
+                f"sequence_parallel=True: {outer[0]!r} holds column layers, and so does {name!r} inside of it: where "
+                f"to gather the sequence is unclear. Turn it off."
+            )
+    for name, child in blocks.items():
+        _check_positionwise(name, child, gathering, sharded)
+    return gathering
+
+
+def _check_positionwise(name: str, module: nn.Module, gathering: dict[str, nn.Module], sharded: set[str]) -> None:
+    """What isn't gathered must work position by position: an attention that the plan forgot would see a piece."""
+    if name in gathering or name in sharded:
+        return
+    if any(other.startswith(f"{name}.") for other in (*gathering, *sharded)):
+        for child, submodule in module.named_children():
+            _check_positionwise(f"{name}.{child}", submodule, gathering, sharded)
+    elif any(True for _ in module.parameters()) and not _is_positionwise(module):
+        raise ValueError(
+            f"sequence_parallel=True: {name!r} ({type(module).__name__}) is in a block, but not in the plan. It would "
+            f"see a piece of the sequence, and isn't known to work position by position. Turn it off, or shard it."
+        )
+
+
+def _is_positionwise(module: nn.Module) -> bool:
+    # Models bring norms of their own (LlamaRMSNorm, NemotronLayerNorm1P). Others take statistics over the sequence.
+    return is_linear(module) or re.search("LayerNorm|RMSNorm", type(module).__name__) is not None
+
+
+def _check_shared(module: nn.Module, chains: list[Chain]) -> None:
+    """A parameter of a block that is used outside too would get partial and whole gradients, added up."""
+    blocks = [block for chain in chains for block in chain.blocks]
+    inside = {id(parameter) for chain in chains for parameter in chain.parameters()}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in inside and not any(name.startswith(f"{block}.") for block in blocks):
+            raise ValueError(f"sequence_parallel=True: the parameter {name!r} is shared with a block. Turn it off.")
+
+
+# -- what they do ------------------------------------------------------------------------------------------------
+
+
+class _Wrapped:
+    """A module's ``forward``, with the sequence divided or gathered around it."""
+
+    def __init__(self, module: nn.Module, name: str, group: dist.ProcessGroup) -> None:
+        self._forward: Callable[..., Any] = module.forward
+        self._module = module
+        self._name = name
+        self._group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self._group)] = self._group  # can't be copied: the copy is of the same group
+        duplicate = memo[id(self)] = self.__class__.__new__(self.__class__)
+        duplicate.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return duplicate
+
+    def _mapped(
+        self, function: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with ``function`` applied to the hidden state: the first tensor of floating-point numbers, and
+        those of the same shape. Masks and positions stay whole."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        hidden = next((x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()), None)
+        if hidden is None or hidden.dim() < 3:
+            shape = "none" if hidden is None else f"of shape {tuple(hidden.shape)}"
+            raise ValueError(
+                f"sequence_parallel=True: the first tensor that {self._name!r} is called with must be a hidden state "
+                f"[batch, sequence, features], but it is {shape}. Turn it off."
+            )
+        done: dict[int, Tensor] = {}  # the same tensor may come as query, key and value
+        for i, x in enumerate(leaves):
+            if not isinstance(x, Tensor):
+                continue
+            if x.shape == hidden.shape:
+                if id(x) not in done:
+                    done[id(x)] = function(x)
+                leaves[i] = done[id(x)]
+            elif x.requires_grad and torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"sequence_parallel=True: {self._name!r} is called with a hidden state of shape "
+                    f"{tuple(hidden.shape)} and one of {tuple(x.shape)} that needs a gradient too (of an encoder?), "
+                    f"which would be wrong. Turn it off."
+                )
+        mapped: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, spec)
+        return mapped
+
+
+class _Gathering(_Wrapped):
+    """Of an attention or an MLP: takes pieces, and sees the whole sequence. Its row layer returns pieces."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self._mapped(lambda x: functions.gather_sum(x, _TIME, self._group), args, kwargs)
+        return self._forward(*args, **kwargs)
+
+
+class _OnPieces(_Wrapped):
+    """Of a block: the first one divides the hidden state, the last one gathers it. What is drawn at random inside is
+    for this rank's piece, so the block is a sharded region as a whole."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        group: dist.ProcessGroup,
+        region: ShardedRegion | None,
+        first: bool,
+        last: bool,
+    ) -> None:
+        super().__init__(module, name, group)
+        self._region = region
+        self._first, self._last = first, last
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self._region)] = self._region  # the generator's
+        return super().__deepcopy__(memo)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self._mapped(self._split if self._first else lambda x: x, args, kwargs)
+        region = self._region if self._module.training else None
+        if region is not None:
+            region.enter()
+        output = self._forward(*args, **kwargs)
+        if region is not None:
+            region.leave()
+        return self._gathered(output) if self._last else output
+
+    def _split(self, x: Tensor) -> Tensor:
+        if x.shape[_TIME] % self._group.size():
+            raise ValueError(
+                f"sequence_parallel=True: {self._name!r} got a sequence of {x.shape[_TIME]} positions, which "
+                f"{self._group.size()} tensor ranks don't divide: pad or cut sequences to a multiple."
+            )
+        return functions.split(x, _TIME, self._group)
+
+    def _gathered(self, output: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(output)
+        i = next((i for i, x in enumerate(leaves) if isinstance(x, Tensor)), None)
+        if i is None:
+            raise ValueError(f"sequence_parallel=True: {self._name!r} returned no tensor to be gathered. Turn it off.")
+        leaves[i] = functions.gather(leaves[i], _TIME, self._group)
+        return pytree.tree_unflatten(leaves, spec)

@@ -1,0 +1,43 @@
+"""Column layers that are given one input, such as q, k and v: its gradients are summed over the ranks once for all.
+
+Each by itself would send a message of the input's size in the backward, one after the other. Here they share one
+``copy`` (:mod:`~lightning_parallel.tensor.functions`): autograd adds up what comes back from the layers, then sends.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Self
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_parallel.tensor import functions
+
+
+class Siblings:
+    """Layers that are usually called with the same tensor, one after the other.
+
+    Args:
+        count: of the layers. After so many calls nothing is kept.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._calls = 0  # with the input at hand
+        self._input: weakref.ref[Tensor] | None = None
+        self._copy: Tensor | None = None
+
+    def copy(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """``functions.copy(x)``, the same for all layers that are called with this very tensor."""
+        if self._copy is None or self._input is None or self._input() is not x:
+            self._input, self._copy, self._calls = weakref.ref(x), functions.copy(x, group), 0
+        copy = self._copy
+        self._calls += 1
+        if self._calls == self._count:
+            self._input = self._copy = None
+        return copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self)] = duplicate = type(self)(self._count)
+        return duplicate

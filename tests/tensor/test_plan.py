@@ -1,0 +1,142 @@
+"""Plans come from the argument, the model's hook, or transformers; rules that don't fit are refused."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from lightning_parallel.tensor.apply import shard_module
+from lightning_parallel.tensor.plan import Style, find_plan, resolve
+from tests.tensor.test_apply import LLAMA, Loss, gpt, gpt2, lenet, llama, mlp, phi3, qwen3, ranks
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4)
+        self.blocks = nn.ModuleList(nn.ModuleDict({"in": nn.Linear(2, 2), "act": nn.ReLU()}) for _ in range(12))
+        self.flat = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+    def configure_tensor_parallel(self) -> dict[str, str]:
+        return {"up": "column", "down": "row"}
+
+
+def test_the_argument_goes_before_the_hook() -> None:
+    assert find_plan(Hooked()) == {"up": "column", "down": "row"}
+    assert find_plan(Hooked(), {"up": "column_gather"}) == {"up": "column_gather"}
+
+
+def test_plans_of_transformers_are_found_inside_a_module_and_translated() -> None:
+    plan = find_plan(Loss(llama()))
+    assert plan["model.model.layers.*.self_attn.q_proj"] == "column"
+    assert plan["model.model.layers.*.mlp.down_proj"] == "row"
+    assert plan["model.model.embed_tokens"] == "embedding"
+    assert plan["model.lm_head"] == "column_gather"
+    assert find_plan(qwen3())["model.layers.*.self_attn.k_norm"] == "sum_gradient"
+    assert find_plan(phi3())["model.layers.*.mlp.down_proj"] == "row_split"
+    model = llama()
+    assert find_plan(model.model)["layers.*.self_attn.q_proj"] == "column"  # type: ignore[operator]
+
+
+def test_two_models_bring_a_plan_each() -> None:
+    both = nn.ModuleDict({"student": gpt2(), "teacher": llama()})
+    plan = find_plan(both)
+    assert plan["student.transformer.h.*.attn.c_attn"] == "column:3"
+    assert plan["teacher.lm_head"] == plan["student.lm_head"] == "column_gather"
+
+
+def test_what_lies_inside_a_model_of_transformers_is_in_its_plan() -> None:
+    model = llama()
+    alone = find_plan(model)
+    model.tower = opt()  # without a plan
+    assert find_plan(model) == alone
+
+
+def test_embeddings_that_scale_stay_whole_with_the_head_tied_to_them() -> None:
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    for tied in (True, False):
+        model = GemmaForCausalLM(GemmaConfig(**LLAMA, tie_word_embeddings=tied))
+        plan = find_plan(Loss(model))
+        assert "model.model.embed_tokens" not in plan
+        assert ("model.lm_head" in plan) != tied
+        assert plan["model.model.layers.*.mlp.up_proj"] == "column"
+        assert shard_module(Loss(model), plan, ranks(2)).shards
+
+
+def test_every_plan_matches_its_model() -> None:
+    for make in (llama, qwen3, phi3, gpt2, gpt, mlp, lenet):
+        model = make()
+        assert resolve(model, find_plan(model)), make
+
+
+def test_hidden_layers_of_the_perceptron_go_in_pairs() -> None:
+    assert find_plan(mlp()) == {"net.1.0": "column", "net.2.0": "row", "net.3.0": "column_gather"}
+
+
+def test_a_star_is_one_whole_part_of_a_name() -> None:
+    names = [rule.name for rule in resolve(Hooked(), {"blocks.*.in": "column"})]
+    assert names == [f"blocks.{i}.in" for i in range(12)]
+    with pytest.raises(ValueError, match="'blocks.1' is a ModuleDict"):
+        resolve(Hooked(), {"blocks.1": "column"})
+    with pytest.raises(ValueError, match=r"'\*.in' matches no module. Did you mean 'blocks.\*.in'"):
+        resolve(Hooked(), {"*.in": "column"})
+
+
+def test_without_a_plan_the_layers_are_named() -> None:
+    with pytest.raises(ValueError, match=r"no plan is known .* '0' \(Linear\), '1.weights' \(Embedding\)"):
+        find_plan(nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"weights": nn.Embedding(2, 2)})))
+    with pytest.raises(ValueError, match=r"plan={}: .*'blocks.\*.in' \(Linear\), 'flat.0' \(Linear\)\.$"):
+        find_plan(Hooked(), {})
+
+
+def opt() -> nn.Module:
+    from transformers import OPTConfig, OPTModel
+
+    config = OPTConfig(
+        vocab_size=8, hidden_size=8, ffn_dim=8, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=8,
+        pad_token_id=0, bos_token_id=0, eos_token_id=0, max_position_embeddings=8,
+    )  # fmt: skip
+    return OPTModel(config)
+
+
+def test_a_transformers_model_without_a_plan_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"OPTModel \(model\) brings none: .*'model.decoder.layers.\*.fc1' \(Linear\)"):
+        find_plan(Loss(opt()))
+
+
+def test_a_transformers_plan_with_an_unknown_style_is_refused_whole() -> None:
+    model = llama()
+    model.tp_plan["model.layers.*.mlp"] = "moe_tp_experts"  # type: ignore[index,operator]
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM \(model\) .*'model.layers.\*.mlp': 'moe_tp_experts'"):
+        find_plan(Loss(model))
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"upp": "column"}, "'upp' matches no module. Did you mean 'up'"),
+        ({"up": "colum"}, "'up': unknown style 'colum': did you mean 'column'"),
+        ({"up": "colwise"}, "unknown style 'colwise': did you mean 'column'"),
+        ({"up": "sharded"}, "unknown style 'sharded': There are column, column_gather, row"),
+        ({"up": "column:qkv"}, "style 'column:qkv' can't be read"),
+        ({"up": "column:0"}, "style 'column:0' can't be read"),
+        ({"up": "row:2"}, "style 'row:2' can't be read"),
+        ({"up": "divide"}, "style 'divide' can't be read"),
+        ({"norm": "row"}, "'norm': 'row', but 'norm' is a LayerNorm: it is for nn.Linear and transformers' Conv1D"),
+        ({"up": "embedding"}, "'embedding', but 'up' is a Linear: it is for nn.Embedding"),
+        ({"up": "divide:heads"}, "'up' is a Linear without an integer 'heads'. It has 'in_features', 'out_features'"),
+        ({"blocks.*.act": "sum_gradient"}, "'blocks.0.act' is a ReLU, which has no parameters"),
+        ({"blocks.*.in": "column", "blocks.3.*": "row"}, r"both 'blocks.\*.in' and 'blocks.3.\*' match 'blocks.3.in'"),
+    ],
+)
+def test_rules_that_do_not_fit_are_refused(plan: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve(Hooked(), plan)
+
+
+def test_styles_are_read() -> None:
+    assert Style.read("row") == Style("row")
+    assert Style.read("column:3") == Style("column", parts=(3,))
+    assert Style.read("column:512,128,128") == Style("column", parts=(512, 128, 128))
+    assert Style.read("divide:num_heads,split_size") == Style("divide", attributes=("num_heads", "split_size"))

@@ -1,0 +1,233 @@
+"""Sequence parallelism: blocks on pieces of the sequence, and what can't run on one refused.
+
+That models train as the whole with it is shown in test_apply.py, for the same models as without.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_parallel.pipeline.absent import absent_like, make_absent
+from lightning_parallel.tensor.apply import shard_module
+from lightning_parallel.tensor.plan import find_plan
+from lightning_parallel.tensor.random import ShardedRegion
+from tests.pipeline import by_hand
+from tests.pool import WorkerPool
+from tests.tensor.test_apply import TIME, Loss, batch, close, gpt, gpt2, lenet, llama, mlp, phi3, ranks, seeded
+
+CPU = torch.device("cpu")
+
+
+def shapes_of(model: nn.Module, names: list[str]) -> dict[str, list[tuple[int, ...]]]:
+    """Filled, in a step, with the shapes of what the modules take and return."""
+    seen: dict[str, list[tuple[int, ...]]] = {}
+    for name in names:
+
+        def look(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+            hidden = [*args, *kwargs.values()][0]
+            output = output if isinstance(output, Tensor) else output[0]
+            seen[name] = [tuple(hidden.shape), tuple(output.shape)]
+
+        model.get_submodule(name).register_forward_hook(look, with_kwargs=True)
+    return seen
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_blocks_hold_pieces_and_attention_sees_all_of_the_sequence(size: int) -> None:
+    model = gpt()
+    shard_module(model, find_plan(model), ranks(size), sequence_parallel=True)
+    make_absent(model, str, CPU)
+    names = ["blocks.0.norm_attention", "blocks.0.attention.qkv", "blocks.0.attention", "blocks.0.mlp.0", "blocks.1"]
+    seen = shapes_of(model, names)
+    Loss(model)(*batch(model))
+    whole, piece = (2, TIME, 24), (2, TIME // size, 24)
+    assert seen == {
+        "blocks.0.norm_attention": [piece, piece],
+        "blocks.0.attention.qkv": [whole, (2, TIME, 72 // size)],
+        "blocks.0.attention": [piece, piece],
+        "blocks.0.mlp.0": [whole, (2, TIME, 96 // size)],
+        "blocks.1": [piece, whole],
+    }
+
+
+def test_partial_gradients_are_those_of_what_blocks_leave_whole() -> None:
+    model = gpt2()
+    partial = shard_module(model, find_plan(model), ranks(2), sequence_parallel=True).partial
+    ends = ("ln_1.weight", "ln_1.bias", "attn.c_proj.bias", "ln_2.weight", "ln_2.bias", "mlp.c_proj.bias")
+    assert partial == tuple(f"transformer.h.{i}.{end}" for i in (0, 1) for end in ends)
+
+
+def test_a_copy_works_on_itself_with_the_same_group_and_region() -> None:
+    model = gpt()
+    region, group = ShardedRegion(0, CPU), ranks(2)
+    shard_module(model, find_plan(model), group, sequence_parallel=True, region=region)
+    for name in ("blocks.0", "blocks.1.mlp"):
+        block = copy.deepcopy(model.get_submodule(name))
+        wrapped: Any = block.forward
+        assert wrapped._module is block and wrapped._forward.__self__ is block and wrapped._group is group
+        assert getattr(wrapped, "_region", region) is region
+
+
+# -- with a pipeline ---------------------------------------------------------------------------------------------
+
+
+def pipelines_equal_the_whole() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+
+    def step(model: Any) -> Any:
+        return model(*batch(model.model))
+
+    for make in (gpt, llama):
+        whole = Loss(seeded(make))
+        loss, gradients = by_hand.plain(whole, step)
+        plan = {f"model.{pattern}": style for pattern, style in find_plan(whole.model).items()}
+        for sequence_parallel in (False, True):
+            sharded = copy.deepcopy(whole)
+            sharding = shard_module(sharded, plan, group, sequence_parallel=sequence_parallel)
+            result = by_hand.run(sharded, step, 2)
+            close(result.output.detach(), loss, "loss")
+            assert result.gradients.keys() == gradients.keys()
+            for name, gradient in gradients.items():
+                mine = result.gradients[name]
+                if name in sharding.partial:
+                    dist.all_reduce(mine)
+                shard = sharding.shards.get(name)
+                close(mine, gradient if shard is None else shard.take(gradient), f"{make.__name__}: {name}")
+
+
+def dropout_differs_between_pieces_and_nowhere_else() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    torch.manual_seed(0)
+    model = gpt(dropout=0.5).double()
+    region = ShardedRegion(group.rank(), CPU)
+    shard_module(model, find_plan(model), group, sequence_parallel=True, region=region)
+    masks: list[Tensor] = []
+    states: list[Tensor] = []
+    model.get_submodule("blocks.0.dropout").register_forward_hook(lambda m, x, y: masks.append((y == 0).double()))
+    model.get_submodule("norm").register_forward_hook(lambda m, x, y: states.append(torch.get_rng_state()))
+    for _ in range(2):
+        Loss(model)(*batch(model)).backward()
+        region.close()
+    for mask in masks:
+        both = [torch.empty_like(mask) for _ in range(2)]
+        dist.all_gather(both, mask)
+        assert not torch.equal(*both)
+        assert 0.4 < mask.mean() < 0.6
+    assert not torch.equal(masks[0], masks[1]) and not torch.equal(masks[0], masks[2])
+    for state in (*states, torch.get_rng_state()):
+        both = [torch.empty_like(state) for _ in range(2)]
+        dist.all_gather(both, state)
+        assert torch.equal(*both)
+    assert not torch.equal(states[0], states[1])
+
+
+def with_pipelines_and_dropout() -> None:
+    pipelines_equal_the_whole()
+    dropout_differs_between_pieces_and_nowhere_else()
+
+
+def test_stages_equal_the_whole_model_and_dropout_differs_between_pieces(pool: WorkerPool) -> None:
+    pool.run(with_pipelines_and_dropout, 2)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------
+
+MLP_ONLY = {"blocks.*.mlp.0": "column", "blocks.*.mlp.2": "row"}
+
+
+def with_shared_norm() -> nn.Module:
+    model = gpt()
+    model.norm = model.get_submodule("blocks.1.norm_mlp")
+    return model
+
+
+def with_norm(norm: nn.Module) -> nn.Module:
+    model = gpt()
+    model.get_submodule("blocks.1").norm_mlp = norm
+    return model
+
+
+def repeated() -> nn.Module:
+    model = gpt()
+    model.blocks.append(model.blocks[0])  # type: ignore[operator,union-attr,index]
+    return model
+
+
+def nested() -> nn.Module:
+    inner = nn.ModuleDict({"up": nn.Linear(4, 4), "down": nn.Linear(4, 4)})
+    return nn.ModuleList([nn.ModuleDict({"mlp": nn.ModuleDict({"gate": nn.Linear(4, 4), "inner": inner})})])
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "message"),
+    [
+        (gpt, {"head": "column_gather"}, "needs blocks"),
+        (lambda: nn.ModuleDict({"a": nn.Linear(2, 2)}), {"a": "row"}, "needs blocks"),
+        (mlp, None, r"no module .attention, MLP. between 'net.1.0' and the block 'net.1', before wh"),
+        (lenet, None, r"no module .attention, MLP. between 'net.7' and the block 'net.7'"),
+        (phi3, None, "needs blocks"),
+        (gpt, MLP_ONLY | {"blocks.*.attention.out": "row_split"}, "out' has the style 'row_split', but inside of blo"),
+        (gpt, MLP_ONLY, r"'blocks.0.attention' \(CausalSelfAttention\) is in a block, but not in the plan"),
+        (repeated, None, "'blocks' holds a block more than once"),
+        (with_shared_norm, None, "'norm.weight' is shared with a block"),
+        (lambda: with_norm(nn.BatchNorm1d(TIME)), None, r"'blocks.1.norm_mlp' \(BatchNorm1d\) is in a block"),
+        (lambda: with_norm(nn.GroupNorm(2, TIME)), None, r"'blocks.1.norm_mlp' \(GroupNorm\) is in a block"),
+        (
+            nested, {"*.mlp.gate": "column", "*.mlp.inner.up": "column", "*.mlp.inner.down": "row"},
+            "'0.mlp' holds column layers, and so does '0.mlp.inner' inside of it",
+        ),
+    ],
+)  # fmt: skip
+def test_blocks_that_cannot_run_on_a_piece_are_refused(
+    make: Callable[[], nn.Module], plan: dict[str, str] | None, message: str
+) -> None:
+    model = make()
+    with pytest.raises(ValueError, match=message):
+        shard_module(model, plan or find_plan(model), ranks(2), sequence_parallel=True)
+
+
+def test_the_same_tensor_as_query_and_key_is_gathered_once_and_masks_stay_whole() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            assert query is key and query.shape == (2, 6, 4) and mask.shape == (2, 6)
+            return self.out(self.q(query))
+
+    model = nn.ModuleList([nn.ModuleDict({"attention": Attention()})])
+    plan = {"*.attention.q": "column", "*.attention.out": "row"}
+    shard_module(model, plan, ranks(2), sequence_parallel=True)
+    make_absent(model, str, CPU)
+    piece = absent_like(torch.empty(2, 3, 4), "a block")
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    assert model.get_submodule("0.attention")(mask, piece, key=piece).shape == (2, 3, 4)
+
+
+def test_a_sequence_that_the_ranks_do_not_divide_is_refused() -> None:
+    model = gpt()
+    shard_module(model, find_plan(model), ranks(4), sequence_parallel=True)
+    block = model.get_submodule("blocks.0")
+    with pytest.raises(ValueError, match="'blocks.0' got a sequence of 10 positions, which 4 tensor ranks don't divi"):
+        block(torch.zeros(2, 10, 24))
+    with pytest.raises(ValueError, match=r"hidden state \[batch, sequence, features\], but it is of shape \(8, 24\)"):
+        block(torch.zeros(8, 24))
+
+
+def test_a_second_hidden_state_is_refused() -> None:
+    """Its gradient would be that of a piece."""
+    model = gpt()
+    shard_module(model, find_plan(model), ranks(2), sequence_parallel=True)
+    encoded = torch.zeros(2, 7, 24, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"'blocks.1' is called with a hidden state of shape \(2, 6, 24\) and one"):
+        model.get_submodule("blocks.1")(torch.zeros(2, 6, 24), encoded)
