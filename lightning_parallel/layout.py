@@ -123,6 +123,12 @@ class Layout:
             return [self.rank_of(data=data) for data in range(self.data)]
         return [self.rank_of(tensor=tensor) for tensor in range(self.tensor)]
 
+    def model_ranks(self) -> list[int]:
+        """Global ranks that together hold the model of this one's replica, this one included, in ascending order."""
+        return sorted(
+            self.rank_of(stage=stage, tensor=tensor) for stage in range(self.pipeline) for tensor in range(self.tensor)
+        )
+
     def describe(self, rank: int) -> str:
         """``stage 0 (rank 3)``: how a rank is named in errors."""
         place = self.at(rank)
@@ -137,14 +143,17 @@ class Groups:
 
     Attributes:
         pipeline, data, tensor: the group of this rank along each axis.
+        model: of the ranks that hold one replica of the model: all stages, all tensor shards.
         forward_in, forward_out: the links to the previous and next stage for activations.
         backward_in, backward_out: the links from the next and to the previous stage for gradients.
-            A group of its own for each pair and direction: messages of one kind never queue behind another.
+            Over NCCL a group of its own for each pair and direction. Over gloo the pipeline's own group, where the
+            two kinds run in opposite directions between any two ranks, and so never meet.
     """
 
     pipeline: dist.ProcessGroup
     data: dist.ProcessGroup
     tensor: dist.ProcessGroup
+    model: dist.ProcessGroup
     forward_in: dist.ProcessGroup | None
     forward_out: dist.ProcessGroup | None
     backward_in: dist.ProcessGroup | None
@@ -164,12 +173,16 @@ def make_groups(layout: Layout, timeout: timedelta | None = None, device: torch.
         device: of this rank, where the backend is NCCL.
     """
     mine: dict[str, dist.ProcessGroup | None] = {}
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
     everyone = [layout.at(rank) for rank in range(layout.world_size)]
 
     def make(name: str, ranks: Sequence[int]) -> None:
-        group = dist.new_group(list(ranks), timeout=timeout)
+        """The same ranks, the same group: each group of gloo's costs a thread that wakes a hundred times a second."""
+        key = tuple(sorted(ranks))
+        if key not in made:
+            made[key] = dist.new_group(list(ranks), timeout=timeout)
         if layout.rank in ranks:
-            mine[name] = group
+            mine[name] = made[key]
 
     axes: tuple[Axis, ...] = ("pipeline", "data", "tensor")
     for axis in axes:
@@ -177,29 +190,50 @@ def make_groups(layout: Layout, timeout: timedelta | None = None, device: torch.
             if place.peers(axis)[0] == place.rank:  # each group is made once, by its first member's turn
                 make(axis, place.peers(axis))
     for place in everyone:
-        if place.is_last_stage:
-            continue
-        pair = [place.rank, place.rank_of(stage=place.stage + 1)]
-        for name, sender in (("forward", pair[0]), ("backward", pair[1])):
-            direction = "out" if layout.rank == sender else "in"
-            make(f"{name}_{direction}", pair)
-            group = mine.get(f"{name}_{direction}") if layout.rank in pair else None
-            if group is not None:
-                greeting = torch.zeros(1, device=device if dist.get_backend(group) == "nccl" else "cpu")
-                receiver = pair[1] if sender == pair[0] else pair[0]
-                if direction == "out":
-                    dist.send(greeting, receiver, group=group)
-                else:
-                    dist.recv(greeting, sender, group=group)
+        if place.model_ranks()[0] == place.rank:
+            make("model", place.model_ranks())
+    if dist.get_backend(mine["pipeline"]) == "nccl":
+        _make_links(layout, timeout, device, mine)
+    else:
+        names = {"forward_in": not layout.is_first_stage, "forward_out": not layout.is_last_stage}
+        names |= {"backward_in": not layout.is_last_stage, "backward_out": not layout.is_first_stage}
+        mine |= {name: mine["pipeline"] for name, exists in names.items() if exists}
     return Groups(
         pipeline=_present(mine, "pipeline"),
         data=_present(mine, "data"),
         tensor=_present(mine, "tensor"),
+        model=_present(mine, "model"),
         forward_in=mine.get("forward_in"),
         forward_out=mine.get("forward_out"),
         backward_in=mine.get("backward_in"),
         backward_out=mine.get("backward_out"),
     )
+
+
+def _make_links(
+    layout: Layout,
+    timeout: timedelta | None,
+    device: torch.device | None,
+    mine: dict[str, dist.ProcessGroup | None],
+) -> None:
+    """A group of its own for each pair and direction, into ``mine``: NCCL runs what is posted on one group in the order
+    in which it was posted, so messages of one kind would queue behind another."""
+    for place in (layout.at(rank) for rank in range(layout.world_size)):
+        if place.is_last_stage:
+            continue
+        pair = [place.rank, place.rank_of(stage=place.stage + 1)]
+        for name, sender in (("forward", pair[0]), ("backward", pair[1])):
+            group = dist.new_group(pair, timeout=timeout)
+            if layout.rank not in pair:
+                continue
+            direction = "out" if layout.rank == sender else "in"
+            mine[f"{name}_{direction}"] = group
+            greeting = torch.zeros(1, device=device)
+            receiver = pair[1] if sender == pair[0] else pair[0]
+            if direction == "out":
+                dist.send(greeting, receiver, group=group)
+            else:
+                dist.recv(greeting, sender, group=group)
 
 
 def _present(groups: dict[str, dist.ProcessGroup | None], name: str) -> dist.ProcessGroup:

@@ -6,6 +6,7 @@ The tensors' own files are safe: torch opens them with `weights_only=True`.
 from __future__ import annotations
 
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,19 @@ class Reader(FileSystemReader):
     """torch's reader of distributed checkpoints, for those that hold tensors and nothing else."""
 
     def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
-        """What is where in the checkpoint."""
-        with open(Path(self.path) / METADATA, "rb") as file:
-            result: metadata.Metadata = _Unpickler(file).load()
+        """What is where in the checkpoint.
+
+        Raises:
+            ValueError: the file asks for what doesn't belong there, or is damaged.
+        """
+        path = Path(self.path) / METADATA
+        try:
+            with open(path, "rb") as file:
+                result = _Unpickler(file).load()
+        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as error:  # pickle's list
+            raise _damaged(path) from error
+        if not isinstance(result, metadata.Metadata):
+            raise _damaged(path)
         return result
 
     def found(self) -> Found:
@@ -68,13 +79,20 @@ def read_trainer(directory: Path, weights_only: bool) -> dict[str, Any]:
     """What trainer.pt holds.
 
     Raises:
-        ValueError: it holds other than tensors and plain containers, which `weights_only` forbids.
+        ValueError: it holds other than tensors and plain containers, which `weights_only` forbids, or is damaged.
     """
+    path = directory / TRAINER
+    if not zipfile.is_zipfile(path):  # what torch.save writes; torch.load would take anything else for a pickle
+        raise _damaged(path)
     try:
-        state: dict[str, Any] = torch.load(directory / TRAINER, map_location="cpu", weights_only=weights_only)
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{directory / TRAINER} holds more than tensors and plain containers, and loading that can run code. "
+            f"{path} holds more than tensors and plain containers, and loading that can run code. "
             f"If you trust the file, load it with weights_only=False. ({str(error).strip().splitlines()[0]})"
         ) from error
     return state
+
+
+def _damaged(path: Path) -> ValueError:
+    return ValueError(f"{path} is damaged, perhaps cut short when it was copied: load another checkpoint, or copy anew")

@@ -16,7 +16,8 @@ computes, which hides its latency.
 
 gloo can't say whether a send is done without waiting for it, so a sender keeps its buffers until it *knows*
 (:meth:`Sender.confirm`): the gradient of a microbatch proves that its activation arrived, and the second word, a,
-counts the gradients that had arrived when the activation was sent. So buffers are bounded by what is in flight.
+counts the gradients that had arrived when the activation was sent. So buffers are bounded by what is in flight; they
+are used again for messages of the same format, since the system takes longer to give fresh memory than to copy into it.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from __future__ import annotations
 import json
 import math
 import struct
+import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import torch
@@ -65,7 +69,7 @@ class Link:
     share one GPU, and directly where it is NCCL.
 
     Args:
-        group: a group of the two ranks that nothing else uses.
+        group: one in which nothing else goes from the one rank to the other in this direction, by its default tag.
         peer: global rank of the neighbour.
         peer_name: how errors name it.
         device: where this stage computes.
@@ -112,20 +116,62 @@ class Link:
         )
 
 
-class Sender:
-    """Sends messages over a link, in order.
+class _Courier:
+    """Posts sends from a thread of its own: gloo copies a message into a socket within the call that posts it, half a
+    millisecond for a megabyte, which the stage need not wait for. The thread ends with this object."""
 
-    gloo copies a message into a socket within the call that posts it: half a millisecond for a megabyte, which the
-    stage need not wait for. So a thread of the sender's own makes that call; where a GPU is involved, the stage's
-    thread, whose stream orders it.
-    """
+    def __init__(self, link: Link) -> None:
+        self._handed: SimpleQueue[Tensor | None] = SimpleQueue()
+        self._posted: SimpleQueue[dist.Work | BaseException] = SimpleQueue()
+        Thread(target=_post_all, args=(link, self._handed, self._posted), name="send", daemon=True).start()
+        weakref.finalize(self, self._handed.put, None)
+
+    def hand(self, buffer: Tensor) -> None:
+        """Post ``buffer``, after all that were handed over before."""
+        self._handed.put(buffer)
+
+    def posted(self) -> dist.Work:
+        """The next send, in the order of :meth:`hand`; waits until it has been posted."""
+        work = self._posted.get()
+        if isinstance(work, BaseException):
+            raise work
+        return work
+
+
+def _post_all(link: Link, handed: SimpleQueue[Tensor | None], posted: SimpleQueue[dist.Work | BaseException]) -> None:
+    while (buffer := handed.get()) is not None:
+        try:
+            posted.put(link.isend(buffer))
+        except BaseException as error:  # raised again on the stage's thread
+            posted.put(error)
+        del buffer  # its memory is the sender's to release
+
+
+class _Direct:
+    """In the place of a :class:`_Courier` where a GPU is involved: posts from the stage's thread, whose stream orders
+    it."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._posted: deque[dist.Work] = deque()
+
+    def hand(self, buffer: Tensor) -> None:
+        self._posted.append(self._link.isend(buffer))
+
+    def posted(self) -> dist.Work:
+        return self._posted.popleft()
+
+
+class Sender:
+    """Sends messages over a link, in order."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self._formats: dict[Hashable, Format] = {}
-        self._thread = ThreadPoolExecutor(1, "send") if link.device.type == "cpu" else None
-        self._unconfirmed: deque[list[tuple[Future[dist.Work], Tensor]]] = deque()  # one list a message
+        self._courier = _Courier(link) if link.device.type == "cpu" else _Direct(link)
+        self._unconfirmed: deque[_Message] = deque()
         self._confirmed = 0  # messages known to have arrived
+        self._idle: deque[Tensor] = deque()  # buffers of messages that have arrived
 
     @property
     def sent(self) -> int:
@@ -137,52 +183,81 @@ class Sender:
         number of gradient messages that came back so far. Returns what kind of message it was."""
         actual = format_of(tensors)
         expected = self._formats.get(place, ())
-        message = _pack(tensors, actual, (0, acknowledged), self._link)
+        message = self._packed(tensors, actual, (0, acknowledged))
         if actual == expected:
             self._post(message)
         else:
             description = _encode(actual)
-            announcement = _pack((), expected, (description.numel(), acknowledged), self._link)
-            self._post(announcement, _to_link(description, self._link), message)
+            announcement = self._packed((), expected, (description.numel(), acknowledged))
+            self._post(announcement, self._buffer(description.numel()).copy_(description), message)
             self._formats[place] = actual
         return actual
 
     def end(self, place: Hashable, acknowledged: int = 0) -> None:
         """Answer the receive that the peer has posted for ``place``: there will be no such message."""
-        self._post(_pack((), self._formats.get(place, ()), (_END, acknowledged), self._link))
+        self._post(self._packed((), self._formats.get(place, ()), (_END, acknowledged)))
 
     def send_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Send gradients, whose format the receiver knows. None: no message."""
-        if not gradients:
-            self._post()
-            return
         only = gradients[0] if len(gradients) == 1 else None
         if only is not None and only.is_contiguous() and only.is_cpu and not only.is_complex():
-            self._post(only.detach())  # as it lies in memory: a message needs no copy
+            self._post(only.detach(), own=False)  # as it lies in memory: a message needs no copy
+        elif gradients:
+            self._post(self._packed(gradients, format_of(gradients), None))
         else:
-            self._post(_pack(gradients, format_of(gradients), None, self._link))
+            self._post()
 
     def confirm(self, messages: int) -> None:
         """The peer is known to have received this many messages since the start: release their buffers."""
         while self._confirmed < messages and self._unconfirmed:
-            for posted, _ in self._unconfirmed.popleft():
-                self._link.wait(posted.result())
+            message = self._unconfirmed.popleft()
+            for buffer in message.buffers:
+                self._link.wait(self._courier.posted())
+                if message.own:
+                    self._idle.append(buffer)
             self._confirmed += 1
 
     def flush(self, keep: int = 0) -> None:
         """Wait until all but the last ``keep`` messages have arrived."""
         self.confirm(self._confirmed + len(self._unconfirmed) - keep)
 
-    def _post(self, *buffers: Tensor) -> None:
+    def _post(self, *buffers: Tensor, own: bool = True) -> None:
         """Send buffers, one after the other, as one message."""
-        self._unconfirmed.append([(self._isend(buffer), buffer) for buffer in buffers])
+        self._unconfirmed.append(_Message(buffers, own))
+        for buffer in buffers:
+            self._courier.hand(buffer)
 
-    def _isend(self, buffer: Tensor) -> Future[dist.Work]:
-        if self._thread is not None:
-            return self._thread.submit(self._link.isend, buffer)
-        done: Future[dist.Work] = Future()
-        done.set_result(self._link.isend(buffer))
-        return done
+    def _packed(self, tensors: Sequence[Tensor], format: Format, trailer: tuple[int, int] | None) -> Tensor:
+        """A buffer laid out for ``format``, with ``tensors`` in their places; none: its contents are void."""
+        buffer = self._buffer(_layout(format)[1] + (_TRAILER if trailer else 0))
+        for place, tensor in zip(_unpack(buffer, format), tensors, strict=False):
+            place.copy_(tensor.detach())
+        if trailer:
+            _write_trailer(buffer, trailer)
+        return buffer
+
+    def _buffer(self, nbytes: int) -> Tensor:
+        """One that is idle, or else a new one in the place of the longest idle: there are never more than have been in
+        flight at a time."""
+        for i, buffer in enumerate(self._idle):
+            if buffer.numel() == nbytes:
+                del self._idle[i]
+                return buffer
+        if self._idle:
+            self._idle.popleft()
+        return self._link.buffer(nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """What the peer isn't known to have received.
+
+    Attributes:
+        own: the buffers are the sender's, to be used again.
+    """
+
+    buffers: tuple[Tensor, ...]
+    own: bool
 
 
 class Receiver:
@@ -254,16 +329,6 @@ def _layout(expected: Format) -> tuple[list[tuple[int, int]], int]:
     return places, end
 
 
-def _pack(tensors: Sequence[Tensor], expected: Format, trailer: tuple[int, int] | None, link: Link) -> Tensor:
-    places, end = _layout(expected)
-    buffer = link.buffer(end + (_TRAILER if trailer else 0))
-    for (start, size), tensor in zip(places, tensors, strict=False):  # no tensors: contents void
-        buffer.narrow(0, start, size).view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-    if trailer:
-        _write_trailer(buffer, trailer)
-    return buffer
-
-
 def _unpack(buffer: Tensor, expected: Format) -> list[Tensor]:
     return [
         buffer.narrow(0, start, size).view(dtype).view(shape)
@@ -297,9 +362,3 @@ def _encode(actual: Format) -> Tensor:
 def _decode(description: Tensor) -> Format:
     fields: list[Any] = json.loads(bytes(description.cpu().tolist()).decode())
     return tuple((tuple(shape), getattr(torch, dtype), bool(grad)) for shape, dtype, grad in fields)
-
-
-def _to_link(tensor: Tensor, link: Link) -> Tensor:
-    buffer = link.buffer(tensor.numel())
-    buffer.copy_(tensor)
-    return buffer

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ class Engine:
         loss_of: takes the loss out of what the user's step returned, on the last stage.
         weights: which weights a forward uses.
         timeline: records what ran when.
+        completing: called before a backward that is followed by a step: it completes the gradients.
     """
 
     def __init__(
@@ -84,8 +86,10 @@ class Engine:
         loss_of: Callable[[Any], Tensor],
         weights: Weights | None = None,
         timeline: Timeline | None = None,
+        completing: Callable[[], None] | None = None,
     ) -> None:
         self._stage = stage
+        self._completing = completing
         self._device = device
         self._loss_of = loss_of
         self._weights: Weights = weights or CurrentWeights()
@@ -139,7 +143,7 @@ class Engine:
         outputs: list[Any] = []
         self._post_activation(forwards, microbatches, endless=False)
         self._streaming = endless and (self._streaming or bool(forwards))
-        for action in actions:
+        for action, following in zip_longest(actions, actions[1:]):
             if isinstance(action, Forward):
                 forwards.popleft()
                 arrival = self._take_activation(action.microbatch)
@@ -147,6 +151,8 @@ class Engine:
                 outputs += self._forward(action.microbatch, microbatches[action.microbatch], arrival)
                 del arrival  # nothing here may hold memory until the next forward
             elif isinstance(action, Backward):
+                if self._completing is not None and isinstance(following, Step):
+                    self._completing()
                 self._backward(action.microbatch)
             else:
                 assert isinstance(action, Step)
@@ -169,16 +175,18 @@ class Engine:
             with seeded(microbatch.seed, self._device):
                 output, token = self._weights.forward(lambda: self._stage.run(microbatch.step, arrival))
             tensors = output.tensors if isinstance(output, Departure) else [self._loss_of(output)]
-        edges = [get_gradient_edge(t) for t in tensors if t.requires_grad]
+        seeds: list[Tensor] = []
+        gradients: Format = ()
+        sent = 0
         if self._activations_out is None:
             seeds = [torch.full_like(t, microbatch.weight) for t in tensors]
-            flight = _InFlight(number, edges, seeds, (), 0, arrival, token)
-        else:
+        else:  # before all else: the next stage may be waiting
             gradients = gradient_format(self._activations_out.send(tensors, microbatch.place, self._gradients_taken))
-            flight = _InFlight(number, edges, [], gradients, self._activations_out.sent, arrival, token)
+            sent = self._activations_out.sent
             if not gradients:  # none will come back to confirm the message, nor hold this stage back
                 self._activations_out.flush(keep=2)
-        self._in_flight.append(flight)
+        edges = [get_gradient_edge(t) for t in tensors if t.requires_grad]
+        self._in_flight.append(_InFlight(number, edges, seeds, gradients, sent, arrival, token))
         self._post_gradient()
         return [output] if self._stage.is_last else []
 

@@ -13,7 +13,7 @@ to the same result; so errors in the order of layers are raised on all ranks, be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +53,15 @@ class Flow:
 
     def out_of(self, stage: int) -> tuple[Cargo, ...]:
         return self.cuts[stage] if stage < len(self.cuts) else ()
+
+    def heaviest(self) -> int:
+        """The stage before the cut that carries most tensors beside the chain."""
+        return max(range(len(self.cuts)), key=lambda stage: tensors_of(self.cuts[stage]))
+
+
+def tensors_of(cargo: Iterable[Cargo]) -> int:
+    """How many tensors it is."""
+    return sum(item.tensors for item in cargo)
 
 
 def chain_only(partition: Partition) -> Flow:

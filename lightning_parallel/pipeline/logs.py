@@ -90,6 +90,15 @@ class LogRecorder:
         entry.weights.append(self.weight)
         entry.given.append(batch_size)
 
+    def extend(self, other: LogRecorder) -> None:
+        """Take what another recorder has kept, as if it had been logged here after what is here."""
+        for name, entry in other._entries.items():
+            mine = self._entries.setdefault(name, _Entry(entry.options))
+            mine.values += entry.values
+            mine.caches += entry.caches
+            mine.weights += entry.weights
+            mine.given += entry.given
+
     def replay(self, log: Callable[..., None]) -> None:
         """Log each name once, in the order of the first calls, and forget all.
 

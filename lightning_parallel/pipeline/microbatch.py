@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -72,25 +72,6 @@ def split(batch: Any, count: int) -> list[Any]:
     return _split(batch, lengths)
 
 
-def signature(batch: Any) -> Hashable:
-    """What two batches have in common exactly if messages made from one fit the other.
-
-    It is the structure with shape and dtype of the tensors; other values do not count.
-    """
-    if isinstance(batch, Tensor):
-        return batch.shape, batch.dtype
-    kind = type(batch)
-    if kind is dict:
-        return kind, tuple(batch), tuple([signature(value) for value in batch.values()])
-    if kind is tuple or kind is list:
-        return kind, tuple([signature(value) for value in batch])
-    children = _children(batch)
-    if children is None:
-        return (kind,)
-    keys, values = children
-    return kind, tuple(keys), tuple([signature(value) for value in values])
-
-
 def join_outputs(outputs: Sequence[Any], weights: Sequence[int]) -> Any:
     """What `training_step` returned for each microbatch, as it would have returned it for the whole batch.
 
@@ -112,14 +93,14 @@ def join_outputs(outputs: Sequence[Any], weights: Sequence[int]) -> Any:
         return _join_tensors([part.detach() for part in parts], shares)
     if all(isinstance(part, Real) and not isinstance(part, bool) for part in parts):
         return sum(part * share for part, share in zip(parts, shares, strict=True)) / sum(shares)
-    structure = _children(last)
+    structure = members(last)
     if structure is None or any(type(part) is not type(last) for part in parts):
         return last
-    columns = [_children(part) for part in parts]
+    columns = [members(part) for part in parts]
     if any(column is None or column[0] != structure[0] for column in columns):
         return last
     values = [column[1] for column in columns if column is not None]
-    return _rebuild(last, structure[0], [join_outputs(column, shares) for column in zip(*values, strict=True)])
+    return rebuild(last, structure[0], [join_outputs(column, shares) for column in zip(*values, strict=True)])
 
 
 def _join_tensors(parts: list[Tensor], shares: list[int]) -> Tensor:
@@ -144,8 +125,8 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 # --- walking through a batch --------------------------------------------------------------------------------
 
 
-def _children(node: Any) -> tuple[Sequence[Any], Sequence[Any]] | None:
-    """Keys and values of a container; `None` for anything else."""
+def members(node: Any) -> tuple[Sequence[Any], Sequence[Any]] | None:
+    """Keys and values of a container; `None` for anything else. `rebuild` puts other values into one like it."""
     if type(node) is dict or isinstance(node, Mapping):
         return list(node), list(node.values())
     if isinstance(node, PackedSequence):
@@ -161,7 +142,7 @@ def _children(node: Any) -> tuple[Sequence[Any], Sequence[Any]] | None:
     return None
 
 
-def _rebuild(node: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
+def rebuild(node: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
     """A container like `node` with other values; `__init__` and `__post_init__` of a dataclass do not run."""
     if isinstance(node, MutableMapping):  # first: a ModelOutput is a dataclass too, and keeps both in step
         result = copy.copy(node)
@@ -185,7 +166,7 @@ def _first_sizes(node: Any) -> Iterator[int]:
         if node.dim():
             yield node.shape[0]
         return
-    children = _children(node)
+    children = members(node)
     if children is not None:
         for child in children[1]:
             yield from _first_sizes(child)
@@ -197,7 +178,7 @@ def _named_sizes(node: Any, path: str) -> Iterator[tuple[str, int]]:
         if node.dim():
             yield path, node.shape[0]
         return
-    children = _children(node)
+    children = members(node)
     if children is None:
         return
     attributes = not isinstance(node, Mapping | tuple | list)
@@ -213,18 +194,18 @@ def _split(node: Any, lengths: list[int]) -> list[Any]:
         # `.data` gives each view a version counter of its own: a step that changes its microbatch in place
         # must not spoil what autograd has saved of the others.
         return list(pieces) if node.requires_grad else [piece.data for piece in pieces]
-    children = _children(node)
+    children = members(node)
     if children is None:
         return [node] * len(lengths)
     keys, values = children
     if _one_per_sample(node, sum(lengths)):
         return _slices(node, lengths)
     parts = [_split(value, lengths) for value in values]
-    if type(node) is dict:
-        return [dict(zip(keys, row, strict=True)) for row in zip(*parts, strict=True)]
     if not parts:
         return [node] * len(lengths)
-    result = [_rebuild(node, keys, row) for row in zip(*parts, strict=True)]
+    if type(node) is dict:
+        return [dict(zip(keys, row, strict=True)) for row in zip(*parts, strict=True)]
+    result = [rebuild(node, keys, row) for row in zip(*parts, strict=True)]
     # The tokenizer's own record of the samples, kept by a BatchEncoding beside its tensors.
     encodings = getattr(node, "_encodings", None)
     if isinstance(encodings, list) and len(encodings) == sum(lengths):
@@ -248,7 +229,7 @@ def tensors(node: Any) -> Iterator[Tensor]:
     if isinstance(node, Tensor):
         yield node
         return
-    children = _children(node)
+    children = members(node)
     if children is not None:
         for child in children[1]:
             yield from tensors(child)

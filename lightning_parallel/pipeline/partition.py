@@ -116,12 +116,19 @@ def partition(
     return result
 
 
-def resolve_layers(module: nn.Module, patterns: Sequence[str] | None, stages: int) -> list[str]:
-    """Names of the chain's layers: those that match ``patterns``, or the chain found."""
+def find_layers(module: nn.Module) -> list[str]:
+    """The chain that a pipeline would be made of; empty if the model has none."""
+    return _best_chain(module, 2) if _containers(module) else []
+
+
+def resolve_layers(
+    module: nn.Module, patterns: Sequence[str] | None, stages: int, setting: str = "layers"
+) -> list[str]:
+    """Names of the chain's layers: those that match ``patterns``, given as ``setting``, or the chain found."""
     if patterns is None:
         return _best_chain(module, stages)
     if isinstance(patterns, str) or not patterns:
-        raise ValueError(f"layers={patterns!r}: give a list of module names or patterns, such as ['net.blocks.*'].")
+        raise ValueError(f"{setting}={patterns!r}: give a list of module names or patterns, such as ['net.blocks.*'].")
     names = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
     chain: list[str] = []
     taken: set[int] = set()
@@ -130,7 +137,7 @@ def resolve_layers(module: nn.Module, patterns: Sequence[str] | None, stages: in
         matched = [name for name in names if regex.fullmatch(name)]
         if not matched:
             close = difflib.get_close_matches(pattern, names, n=3) or list(_containers(module))[:5] or names[:5]
-            raise ValueError(f"layers: {pattern!r} matches no module. Did you mean {_enumerate(close)}?")
+            raise ValueError(f"{setting}: {pattern!r} matches no module. Did you mean {_enumerate(close)}?")
         for name in matched:
             if id(module.get_submodule(name)) not in taken:  # one module under two names is one layer
                 taken.add(id(module.get_submodule(name)))
@@ -138,7 +145,7 @@ def resolve_layers(module: nn.Module, patterns: Sequence[str] | None, stages: in
     for name in chain:
         nested = [other for other in chain if other.startswith(f"{name}.")]
         if nested:
-            raise ValueError(f"layers: {nested[0]!r} is a part of {name!r}: name one of them, not both.")
+            raise ValueError(f"{setting}: {nested[0]!r} is a part of {name!r}: name one of them, not both.")
     return chain
 
 

@@ -20,8 +20,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 
 Stashing = Literal["stash", "latest"]
@@ -72,10 +74,18 @@ class WeightVersions:
         parameters: this stage's parameters, by name.
         stashing: ``"stash"``: a backward uses the weights of its forward. ``"latest"``: the current ones, for the
             products with weights, while activations are those of the forward; no copies, a biased gradient.
+        grown: called with the name of a parameter whenever a backward has added to its :meth:`gradient`.
     """
 
-    def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter], stashing: Stashing = "stash") -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        stashing: Stashing = "stash",
+        grown: Callable[[str], None] | None = None,
+    ) -> None:
         self._parameters = dict(parameters)
+        self._grown = grown
         self._stashing = stashing
         self._updates = 0
         self._current: Version | None = None
@@ -123,6 +133,12 @@ class WeightVersions:
             for (store, key, _), parameter in zip(self._slots, before, strict=True):
                 store[key] = parameter
 
+    def gradient(self, name: str) -> Tensor:
+        """What has gathered for a parameter so far, over all versions. It must have some."""
+        versions = (*self._old, *([self._current] if self._current else []))
+        parts = [g for version in versions if (g := version.leaves[name].grad) is not None]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
     def take_gradients(self) -> dict[str, Tensor]:
         """The gradients gathered since the last call, summed over versions, by parameter name. Where the loss didn't
         depend on a parameter, it is missing."""
@@ -156,6 +172,10 @@ class WeightVersions:
         self._old = [v for v in versions if any(leaf.grad is not None for leaf in v.leaves.values())]
         self._current = None
 
+    def _tell(self, name: str, leaf: Tensor) -> None:
+        assert self._grown is not None
+        self._grown(name)
+
     def _version(self) -> Version:
         if self._current is None:
             # `.data` first: its version counter is its own, so that an in-place step doesn't invalidate graphs that
@@ -165,6 +185,9 @@ class WeightVersions:
                 for name, parameter in self._parameters.items()
             }
             self._current = Version(self._updates, leaves)
+            for name, leaf in leaves.items() if self._grown is not None else ():
+                if leaf.requires_grad:
+                    leaf.register_post_accumulate_grad_hook(partial(self._tell, name))
         return self._current
 
 

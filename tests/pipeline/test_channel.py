@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -195,52 +196,112 @@ def test_a_stream_ends_and_begins_again(pool: WorkerPool) -> None:
     assert pool.run(ends_its_stream, 2)[1] == [True, False, False, True, False, False, True]
 
 
-def releases_buffers() -> list[tuple[int, int]] | None:
-    """Buffers alive at the sender, and messages not yet confirmed, as messages are confirmed."""
-    buffers: list[weakref.ref[Tensor]] = []
+def reuses_buffers() -> list[tuple[int, int, int]] | None:
+    """Buffers made so far, those alive, and messages sent, as messages are sent and confirmed."""
+    made: list[weakref.ref[Tensor]] = []
     channel = link()
     make = channel.buffer
 
     def recorded(nbytes: int) -> Tensor:
         buffer = make(nbytes)
-        buffers.append(weakref.ref(buffer))
+        made.append(weakref.ref(buffer))
         return buffer
 
+    channel.buffer = recorded  # type: ignore[method-assign]
+    sizes = [8] * 8 + [30, 60, 90, 120, 150]  # each another number of aligned bytes
     if dist.get_rank() == 1:
         receiver = Receiver(channel)
-        for _ in range(4):
+        for _ in sizes:
             receiver.post(0)
             receiver.take()
-        dist.barrier()
         return None
-    channel.buffer = recorded  # type: ignore[method-assign]
     sender = Sender(channel)
     found = []
 
-    def count() -> None:
-        alive = sum(ref() is not None for ref in buffers)
-        found.append((alive, sender.sent))
+    def send(count: int) -> None:
+        for _ in range(count):
+            sender.send([tensor(sender.sent, sizes[sender.sent])], 0)
+        count_buffers()
 
-    for i in range(4):
-        sender.send([tensor(i, 8)], 0)
-    count()  # 3 buffers for the first, whose format is new, and one for each of the others
-    dist.barrier()
+    def count_buffers() -> None:
+        found.append((len(made), sum(ref() is not None for ref in made), sender.sent))
+
+    send(4)  # 3 buffers for the first, whose format is new, and one for each of the others
     for messages in (0, 1, 3, 3, 2):  # what was confirmed before is nothing new
         sender.confirm(messages)
-        count()
+    send(1)
     sender.flush(keep=1)
-    count()
+    send(2)
     sender.flush()
-    count()
+    send(1)
     sender.confirm(100)
-    count()
+    for _ in sizes[8:]:  # of other formats, one after the other: new buffers take the place of old ones
+        send(1)
+        sender.flush()
     return found
 
 
-def test_confirming_messages_releases_their_buffers(pool: WorkerPool) -> None:
-    found = pool.run(releases_buffers, 2)[0]
-    assert [sent for _, sent in found] == [4] * 9
-    assert [alive for alive, _ in found] == [6, 6, 3, 1, 1, 1, 1, 0, 0]
+def test_buffers_of_messages_that_arrived_are_used_again(pool: WorkerPool) -> None:
+    found = pool.run(reuses_buffers, 2)[0]
+    assert [sent for *_, sent in found] == [4, 5, 7, 8, 9, 10, 11, 12, 13]
+    assert [made for made, *_ in found[:4]] == [6] * 4
+    assert [alive for _, alive, _ in found] == [6] * 9
+
+
+def confirms_nothing() -> list[int] | None:
+    """Nothing is known of messages that were sent: no buffer is used again, or what was sent would change."""
+    if dist.get_rank() == 1:
+        receiver = Receiver(link())
+        found = []
+        dist.barrier()
+        for _ in range(4):
+            receiver.post(0)
+            arrival = receiver.take()
+            assert arrival is not None
+            found.append(int(arrival.receive()[0][0]))
+        return found
+    sender = Sender(link())
+    for i in range(4):
+        sender.send([torch.full((100_000,), float(i))], 0)
+        sender.confirm(0)
+    dist.barrier()
+    sender.flush()
+    return None
+
+
+def test_buffers_in_flight_are_left_alone(pool: WorkerPool) -> None:
+    assert pool.run(confirms_nothing, 2)[1] == [0, 1, 2, 3]
+
+
+def drops_its_sender() -> list[bool]:
+    """Do the courier's thread and the link end with the sender, while a send is outstanding and after all arrived?"""
+    ended = []
+    for flushed in (True, False):
+        channel = link()
+        dist.barrier()
+        if dist.get_rank() == 1:
+            receiver = Receiver(channel)
+            if flushed:
+                receiver.post(0)
+                receiver.take()
+            dist.barrier()
+            continue
+        before = set(threading.enumerate())
+        sender = Sender(channel)
+        (courier,) = set(threading.enumerate()) - before
+        sender.send([], 0)
+        if flushed:
+            sender.flush()
+        reference = weakref.ref(channel)
+        del channel, sender
+        courier.join(timeout=10)
+        ended.append(not courier.is_alive() and reference() is None)
+        dist.barrier()
+    return ended
+
+
+def test_a_senders_thread_and_link_end_with_it(pool: WorkerPool) -> None:
+    assert pool.run(drops_its_sender, 2)[0] == [True, True]
 
 
 def changes_what_it_sent() -> list[float] | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.pipeline.absent import AbsentTensor, AbsentValueError
-from lightning_parallel.pipeline.flow import Cargo, Flow, chain_only
+from lightning_parallel.pipeline.flow import Cargo, Flow, chain_only, tensors_of
 from lightning_parallel.pipeline.partition import partition
 from lightning_parallel.pipeline.stage import Stage
 from tests.pipeline import by_hand
@@ -104,6 +104,14 @@ def test_flow_of_a_stage() -> None:
     assert [flow.into(stage) for stage in range(3)] == [(), (first,), (first, second)]
     assert [flow.out_of(stage) for stage in range(3)] == [(first,), (first, second), ()]
     assert chain_only(partition(Net(), 3, **BLOCKS)).cuts == ((), ())
+
+
+def test_the_heaviest_cut_is_told_by_tensors() -> None:
+    many, one = Cargo("many", 0, 3), Cargo("one", 0, 1)
+    assert [tensors_of(cut) for cut in ((), (one,), (one, many))] == [0, 1, 4]
+    assert Flow(((one, one), (many,), ())).heaviest() == 1
+    assert Flow(((one, one), (one, many), (many,))).heaviest() == 1
+    assert chain_only(partition(Net(), 3, **BLOCKS)).heaviest() == 0
 
 
 # -- the survey is only a look -----------------------------------------------------------------------------------------
