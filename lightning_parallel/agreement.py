@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_parallel.slices import Slices
+
 Group = dist.ProcessGroup | None
 Shape = tuple[tuple[int, ...], torch.dtype]
 T = TypeVar("T")
@@ -106,7 +108,9 @@ def check_copies(model: Mapping[str, Tensor], parameters: set[str], shares: Sequ
     if not copied:
         return
     digests = {
-        name: _digest(tensor) for name, tensor in model.items() if name in copied and not isinstance(tensor, DTensor)
+        name: _digest(tensor)
+        for name, tensor in model.items()
+        if name in copied and not isinstance(tensor, (DTensor, Slices))
     }
     known: dict[str, bytes] = {}
     differing = [

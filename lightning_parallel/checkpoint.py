@@ -28,9 +28,11 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.distributed.tensor import DTensor
 
 from lightning_parallel import agreement, directory
 from lightning_parallel.agreement import Group, Share, first_few, gather, together
+from lightning_parallel.slices import Slices
 from lightning_parallel.untrusted import METADATA, TRAINER, Found, Reader, read_trainer
 
 __all__ = ["Loaded", "is_checkpoint", "load", "read_full", "remove", "save"]
@@ -71,7 +73,7 @@ def save(
     """Write a checkpoint, replacing the one at `path`. Called by every rank of the group.
 
     A name that several ranks hold (a tied weight, a buffer outside the stages) is written once, as the lowest rank
-    has it. DTensors are written shard by shard.
+    has it. Slices and DTensors are written shard by shard.
 
     Args:
         path: the directory to be.
@@ -127,8 +129,9 @@ def load(
 
     Args:
         path: the directory.
-        model: the tensors held here, by their names in the whole model; filled in place, cast to their dtypes.
-        parameters: names whose optimizer state is wanted here.
+        model: the tensors held here, by their names in the whole model; filled in place, cast to their dtypes. Those
+            of which this rank holds a shard are :class:`~lightning_parallel.slices.Slices`.
+        parameters: names whose optimizer state is wanted here; of a shard, the shard's.
         coordinate: of this rank in the layout.
         group: of the ranks that load; `None` for all, or for a single process.
         strict: every tensor in `model` has to be in the checkpoint, and every one there has to be in the `model`
@@ -150,12 +153,14 @@ def load(
     if problems:
         raise ValueError(f"the checkpoint {path} does not fit the model: {first_few(dict.fromkeys(problems))}")
 
-    optimizer = _empty_optimizer(found, parameters)
+    optimizer = _empty_optimizer(found, parameters, model)
     prefix = f"rank/{coordinate}/"
     rank_state = {key.removeprefix(prefix): _empty(found, key) for key in found if key.startswith(prefix)}
     wanted = {f"model/{name}": tensor for name, tensor in model.items() if f"model/{name}" in found}
     tensors, _ = _by_key({}, optimizer, rank_state, coordinate)
     together(group, lambda: _read_tensors(reader, wanted | tensors))
+    for values in optimizer.values():
+        values.update({key: value.local for key, value in values.items() if isinstance(value, Slices)})
     for name in parameters:
         if name in state["optimizer_scalars"]:
             optimizer.setdefault(name, {}).update(state["optimizer_scalars"][name])
@@ -217,13 +222,20 @@ def _empty(found: Found, key: str) -> Tensor:
     return torch.empty(found[key].size, dtype=found[key].properties.dtype)
 
 
-def _empty_optimizer(found: Found, parameters: Iterable[str]) -> dict[str, dict[str, Any]]:
+def _empty_optimizer(found: Found, parameters: Iterable[str], model: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     wanted, result = set(parameters), dict[str, dict[str, Any]]()
-    for key in found:
+    for key, entry in found.items():
         if key.startswith("optimizer/0/"):
             name, state = key.removeprefix("optimizer/0/").rsplit("/", 1)
             if name in wanted:
-                result.setdefault(name, {})[state] = _empty(found, key)
+                like = model.get(name)
+                if isinstance(like, Slices) and entry.size == like.shape:
+                    empty: Tensor = Slices(torch.empty(like.local.shape, dtype=entry.properties.dtype), like.shard)
+                elif isinstance(like, DTensor) and entry.size == like.shape:
+                    empty = torch.empty_like(like, dtype=entry.properties.dtype)
+                else:
+                    empty = _empty(found, key)
+                result.setdefault(name, {})[state] = empty
     return result
 
 
