@@ -9,10 +9,26 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
+from lightning_parallel.strategies.data import DataParallelStrategy
+from lightning_parallel.strategies.fully_sharded import FullyShardedStrategy
 from lightning_parallel.strategies.pipeline import PipelineStrategy
 from lightning_parallel.strategies.pipeline_async import AsyncPipelineStrategy
+from lightning_parallel.strategies.tensor import TensorParallelStrategy
+from lightning_parallel.tensor.embedding import VocabParallelEmbedding
+from lightning_parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_parallel.tensor.loss import vocab_parallel_cross_entropy
 
-__all__ = ["AsyncPipelineStrategy", "PipelineStrategy"]
+__all__ = [
+    "AsyncPipelineStrategy",
+    "ColumnParallelLinear",
+    "DataParallelStrategy",
+    "FullyShardedStrategy",
+    "PipelineStrategy",
+    "RowParallelLinear",
+    "TensorParallelStrategy",
+    "VocabParallelEmbedding",
+    "vocab_parallel_cross_entropy",
+]
 
 __version__ = "0.1.0"
 
@@ -24,6 +40,9 @@ def _register() -> None:
         "pipeline_gpipe": (PipelineStrategy, {"schedule": "gpipe"}),
         "pipeline_1f1b": (PipelineStrategy, {"schedule": "1f1b"}),
         "pipeline_async": (AsyncPipelineStrategy, {}),
+        "data_parallel": (DataParallelStrategy, {}),
+        "tensor_parallel": (TensorParallelStrategy, {}),
+        "fully_sharded": (FullyShardedStrategy, {}),
     }
     for name, (strategy, options) in names.items():
         if name not in StrategyRegistry:

@@ -38,6 +38,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_parallel.layout import Groups, Layout, Size, make_groups
+from lightning_parallel.strategies.loaders import warn_of_equal_shares
 
 T = TypeVar("T")
 
@@ -202,6 +203,7 @@ class LayoutStrategy(ParallelStrategy):
             # Right for several replicas; with one, what is logged is already the whole.
             warnings.filterwarnings("ignore", message=r".*self\.log\(.*sync_dist=True")
         self.accelerator.setup(trainer)
+        self._synchronise_metrics_over_replicas()
         self.model = self.precision_plugin.convert_module(self._module())
         self.distribute_model(trainer)
         self.model_to_device()
@@ -210,6 +212,13 @@ class LayoutStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _synchronise_metrics_over_replicas(self) -> None:
+        """torchmetrics' objects reduce over the world by default, where tensor ranks would count each sample again, and
+        stages but the last have counted none."""
+        for child in self._module().modules():
+            if hasattr(child, "process_group") and hasattr(child, "sync_on_compute") and child.process_group is None:
+                child.process_group = self.groups.data
 
     def distribute_model(self, trainer: pl.Trainer) -> None:
         """Give this rank its part of the model: before the move to the device, and before the optimizers are made."""
@@ -225,6 +234,8 @@ class LayoutStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        if self.layout.data > 1 and isinstance(dataloader, torch.utils.data.DataLoader):
+            warn_of_equal_shares(dataloader, self.layout.data)
         # Lightning seeds workers by global rank, which would give the stages of one replica different augmentations.
         seeded = int(os.environ.get("PL_SEED_WORKERS", 0))
         if isinstance(dataloader, torch.utils.data.DataLoader) and seeded and dataloader.worker_init_fn is None:

@@ -13,9 +13,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -26,6 +24,7 @@ from lightning_parallel.pipeline.partition import Balance
 from lightning_parallel.pipeline.schedule import SYNCHRONOUS
 from lightning_parallel.pipeline.weights import swap_gradients
 from lightning_parallel.strategies.pipeline_base import Microbatches, PipelineBase, loss_scale
+from lightning_parallel.tensor.plan import Plan
 
 
 class PipelineStrategy(PipelineBase):
@@ -50,6 +49,10 @@ class PipelineStrategy(PipelineBase):
             about a third more time. BatchNorm then updates its statistics twice.
         timeline: record what each rank runs when; at the end of training a picture and a trace are written to the
             log directory, and the measured bubble is printed beside the theoretical one.
+        tensor_parallel, plan, sequence_parallel: each stage's layers in shards, over so many ranks; see
+            :class:`~lightning_parallel.TensorParallelStrategy`. ``stages="auto"`` takes the ranks that this leaves.
+        data_parallel: replicas of the whole pipeline, each with its share of every batch; ``"auto"``: as many as there
+            are ranks for, or one with ``stages="auto"``.
         **kwargs: of :class:`~lightning_parallel.strategies.base.LayoutStrategy`.
     """
 
@@ -63,6 +66,10 @@ class PipelineStrategy(PipelineBase):
         balance: Balance = "parameters",
         activation_checkpointing: bool = False,
         timeline: bool = False,
+        tensor_parallel: Size = 1,
+        plan: Plan | None = None,
+        sequence_parallel: bool = False,
+        data_parallel: Size = "auto",
         **kwargs: Any,
     ) -> None:
         if schedule not in SYNCHRONOUS:
@@ -76,21 +83,15 @@ class PipelineStrategy(PipelineBase):
             balance=balance,
             activation_checkpointing=activation_checkpointing,
             timeline=timeline,
+            tensor_parallel=tensor_parallel,
+            plan=plan,
+            sequence_parallel=sequence_parallel,
+            data_parallel=data_parallel,
             **kwargs,
         )
         self._schedule = schedule
         self._gradients: dict[str, Tensor | None] = {}
         self._count = 1  # microbatches of the last batch
-
-    @override
-    def setup_precision_plugin(self) -> None:
-        super().setup_precision_plugin()
-        plugin = self.precision_plugin
-        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
-            # An overflow on one stage must skip the step on all.
-            state = plugin.scaler.state_dict()
-            plugin.scaler = ShardedGradScaler(device=self.root_device.type, process_group=self.groups.pipeline)
-            plugin.scaler.load_state_dict(state)
 
     @override
     def wanted_microbatches(self, size: int) -> int:
@@ -106,11 +107,15 @@ class PipelineStrategy(PipelineBase):
         self._count = len(sizes)
         actions = SYNCHRONOUS[self._schedule](self.layout.pipeline, self._count)[self.layout.stage]
 
-        accumulated = swap_gradients(self._parameters, {})  # of earlier batches
+        # Until zero_grad, gradients of the update before are there too.
+        earlier = {} if self._accumulated else swap_gradients(self._parameters, {})
         with self.recorded(recorder):
             outputs = self.engine.run(actions, work)
-        self._gradients = swap_gradients(self._parameters, accumulated)
-        self._sum_shared_gradients()
+        self._gradients = swap_gradients(self._parameters, earlier)
+        if self._ends_update:
+            self._gradients = self.complete_gradients(self._gradients)
+            self._sum_shared_gradients()
+        self._accumulated = True  # until the update
 
         if not self.stage.is_last:
             return self.board.publish_step(None)
@@ -146,26 +151,16 @@ class PipelineStrategy(PipelineBase):
         module = self._module()
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        for name, parameter in self._parameters.items():
-            gradient = self._gradients.get(name)
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        swap_gradients(self._parameters, self._gradients)
         self._gradients = {}
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
 
     @override
-    def clip_gradients_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """By the norm over all stages. A parameter on several counts once, on the first."""
-        partition, me = self.stage.partition, self.layout.stage
-        held = [p for p in self.precision_plugin.main_params(optimizer) if p.grad is not None]
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
-        counted = [p for p in held if id(p) not in names or partition.owners[names[id(p)]][0] == me]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in counted if p.grad is not None])
-        square = norm.to(device=self.root_device, dtype=torch.float64).square()
-        dist.all_reduce(square, group=self.groups.pipeline)
-        torch.nn.utils.clip_grads_with_norm_(held, clip_val, square.sqrt())
+    def counts(self, name: str) -> bool:
+        # A parameter on several stages: on the first.
+        return super().counts(name) and self.stage.partition.owners[name][0] == self.layout.stage
 
     @override
     def theoretical_bubble(self) -> float:

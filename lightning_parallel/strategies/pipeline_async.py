@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ from lightning_parallel.pipeline.partition import Balance, Partition
 from lightning_parallel.pipeline.schedule import AsyncOneFOneB
 from lightning_parallel.pipeline.weights import Stashing, WeightVersions, swap_gradients
 from lightning_parallel.strategies.pipeline_base import PipelineBase
+from lightning_parallel.tensor.plan import Plan
 
 Options = list[dict[str, Any]]  # learning rate and the like, one dict a parameter group
 
@@ -48,7 +49,8 @@ class AsyncPipelineStrategy(PipelineBase):
             for each update in flight. ``"latest"``: the current ones; no copies, a biased gradient.
         extra_in_flight: microbatches in flight on each link beyond the fewest that keep all stages busy. 1 hides the
             latency of messages, and doubles staleness.
-        layers, balance, activation_checkpointing, timeline: as in :class:`~lightning_parallel.PipelineStrategy`.
+        layers, balance, activation_checkpointing, timeline, tensor_parallel, plan, sequence_parallel, data_parallel: as
+            in :class:`~lightning_parallel.PipelineStrategy`. Replicas of a stage average the gradients of each update.
         **kwargs: of :class:`~lightning_parallel.strategies.base.LayoutStrategy`.
     """
 
@@ -63,6 +65,10 @@ class AsyncPipelineStrategy(PipelineBase):
         balance: Balance = "parameters",
         activation_checkpointing: bool = False,
         timeline: bool = False,
+        tensor_parallel: Size = 1,
+        plan: Plan | None = None,
+        sequence_parallel: bool = False,
+        data_parallel: Size = "auto",
         **kwargs: Any,
     ) -> None:
         if weights not in ("stash", "latest"):
@@ -78,6 +84,10 @@ class AsyncPipelineStrategy(PipelineBase):
             balance=balance,
             activation_checkpointing=activation_checkpointing,
             timeline=timeline,
+            tensor_parallel=tensor_parallel,
+            plan=plan,
+            sequence_parallel=sequence_parallel,
+            data_parallel=data_parallel,
             **kwargs,
         )
         self._stashing: Stashing = weights
@@ -85,7 +95,6 @@ class AsyncPipelineStrategy(PipelineBase):
         self._list: AsyncOneFOneB | None = None
         self._versions: WeightVersions | None = None
         self._fed = 0  # microbatches so far
-        self._stepping = False  # does Lightning want an update after this batch?
         self._stop = False  # has the user's step asked for the end of training?
         self._options: deque[Options] = deque()  # of the updates under way, oldest first
         self._loose_owners: dict[str, int] | None = None  # the stage that trains each loose parameter; once known
@@ -134,7 +143,8 @@ class AsyncPipelineStrategy(PipelineBase):
 
     @override
     def make_weights(self) -> WeightVersions:
-        self._versions = WeightVersions(self._module(), self._parameters, self._stashing)
+        grown = None if self._averager is None else self._gradient_grown
+        self._versions = WeightVersions(self._module(), self._parameters, self._stashing, grown)
         return self._versions
 
     @override
@@ -146,18 +156,36 @@ class AsyncPipelineStrategy(PipelineBase):
         # A stage that lags steps its scheduler before its first update, and uses the options of the right one.
         warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
 
+    @override
+    def watch_gradients(self, ready: Callable[[str, Tensor], None]) -> list[torch.utils.hooks.RemovableHandle]:
+        return []  # they grow on the leaves of versions, which come and go
+
+    def _gradient_grown(self, name: str) -> None:
+        assert self._averager is not None
+        if self._averager.begun:
+            self._averager.ready(name, self.versions.gradient(name))
+
+    @override
+    def before_last_backward(self) -> None:
+        if self._averager is not None:
+            self._averager.begin()
+
+    @override
+    def norm_group(self) -> dist.ProcessGroup:
+        return self.groups.tensor  # of this stage alone: its update is not that of others
+
     # -- training ------------------------------------------------------------------------------------------------
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Called once a batch that ends an update; the stage's own updates happen inside the closure."""
-        self._stepping = True
+        self._ends_update = True
         return closure()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._list is not None
-        ends_update, self._stepping = self._stepping, False
+        ends_update, self._ends_update = self._ends_update, False
         recorder = LogRecorder()
         scale = 1 / self._module().trainer.accumulate_grad_batches
         work, sizes = self.microbatches((*args, *kwargs.values()), recorder, scale, first=self._fed)
@@ -193,7 +221,7 @@ class AsyncPipelineStrategy(PipelineBase):
         """One update of this stage: the hooks, clipping and step that Lightning would run, with the options that were
         in force when its batch came."""
         module, optimizer = self._module(), self.optimizers[0]
-        gradients = self.versions.take_gradients()
+        gradients = self.complete_gradients(self.versions.take_gradients())
         self._find_loose_owners(gradients)
 
         def step() -> None:
@@ -216,14 +244,14 @@ class AsyncPipelineStrategy(PipelineBase):
         for name, stage in (self._loose_owners or {}).items():
             dist.broadcast(self._parameters[name].data, self.layout.rank_of(stage=stage), self.groups.pipeline)
 
-    def _find_loose_owners(self, gradients: dict[str, Tensor]) -> None:
+    def _find_loose_owners(self, gradients: Mapping[str, Tensor | None]) -> None:
         """A parameter outside all layers lives on every stage; asynchronously, one only may train it. The first update
         shows which. The others' copies follow when the pipeline drains."""
         loose = sorted(self.stage.partition.loose)
         if self._loose_owners is not None or not loose or self.layout.pipeline == 1:
             return
         mine = torch.zeros(self.layout.pipeline, len(loose), dtype=torch.int, device=self.root_device)
-        mine[self.layout.stage] = torch.tensor([name in gradients for name in loose])
+        mine[self.layout.stage] = torch.tensor([gradients.get(name) is not None for name in loose])
         dist.all_reduce(mine, group=self.groups.pipeline)
         self._loose_owners = {}
         for name, trained in zip(loose, mine.T.tolist(), strict=True):

@@ -9,13 +9,26 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import lightning_parallel as lp
 from lightning_parallel.pipeline.absent import AbsentTensor
-from tests.strategies.models import MODELS
+from lightning_parallel.tensor.shard import Shard
+from tests.strategies.models import BATCH, MODELS, SAMPLES
+from tests.strategies.replicated import REPLICATED
+from tests.strategies.shardable import SHARDABLE
 
-STRATEGIES = {"sync": lp.PipelineStrategy, "async": lp.AsyncPipelineStrategy}
+STRATEGIES = {
+    "sync": lp.PipelineStrategy,
+    "async": lp.AsyncPipelineStrategy,
+    "data": lp.DataParallelStrategy,
+    "tensor": lp.TensorParallelStrategy,
+    "fsdp": lp.FullyShardedStrategy,
+    "ddp": DDPStrategy,  # Lightning's, to compare with
+}
+ALL = {**MODELS, **SHARDABLE, **REPLICATED}
 
 
 @dataclass
@@ -27,6 +40,7 @@ class Report:
     weights: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     validation: list[Any] = field(default_factory=list)
+    shards: dict[str, Shard] = field(default_factory=dict)  # of which parameters this rank holds a part
 
 
 class Witness(Callback):
@@ -37,7 +51,7 @@ class Witness(Callback):
         self.report.losses.append(float(outputs["loss"]))
 
     def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
-        self.report.gradients.append({n: p.grad.clone() for n, p in here(module).items() if p.grad is not None})
+        self.report.gradients.append({n: complete(p.grad) for n, p in here(module).items() if p.grad is not None})
 
 
 def here(module: torch.nn.Module) -> dict[str, Tensor]:
@@ -46,20 +60,18 @@ def here(module: torch.nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in named if not isinstance(p, AbsentTensor)}
 
 
-def train(
-    model: str,
-    strategy: str = "single",
-    options: dict[str, Any] | None = None,
-    *,
-    dtype: torch.dtype = torch.float64,
-    shuffle: bool = False,
-    callbacks: list[Callback] | None = None,
-    **trainer_options: Any,
-) -> Report:
-    """``strategy``: "single", "sync" or "async"; ``options`` are its constructor's."""
-    torch.set_default_dtype(dtype)
-    module = MODELS[model]()
-    report = Report()
+def complete(tensor: Tensor) -> Tensor:
+    """A copy; of a DTensor, whose ranks all call, the whole tensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def make_trainer(strategy: str, callbacks: list[Callback], options: dict[str, Any], **given: Any) -> L.Trainer:
+    """One that trains for two epochs on the CPU and does nothing beside, but for what is ``given``.
+
+    Args:
+        strategy: "single", or one of STRATEGIES, on all ranks of the pool's call.
+        options: of the strategy's constructor.
+    """
     arguments: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1 if strategy == "single" else int(os.environ["WORLD_SIZE"]),
@@ -69,29 +81,65 @@ def train(
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
-        "callbacks": [Witness(report), *(callbacks or [])],
+        "callbacks": callbacks,
     }
     if strategy != "single":
-        arguments["strategy"] = STRATEGIES[strategy](**(options or {}))
-    trainer = L.Trainer(**(arguments | trainer_options))
+        arguments["strategy"] = STRATEGIES[strategy](**options)
+    return L.Trainer(**(arguments | given))
+
+
+def train(
+    model: str,
+    strategy: str = "single",
+    options: dict[str, Any] | None = None,
+    *,
+    dtype: torch.dtype = torch.float64,
+    shuffle: bool = False,
+    batch_size: int = BATCH,
+    samples: int = SAMPLES,
+    callbacks: list[Callback] | None = None,
+    **trainer_options: Any,
+) -> Report:
+    """``strategy`` and ``options`` as in `make_trainer`; ``batch_size`` of each replica."""
+    torch.set_default_dtype(dtype)
+    module = ALL[model]()
+    report = Report()
+    trainer = make_trainer(strategy, [Witness(report), *(callbacks or [])], options or {}, **trainer_options)
+    loader, replicas = ALL[model].loader, getattr(trainer.strategy, "is_distributed", False)
+    share = trainer.distributed_sampler_kwargs if replicas else None
     if shuffle:
         torch.manual_seed(11)  # as a user's seed_everything would
-    trainer.fit(module, MODELS[model].loader(shuffle), MODELS[model].loader())
-    report.weights = {name: p.detach().clone() for name, p in here(module).items()}
+    trainer.fit(module, loader(shuffle, batch_size, samples, share), loader())
+    report.weights = {name: complete(p.detach()) for name, p in here(module).items()}
     report.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    report.validation = trainer.validate(module, MODELS[model].loader(), verbose=False)
+    report.shards = trainer.strategy.held().shards if strategy not in ("single", "data") else {}  # type: ignore[attr-defined]
+    report.validation = trainer.validate(module, ALL[model].loader(), verbose=False)
     return report
 
 
 def joined(reports: list[Report], what: str, update: int | None = None) -> dict[str, Tensor]:
-    """The stages' weights, or their gradients of an update, as one model's. What several hold must agree."""
+    """The ranks' weights, or their gradients of an update, as one model's. What several hold must agree."""
     result: dict[str, Tensor] = {}
     for report in reports:
         part = report.weights if what == "weights" else report.gradients[update or 0]
         for name, tensor in part.items():
-            assert name not in result or torch.equal(result[name], tensor), f"stages disagree on {name}"
+            if name in report.shards:
+                paste(result, name, tensor, report.shards[name])
+                continue
+            assert name not in result or torch.equal(result[name], tensor), f"ranks disagree on {name}"
             result[name] = tensor
+    assert not any(tensor.isnan().any() for tensor in result.values()), "a shard is missing"
     return result
+
+
+def paste(result: dict[str, Tensor], name: str, local: Tensor, shard: Shard) -> None:
+    """Put a shard into its place in the whole, which is NaN where no shard has been."""
+    whole = result.setdefault(name, torch.full(shard.shape, torch.nan, dtype=local.dtype))
+    lengths = [stop - start for start, stop in shard.ranges()]
+    for (start, stop), piece in zip(shard.ranges(), local.split(lengths, shard.dim), strict=True):
+        place = whole.narrow(shard.dim, start, stop - start)
+        assert place.isnan().all() or torch.equal(place, piece), f"ranks disagree on {name}"
+        place.copy_(piece)
 
 
 def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

@@ -10,6 +10,7 @@ from lightning.pytorch.demos import Transformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
 
 SAMPLES = 22  # not a multiple of the batch size of 8: the last batch has 6
 BATCH = 8
@@ -64,8 +65,14 @@ class Base(L.LightningModule):
         return [{"input_ids": row, "labels": row} for row in tokens]
 
     @classmethod
-    def loader(cls, shuffle: bool = False) -> DataLoader[Any]:
-        return DataLoader(Rows(cls.samples()), batch_size=BATCH, shuffle=shuffle)
+    def loader(
+        cls, shuffle: bool = False, batch_size: int = BATCH, samples: int = SAMPLES, share: Any = None
+    ) -> DataLoader[Any]:
+        """``share``: which replica's samples, as DistributedSampler's arguments (Lightning's own would be shuffled)."""
+        rows = Rows(cls.samples()[:samples])
+        if share is None:
+            return DataLoader(rows, batch_size=batch_size, shuffle=shuffle)
+        return DataLoader(rows, batch_size=batch_size, sampler=DistributedSampler(rows, **share, shuffle=shuffle))
 
 
 def next_token_loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:

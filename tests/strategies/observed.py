@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import lightning as L
@@ -14,10 +13,9 @@ from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-import lightning_parallel as lp
+from tests.strategies import harness
 from tests.strategies.models import Rows
 
-STRATEGIES = {"sync": lp.PipelineStrategy, "async": lp.AsyncPipelineStrategy}
 OPTIONS: dict[str, dict[str, Any]] = {"sync": {"microbatches": 2}, "async": {"microbatches": 2}}
 CLASSES, WIDTH = 3, 6
 
@@ -159,17 +157,5 @@ class Reader(Callback):
 
 
 def make_trainer(strategy: str, callbacks: list[Callback], options: dict[str, Any] | None = None, **given: Any) -> Any:
-    arguments: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1 if strategy == "single" else int(os.environ["WORLD_SIZE"]),
-        "max_epochs": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "callbacks": callbacks,
-    }
-    if strategy != "single":
-        arguments["strategy"] = STRATEGIES[strategy](**(OPTIONS[strategy] if options is None else options))
-    return L.Trainer(**(arguments | given))
+    """As the harness's; two microbatches unless ``options`` say otherwise."""
+    return harness.make_trainer(strategy, callbacks, OPTIONS.get(strategy, {}) if options is None else options, **given)

@@ -12,8 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_parallel.checkpoint import is_checkpoint, read_full
 from tests.pool import WorkerPool
-from tests.strategies.harness import STRATEGIES, Report, here, joined, largest_difference
-from tests.strategies.models import MODELS
+from tests.strategies.harness import ALL, STRATEGIES, Report, complete, here, joined, largest_difference
 
 EPOCHS = 4
 
@@ -29,7 +28,7 @@ def fit(
 ) -> tuple[Report, str, float]:
     """Train with a checkpoint an epoch. The model is made with other weights when it is to be resumed."""
     torch.set_default_dtype(torch.float64)
-    module = MODELS[model]()
+    module = ALL[model]()
     if resume is not None:
         with torch.no_grad():
             for parameter in module.parameters():
@@ -41,8 +40,9 @@ def fit(
         enable_progress_bar=False, enable_model_summary=False, **trainer_options,
     )  # fmt: skip
     torch.manual_seed(11)
-    trainer.fit(module, MODELS[model].loader(), MODELS[model].loader(), ckpt_path=resume)
-    report = Report(weights={name: p.detach().clone() for name, p in here(module).items()})
+    trainer.fit(module, ALL[model].loader(), ALL[model].loader(), ckpt_path=resume)
+    report = Report(weights={name: complete(p.detach()) for name, p in here(module).items()})
+    report.shards = trainer.strategy.held().shards if strategy in STRATEGIES else {}  # type: ignore[attr-defined]
     return report, keeper.best_model_path, float(trainer.callback_metrics["val_loss"])
 
 
@@ -56,9 +56,7 @@ def test_a_resumed_run_is_the_run_to_the_bit(
     pool: WorkerPool, tmp_path: Path, model: str, strategy: str, options: dict[str, Any]
 ) -> None:
     whole = pool.run(fit, 3, model, strategy, options, 3, tmp_path / "a", init=False)
-    resumed = pool.run(
-        fit, 3, model, strategy, options, 3, tmp_path / "b", tmp_path / "a" / "epoch=1.ckpt", init=False
-    )
+    resumed = pool.run(fit, 3, model, strategy, options, 3, tmp_path / "b", tmp_path / "a" / "epoch=1.ckpt", init=False)
     for (a, best_a, loss_a), (b, best_b, loss_b) in zip(whole, resumed, strict=True):
         assert largest_difference(a.weights, b.weights) == 0
         assert loss_a == loss_b
@@ -67,9 +65,7 @@ def test_a_resumed_run_is_the_run_to_the_bit(
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_a_checkpoint_continues_under_another_number_of_stages(
-    pool: WorkerPool, tmp_path: Path, stages: int
-) -> None:
+def test_a_checkpoint_continues_under_another_number_of_stages(pool: WorkerPool, tmp_path: Path, stages: int) -> None:
     options = {"microbatches": 2}
     whole = pool.run(fit, 3, "GPT2", "sync", options, 3, tmp_path / "a", init=False, gradient_clip_val=0.5)
     resumed = pool.run(
@@ -88,6 +84,45 @@ def test_a_plain_checkpoint_of_one_process_continues_in_a_pipeline(
     resumed = pool.run(
         fit, stages, "Blocks", strategy, {}, stages, tmp_path / "b", tmp_path / "a" / "epoch=1.ckpt", init=False
     )
+    assert largest_difference(joined([report for report, _, _ in resumed], "weights"), whole.weights) < 1e-12
+    assert resumed[0][2] == pytest.approx(loss, rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_resumed_run_of_shards_is_the_run_to_the_bit(
+    pool: WorkerPool, tmp_path: Path, sequence_parallel: bool
+) -> None:
+    options = {"sequence_parallel": sequence_parallel}
+    whole = pool.run(fit, 2, "DroppingGPT2", "tensor", options, 2, tmp_path / "a", init=False)
+    saved = tmp_path / "a" / "epoch=1.ckpt"
+    resumed = pool.run(fit, 2, "DroppingGPT2", "tensor", options, 2, tmp_path / "b", saved, init=False)
+    for (a, _, loss_a), (b, _, loss_b) in zip(whole, resumed, strict=True):
+        assert largest_difference(a.weights, b.weights) == 0
+        assert loss_a == loss_b
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "options"), [
+    ("tensor", 3, {}),
+    ("sync", 1, {}),
+    ("sync", 3, {"schedule": "1f1b"}),
+    ("sync", 4, {"tensor_parallel": 2, "microbatches": 2}),
+])  # fmt: skip
+def test_shards_continue_under_another_layout(
+    pool: WorkerPool, tmp_path: Path, strategy: str, ranks: int, options: dict[str, Any]
+) -> None:
+    whole = pool.run(fit, 2, "ShardableGPT2", "tensor", {}, 2, tmp_path / "a", init=False, gradient_clip_val=0.5)
+    saved = tmp_path / "a" / "epoch=1.ckpt"
+    resumed = pool.run(
+        fit, ranks, "ShardableGPT2", strategy, options, ranks, tmp_path / "b", saved, init=False, gradient_clip_val=0.5
+    )
+    weights = [joined([report for report, _, _ in run], "weights") for run in (whole, resumed)]
+    assert largest_difference(*weights) < 1e-12
+
+
+def test_a_plain_checkpoint_of_one_process_continues_in_shards(pool: WorkerPool, tmp_path: Path) -> None:
+    (whole, _, loss) = pool.run(fit, 1, "ShardableGPT2", "single", {}, 1, tmp_path / "a", init=False)[0]
+    saved = tmp_path / "a" / "epoch=1.ckpt"
+    resumed = pool.run(fit, 3, "ShardableGPT2", "tensor", {}, 3, tmp_path / "b", saved, init=False)
     assert largest_difference(joined([report for report, _, _ in resumed], "weights"), whole.weights) < 1e-12
     assert resumed[0][2] == pytest.approx(loss, rel=0, abs=1e-12)
 

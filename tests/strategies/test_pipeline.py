@@ -13,20 +13,6 @@ from tests.strategies.models import MODELS
 EXACT = 1e-12  # float64
 
 
-@pytest.fixture(scope="module")
-def single(pool: WorkerPool) -> Any:
-    """Runs in one process to compare with, each made once."""
-    runs: dict[Any, Report] = {}
-
-    def get(model: str, **options: Any) -> Report:
-        key = (model, *sorted(options.items()))
-        if key not in runs:
-            runs[key] = pool.run(train, 1, model, init=False, **options)[0]
-        return runs[key]
-
-    return get
-
-
 def assert_equal(reports: list[Report], reference: Report, tolerance: float = EXACT) -> None:
     for report in reports:
         assert report.losses == pytest.approx(reference.losses, rel=0, abs=tolerance)
@@ -62,7 +48,7 @@ def test_accumulation_and_clipping_as_in_one_process(
     assert_equal(reports, single("Blocks", **trainer_options))
 
 
-@pytest.mark.parametrize("model", ["Llama", "Blocks", "LeNet"])
+@pytest.mark.parametrize("model", ["Llama", "ShardableGPT2", "Blocks", "LeNet"])
 def test_activation_checkpointing_changes_no_number(pool: WorkerPool, single: Any, model: str) -> None:
     options = {"microbatches": 4, "activation_checkpointing": True}
     reports = pool.run(train, 3, model, "sync", options, init=False)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.pool import WorkerPool
-from tests.strategies.harness import here, largest_difference
+from tests.strategies.harness import here, largest_difference, paste
 from tests.strategies.observed import CLASSES, WIDTH, Net, loader, make_trainer
 
 
@@ -28,6 +28,9 @@ class Deep(Net):
             nn.Linear(16, CLASSES),
         )  # fmt: skip
         self.dtypes: set[torch.dtype] = set()
+
+    def configure_tensor_parallel(self) -> dict[str, str]:
+        return {"net.2": "column", "net.4": "row"}
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.dtypes.add(torch.get_default_dtype())
@@ -58,21 +61,29 @@ def train(strategy: str, precision: Any, **options: Any) -> dict[str, Any]:
     chosen: dict[str, Any] = {"precision": precision}
     if precision == "16-mixed":  # on the CPU Lightning would fall back to bfloat16
         chosen = {"plugins": [MixedPrecision("16-mixed", "cpu")]}
-    make_trainer(strategy, [watch], {"microbatches": 2}, **chosen, **options).fit(module, loader(), loader(8, 4, 5))
+    options_of_strategy = {} if strategy == "tensor" else {"microbatches": 2}
+    make_trainer(strategy, [watch], options_of_strategy, **chosen, **options).fit(module, loader(), loader(8, 4, 5))
     trainer = module.trainer
     return {
         "losses": watch.losses,
         "gradients": watch.gradients,
         "weights": {name: p.detach() for name, p in here(module).items()},
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "shards": trainer.strategy.held().shards if strategy == "tensor" else {},  # type: ignore[attr-defined]
         "dtypes": module.dtypes,
         "logged": str(trainer.callback_metrics["train_loss"].dtype),
     }
 
 
 def joined(ranks: list[dict[str, Any]], update: int | None = None) -> dict[str, Tensor]:
-    parts = [rank["weights"] if update is None else rank["gradients"][update] for rank in ranks]
-    return {name: tensor for part in parts for name, tensor in part.items()}
+    result: dict[str, Tensor] = {}
+    for rank in ranks:
+        for name, tensor in (rank["weights"] if update is None else rank["gradients"][update]).items():
+            if name in rank["shards"]:
+                paste(result, name, tensor, rank["shards"][name])
+            else:
+                result[name] = tensor
+    return result
 
 
 TOLERANCE = {"32-true": 1e-5, "64-true": 1e-12, "bf16-mixed": 0.02, "bf16-true": 0.04, "16-mixed": 0.005}
@@ -80,6 +91,7 @@ TOLERANCE = {"32-true": 1e-5, "64-true": 1e-12, "bf16-mixed": 0.02, "bf16-true":
 
 @pytest.mark.parametrize(("strategy", "precision"), [
     ("sync", "32-true"), ("sync", "64-true"), ("sync", "bf16-mixed"), ("sync", "bf16-true"), ("sync", "16-mixed"),
+    ("tensor", "32-true"), ("tensor", "bf16-mixed"), ("tensor", "bf16-true"), ("tensor", "16-mixed"),
 ])  # fmt: skip
 def test_numbers_are_those_of_a_single_process(pool: WorkerPool, strategy: str, precision: str) -> None:
     single = pool.run(train, 1, "single", precision, init=False, gradient_clip_val=1.0)[0]
@@ -160,6 +172,36 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all(pool: WorkerPool) -> Non
     assert single[1] == [True, False, True]
     assert single[0][1] == single[0][0] / 2
     assert pool.run(overflow, 3, "sync", 2, init=False) == [single] * 3
+
+
+class OverflowsOnOneRank(Overflows):
+    """In one step one tensor rank's shard gets infinite gradients, and nothing else does."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.before.append({name: p.detach().clone() for name, p in here(self).items()})
+        if batch_idx == 0 and self.global_rank == 1:
+            self.net[4].weight.register_hook(self._spiked)
+
+    def _spiked(self, gradient: Tensor) -> Tensor:
+        return torch.full_like(gradient, float("inf")) if self.trainer.fit_loop.batch_idx == 1 else gradient
+
+    def configure_tensor_parallel(self) -> dict[str, str]:
+        return {"net.4": "column", "net.6": "row"}
+
+
+def overflow_on_one_rank() -> tuple[list[float], list[bool]]:
+    module = OverflowsOnOneRank(2)
+    plugin = MixedPrecision("16-mixed", "cpu")
+    make_trainer("tensor", [], plugins=[plugin], max_epochs=1, gradient_clip_val=1.0).fit(module, loader())
+    states = [*module.before, {name: p.detach() for name, p in here(module).items()}]
+    moved = [any(not torch.equal(a[n], b[n]) for n in a) for a, b in zip(states, states[1:], strict=False)]
+    return module.scales, moved
+
+
+def test_an_overflow_in_one_shard_skips_the_step_on_all(pool: WorkerPool) -> None:
+    for scales, moved in pool.run(overflow_on_one_rank, 2, init=False):
+        assert moved == [True, False, True]
+        assert scales[1] == scales[0] / 2
 
 
 def resume_scaler(path: Path) -> tuple[float, float]:

@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader
 
 import lightning_parallel as lp
 from tests.pool import Failure, WorkerPool
+from tests.strategies.failures import LIMIT, assert_lost, assert_refused
 from tests.strategies.models import MODELS
 from tests.strategies.observed import CLASSES, WIDTH, Net, Observed, loader, make_trainer
 
-LIMIT = 20.0  # seconds
 BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
 
 
@@ -49,7 +49,7 @@ def test_wrong_options_are_refused_by_the_constructor(make: Any, words: list[str
 
 
 @pytest.mark.parametrize(("stages", "words"), [
-    (3, ["pipeline 3", "does not fill 2 processes", "devices", "to 3"]),
+    (3, ["pipeline 3", "does not fill 2 processes", "devices", "a multiple of 3"]),
     (0, ["pipeline", "0", "positive integer or 'auto'"]),
     ("half", ["pipeline", "'half'", "positive integer or 'auto'"]),
 ])  # fmt: skip
@@ -118,6 +118,11 @@ class OutOfOrder(Net):
         return logits, F.cross_entropy(logits, batch[1])
 
 
+class OwnIterator(Net):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return super().training_step(next(dataloader_iter)[0], 0)
+
+
 class NoTensors(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(next(iter(loader())), batch_idx)
@@ -135,6 +140,7 @@ CASES: dict[str, tuple[type[Net], dict[str, Any], str, list[str]]] = {
     ),
     "manual": (Manual, {}, "ValueError", ["automatic_optimization=False", "Use automatic"]),
     "backward": (OwnBackward, {}, "ValueError", ["OwnBackward.backward", "Remove the override"]),
+    "iterator": (OwnIterator, {}, "ValueError", ["training_step(dataloader_iter)", "training_step(batch)"]),
     "optimizers": (TwoOptimizers, {}, "ValueError", ["several optimizers", "Return one optimizer", "parameter groups"]),
     "lbfgs": (SecondOrder, {}, "ValueError", ["LBFGS"]),
     "twice": (CalledTwice, {}, "RuntimeError", ["'net.2' was called a second time", "`layers`"]),
@@ -149,14 +155,6 @@ CASES: dict[str, tuple[type[Net], dict[str, Any], str, list[str]]] = {
 def fit_case(name: str, strategy: str) -> None:
     model, options, _, _ = CASES[name]
     make_trainer(strategy, [], {"microbatches": 2} | options).fit(model(), loader())
-
-
-def assert_refused(failures: list[Any], kind: str, words: list[str]) -> None:
-    for rank, text in enumerate(failures):
-        assert isinstance(text, Failure), f"rank {rank} went on"
-        message = text[text.rindex(f"\n{kind}: ") :] if f"\n{kind}: " in text else text
-        assert message is not text, f"rank {rank} raised something else:\n{text}"
-        assert all(word in message for word in words), f"rank {rank}:{message}"
 
 
 @pytest.mark.parametrize(("name", "strategy"), [(n, ("sync", "async")[i % 2]) for i, n in enumerate(CASES)])
@@ -228,83 +226,7 @@ def test_a_parameter_used_on_two_stages_is_refused_by_the_asynchronous_pipeline(
     assert_refused(failures, "ValueError", ["'scale' gets gradients on stages [0, 1]", "PipelineStrategy"])
 
 
-# -- meeting the others where only the last stage is ---------------------------------------------------------
-
-
-class Meets(Net):
-    """Waits for all ranks where one of them never comes."""
-
-    def __init__(self, place: str) -> None:
-        super().__init__()
-        self.place = place
-
-    def meet(self, place: str) -> None:
-        if place == self.place:
-            self.trainer.strategy.barrier()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.meet("training_step")
-        return loss
-
-    def on_train_epoch_end(self) -> None:
-        self.meet("on_train_epoch_end")
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.logits_and_loss(batch)
-
-    def on_validation_epoch_end(self) -> None:
-        self.meet("on_validation_epoch_end")
-        if self.place == "checkpoint":
-            self.trainer.save_checkpoint("here.ckpt")
-
-
-def fit_meeting(strategy: str, place: str) -> str:
-    trainer = make_trainer(strategy, [])
-    trainer.fit(Meets(place), loader(), loader(8, 4, 5))
-    return "went on"
-
-
-@pytest.mark.parametrize(("strategy", "place"), [
-    ("sync", "training_step"), ("async", "training_step"), ("sync", "on_train_epoch_end"),
-    ("async", "on_validation_epoch_end"), ("sync", "checkpoint"),
-])  # fmt: skip
-def test_a_meeting_where_only_the_last_stage_is_is_refused(pool: WorkerPool, strategy: str, place: str) -> None:
-    hook = "on_validation_epoch_end" if place == "checkpoint" else place
-    last, *others = pool.run(fit_meeting, 2, strategy, place, init=False, expect_errors=True, timeout=LIMIT)
-    what = "checkpoint" if place == "checkpoint" else "barrier"
-    assert_refused([last], "RuntimeError", [f"A {what} needs every rank", hook, "callback"])
-    assert_lost(others)
-
-
-def log_directory(strategy: str) -> list[str | None]:
-    seen: list[str | None] = []
-
-    class Looks(Net):
-        def on_train_epoch_end(self) -> None:
-            seen.append(self.trainer.log_dir)
-
-    make_trainer(strategy, [], max_epochs=1, default_root_dir="runs").fit(Looks(), loader())
-    return seen
-
-
-def test_the_log_directory_may_be_asked_for_where_only_the_last_stage_is(pool: WorkerPool) -> None:
-    last, first = pool.run(log_directory, 2, "sync", init=False, timeout=LIMIT)
-    assert [os.path.basename(str(path)) for path in last] == ["runs"]
-    assert first == []
-
-
 # -- seen on one stage only ----------------------------------------------------------------------------------
-
-
-def assert_lost(failures: list[Any]) -> None:
-    """The stage lost is named, or that one of all was."""
-    for text in failures:
-        assert isinstance(text, Failure)
-        assert "PeerLostError" in text, text
-        last = text[text.rindex("PeerLostError: ") :]
-        assert "The link to stage " in last or "A collective of all stages broke" in last, last
-        assert "The cause is in its own output" in last
 
 
 class Returns(Net):

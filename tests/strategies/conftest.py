@@ -1,0 +1,24 @@
+"""What the tests of strategies compare with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.pool import WorkerPool
+from tests.strategies.harness import Report, train
+
+
+@pytest.fixture(scope="session")
+def single(pool: WorkerPool) -> Any:
+    """``single(model, **options)``: the report of `train` in one process, with Lightning alone. Each made once."""
+    runs: dict[Any, Report] = {}
+
+    def get(model: str, **options: Any) -> Report:
+        key = (model, *sorted(options.items()))
+        if key not in runs:
+            runs[key] = pool.run(train, 1, model, init=False, **options)[0]
+        return runs[key]
+
+    return get

@@ -1,0 +1,27 @@
+"""What a call of the pool gave back where ranks were to fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.pool import Failure
+
+LIMIT = 20.0  # seconds until all ranks have ended
+
+
+def assert_refused(failures: list[Any], kind: str, words: list[str]) -> None:
+    for rank, text in enumerate(failures):
+        assert isinstance(text, Failure), f"rank {rank} went on"
+        message = text[text.rindex(f"\n{kind}: ") :] if f"\n{kind}: " in text else text
+        assert message is not text, f"rank {rank} raised something else:\n{text}"
+        assert all(word in message for word in words), f"rank {rank}:{message}"
+
+
+def assert_lost(failures: list[Any]) -> None:
+    """The stage lost is named, or that one of all was."""
+    for text in failures:
+        assert isinstance(text, Failure)
+        assert "PeerLostError" in text, text
+        last = text[text.rindex("PeerLostError: ") :]
+        assert "The link to stage " in last or "A collective of all stages broke" in last, last
+        assert "The cause is in its own output" in last

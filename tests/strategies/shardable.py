@@ -1,0 +1,141 @@
+"""LightningModules with plans, and heads for 2, 3 and 4 tensor ranks; vocabulary and widths that these don't divide."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import SumMetric
+
+from tests.strategies.models import GPT2, TOKENS, LeNet, Llama, next_token_loss
+
+PLAIN = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+
+
+class ShardableGPT2(GPT2):
+    """transformers' GPT-2, which brings no plan; head tied to the embedding."""
+
+    dropout: dict[str, float] = PLAIN
+
+    def build(self) -> None:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(
+            n_layer=4, n_embd=24, n_head=12, vocab_size=TOKENS, n_positions=16, bos_token_id=0, eos_token_id=0,
+            attn_implementation="eager", **self.dropout,
+        )  # fmt: skip
+        self.model = GPT2LMHeadModel(config)
+        self.model.loss_function = next_token_loss
+
+
+class DroppingGPT2(ShardableGPT2):
+    """With dropout, between heads too."""
+
+    dropout = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+
+
+class ShardableLlama(Llama):
+    """transformers' Llama, by its own plan; grouped queries."""
+
+    def build(self) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            hidden_size=24, intermediate_size=26, num_hidden_layers=4, num_attention_heads=12, num_key_value_heads=6,
+            vocab_size=TOKENS, max_position_embeddings=16, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        self.model = LlamaForCausalLM(config)
+        self.model.loss_function = next_token_loss
+
+
+class ShardableQwen2(Llama):
+    """transformers' Qwen2, by its own plan; biases on queries, keys and values."""
+
+    def build(self) -> None:
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+
+        config = Qwen2Config(
+            hidden_size=24, intermediate_size=26, num_hidden_layers=4, num_attention_heads=12, num_key_value_heads=4,
+            vocab_size=TOKENS, max_position_embeddings=16, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        self.model = Qwen2ForCausalLM(config)
+        self.model.loss_function = next_token_loss
+
+
+class Mixed(LeNet):
+    """Convolutions and BatchNorm left whole, then linear layers by a plan of the module's own; one frozen."""
+
+    def build(self) -> None:
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(4), nn.Flatten(),
+        )  # fmt: skip
+        self.mlp = nn.Sequential(nn.Linear(16, 15), nn.GELU(), nn.Linear(15, 14), nn.Linear(14, 13), nn.Tanh())
+        self.mlp[2].weight.requires_grad_(False)
+        self.head = nn.Linear(13, 10)
+
+    def configure_tensor_parallel(self) -> dict[str, str]:
+        return {"mlp.0": "column", "mlp.2": "row", "mlp.3": "column_gather", "head": "row_split"}
+
+    def loss(self, batch: Any) -> Tensor:
+        images, labels = batch
+        return F.cross_entropy(self.head(self.mlp(self.body(images))), labels)
+
+
+class Forgetful(ShardableLlama):
+    """A plan with a hole in it: the norm of queries works on heads, which the plan has divided."""
+
+    def build(self) -> None:
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        config = Qwen3Config(
+            hidden_size=24, intermediate_size=26, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+            head_dim=6, vocab_size=TOKENS, max_position_embeddings=16, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        self.model = Qwen3ForCausalLM(config)
+        self.model.loss_function = next_token_loss
+
+    def configure_tensor_parallel(self) -> dict[str, str]:
+        layer = "model.model.layers.*."
+        columns = {f"{layer}self_attn.{name}_proj": "column" for name in "qkv"}
+        return {**columns, f"{layer}self_attn.o_proj": "row"}
+
+
+class Apart(ShardableLlama):
+    """Every rank sees samples of its own, as when a loader is seeded by rank."""
+
+    @classmethod
+    def samples(cls) -> list[Any]:
+        generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
+        tokens = torch.randint(0, TOKENS, (22, 12), generator=generator)
+        return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+class Fails(ShardableLlama):
+    """Rank 1 raises in the second batch, while the others go on to sum with it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1 and self.global_rank == 1:
+            raise ValueError("no luck")
+        return super().training_step(batch, batch_idx)
+
+
+class Counting(ShardableLlama):
+    """A metric that adds up over ranks."""
+
+    def build(self) -> None:
+        super().build()
+        self.seen = SumMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.seen(len(batch["input_ids"]))
+        self.log("val_seen", self.seen)
+
+
+SHARDABLE = {
+    model.__name__: model
+    for model in (ShardableGPT2, DroppingGPT2, ShardableLlama, ShardableQwen2, Mixed, Forgetful, Apart, Fails, Counting)
+}

@@ -1,0 +1,96 @@
+"""What streams through the stages: each loader's own step, and a word where much has to cross."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.pool import WorkerPool
+from tests.strategies.observed import CLASSES, WIDTH, Net, loader, make_trainer
+
+BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
+
+
+class Skips(Net):
+    """Each loader has a step of its own: beside the chain nothing crosses a cut, the first layer's output, or the
+    second's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        values = [batch[0]]
+        for layer in self.net:
+            values.append(torch.tanh(layer(values[-1])))
+        hidden = values[-1] + values[dataloader_idx] if dataloader_idx else values[-1]
+        self.log("loss", F.cross_entropy(self.head(hidden), batch[1]))
+
+    test_step = validation_step
+
+
+def evaluate(strategy: str) -> list[Any]:
+    torch.set_default_dtype(torch.float64)
+    trainer, module = make_trainer(strategy, []), Skips()
+    loaders = [loader(8, 4, 5 + i) for i in range(3)]
+    results = [trainer.validate(module, loaders, verbose=False), trainer.test(module, loaders, verbose=False)]
+    return [value for result in results for metrics in result for value in metrics.items()]
+
+
+def test_each_loader_s_step_has_what_crosses_the_cuts_in_it(pool: WorkerPool) -> None:
+    expected = pool.run(evaluate, 1, "single", init=False)[0]
+    assert len(dict(expected)) == 3
+    for found in pool.run(evaluate, 4, "sync", init=False):
+        assert [name for name, _ in found] == [name for name, _ in expected]
+        assert [value for _, value in found] == pytest.approx([v for _, v in expected], rel=0, abs=1e-12)
+
+
+class Residual(Net):
+    """Sums outside the layers, which each stage makes again from all their terms; or the same inside."""
+
+    class Inside(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + super().forward(x)
+
+    def __init__(self, layers: int, inside: bool) -> None:
+        super().__init__()
+        self.inside = inside
+        self.net = nn.Sequential(*((self.Inside if inside else nn.Linear)(WIDTH, WIDTH) for _ in range(layers)))
+
+    def logits_and_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
+        x = batch[0]
+        for layer in self.net:
+            x = layer(x) if self.inside else x + layer(x)
+        return x, F.cross_entropy(x, batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.logits_and_loss(batch)
+
+
+def warnings_of(strategy: str, layers: int, inside: bool) -> list[str]:
+    trainer = make_trainer(strategy, [], {"microbatches": 2, "balance": [layers - 2, 1, 1]}, max_epochs=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Residual(layers, inside), loader(), loader(8, 4, 5))
+    return [str(warning.message) for warning in caught if "cross the cut" in str(warning.message)]
+
+
+@BOTH
+def test_many_tensors_over_a_cut_are_told_once_with_the_way_out(pool: WorkerPool, strategy: str) -> None:
+    last, *others = pool.run(warnings_of, 3, strategy, 7, False, init=False)
+    (text,) = last  # of validation and training, on the rank that speaks for all
+    assert others == [[], []]
+    # Over 1|2 go the outputs of the first five layers; that of the sixth goes anyway.
+    for words in ("5 tensors cross the cut between stages 1 and 2", "'net.0'", "`x = x + layer(x)`", "layer's forward"):
+        assert words in text
+
+
+def test_few_tensors_over_a_cut_are_not_worth_a_word(pool: WorkerPool) -> None:
+    assert pool.run(warnings_of, 3, "sync", 6, False, init=False) == [[], [], []]
+    assert pool.run(warnings_of, 3, "sync", 7, True, init=False) == [[], [], []]

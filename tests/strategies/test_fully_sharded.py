@@ -1,0 +1,318 @@
+"""Shards of the model on every rank have together the numbers of a single process with the whole batch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.pool import WorkerPool
+from tests.strategies.harness import (
+    ALL,
+    Report,
+    complete,
+    here,
+    joined,
+    largest_difference,
+    make_trainer,
+    train,
+)
+from tests.strategies.models import BATCH, Blocks, Gate, LeNet
+from tests.strategies.shardable import Mixed
+from tests.strategies.test_fully_sharded_state import fit
+
+EXACT = 1e-12  # float64
+SAMPLES = {2: 22, 4: 20}  # for as many ranks, with a last batch that isn't full and has an equal share for each
+
+
+def assert_equal(reports: list[Report], reference: Report) -> None:
+    losses = [sum(parts) / len(parts) for parts in zip(*(report.losses for report in reports), strict=True)]
+    assert losses == pytest.approx(reference.losses, rel=0, abs=EXACT)
+    assert [len(report.gradients) for report in reports] == [len(reference.gradients)] * len(reports)
+    for update in range(len(reference.gradients)):
+        found = joined(reports, "gradients", update)
+        assert largest_difference(found, reference.gradients[update]) < EXACT, f"update {update}"
+    assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("model", ["GPT2", "GPT2Untied", "Llama", "Blocks", "LeNet"])
+def test_unmodified_models_train_as_in_one_process(pool: WorkerPool, single: Any, model: str, ranks: int) -> None:
+    samples = SAMPLES[ranks]
+    reports = pool.run(train, ranks, model, "fsdp", init=False, batch_size=BATCH // ranks, samples=samples)
+    assert_equal(reports, single(model, samples=samples))
+
+
+@pytest.mark.parametrize("trainer_options", [
+    {"accumulate_grad_batches": 2},
+    {"gradient_clip_val": 0.05},
+    {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
+    {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+], ids=["accumulation", "clip-norm", "clip-value", "accumulation-clip"])  # fmt: skip
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_accumulation_and_clipping_as_in_one_process(
+    pool: WorkerPool, single: Any, ranks: int, trainer_options: dict[str, Any]
+) -> None:
+    samples = SAMPLES[ranks]
+    reports = pool.run(
+        train, ranks, "Blocks", "fsdp", init=False, batch_size=BATCH // ranks, samples=samples, **trainer_options
+    )
+    assert_equal(reports, single("Blocks", samples=samples, **trainer_options))
+
+
+@pytest.mark.parametrize("options", [
+    {"reshard_after_forward": False}, {"units": ["model.model.layers.*.mlp", "model.lm_head"]}, {"cpu_offload": True},
+], ids=str)  # fmt: skip
+def test_what_is_gathered_when_makes_no_difference(pool: WorkerPool, single: Any, options: dict[str, Any]) -> None:
+    reports = pool.run(train, 2, "Llama", "fsdp", options, init=False, batch_size=BATCH // 2)
+    assert_equal(reports, single("Llama"))
+
+
+# -- what a rank holds -------------------------------------------------------------------------------------------
+
+
+class Weigher(Callback):
+    """Bytes of parameters, gradients and optimizer state on this rank, before an update; parameters during a step."""
+
+    def __init__(self) -> None:
+        self.held = dict.fromkeys(("parameters", "gradients", "state"), 0)
+        self.gathered: list[int] = []
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        blocks = module.model.transformer.h
+        blocks[1].register_forward_hook(lambda *_: self.gathered.append(size(blocks.parameters())))
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
+        (optimizer,) = trainer.optimizers
+        self.held["parameters"] = size(module.parameters())
+        self.held["state"] = size(v for values in optimizer.state.values() for v in values.values() if v.dim())
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
+        self.held["gradients"] = size(p.grad for p in module.parameters())
+
+
+def size(tensors: Iterable[Tensor]) -> int:
+    """Of the memory behind them, which a unit's gradients share."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    storages = (tensor.untyped_storage() for tensor in local)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def weigh() -> tuple[dict[str, int], int]:
+    weigher = Weigher()
+    train("GPT2", "fsdp", callbacks=[weigher])
+    return weigher.held, max(weigher.gathered)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_holds_its_share(pool: WorkerPool, ranks: int) -> None:
+    parameters = list(ALL["GPT2"]().parameters())
+    whole = 8 * sum(p.numel() for p in parameters)
+    padding = 8 * sum(p[0].numel() for p in parameters)  # rows that fill up what the ranks don't divide
+    for held, _ in pool.run(weigh, ranks, init=False):
+        assert whole / ranks <= held["parameters"] <= whole / ranks + padding
+        assert held["state"] < 2.05 * whole / ranks + 2 * padding
+        assert held["gradients"] < 1.05 * whole / ranks + padding
+
+
+def test_only_one_block_is_whole_at_a_time(pool: WorkerPool) -> None:
+    blocks = [8 * sum(p.numel() for p in b.parameters()) for b in ALL["GPT2"]().model.transformer.h]
+    for _, gathered in pool.run(weigh, 4, init=False):
+        assert gathered < blocks[0] + 1.1 * sum(blocks[1:]) / 4
+
+
+# -- evaluation, and what ranks have to agree on -----------------------------------------------------------------
+
+
+class First(Callback):
+    """The weights and the statistics before training."""
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        self.weights = {name: complete(p.detach()) for name, p in here(module).items()}
+        self.buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+class Classifier(Mixed):
+    """With BatchNorm; weights that differ between ranks until the strategy makes them equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, list[Tensor]] = {"training": [], "validation": []}
+        for tensor in (*self.parameters(), *self.buffers()):
+            tensor.data.add_(int(os.environ.get("RANK", 0)))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen["training"].append(self.body[1].running_mean.clone())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen["validation"].append(self.body[1].running_mean.clone())
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.head(self.mlp(self.body(batch[0])))
+
+
+def classify(strategy: str, path: Path | None = None) -> dict[str, Any]:
+    """Train from zero, or evaluate the checkpoint at ``path``."""
+    torch.set_default_dtype(torch.float64)
+    module = Classifier()
+    first = First()
+    trainer = make_trainer(strategy, [first], {}, max_epochs=1, num_sanity_val_steps=1)
+    data = Classifier.loader(samples=20)
+    if path is None:
+        trainer.fit(module, data, data)
+        return module.seen | {
+            "weights": first.weights,
+            "of the first": {n: p.detach() for n, p in here(Mixed()).items()},
+        }
+    result = trainer.validate(module, data, ckpt_path=path, verbose=False)[0]
+    trainer.fit(module, data, data)  # what evaluation has left behind is no hindrance
+    frozen = [n for n, p in here(module).items() if torch.equal(complete(p.detach()), first.weights[n])]
+    predictions = trainer.predict(module, data, ckpt_path=path)
+    return {
+        "loss": result["val_loss"],
+        "predictions": predictions,
+        "frozen": frozen,
+        "inference": trainer.predict_loop.inference_mode,
+    }
+
+
+def test_ranks_start_as_the_first_and_keep_its_statistics(pool: WorkerPool) -> None:
+    first, second = pool.run(classify, 2, "fsdp", init=False)
+    before, after = first["validation"][0], first["validation"][-1]
+    assert torch.equal(before, second["validation"][0]) and torch.equal(before, torch.zeros_like(before))
+    assert not torch.equal(first["training"][-1], second["training"][-1])
+    assert torch.equal(after, first["training"][-1]) and torch.equal(after, second["validation"][-1])
+    for rank in (first, second):
+        assert largest_difference(rank["weights"], rank["of the first"]) == 0
+
+
+def test_evaluation_has_the_numbers_of_one_process(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(fit, 2, "Mixed", "fsdp", {}, tmp_path, init=False)
+    (reference,) = pool.run(classify, 1, "fsdp", tmp_path / "epoch=0.ckpt", init=False)
+    ranks = pool.run(classify, 4, "fsdp", tmp_path / "epoch=0.ckpt", init=False)
+    assert [rank["loss"] for rank in ranks] == pytest.approx([reference["loss"]] * 4, rel=0, abs=EXACT)
+    assert all(rank["frozen"] == ["mlp.2.weight"] for rank in ranks)
+    assert not ranks[0]["inference"]  # in which tensors could not be trained with; gloo goes without in any case
+    parts = [torch.cat(rank["predictions"]) for rank in ranks]
+    predictions = torch.stack(parts, 1).flatten(0, 1)  # the sampler deals samples out in turn
+    assert torch.allclose(predictions, torch.cat(reference["predictions"]), rtol=0, atol=EXACT)
+
+
+def test_a_module_says_where_it_runs() -> None:
+    """Lightning's, by which the strategy sets ``module.device``, is private to it."""
+    module = Blocks()
+    _update_properties(module, device=torch.device("meta"))
+    assert module.device == torch.device("meta") and not module.head.weight.is_meta
+
+
+class Names(Callback):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += batch["name"]
+
+
+def names() -> list[str]:
+    callback = Names()
+    make_trainer("fsdp", [callback], {}, max_epochs=1).fit(Blocks(), Blocks.loader(shuffle=True))
+    return callback.seen
+
+
+def test_every_sample_is_seen_once_an_epoch(pool: WorkerPool) -> None:
+    first, second = pool.run(names, 2, init=False)
+    assert sorted(first + second) == sorted(f"sample {i}" for i in range(22))
+    assert first != sorted(first)
+
+
+# -- models that are built on the meta device --------------------------------------------------------------------
+
+
+class Late(LeNet):
+    """Builds its layers in configure_model, with two layers tied."""
+
+    def build(self) -> None:
+        self.net = None
+        self.was_meta = False
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = nn.Sequential(
+                nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32),
+                nn.Linear(32, 10),
+            )  # fmt: skip
+            self.net[5].weight = self.net[3].weight
+            self.was_meta = self.net[1].weight.is_meta
+
+
+class LateGate(Late):
+    """With a parameter that nothing initialises."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        assert self.net is not None
+        self.net.append(Gate(10))
+
+
+def late(model: type[Late]) -> dict[str, Any]:
+    torch.set_default_dtype(torch.float64)
+    module, first = model(), First()
+    trainer = make_trainer("fsdp", [first], {})
+    trainer.fit(module, model.loader(), model.loader())
+    return {"meta": module.was_meta, "weights": first.weights, "variance": first.buffers["net.2.running_var"]}
+
+
+def test_configure_model_builds_on_the_meta_device(pool: WorkerPool) -> None:
+    for rank in pool.run(late, 2, Late, init=False):
+        assert rank["meta"]
+        weight = rank["weights"]["net.1.weight"]
+        assert weight.abs().max() <= 1 / 64**0.5
+        assert weight.unique().numel() == weight.numel()  # no shard repeats another
+        assert torch.equal(rank["weights"]["net.3.weight"], rank["weights"]["net.5.weight"])
+        assert torch.equal(rank["variance"], torch.ones(32))
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------
+
+
+class TwoKinds(LeNet):
+    def build(self) -> None:
+        super().build()
+        self.net[7].bias.data = self.net[7].bias.data.float()
+
+
+class Borrowed(Blocks):
+    """Uses a block's weight where the block does not run."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + self.blocks[0].mix.weight.square().sum()
+
+
+def refused(model: Any, options: dict[str, Any], trainers: int = 1) -> None:
+    torch.set_default_dtype(torch.float64)
+    module = model()
+    for _ in range(trainers):
+        make_trainer("fsdp", [], options, max_epochs=1).fit(module, model.loader())
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    ((LateGate, {}), ["net.7", "Gate", "scale", "reset_parameters"]),
+    ((TwoKinds, {}), ["net.7", "float32, torch.float64", "units"]),
+    ((Borrowed, {}), ["in shards", "units"]),
+    ((Blocks, {"data_parallel": 3}), ["data 3", "devices"]),
+    ((Blocks, {}, 2), ["shards already", "checkpoint"]),
+], ids=lambda value: "-".join(value) if isinstance(value, list) else "")  # fmt: skip
+def test_is_refused_in_words(pool: WorkerPool, arguments: tuple[Any, ...], words: list[str]) -> None:
+    for error in pool.run(refused, 2, *arguments, init=False, expect_errors=True):
+        message = error.rsplit("Error: ", 1)[-1]
+        assert all(word in message for word in words), message

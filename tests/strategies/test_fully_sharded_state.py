@@ -1,0 +1,132 @@
+"""Shards of the model on every rank: checkpoints of them, and precisions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor
+
+from tests.pool import WorkerPool
+from tests.strategies.harness import ALL, Report, Witness, complete, here, joined, largest_difference, make_trainer
+from tests.strategies.models import BATCH
+
+EXACT = 1e-12  # float64
+
+
+def fit(
+    model: str, strategy: str, options: dict[str, Any], directory: Path, resume: Path | None = None, **given: Any
+) -> Report:
+    """Train three epochs with batches of eight samples over all replicas, and a checkpoint an epoch. The model is made
+    with other weights when it is to be resumed."""
+    torch.set_default_dtype(torch.float64)
+    module = ALL[model]()
+    if resume is not None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(1.0)
+    report = Report()
+    keeper = ModelCheckpoint(directory, "{epoch}", save_top_k=-1)
+    given = {"max_epochs": 3, "enable_checkpointing": True, "gradient_clip_val": 0.5, **given}
+    trainer = make_trainer(strategy, [Witness(report), keeper], options, **given)
+    layout = getattr(trainer.strategy, "layout", None)
+    replicas = layout.data if layout is not None else 1
+    share = trainer.distributed_sampler_kwargs if replicas > 1 else None
+    torch.manual_seed(11)
+    trainer.fit(module, ALL[model].loader(False, BATCH // replicas, 20, share), ALL[model].loader(), ckpt_path=resume)
+    report.weights = {name: complete(p.detach()) for name, p in here(module).items()}
+    report.shards = dict(trainer.strategy.held().shards) if strategy != "single" else {}  # type: ignore[attr-defined]
+    return report
+
+
+@pytest.mark.parametrize("model", ["DroppingGPT2", "Blocks"])
+def test_a_resumed_run_is_the_run_to_the_bit(pool: WorkerPool, tmp_path: Path, model: str) -> None:
+    whole = pool.run(fit, 2, model, "fsdp", {}, tmp_path / "a", init=False)
+    resumed = pool.run(fit, 2, model, "fsdp", {}, tmp_path / "b", tmp_path / "a" / "epoch=0.ckpt", init=False)
+    assert len(resumed[0].losses) == 6
+    for a, b in zip(whole, resumed, strict=True):
+        assert a.losses[3:] == b.losses
+        assert largest_difference(a.weights, b.weights) == 0
+
+
+@pytest.fixture(scope="module")
+def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], Path]:
+    """The weights at the end of a run in shards on two ranks, and the checkpoint after its first epoch."""
+    directory = tmp_path_factory.mktemp("two")
+    reports = pool.run(fit, 2, "Blocks", "fsdp", {}, directory, init=False)
+    return joined(reports, "weights"), directory / "epoch=0.ckpt"
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "options"), [
+    ("fsdp", 1, {}), ("fsdp", 4, {}), ("sync", 2, {"microbatches": 1}), ("sync", 3, {"schedule": "1f1b"}),
+])  # fmt: skip
+def test_shards_continue_under_another_layout(
+    pool: WorkerPool, tmp_path: Path, saved: tuple[dict[str, Tensor], Path], strategy: str, ranks: int,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
+    weights, path = saved
+    resumed = pool.run(fit, ranks, "Blocks", strategy, options, tmp_path, path, init=False)
+    assert largest_difference(joined(resumed, "weights"), weights) < EXACT
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("sync", 3)])
+def test_other_layouts_continue_in_shards(pool: WorkerPool, tmp_path: Path, strategy: str, ranks: int) -> None:
+    whole = pool.run(fit, ranks, "Blocks", strategy, {}, tmp_path / "a", init=False)
+    path = tmp_path / "a" / "epoch=0.ckpt"
+    resumed = pool.run(fit, 4, "Blocks", "fsdp", {}, tmp_path / "b", path, init=False)
+    assert largest_difference(joined(resumed, "weights"), joined(whole, "weights")) < EXACT
+
+
+# -- precision ---------------------------------------------------------------------------------------------------
+
+
+def mixed(strategy: str, precision: str) -> Report:
+    """With torch's DDP, or in shards."""
+    torch.set_default_dtype(torch.float32)
+    module, report = ALL["Blocks"](), Report()
+    given = {"plugins": [MixedPrecision("16-mixed", "cpu")]} if precision == "16-mixed" else {"precision": precision}
+    options = {"process_group_backend": "gloo", "find_unused_parameters": True} if strategy == "ddp" else {}
+    trainer = make_trainer(strategy, [Witness(report)], options, gradient_clip_val=0.5, **given)
+    trainer.fit(module, ALL["Blocks"].loader())
+    report.weights = {name: complete(p.detach()) for name, p in here(module).items()}
+    return report
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
+def test_mixed_precision_has_the_numbers_of_ddp(pool: WorkerPool, precision: str) -> None:
+    ddp, shards = (pool.run(mixed, 2, strategy, precision, init=False) for strategy in ("ddp", "fsdp"))
+    assert [report.losses for report in ddp] == [report.losses for report in shards]
+    assert largest_difference(ddp[0].weights, shards[0].weights) < 1e-7
+
+
+class Spike(Callback):
+    """Infinite gradients in the shard of one rank, in the second of three updates."""
+
+    def __init__(self) -> None:
+        self.scales: list[float] = []
+
+    def on_after_backward(self, trainer: L.Trainer, module: Any) -> None:
+        if trainer.global_step == 1 and trainer.global_rank == 1:
+            module.blocks[1].mix.bias.grad.to_local().fill_(torch.inf)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.scales.append(float(trainer.precision_plugin.scaler.get_scale()))  # type: ignore[attr-defined]
+
+
+def spiked() -> tuple[list[float], bool]:
+    torch.set_default_dtype(torch.float32)
+    module, spike = ALL["Blocks"](), Spike()
+    trainer = make_trainer("fsdp", [spike], {}, plugins=[MixedPrecision("16-mixed", "cpu")], max_epochs=1)
+    trainer.fit(module, ALL["Blocks"].loader(batch_size=4))
+    return spike.scales, all(bool(torch.isfinite(complete(p.detach())).all()) for p in module.parameters())
+
+
+def test_an_overflow_in_one_shard_skips_the_step_on_all(pool: WorkerPool) -> None:
+    for scales, finite in pool.run(spiked, 2, init=False):
+        assert scales[1] == scales[0] / 2 == scales[2]
+        assert finite

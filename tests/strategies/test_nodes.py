@@ -1,0 +1,114 @@
+"""Several machines: torchrun starts the ranks of each, and Lightning finds them.
+
+Two network namespaces stand for two machines, each with an address of its own, where the test may make them; else two
+torchrun agents share the loopback device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pool import WorkerPool
+from tests.strategies.harness import train
+
+SCRIPT = """
+import json, os, sys, torch
+from tests.strategies.harness import ALL, make_trainer, Report, Witness
+torch.set_default_dtype(torch.float64)
+report = Report()
+options = dict(stages=2, tensor_parallel=2, microbatches=2)
+trainer = make_trainer("sync", [Witness(report)], options, devices=2, num_nodes=2, max_epochs=1)
+model = ALL["ShardableLlama"]
+trainer.fit(model(), model.loader())
+layout = trainer.strategy.layout
+place = dict(rank=layout.rank, node=trainer.node_rank, tensor=layout.peers("tensor"), losses=report.losses)
+with open(os.path.join(sys.argv[1], f"{layout.rank}.json"), "w") as file:
+    json.dump(place, file)
+"""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Attributes: enter: what stands before a command to run it there; address; interface: of its network."""
+
+    enter: list[str]
+    address: str
+    interface: str
+
+
+@contextlib.contextmanager
+def two_machines() -> Iterator[list[Machine]]:
+    names, made = [f"lp{os.getpid()}{side}" for side in "ab"], False
+    try:
+        made = all(_ip("netns", "add", name) for name in names)
+        made = made and _ip("link", "add", names[0], "netns", names[0], "type", "veth", "peer", "name", names[1])
+        made = made and _ip("link", "set", names[1], "netns", names[1])
+        if not made:
+            yield [Machine([], "127.0.0.1", "lo")] * 2
+            return
+        for number, name in enumerate(names, 1):
+            for command in (["addr", "add", f"10.99.0.{number}/24", "dev", name], ["link", "set", name, "up"],
+                            ["link", "set", "lo", "up"]):  # fmt: skip
+                assert _ip("-n", name, *command)
+        yield [Machine(["ip", "netns", "exec", name], f"10.99.0.{n}", name) for n, name in enumerate(names, 1)]
+    finally:
+        for name in names:
+            _ip("netns", "delete", name)
+
+
+def _ip(*arguments: str) -> bool:
+    try:
+        return subprocess.run(["ip", *arguments], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of the four ranks reports."""
+    directory = tmp_path_factory.mktemp("nodes")
+    (directory / "script.py").write_text(SCRIPT)
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    with two_machines() as machines:
+        agents = [
+            subprocess.Popen(
+                [*machine.enter, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}",
+                 "--nproc-per-node=2", f"--master-addr={machines[0].address}", f"--master-port={port}",
+                 str(directory / "script.py"), str(directory)],
+                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": machine.interface,
+                     "PYTHONPATH": str(Path(__file__).parents[2])},
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+            for node, machine in enumerate(machines)
+        ]  # fmt: skip
+        try:
+            outputs = [agent.communicate(timeout=150)[0] for agent in agents]
+        finally:
+            for agent in agents:
+                agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(4)]
+
+
+def test_two_machines_train_as_one_process(ranks: list[dict[str, Any]], pool: WorkerPool) -> None:
+    single = pool.run(train, 1, "ShardableLlama", init=False, max_epochs=1)[0]
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(single.losses, rel=0, abs=1e-12)
+
+
+def test_a_tensor_group_stays_inside_a_machine(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["node"] for rank in ranks] == [0, 0, 1, 1]
+    assert [rank["tensor"] for rank in ranks] == [[0, 1], [0, 1], [2, 3], [2, 3]]

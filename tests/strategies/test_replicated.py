@@ -1,0 +1,140 @@
+"""Replicas have together the numbers of a single process with the whole batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from tests.pool import WorkerPool
+from tests.strategies.harness import Report, joined, largest_difference, make_trainer, train
+from tests.strategies.models import BATCH, LeNet
+
+EXACT = 1e-12  # float64
+
+
+def assert_equal(reports: list[Report], reference: Report, per_replica: int) -> None:
+    """``per_replica``: ranks of one stage and replica, on consecutive ranks."""
+    losses = [report.losses for report in reports[::per_replica]]  # ranks of earlier stages repeat the last one's
+    assert [sum(step) / len(step) for step in zip(*losses, strict=True)] == pytest.approx(
+        reference.losses, rel=0, abs=EXACT
+    )
+    for update in range(len(reference.gradients)):
+        found = joined(reports, "gradients", update)  # asserts that copies are equal to the bit
+        assert largest_difference(found, reference.gradients[update]) < EXACT, f"update {update}"
+    assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
+
+
+CASES = [
+    # model, ranks, strategy, options
+    ("Blocks", 2, "tensor", {"tensor_parallel": 1, "data_parallel": 2}),
+    ("ShardableLlama", 4, "tensor", {"tensor_parallel": 2, "data_parallel": 2}),
+    ("ShardableLlama", 4, "tensor", {"tensor_parallel": 2, "data_parallel": 2, "sequence_parallel": True}),
+    ("GPT2", 4, "sync", {"stages": 2, "data_parallel": 2, "microbatches": 2}),
+    ("Blocks", 4, "sync", {"stages": 2, "microbatches": 2, "schedule": "1f1b"}),
+    ("LeNet", 4, "sync", {"stages": 1, "microbatches": 2}),
+    ("ShardableGPT2", 8, "sync", {"stages": 2, "tensor_parallel": 2, "microbatches": 2}),
+]
+
+
+@pytest.mark.parametrize("trainer_options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}], ids=str)
+@pytest.mark.parametrize(("model", "ranks", "strategy", "options"), CASES)
+def test_replicas_train_as_one_process_with_the_whole_batch(
+    pool: WorkerPool, single: Any, model: str, ranks: int, strategy: str, options: dict[str, Any],
+    trainer_options: dict[str, Any],
+) -> None:  # fmt: skip
+    per_replica = options.get("tensor_parallel", 1)
+    replicas = ranks // (options.get("stages", 1) * per_replica)
+    # 22 samples are batches of 8, 8 and 6, which four replicas would fill up with samples seen before.
+    samples = {2: 22, 4: 20}[replicas]
+    reports = pool.run(
+        train, ranks, model, strategy, options, init=False, batch_size=BATCH // replicas, samples=samples,
+        **trainer_options,
+    )  # fmt: skip
+    assert_equal(reports, single(model, samples=samples, **trainer_options), per_replica)
+
+
+@pytest.mark.parametrize("weights", ["stash", "latest"])
+def test_asynchronous_replicas_have_the_numbers_of_one_pipeline(pool: WorkerPool, weights: str) -> None:
+    """Microbatch k of the one is those of the two replicas together, so it is computed with the same weights."""
+    options = {"stages": 2, "microbatches": 2, "weights": weights}
+    given = {"accumulate_grad_batches": 2, "max_epochs": 4, "samples": 20, "init": False}
+    whole = pool.run(train, 2, "Llama", "async", options, **given)
+    reports = pool.run(train, 4, "Llama", "async", options, batch_size=4, **given)
+    assert largest_difference(joined(reports, "weights"), joined(whole, "weights")) < EXACT
+
+
+def fit_unseeded(strategy: str, options: dict[str, Any]) -> Report:
+    """Every rank begins with weights of its own."""
+
+    class Shifted(Callback):
+        def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+            for parameter in pl_module.parameters():
+                parameter.data.add_(trainer.global_rank)
+
+    return train("ShardableLlama", strategy, options, callbacks=[Shifted()], max_epochs=1)
+
+
+@pytest.mark.parametrize(("strategy", "options"), [
+    ("tensor", {"tensor_parallel": 2}),
+    ("tensor", {"tensor_parallel": 1, "data_parallel": 2}),
+    ("sync", {"stages": 1}),
+])  # fmt: skip
+def test_copies_begin_equal_whatever_the_ranks_were_given(
+    pool: WorkerPool, strategy: str, options: dict[str, Any]
+) -> None:
+    joined(pool.run(fit_unseeded, 2, strategy, options, init=False), "weights")  # asserts that they agree
+
+
+class Normalised(LeNet):
+    """With statistics that differ between replicas."""
+
+    def build(self) -> None:
+        super().build()
+        self.net.insert(1, torch.nn.BatchNorm2d(4))
+
+
+def buffers_after(directory: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What training has left on this rank, and what validation and checkpoints see."""
+    torch.set_default_dtype(torch.float64)
+    module = Normalised()
+    trainer = make_trainer("sync", [], {"stages": 1}, max_epochs=1)
+    trainer.fit(module, Normalised.loader(batch_size=4))
+    trained = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    trainer.validate(module, Normalised.loader(), verbose=False)
+    return trained, dict(module.named_buffers())
+
+
+def test_statistics_are_the_first_replica_s_wherever_they_are_used(pool: WorkerPool, tmp_path: Path) -> None:
+    (trained, seen), (other, also_seen) = pool.run(buffers_after, 2, tmp_path, init=False)
+    assert not torch.equal(trained["net.1.running_mean"], other["net.1.running_mean"])
+    for name, buffer in trained.items():
+        assert torch.equal(seen[name], buffer) and torch.equal(also_seen[name], buffer), name
+
+
+def samples_seen() -> list[int]:
+    seen: list[int] = []
+
+    class Watch(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            seen.extend(batch[1].tolist())
+
+    class Numbered(LeNet):
+        @classmethod
+        def samples(cls) -> list[Any]:
+            return [(torch.zeros(1, 8, 8), i % 10) for i in range(20)]
+
+    trainer = make_trainer("sync", [Watch()], {"stages": 2}, max_epochs=1)
+    trainer.fit(Numbered(), Numbered.loader(shuffle=True, batch_size=2))
+    return seen
+
+
+def test_every_sample_is_seen_once_an_epoch_and_by_all_stages_of_one_replica(pool: WorkerPool) -> None:
+    ranks = pool.run(samples_seen, 4, init=False)
+    assert ranks[0] == ranks[2] and ranks[1] == ranks[3]
+    assert sorted(ranks[0] + ranks[1]) == sorted(i % 10 for i in range(20))

@@ -1,0 +1,112 @@
+"""Tensor parallelism has the numbers of a single process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.pool import WorkerPool
+from tests.strategies.harness import joined, largest_difference, train
+from tests.strategies.models import SAMPLES
+from tests.strategies.test_pipeline import assert_equal
+
+EXACT = 1e-12  # float64
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("model", "ranks"), [
+    ("ShardableGPT2", 2), ("ShardableGPT2", 3), ("ShardableGPT2", 4),
+    ("ShardableLlama", 2), ("ShardableLlama", 3), ("ShardableQwen2", 2), ("ShardableQwen2", 4),
+])  # fmt: skip
+def test_transformers_train_as_in_one_process(
+    pool: WorkerPool, single: Any, model: str, ranks: int, sequence_parallel: bool
+) -> None:
+    options = {"sequence_parallel": sequence_parallel}
+    reports = pool.run(train, ranks, model, "tensor", options, init=False, max_epochs=4)  # 12 updates
+    assert_equal(reports, single(model, max_epochs=4))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_plan_of_the_module_s_own_trains_as_in_one_process(pool: WorkerPool, single: Any, ranks: int) -> None:
+    assert_equal(pool.run(train, ranks, "Mixed", "tensor", init=False), single("Mixed"))
+
+
+@pytest.mark.parametrize("trainer_options", [
+    {"accumulate_grad_batches": 2},
+    {"gradient_clip_val": 0.05},
+    {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "shuffle": True},
+], ids=["accumulation", "clip-norm", "all-shuffled"])  # fmt: skip
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_accumulation_and_clipping_as_in_one_process(
+    pool: WorkerPool, single: Any, sequence_parallel: bool, trainer_options: dict[str, Any]
+) -> None:
+    options = {"sequence_parallel": sequence_parallel}
+    reports = pool.run(train, 2, "ShardableLlama", "tensor", options, init=False, **trainer_options)
+    assert_equal(reports, single("ShardableLlama", **trainer_options))
+
+
+@pytest.mark.parametrize("model", ["ShardableGPT2", "ShardableLlama"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_tensor_and_pipeline_together_train_as_in_one_process(
+    pool: WorkerPool, single: Any, model: str, schedule: str, sequence_parallel: bool
+) -> None:
+    options = {
+        "tensor_parallel": 2, "schedule": schedule, "microbatches": 4, "sequence_parallel": sequence_parallel,
+        "activation_checkpointing": schedule == "1f1b",
+    }  # fmt: skip
+    reports = pool.run(train, 4, model, "sync", options, init=False, gradient_clip_val=0.05)
+    assert_equal(reports, single(model, gradient_clip_val=0.05))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_an_asynchronous_pipeline_of_shards_has_the_numbers_of_one_without(
+    pool: WorkerPool, sequence_parallel: bool
+) -> None:
+    options = {"microbatches": 2}
+    whole = pool.run(train, 2, "ShardableLlama", "async", options, init=False, gradient_clip_val=0.05)
+    options |= {"tensor_parallel": 2, "sequence_parallel": sequence_parallel}
+    reports = pool.run(train, 4, "ShardableLlama", "async", options, init=False, gradient_clip_val=0.05)
+    assert reports[0].losses == pytest.approx(whole[0].losses, rel=0, abs=EXACT)
+    assert largest_difference(joined(reports, "weights"), joined(whole, "weights")) < EXACT
+
+
+def test_dropout_leaves_the_ranks_with_one_loss_and_one_model(pool: WorkerPool) -> None:
+    reports = pool.run(train, 2, "DroppingGPT2", "tensor", init=False, shuffle=True)
+    assert reports[0].losses == reports[1].losses
+    joined(reports, "weights")  # asserts that what both hold agrees
+
+
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel": 1, "data_parallel": 2}], ids=["shards", "replicas"])
+def test_metrics_count_every_sample_once(pool: WorkerPool, single: Any, options: dict[str, Any]) -> None:
+    expected = single("Counting", max_epochs=1).metrics["val_seen"]
+    assert expected == SAMPLES
+    for report in pool.run(train, 2, "Counting", "tensor", options, init=False, max_epochs=1):
+        assert report.metrics["val_seen"] == expected
+
+
+# -- what would go wrong without a word --------------------------------------------------------------------------
+
+
+def test_a_forgotten_sum_of_gradients_is_told_by_name(pool: WorkerPool) -> None:
+    for error in pool.run(train, 2, "Forgetful", "tensor", init=False, expect_errors=True):
+        assert "q_norm" in str(error) or "k_norm" in str(error)
+        assert "sum_gradient" in str(error)
+
+
+def test_ranks_with_batches_of_their_own_are_refused(pool: WorkerPool) -> None:
+    for error in pool.run(train, 2, "Apart", "tensor", init=False, expect_errors=True):
+        assert "different batches" in str(error)
+
+
+def test_a_model_without_a_plan_is_refused_with_its_layers(pool: WorkerPool) -> None:
+    for error in pool.run(train, 2, "LeNet", "tensor", init=False, expect_errors=True):
+        assert "net.7" in str(error) and "plan" in str(error)
+
+
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel": 1, "data_parallel": 2}], ids=["shards", "replicas"])
+def test_a_rank_that_fails_ends_the_others(pool: WorkerPool, options: dict[str, Any]) -> None:
+    other, failed = pool.run(train, 2, "Fails", "tensor", options, init=False, expect_errors=True, timeout=60)
+    assert "ValueError: no luck" in str(failed)
+    assert "Connection closed by peer" in str(other)
