@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
 from lightning_parallel.strategies.base import LayoutStrategy
+from lightning_parallel.strategies.data import DataParallelStrategy
 from recipes.data import DATA
 from recipes.models import MODELS
 
@@ -85,7 +86,11 @@ def validation_interval(max_steps: int, accumulate: int) -> int | None:
 
 
 def shared_gpus(processes: int, gpus: int) -> list[torch.device]:
-    """The GPU of each process where there are fewer GPUs than processes, in turn; empty where none is shared."""
+    """The GPU of each process where there are fewer GPUs than processes, in turn; empty where none is shared.
+
+    Args:
+        processes: or threads, for the strategy that has those.
+    """
     return [torch.device("cuda", rank % gpus) for rank in range(processes)] if 0 < gpus < processes else []
 
 
@@ -97,9 +102,10 @@ def trainer(config: Config, extra_callbacks: Sequence[Callback] = ()) -> L.Train
     # Counted over the whole run: an epoch may be shorter than the interval.
     options["check_val_every_n_epoch"] = 1 if options["val_check_interval"] is None else None
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    chosen, devices = strategy(config), local
-    if isinstance(chosen, LayoutStrategy) and options["accelerator"] != "cpu":
-        shared = shared_gpus(local, torch.cuda.device_count())
+    chosen = strategy(config)
+    devices = config["cluster"]["devices"] if isinstance(chosen, DataParallelStrategy) else local
+    if isinstance(chosen, LayoutStrategy | DataParallelStrategy) and options["accelerator"] != "cpu":
+        shared = shared_gpus(devices, torch.cuda.device_count())
         if shared:
             chosen.parallel_devices = shared
             devices = torch.cuda.device_count()  # what Lightning checks; the strategy's list is what it uses

@@ -137,6 +137,32 @@ class DDP:
 
 
 @dataclass
+class DataParallel:
+    _target_: str
+    loss_on: Literal["replicas", "output_device"]
+
+
+@dataclass
+class FullySharded:
+    _target_: str
+    data_parallel: Count | Auto
+    reshard_after_forward: bool
+    cpu_offload: bool
+    units: list[str] | None
+    process_group_backend: str | None
+
+
+@dataclass
+class TensorParallel:
+    _target_: str
+    data_parallel: Count | Auto
+    tensor_parallel: Count | Auto
+    plan: dict[str, str] | None
+    sequence_parallel: bool
+    process_group_backend: str | None
+
+
+@dataclass
 class Pipeline:
     _target_: str
     stages: Count | Auto
@@ -145,6 +171,10 @@ class Pipeline:
     layers: list[str] | None
     balance: Literal["parameters", "layers"] | list[Count]
     activation_checkpointing: bool
+    data_parallel: Count | Auto
+    tensor_parallel: Count | Auto
+    plan: dict[str, str] | None
+    sequence_parallel: bool
     timeline: bool
     process_group_backend: str | None
 
@@ -159,6 +189,10 @@ class AsyncPipeline:
     balance: Literal["parameters", "layers"] | list[Count]
     activation_checkpointing: bool
     extra_in_flight: Natural
+    data_parallel: Count | Auto
+    tensor_parallel: Count | Auto
+    plan: dict[str, str] | None
+    sequence_parallel: bool
     timeline: bool
     process_group_backend: str | None
 
@@ -280,6 +314,9 @@ BY_TARGET: Mapping[str | None, type] = MappingProxyType(
     {
         None: Single,
         "lightning.pytorch.strategies.DDPStrategy": DDP,
+        "lightning_parallel.DataParallelStrategy": DataParallel,
+        "lightning_parallel.FullyShardedStrategy": FullySharded,
+        "lightning_parallel.TensorParallelStrategy": TensorParallel,
         "lightning_parallel.PipelineStrategy": Pipeline,
         "lightning_parallel.AsyncPipelineStrategy": AsyncPipeline,
         "torch.optim.Adam": Adam,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -54,8 +55,9 @@ def validate(config: Config) -> list[Problem]:
 
 
 def world_size(config: Config) -> int:
-    """Processes of a run: one for strategy=single, else ``cluster.devices``."""
-    return 1 if config["strategy"]["_target_"] is None else int(config["cluster"]["devices"])
+    """Processes of a run: one for strategy=single and strategy=dp, else ``cluster.devices``."""
+    kind = schema.BY_TARGET.get(config["strategy"]["_target_"])
+    return 1 if kind in (schema.Single, schema.DataParallel) else int(config["cluster"]["devices"])
 
 
 def closest(wrong: str, known: Iterable[str]) -> str:
@@ -164,15 +166,17 @@ def _rules(config: Config) -> Iterator[Problem]:
     target = strategy["_target_"]
     kind = schema.BY_TARGET.get(target)
     batch = data.get("batch_size")
-    if kind is schema.DDP and batch is not None and batch % processes:
+    if kind in (schema.DDP, schema.FullySharded) and batch is not None and batch % processes:
         yield Problem(
             "data.batch_size",
             batch,
             f"cannot be shared equally by cluster.devices={processes}",
             f"use a multiple of {processes}",
         )
+    if kind in (schema.Pipeline, schema.AsyncPipeline, schema.TensorParallel, schema.FullySharded):
+        yield from _axes(strategy, processes)
     if kind in (schema.Pipeline, schema.AsyncPipeline):
-        yield from _pipeline(strategy, processes, batch)
+        yield from _pipeline(strategy, batch)
     elif config["timeline"]:
         fix = "use a pipeline strategy, or timeline=false"
         yield Problem("timeline", True, "only a pipeline has one", fix)
@@ -209,15 +213,26 @@ def _model_and_data(model: Config, data: Config) -> Iterator[Problem]:
             yield Problem("data.path", data["path"], *found)
 
 
-def _pipeline(strategy: Config, processes: int, batch: int | None) -> Iterator[Problem]:
-    stages, microbatches = strategy["stages"], strategy["microbatches"]
-    if stages != "auto" and stages != processes:
-        yield Problem(
-            "strategy.stages",
-            stages,
-            f"cluster.devices={processes} does not fill that many stages",
-            f"set cluster.devices={stages}, or strategy.stages=auto",
-        )
+def _axes(strategy: Config, processes: int) -> Iterator[Problem]:
+    """The layout fills the processes."""
+    sizes = {key: strategy[key] for key in ("stages", "data_parallel", "tensor_parallel") if key in strategy}
+    automatic = [key for key, size in sizes.items() if size == "auto"]
+    if len(automatic) > 1 and "data_parallel" in automatic:  # the data axis gives way
+        automatic.remove("data_parallel")
+        sizes["data_parallel"] = 1
+    product = math.prod(size for size in sizes.values() if size != "auto")
+    if len(automatic) > 1:
+        names = " and ".join(f"strategy.{key}" for key in automatic)
+        yield Problem(names, "auto", f"cluster.devices={processes} is shared out in several ways", "give one a number")
+    elif processes % product or (not automatic and processes != product):
+        key = max((key for key, size in sizes.items() if size != "auto"), key=lambda key: sizes[key])
+        what = " x ".join(f"strategy.{name}={size}" for name, size in sizes.items() if size not in ("auto", 1))
+        fix = f"set cluster.devices={product}, or strategy.{key}=auto"
+        yield Problem(f"strategy.{key}", sizes[key], f"{what} does not fill cluster.devices={processes}", fix)
+
+
+def _pipeline(strategy: Config, batch: int | None) -> Iterator[Problem]:
+    microbatches = strategy["microbatches"]
     if microbatches != "auto" and batch is not None and microbatches > batch:
         yield Problem(
             "strategy.microbatches",

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from recipes import build
+from recipes.validate import world_size
 from tests.recipes.test_configs import composed
 
 
@@ -76,3 +77,10 @@ def test_the_trainer_has_what_the_groups_say(tmp_path: Any) -> None:
     )
     assert not bare.loggers and not bare.checkpoint_callbacks and bare.progress_bar_callback is None
     assert build.strategy(config) == "auto"
+
+
+def test_replicas_in_threads_are_as_many_as_the_devices(tmp_path: Any) -> None:
+    config = composed("strategy=dp", "cluster.devices=3", "trainer.accelerator=cpu", f"paths.log_dir={tmp_path}")
+    trainer = build.trainer(config)
+    assert world_size(config) == 1 and trainer.world_size == 1
+    assert len(trainer.strategy.parallel_devices) == 3  # type: ignore[attr-defined]

@@ -44,6 +44,10 @@ def test_a_value_of_the_wrong_kind_is_refused_with_what_it_can_be(override: str,
         (["strategy=ddp", "cluster.devices=5"], "data.batch_size", "a multiple of 5"),
         (["strategy=single", "timeline=true"], "timeline", "use a pipeline strategy"),
         (["strategy.stages=3"], "strategy.stages", "set cluster.devices=3"),
+        (["strategy=tensor_parallel", "strategy.tensor_parallel=3"], "strategy.tensor_parallel", "cluster.devices=3"),
+        (["strategy=tensor_pipeline", "cluster.devices=5"], "strategy.tensor_parallel", "does not fill"),
+        (["strategy.stages=2", "strategy.data_parallel=2"], "strategy.stages", "set cluster.devices=4"),
+        (["strategy.tensor_parallel=auto"], "strategy.stages and strategy.tensor_parallel", "give one a number"),
         (["strategy.microbatches=25"], "strategy.microbatches", "at most 24"),
         (["ckpt_path=/no/such.ckpt"], "ckpt_path", "no such checkpoint"),
         (["scheduler=cosine", "trainer.max_steps=-1"], "scheduler.total_steps", "trainer.max_steps"),
@@ -79,7 +83,7 @@ def test_a_text_file_that_cannot_be_trained_on_is_refused(tmp_path: Path) -> Non
 
 def test_all_problems_are_told_at_once() -> None:
     found = problems("model.layers=0", "optimizer.lr=-1", "cluster.devices=none")
-    assert [problem.path for problem in found] == ["model.layers", "optimizer.lr", "cluster.devices"]
+    assert [problem.path for problem in found] == ["model.layers", "cluster.devices", "optimizer.lr"]
     message = str(ConfigError(found))
     assert message.startswith("3 problems in the config, nothing was started:")
     assert all(str(problem) in message for problem in found)

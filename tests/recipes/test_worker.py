@@ -1,0 +1,154 @@
+"""recipes/worker.py: a process of a run tells how it ended, and doesn't outlive its launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import yaml
+
+from lightning_parallel import PipelineStrategy
+from recipes import record, worker
+from recipes.launch import LAUNCHED
+from tests.pool import Failure, WorkerPool
+from tests.recipes.test_configs import composed
+from tests.recipes.test_launch import TINY
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    """A resolved config whose run nobody has started to record, as under torchrun."""
+    config = composed("strategy=single", "callbacks=none", "logger=none", "test=true", *TINY)
+    config["paths"] |= {"output_dir": str(tmp_path / "run"), "data_dir": str(tmp_path / "data")}
+    file = tmp_path / record.CONFIG
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def recorded(config_file: Path) -> dict[str, Any]:
+    content = json.loads((config_file.parent / "run" / record.RUN).read_text())
+    assert isinstance(content, dict)
+    return content
+
+
+# -- its launcher --------------------------------------------------------------------------------------------
+
+
+def forked(function: Callable[[], None]) -> int:
+    """Run it in a process of its own; the process."""
+    process = os.fork()
+    if process:
+        return process
+    try:
+        function()
+    finally:
+        os._exit(0)
+
+
+def outlive_launcher(killed: bool) -> bool:
+    """Did a worker go on after its launcher, here a process that forks it, had ended?"""
+    alive, report = os.pipe()
+
+    def work() -> None:
+        worker._end_with_the_launcher()
+        os.write(report, b"started")
+        time.sleep(10)
+        os.write(report, b", went on")
+
+    def launch() -> None:
+        os.environ[LAUNCHED] = str(os.getpid())
+        forked(work)
+        os.read(alive, len(b"started"))  # until the worker has asked to end with this process
+        if killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.waitpid(forked(launch), 0)
+    os.close(report)
+    return os.read(alive, 100) != b""  # the end of the pipe is where nobody can write any more
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["ended", "killed"])
+def test_a_worker_ends_with_its_launcher(pool: WorkerPool, killed: bool) -> None:
+    assert pool.run(outlive_launcher, 1, killed, init=False) == [False]
+
+
+def start_late() -> int:
+    """The signal that a worker ends by whose launcher was gone before it could ask to end with it."""
+    launcher = forked(lambda: None)
+    os.waitpid(launcher, 0)
+    os.environ[LAUNCHED] = str(launcher)
+    _, status = os.waitpid(forked(worker._end_with_the_launcher), 0)
+    return os.WTERMSIG(status)
+
+
+def test_a_worker_that_starts_after_its_launcher_s_end_ends(pool: WorkerPool) -> None:
+    assert pool.run(start_late, 1, init=False) == [signal.SIGKILL]
+
+
+# -- run.json ------------------------------------------------------------------------------------------------
+
+
+def test_under_torchrun_a_run_is_recorded_from_its_start_to_its_end(pool: WorkerPool, config_file: Path) -> None:
+    pool.run(worker.main, 1, str(config_file), init=False)
+    run = recorded(config_file)
+    assert (run["status"], run["error"], run["steps"], run["choices"]) == ("completed", None, 2, {})
+    (rank,) = run["layout"]["ranks"]
+    assert rank["rank"] == 0 and rank["coordinates"] == {"data": 0, "tensor": 0, "stage": 0}
+    assert rank["device"] == "cpu" and rank["host"]
+    assert run["metrics"] == record.read_metrics(config_file.parent / "run")
+    assert {"train_loss", "val_loss", "test_loss"} <= run["metrics"].keys()
+
+
+def end_with(error: BaseException, config_file: str) -> None:
+    def run(config: Any) -> None:
+        raise error
+
+    trained, worker.run = worker.run, run
+    try:
+        worker.main(config_file)
+    finally:
+        worker.run = trained
+
+
+@pytest.mark.parametrize(("error", "status"), [
+    (ValueError("no luck today"), "failed"),
+    (KeyboardInterrupt("enough"), "interrupted"),
+], ids=["failed", "interrupted"])  # fmt: skip
+def test_a_run_that_does_not_end_well_says_why_and_raises(
+    pool: WorkerPool, config_file: Path, error: BaseException, status: str
+) -> None:
+    (failure,) = pool.run(end_with, 1, error, str(config_file), init=False, expect_errors=True)
+    message = f"{type(error).__name__}: {error}"
+    assert isinstance(failure, Failure) and message in failure
+    run = recorded(config_file)
+    assert run["status"] == status and run["ended"] is not None
+    assert (run["error"]["rank"], run["error"]["message"]) == (0, message)
+    assert message in run["error"]["traceback"]
+
+
+def end_second_rank(config_file: str) -> None:
+    os.environ["RANK"] = "1"
+    end_with(ValueError("a peer's"), config_file)
+
+
+def test_only_the_first_rank_records(pool: WorkerPool, config_file: Path) -> None:
+    (failure,) = pool.run(end_second_rank, 1, str(config_file), init=False, expect_errors=True)
+    assert isinstance(failure, Failure) and "a peer's" in failure
+    assert not (config_file.parent / "run").exists()
+
+
+def place_in_pipeline() -> dict[str, int]:
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=PipelineStrategy(), logger=False)
+    return worker.coordinates(trainer)
+
+
+def test_coordinates_are_the_layout_s(pool: WorkerPool) -> None:
+    last, first = pool.run(place_in_pipeline, 2, init=False)
+    assert last == {"data": 0, "tensor": 0, "stage": 1} and first == {"data": 0, "tensor": 0, "stage": 0}
