@@ -1,4 +1,6 @@
-"""``python -m recipes.bench pipeline``: measures the pipelines beside torch's own and beside loops by hand."""
+"""``python -m recipes.bench pipeline``: measures the pipelines beside torch's own and beside loops by hand;
+``python -m recipes.bench tensor``: the layers of tensor parallelism beside DTensor and beside bare functions;
+``python -m recipes.bench data``: replicas that share every batch, in a Trainer and in bare loops of torch's own."""
 
 from __future__ import annotations
 
@@ -10,36 +12,70 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from recipes.bench import compute, memory, overhead, report, sleeping
+from recipes.bench import compute, data, memory, messages, overhead, report, sleeping, tensor
 from recipes.bench.report import Table
 
+Part = tuple[Callable[[], list[Table]], Callable[[], list[Table]]]
+
 # What each word of --only measures: in full, and with --quick.
-PIPELINE: dict[str, tuple[Callable[[], list[Table]], Callable[[], list[Table]]]] = {
+PIPELINE: dict[str, Part] = {
     "sleeping": (partial(sleeping.measure, sleeping.Sizes()), partial(sleeping.measure, sleeping.QUICK)),
     "compute": (partial(compute.measure, compute.Sizes()), partial(compute.measure, compute.QUICK)),
     "overhead": (partial(overhead.measure, overhead.Sizes()), partial(overhead.measure, overhead.QUICK)),
     "memory": (partial(memory.measure, memory.Sizes()), partial(memory.measure, memory.QUICK)),
 }
+TENSOR: dict[str, Part] = {
+    "mlp": (partial(tensor.measure_mlp, tensor.MLPSizes()), partial(tensor.measure_mlp, tensor.QUICK_MLP)),
+    "block": (partial(tensor.measure_block, tensor.BlockSizes()), partial(tensor.measure_block, tensor.QUICK_BLOCK)),
+    "messages": (partial(messages.measure, messages.Sizes()), partial(messages.measure, messages.QUICK)),
+    "alone": (partial(tensor.measure_alone, tensor.AloneSizes()), partial(tensor.measure_alone, tensor.QUICK_ALONE)),
+}
+# With --device cuda.
+TENSOR_CUDA: dict[str, Part] = TENSOR | {
+    "alone": (
+        partial(tensor.measure_alone, tensor.CUDA_ALONE),
+        partial(tensor.measure_alone, tensor.QUICK_CUDA_ALONE),
+    ),
+}
+DATA: dict[str, Part] = {
+    "ddp": (partial(data.measure, data.DDP_GROUP, data.Sizes()), partial(data.measure, data.DDP_GROUP, data.QUICK)),
+    "fsdp": (partial(data.measure, data.FSDP_GROUP, data.Sizes()), partial(data.measure, data.FSDP_GROUP, data.QUICK)),
+    "pipeline": (
+        partial(data.measure, data.PIPELINE_GROUP, data.PIPELINE),
+        partial(data.measure, data.PIPELINE_GROUP, data.QUICK_PIPELINE),
+    ),
+    "dp": (
+        partial(data.measure, data.THREADS_GROUP, data.Sizes()),
+        partial(data.measure, data.THREADS_GROUP, data.QUICK),
+    ),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
-    unknown = [name for name in options.only if name not in PIPELINE]
+    if options.device == "cpu":
+        parts = {"pipeline": PIPELINE, "tensor": TENSOR, "data": DATA}[options.what]
+    elif options.what == "tensor":
+        parts = TENSOR_CUDA
+    else:
+        raise SystemExit(f"--device={options.device}: {options.what} is measured on CPUs; leave it out")
+    only = options.only or list(parts)
+    unknown = [name for name in only if name not in parts]
     if unknown:
-        raise SystemExit(f"--only={','.join(options.only)}: no {unknown[0]!r}; choose among {', '.join(PIPELINE)}")
+        raise SystemExit(f"--only={','.join(only)}: no {unknown[0]!r}; choose among {', '.join(parts)}")
     facts = report.circumstances()
     print(report.headline(facts), flush=True)
     begin = time.monotonic()
     tables: list[Table] = []
-    for name in options.only:
-        full, quick = PIPELINE[name]
+    for name in only:
+        full, quick = parts[name]
         for table in (quick if options.quick else full)():
             tables.append(table)
             print(f"\n{table.text()}", flush=True)
     print(f"\n{time.monotonic() - begin:.0f} s")
     if options.output is not None:
-        report.write(options.output, "pipeline", facts, tables)
-        print(f"Written: {options.output / 'pipeline.md'} and pipeline.json")
+        report.write(options.output, options.what, facts, tables)
+        print(f"Written: {options.output / options.what}.md and .json")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,16 +84,22 @@ def _parser() -> argparse.ArgumentParser:
         description="Measure the strategies beside what they are measured against, in the same run.",
         epilog="Figures of different runs can be compared only on an idle machine.",
     )
-    parser.add_argument("what", choices=["pipeline"])
+    parser.add_argument("what", choices=["pipeline", "tensor", "data"])
     parser.add_argument(
         "--only",
         type=lambda text: text.split(","),
-        default=list(PIPELINE),
         metavar="PART,...",
-        help=f"some of: {', '.join(PIPELINE)} (default: all)",
+        help=f"some of: {', '.join(PIPELINE)} of the pipeline, {', '.join(TENSOR)} of tensor, {', '.join(DATA)} of data "
+        "(default: all)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="where the layers that nothing is divided in (alone) are measured; the rest is measured on CPUs",
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, in less than a minute: to see that it runs")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write pipeline.md and pipeline.json there")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write the tables there, as .md and .json")
     return parser
 
 

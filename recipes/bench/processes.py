@@ -17,7 +17,13 @@ import torch.distributed as dist
 import torch.multiprocessing as torch_multiprocessing
 
 # Imported once, by the server that workers are forked from. torch._dynamo: the first optimizer imports it.
-_PRELOAD = ["torch._dynamo", "torch.distributed.pipelining", "lightning.pytorch", "lightning_parallel"]
+_PRELOAD = [
+    "torch._dynamo",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "lightning.pytorch",
+    "lightning_parallel",
+]
 
 
 def run(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:

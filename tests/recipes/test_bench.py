@@ -6,10 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from recipes.bench import __main__ as bench
-from recipes.bench import compute, memory, overhead, report, sleeping
+from recipes.bench import compute, memory, messages, overhead, report, sharded, sleeping, tensor
 from recipes.bench.report import Table
+
+
+class AnotherGradient(nn.Module):
+    """The same value; twice the gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x - x.detach()
 
 
 def column(table: Table, name: str) -> list[object]:
@@ -54,6 +63,54 @@ def test_what_is_held_is_what_theory_says() -> None:
     assert column(table, "weight copies") == column(table, "theory, copies")
 
 
+def test_eight_layers_divided() -> None:
+    (table,) = tensor.measure_mlp(tensor.MLPSizes(((8, 2), (4, 3)), rounds=2, steps=(2, 1)))
+    contestants = ["one process, one thread", "by hand", "ours", "DTensor"]
+    assert column(table, "contestant") == contestants * 2
+    for name in ("step (ms)", "least (ms)", "DTensor / this", "of least", "this / by hand", "of the least"):
+        assert all(isinstance(value, float) and value > 0 for value in column(table, name))
+    assert column(table, "DTensor / this")[3::4] == column(table, "this / by hand")[1::4] == [1.0, 1.0]
+
+
+def test_gpt_blocks_divided() -> None:
+    (table,) = tensor.measure_block(tensor.BlockSizes(((8, 2, 2, 4),), layers=2, rounds=1, steps=(1,)))
+    assert column(table, "contestant") == [
+        "one process, one thread",
+        "by hand",
+        "ours",
+        "ours, dropout allowed for",
+        "DTensor",
+        "ours, sequence-parallel",
+        "DTensor, sequence-parallel",
+    ]
+
+
+def test_layers_of_a_group_of_one() -> None:
+    (table,) = tensor.measure_alone(tensor.AloneSizes(((4, 2),), rounds=2, steps=(3,)))
+    assert column(table, "layer") == ["nn.Linear", "ColumnParallelLinear", "RowParallelLinear"]
+    assert column(table, "added")[0] == 0.0
+
+
+def test_contestants_that_compute_something_else_are_refused() -> None:
+    model, x = sharded.mlp(32), torch.randn(2, 32)
+    tensor.agree({"one": sharded.whole(model, x), "other": sharded.whole(model, x)})
+    for changed in (model, nn.Sequential(model, AnotherGradient())):
+        other = sharded.whole(changed, x + 1 if changed is model else x)
+        with pytest.raises(AssertionError, match="not close"):
+            tensor.agree({"one": sharded.whole(model, x), "other": other})
+
+
+def test_what_tensor_parallelism_sends_is_what_theory_says() -> None:
+    (table,) = messages.measure(messages.Sizes(layers=2, width=8, heads=2, samples=1, length=4))
+    assert [(r["direction"], r["collective"], r["count"]) for r in table.records() if r["contestant"] == "ours"] == [
+        ("forward", "all-reduce", 4),
+        ("backward", "all-reduce", 4),
+    ]
+    assert "ours, sequence-parallel" in column(table, "contestant")
+    assert column(table, "count") == column(table, "theory")
+    assert column(table, "MiB") == column(table, "theory (MiB)")
+
+
 def test_tables_are_printed_and_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,3 +131,13 @@ def test_tables_are_printed_and_written(
 def test_an_unknown_part_is_refused() -> None:
     with pytest.raises(SystemExit, match="no 'compte'; choose among sleeping, compute, overhead, memory"):
         bench.main(["pipeline", "--only", "compte"])
+    with pytest.raises(SystemExit, match="no 'sleeping'; choose among mlp, block, messages, alone"):
+        bench.main(["tensor", "--only", "sleeping"])
+
+
+def test_a_device_that_is_not_used_or_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match="--device=cuda: the pipelines are measured on CPUs"):
+        bench.main(["pipeline", "--device", "cuda"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="--device cuda: there is no GPU"):
+        bench.main(["tensor", "--device", "cuda", "--only", "alone"])
