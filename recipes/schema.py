@@ -130,10 +130,12 @@ class Single:
 @dataclass
 class DDP:
     _target_: str
+    bucket_cap_mb: Annotated[float, Range(0)]
+    gradient_as_bucket_view: bool
+    static_graph: bool
+    find_unused_parameters: bool
+    timeout: dict[str, Any]
     process_group_backend: str | None
-    find_unused_parameters: bool | None = None
-    static_graph: bool | None = None
-    gradient_as_bucket_view: bool | None = None
 
 
 @dataclass
@@ -172,6 +174,7 @@ class Pipeline:
     balance: Literal["parameters", "layers"] | list[Count]
     activation_checkpointing: bool
     data_parallel: Count | Auto
+    data_parallel_kind: Literal["replicate", "shard"]
     tensor_parallel: Count | Auto
     plan: dict[str, str] | None
     sequence_parallel: bool
@@ -267,6 +270,7 @@ class Trainer:
     min_steps: Natural | None = None
     min_epochs: Natural | None = None
     overfit_batches: int | float = 0.0
+    sync_batchnorm: bool = False
     benchmark: bool | None = None
     detect_anomaly: bool = False
     fast_dev_run: bool | int = False

@@ -8,7 +8,7 @@ belongs to the root, which is gathered for the whole step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,11 @@ def find_units(module: nn.Module, patterns: Sequence[str] | None = None) -> dict
         ValueError: a pattern that matches nothing, or a unit inside another.
     """
     names = find_layers(module) if patterns is None else resolve_layers(module, patterns, 1, "units")
+    return untied(module, names)
+
+
+def untied(module: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
+    """Those of the named modules that hold parameters, and share none with another part of ``module``."""
     uses = _uses(module)
     units = {}
     for name in names:

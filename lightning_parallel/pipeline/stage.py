@@ -142,6 +142,10 @@ class Stage:
     def is_last(self) -> bool:
         return self.index == self.partition.stages - 1
 
+    def layers(self) -> list[str]:
+        """The layers of this stage, by name, in order."""
+        return [self.partition.layers[i] for i in self._owned]
+
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters held here, under their original (first) names: tied names once."""
         return {

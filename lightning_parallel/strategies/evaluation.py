@@ -55,8 +55,12 @@ class StreamedEvaluation(LastStageStrategy):
         if self.layout.pipeline == 1:
             return
         if kind not in self._flows:
+            if self._sharded_layers is not None:
+                self._sharded_layers.gather()  # or their hooks would do it, among parameters that are absent
             with logging_through(self._module(), discard), host_generators_kept():
                 self._flows[kind] = self.stage.survey(step)
+            if self._sharded_layers is not None:
+                self._sharded_layers.reshard()
             self._warn_of_cargo(self._flows[kind])
         self.stage.flow = self._flows[kind]
 
@@ -96,7 +100,10 @@ class StreamedEvaluation(LastStageStrategy):
         bound = partial(step, *args, **kwargs)
         self._follow(f"{step.__name__} {args[2:]}", bound)  # a loader of its own may have a step of its own
         with self._alone(step.__name__, *(index for index in args[1:] if isinstance(index, int))):
-            return self.engine.evaluate(bound, self._evaluations)
+            output = self.engine.evaluate(bound, self._evaluations)
+        if self._sharded_layers is not None:
+            self._sharded_layers.reshard()
+        return output
 
     @override
     def on_exception(self, exception: BaseException) -> None:

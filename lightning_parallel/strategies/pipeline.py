@@ -24,6 +24,7 @@ from lightning_parallel.pipeline.partition import Balance
 from lightning_parallel.pipeline.schedule import SYNCHRONOUS
 from lightning_parallel.pipeline.weights import swap_gradients
 from lightning_parallel.strategies.pipeline_base import Microbatches, PipelineBase, loss_scale
+from lightning_parallel.strategies.staged import DataParallelKind
 from lightning_parallel.tensor.plan import Plan
 
 
@@ -53,6 +54,8 @@ class PipelineStrategy(PipelineBase):
             :class:`~lightning_parallel.TensorParallelStrategy`. ``stages="auto"`` takes the ranks that this leaves.
         data_parallel: replicas of the whole pipeline, each with its share of every batch; ``"auto"``: as many as there
             are ranks for, or one with ``stages="auto"``.
+        data_parallel_kind: ``"replicate"``: each replica holds all of its stage. ``"shard"``: it holds a share of the
+            layers' parameters and optimizer state, and gathers the layers for a step (torch's ``fully_shard``).
         **kwargs: of :class:`~lightning_parallel.strategies.base.LayoutStrategy`.
     """
 
@@ -70,6 +73,7 @@ class PipelineStrategy(PipelineBase):
         plan: Plan | None = None,
         sequence_parallel: bool = False,
         data_parallel: Size = "auto",
+        data_parallel_kind: DataParallelKind = "replicate",
         **kwargs: Any,
     ) -> None:
         if schedule not in SYNCHRONOUS:
@@ -87,6 +91,7 @@ class PipelineStrategy(PipelineBase):
             plan=plan,
             sequence_parallel=sequence_parallel,
             data_parallel=data_parallel,
+            data_parallel_kind=data_parallel_kind,
             **kwargs,
         )
         self._schedule = schedule
@@ -109,6 +114,8 @@ class PipelineStrategy(PipelineBase):
 
         # Until zero_grad, gradients of the update before are there too.
         earlier = {} if self._accumulated else swap_gradients(self._parameters, {})
+        if self._sharded_layers is not None:
+            self._sharded_layers.hold_back()
         with self.recorded(recorder):
             outputs = self.engine.run(actions, work)
         self._gradients = swap_gradients(self._parameters, earlier)

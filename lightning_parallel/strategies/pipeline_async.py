@@ -29,6 +29,7 @@ from lightning_parallel.pipeline.partition import Balance, Partition
 from lightning_parallel.pipeline.schedule import AsyncOneFOneB
 from lightning_parallel.pipeline.weights import Stashing, WeightVersions, swap_gradients
 from lightning_parallel.strategies.pipeline_base import PipelineBase
+from lightning_parallel.strategies.staged import DataParallelKind
 from lightning_parallel.tensor.plan import Plan
 
 Options = list[dict[str, Any]]  # learning rate and the like, one dict a parameter group
@@ -69,12 +70,18 @@ class AsyncPipelineStrategy(PipelineBase):
         plan: Plan | None = None,
         sequence_parallel: bool = False,
         data_parallel: Size = "auto",
+        data_parallel_kind: DataParallelKind = "replicate",
         **kwargs: Any,
     ) -> None:
         if weights not in ("stash", "latest"):
             raise ValueError(f"weights={weights!r}: choose 'stash' or 'latest'.")
         if isinstance(extra_in_flight, bool) or not isinstance(extra_in_flight, int) or extra_in_flight < 0:
             raise ValueError(f"extra_in_flight={extra_in_flight!r}: give 0 or a positive integer.")
+        if data_parallel_kind == "shard":
+            raise ValueError(
+                "data_parallel_kind='shard': an asynchronous pipeline keeps several versions of its weights, which "
+                "shards that are gathered for a step don't have. Use 'replicate', or PipelineStrategy."
+            )
         if not isinstance(microbatches, int):
             raise ValueError(f"microbatches={microbatches!r}: give the number of microbatches an update.")
         super().__init__(
@@ -88,6 +95,7 @@ class AsyncPipelineStrategy(PipelineBase):
             plan=plan,
             sequence_parallel=sequence_parallel,
             data_parallel=data_parallel,
+            data_parallel_kind=data_parallel_kind,
             **kwargs,
         )
         self._stashing: Stashing = weights

@@ -15,7 +15,8 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -53,14 +54,14 @@ class ReplicatedStrategy(CheckpointedStrategy):
         self._ends_update, self._accumulated = False, False
         self.make_copies_equal()
         if self.layout.data > 1 and trainer.state.fn == TrainerFn.FITTING:
-            self._averager = GradientAverager(self.held().parameters, self.groups.data)
+            self._averager = GradientAverager(_whole(self.held().parameters), self.groups.data)
             self._hooks = self.watch_gradients(self._averager.ready)
 
     def make_copies_equal(self) -> None:
         """Parameters and buffers as the first replica has them: user's scripts need not seed their weights."""
         if self.layout.data > 1:
             held, source = self.held(), self.layout.rank_of(data=0)
-            for tensor in (*held.parameters.values(), *held.buffers.values()):
+            for tensor in (*_whole(held.parameters).values(), *held.buffers.values()):
                 dist.broadcast(tensor.data, source, self.groups.data)
 
     # -- gradients -----------------------------------------------------------------------------------------------
@@ -82,7 +83,7 @@ class ReplicatedStrategy(CheckpointedStrategy):
 
         return [
             parameter.register_post_accumulate_grad_hook(partial(grown, name))
-            for name, parameter in self.held().parameters.items()
+            for name, parameter in _whole(self.held().parameters).items()
             if parameter.requires_grad
         ]
 
@@ -93,7 +94,8 @@ class ReplicatedStrategy(CheckpointedStrategy):
 
     def averaged_gradients(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """The mean of an update's gradients over the replicas, which all call it."""
-        return dict(gradients) if self._averager is None else self._averager.finish(gradients)
+        averages = {} if self._averager is None else self._averager.finish(gradients)
+        return {**gradients, **averages}  # those of shards come as averages
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -103,3 +105,8 @@ class ReplicatedStrategy(CheckpointedStrategy):
             hook.remove()
         self._hooks, self._averager = [], None
         super().teardown()
+
+
+def _whole(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Those that every replica holds whole, rather than in shards of torch's."""
+    return {name: parameter for name, parameter in parameters.items() if not isinstance(parameter, DTensor)}

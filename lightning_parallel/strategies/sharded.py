@@ -19,6 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -82,7 +83,7 @@ class ShardedStrategy(ReplicatedStrategy):
         if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
             # An overflow on one rank must skip the step on all.
             state = plugin.scaler.state_dict()
-            plugin.scaler = ShardedGradScaler(device=self.root_device.type, process_group=self.groups.model)
+            plugin.scaler = ShardedGradScaler(device=self.root_device.type, process_group=dist.group.WORLD)
             plugin.scaler.load_state_dict(state)
 
     @override
@@ -181,9 +182,21 @@ class ShardedStrategy(ReplicatedStrategy):
         held = [p for p in self.precision_plugin.main_params(optimizer) if p.grad is not None]
         names = {id(parameter): name for name, parameter in self.held().parameters.items()}
         counted = [p.grad for p in held if p.grad is not None and self.counts(names[id(p)])]
-        square = torch.nn.utils.get_total_norm(counted).to(device=self.root_device, dtype=torch.float64).square()
+        shards = [gradient.to_local() for gradient in counted if isinstance(gradient, DTensor)]
+        square = self._square_of_norm(shards)
+        if self.layout.data > 1:
+            dist.all_reduce(square, group=self.groups.data)  # those that replicas share; copies are on each of them
+        square += self._square_of_norm([gradient for gradient in counted if not isinstance(gradient, DTensor)])
         dist.all_reduce(square, group=self.norm_group())
-        torch.nn.utils.clip_grads_with_norm_(held, clip_val, square.sqrt())
+        scale = (clip_val / (square.sqrt() + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+        for parameter in held:
+            gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            assert gradient is not None
+            gradient.detach().mul_(scale.to(gradient))
+
+    def _square_of_norm(self, gradients: list[Tensor]) -> Tensor:
+        norm = torch.nn.utils.get_total_norm(gradients)
+        return norm.to(device=self.root_device, dtype=torch.float64).square()
 
 
 def _fingerprint(gradient: Tensor | None) -> Tensor:

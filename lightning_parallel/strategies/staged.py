@@ -8,7 +8,7 @@ stages then work together is the subject of ``pipeline_base.py``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
+from lightning_parallel.data.fully_sharded import ShardedLayers
+from lightning_parallel.data.units import untied
 from lightning_parallel.layout import Size
 from lightning_parallel.pipeline.absent import AbsentTensor
 from lightning_parallel.pipeline.partition import Balance, Partition, partition
@@ -26,12 +28,15 @@ from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.strategies.checkpointed import Held
 from lightning_parallel.strategies.sharded import ShardedStrategy
 
+DataParallelKind = Literal["replicate", "shard"]
+
 
 class StagedStrategy(ShardedStrategy):
     """A strategy under which every rank holds one stage of the module.
 
     Args:
-        stages, layers, balance, activation_checkpointing: see :class:`~lightning_parallel.PipelineStrategy`.
+        stages, layers, balance, activation_checkpointing, data_parallel_kind: see
+            :class:`~lightning_parallel.PipelineStrategy`.
         **kwargs: of :class:`~lightning_parallel.strategies.sharded.ShardedStrategy`.
     """
 
@@ -42,9 +47,20 @@ class StagedStrategy(ShardedStrategy):
         layers: Sequence[str] | None,
         balance: Balance,
         activation_checkpointing: bool,
+        data_parallel_kind: DataParallelKind,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        if data_parallel_kind not in get_args(DataParallelKind):
+            kinds = " or ".join(map(repr, get_args(DataParallelKind)))
+            raise ValueError(f"data_parallel_kind={data_parallel_kind!r}: choose {kinds}.")
+        if data_parallel_kind == "shard" and self._tensor_parallel != 1:
+            raise ValueError(
+                f"data_parallel_kind='shard' with tensor_parallel={self._tensor_parallel!r}: shards of shards aren't "
+                f"supported. Use data_parallel_kind='replicate', or tensor_parallel=1."
+            )
+        self._data_parallel_kind = data_parallel_kind
+        self._sharded_layers: ShardedLayers | None = None
         self._stages = stages
         self._layers = list(layers) if layers is not None and not isinstance(layers, str) else layers
         self._balance = balance
@@ -81,7 +97,21 @@ class StagedStrategy(ShardedStrategy):
             self._announce(parts, module)
             self.shard(module)  # behind the partition, which weighs whole layers, and before the others' are dropped
             self._stage = Stage(module, parts, self.layout.stage, self.root_device)
+            self._sharded_layers = self._shard_over_replicas()
         self.stage.install(recompute=bool(self._activation_checkpointing))
+
+    def _shard_over_replicas(self) -> ShardedLayers | None:
+        """Before the stage's hooks are there: behind its last layer they leave, and torch's have to run by then."""
+        if self._data_parallel_kind == "replicate" or self.layout.data == 1:
+            return None
+        layers = untied(self._module(), self.stage.layers())
+        return ShardedLayers(layers, self.groups.data, self.root_device)
+
+    @override
+    def before_last_backward(self) -> None:
+        super().before_last_backward()
+        if self._sharded_layers is not None and self._ends_update:
+            self._sharded_layers.release()
 
     def check_partition(self, parts: Partition) -> None:
         """Refuse what this schedule can't train."""

@@ -43,7 +43,7 @@ def fit(
     trainer.fit(module, ALL[model].loader(), ALL[model].loader(), ckpt_path=resume)
     report = Report(weights={name: complete(p.detach()) for name, p in here(module).items()})
     report.shards = trainer.strategy.held().shards if strategy in STRATEGIES else {}  # type: ignore[attr-defined]
-    return report, keeper.best_model_path, float(trainer.callback_metrics["val_loss"])
+    return report, keeper.best_model_path, float(trainer.callback_metrics.get("val_loss", torch.nan))
 
 
 @pytest.mark.parametrize(("model", "strategy", "options"), [
@@ -117,6 +117,25 @@ def test_shards_continue_under_another_layout(
     )
     weights = [joined([report for report, _, _ in run], "weights") for run in (whole, resumed)]
     assert largest_difference(*weights) < 1e-12
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_stages_in_shards_over_replicas_are_resumed_and_open_without(
+    pool: WorkerPool, tmp_path: Path, ranks: int
+) -> None:
+    options = {"stages": 2, "data_parallel_kind": "shard", "microbatches": 2}
+    whole = pool.run(fit, 4, "Llama", "sync", options, 4, tmp_path / "a", init=False)
+    last = tmp_path / "a" / "epoch=3.ckpt"
+    if ranks == 4:
+        saved = tmp_path / "a" / "epoch=1.ckpt"
+        resumed = pool.run(fit, 4, "Llama", "sync", options, 4, tmp_path / "b", saved, init=False)
+        weights = [joined([report for report, _, _ in run], "weights") for run in (whole, resumed)]
+        assert largest_difference(*weights) == 0
+    else:  # nothing is left to be trained: what is read is what was saved
+        read = pool.run(fit, ranks, "Llama", "sync", {}, ranks, tmp_path / "b", last, init=False)
+        weights = [joined([report for report, _, _ in run], "weights") for run in (whole, read)]
+        assert largest_difference(*weights) == 0
+    assert largest_difference(read_full(last), weights[0]) == 0
 
 
 def test_a_plain_checkpoint_of_one_process_continues_in_shards(pool: WorkerPool, tmp_path: Path) -> None:

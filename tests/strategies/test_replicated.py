@@ -10,10 +10,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+import lightning_parallel as lp
+from lightning_parallel.pipeline.absent import AbsentTensor
 from tests.pool import WorkerPool
 from tests.strategies.harness import Report, joined, largest_difference, make_trainer, train
-from tests.strategies.models import BATCH, LeNet
+from tests.strategies.models import BATCH, LeNet, Llama
 
 EXACT = 1e-12  # float64
 
@@ -38,6 +41,9 @@ CASES = [
     ("GPT2", 4, "sync", {"stages": 2, "data_parallel": 2, "microbatches": 2}),
     ("Blocks", 4, "sync", {"stages": 2, "microbatches": 2, "schedule": "1f1b"}),
     ("LeNet", 4, "sync", {"stages": 1, "microbatches": 2}),
+    ("GPT2", 4, "sync", {"stages": 2, "data_parallel_kind": "shard", "microbatches": 2}),
+    ("Blocks", 4, "sync", {"stages": 2, "data_parallel_kind": "shard", "microbatches": 2, "schedule": "1f1b"}),
+    ("Llama", 4, "sync", {"stages": 2, "data_parallel_kind": "shard", "activation_checkpointing": True}),
     ("ShardableGPT2", 8, "sync", {"stages": 2, "tensor_parallel": 2, "microbatches": 2}),
 ]
 
@@ -57,6 +63,46 @@ def test_replicas_train_as_one_process_with_the_whole_batch(
         **trainer_options,
     )  # fmt: skip
     assert_equal(reports, single(model, samples=samples, **trainer_options), per_replica)
+
+
+def share_of_the_model(kind: str) -> tuple[int, int, int]:
+    """Numbers held between steps: of parameters, of gradients (none) and of the optimizer's state."""
+    torch.set_default_dtype(torch.float64)
+    module = Llama()
+    options = {"stages": 2, "data_parallel_kind": kind, "microbatches": 2}
+    trainer = make_trainer("sync", [], options, max_epochs=1)
+    trainer.fit(module, Llama.loader(batch_size=4))
+
+    def held(tensors: Any) -> int:
+        locals_ = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+        return sum(t.numel() for t in locals_ if not isinstance(t, AbsentTensor))
+
+    state = [x for s in trainer.optimizers[0].state.values() for x in s.values() if x.dim()]
+    parameters = list(module.parameters())
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return held(parameters), held(gradients), held(state)
+
+
+def test_shards_hold_their_part_of_the_layers_between_steps(pool: WorkerPool) -> None:
+    whole = pool.run(share_of_the_model, 4, "replicate", init=False)
+    shards = pool.run(share_of_the_model, 4, "shard", init=False)
+    outside = 33 * 16 + 16  # the head and the norm before it; less than the embedding of the first stage
+    for (parameters, _, state), (mine, gradients, my_state) in zip(whole, shards, strict=True):
+        assert mine <= (parameters - 33 * 16) // 2 + outside + 64  # layers in two; padding
+        assert gradients <= mine
+        assert my_state == 2 * mine < state
+
+
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda: lp.AsyncPipelineStrategy(data_parallel_kind="shard"), ["'shard'", "PipelineStrategy"]),
+    (lambda: lp.PipelineStrategy(data_parallel_kind="shard", tensor_parallel=2), ["tensor_parallel=2", "'replicate'"]),
+    (lambda: lp.PipelineStrategy(data_parallel_kind="zero"), ["'zero'", "'replicate' or 'shard'"]),  # type: ignore[arg-type]
+    (lambda: L.Trainer(accelerator="cpu", devices=2, strategy=lp.PipelineStrategy(data_parallel=0)), ["data", "0"]),
+], ids=["asynchronous", "shards of shards", "unknown", "none"])  # fmt: skip
+def test_what_replicas_can_not_be_is_refused_by_name(make: Any, words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        make()
+    assert all(word in str(caught.value) for word in words), caught.value
 
 
 @pytest.mark.parametrize("weights", ["stash", "latest"])
