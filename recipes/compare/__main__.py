@@ -1,0 +1,136 @@
+"""The command line: ``python -m recipes.compare [strategies=[...]] [GROUP=OPTION ...] [KEY=VALUE ...]``."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import CompactHydraException, HydraException
+
+from recipes.compare.run import REFERENCE, STRATEGIES, Outcome, configs, run
+from recipes.compose import CONF, check
+from recipes.validate import ConfigError, Problem, closest
+
+_HELP = f"""\
+Run one model and its data under several strategies, one after the other, each in fresh processes, and write a report:
+tables here, compare.md, compare.csv and compare.png in a folder.
+
+    python -m recipes.compare [strategies=[NAME,...]] [output=FOLDER] [GROUP=OPTION ...] [KEY=VALUE ...]
+
+Its own
+    strategies=[...]   default: {",".join(STRATEGIES[:4])},
+                       {",".join(STRATEGIES[4:])}
+                       ({REFERENCE}, one process, is always measured first: efficiencies are against it)
+    output=FOLDER      default: logs/compare/<time>; must not exist
+
+Groups and values of recipes.train (python -m recipes.train --help)
+    model=gpt  data=stdlib  cluster.devices=2  trainer.max_steps=30 (the default here)  data.batch_size=24
+    strategy.KEY=VALUE   for those of the strategies that have KEY
+
+Examples
+    python -m recipes.compare
+    python -m recipes.compare strategies=[ddp,fsdp] cluster.devices=4
+    python -m recipes.compare model=mlp data=digits trainer.max_steps=100
+
+What is measured
+    step time       median and quartiles of the updates behind a warm-up
+    memory          peak of each rank; parameters, gradients and optimizer state exactly
+    messages        bytes that a rank sends, by kind, in the last two updates: counted, and by formula
+    bubble          of pipelines: share of the stages' time without compute, beside theory
+    loss            after the last update, on the validation set
+
+Figures of strategies can be compared on a machine that does nothing else.
+"""
+_STEPS = 30
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.compare",
+        usage=argparse.SUPPRESS,
+        description=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("overrides", nargs="*", help=argparse.SUPPRESS)
+    words: list[str] = parser.parse_args(arguments).overrides
+    strategies, folder, overrides = _options(words)
+    # What concerns some strategies only is told in their rows.
+    problems = check([word for word in overrides if not word.startswith("strategy.")])
+    if problems:
+        raise ConfigError(problems)
+    planned = list(configs(overrides, strategies, folder))
+    folder.mkdir(parents=True)
+    try:
+        _compare(planned, folder, words)
+    except KeyboardInterrupt:
+        shutil.rmtree(folder)
+        raise
+
+
+def _options(words: Sequence[str]) -> tuple[list[str], Path, list[str]]:
+    """The strategies, the folder, and what is left for ``recipes.train``."""
+    strategies, output = list(STRATEGIES), Path("logs", "compare", time.strftime("%Y-%m-%d_%H-%M-%S"))
+    rest: list[str] = []
+    for word, parsed in zip(words, OverridesParser.create().parse_overrides(list(words)), strict=True):
+        if parsed.key_or_group == "strategies":
+            value = parsed.value()
+            strategies = [str(name) for name in (value if isinstance(value, list) else [value])]
+        elif parsed.key_or_group == "output":
+            output = Path(str(parsed.value()))
+        elif parsed.key_or_group == "strategy":
+            raise ConfigError([Problem("strategy", parsed.value(), "several are compared", "use strategies=[...]")])
+        else:
+            rest.append(word)
+    known = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
+    wrong = [
+        Problem("strategies", name, "no such strategy", closest(name, known))
+        for name in strategies
+        if name not in known
+    ]
+    if output.exists():
+        wrong.append(Problem("output", output, "is there already", "give a folder that is not"))
+    if not any(word.startswith("trainer.max_steps=") for word in rest):
+        rest.insert(0, f"trainer.max_steps={_STEPS}")
+    if wrong:
+        raise ConfigError(wrong)
+    return [REFERENCE, *(name for name in dict.fromkeys(strategies) if name != REFERENCE)], output.absolute(), rest
+
+
+def _compare(planned: Sequence[Outcome], folder: Path, words: Sequence[str]) -> None:
+    outcomes = []
+    for number, each in enumerate(planned, 1):
+        print(f"[{number}/{len(planned)}] {each.strategy} ...", end="", flush=True)
+        begin = time.monotonic()
+        outcomes.append(run(each))
+        print(f" {outcomes[-1].error or f'{time.monotonic() - begin:.0f} s'}", flush=True)
+    config = next((outcome.config for outcome in outcomes if outcome.error is None), None)
+    if config is None:
+        sys.exit("nothing could be measured")
+
+    from recipes.compare import picture, report, rows  # here: they import torch, which --help need not wait for
+
+    table = rows.rows(outcomes)
+    head = report.headline(config, words)
+    found = report.tables(table, str(config["optimized_metric"] or "train_loss"))
+    print(f"\n{report.show(head, table, found)}")
+    report.write(folder, head, table, found)
+    model, data = (config[group].get("name") or config[group]["_target_"] for group in ("model", "data"))
+    title = f"{model} on {data}, cluster.devices={config['cluster']['devices']}"
+    picture.draw(table, title, folder / "compare.png")
+    print(f"\nWritten: {folder}/compare.md, compare.csv and compare.png")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as after Ctrl-C: nothing is left behind
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (CompactHydraException, HydraException) as error:
+        sys.exit(str(error))

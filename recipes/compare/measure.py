@@ -1,0 +1,148 @@
+"""The callback that measures a run from inside its workers; each leaves one JSON file in the run's folder.
+
+warm-up      | timed                                       | counted            | validation
+memory grows | durations, threads, peak of memory, spans   | messages (slower)  | loss
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch._dynamo  # the first optimizer imports it: its memory is not the model's
+from lightning.pytorch.callbacks import Callback
+from torch.optim import Optimizer
+
+from lightning_parallel.strategies.data import DataParallelStrategy
+from lightning_parallel.strategies.pipeline_base import PipelineBase
+from recipes.compare import memory
+from recipes.compare.formula import Expected
+from recipes.compare.traffic import Traffic
+from recipes.compare.waiting import ReplicaPhases, Times
+from recipes.worker import coordinates
+
+FILE = "measured-{rank}.json"
+
+
+class Measure(Callback):
+    """Measures all updates of a run but the first and the last few.
+
+    Args:
+        folder: of the run.
+        warmup: updates before the timed ones.
+        counted: updates after the timed ones, in which messages are counted.
+
+    Raises:
+        RuntimeError: at the end of training, if that came before the counted updates.
+    """
+
+    def __init__(self, folder: str, warmup: int, counted: int) -> None:
+        self._folder = Path(folder)
+        self._warmup, self._counted = warmup, counted
+        self._baseline = 0
+        self._batches = 0
+        self._ends: list[float] = []  # of updates, from the last of the warm-up on
+        self._traffic = Traffic()
+        self._phases: ReplicaPhases | None = None
+        self._held: dict[str, int] = {}
+        self._found: dict[str, Any] = {}
+        # The same run, one after the other: what Lightning says of each is of no use here.
+        for package in ("lightning.pytorch", "lightning.fabric"):
+            logging.getLogger(package).setLevel(logging.WARNING)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        # Here the data and the process groups are there, and the model is, whole, where it was built.
+        built = (tensor for tensor in (*pl_module.parameters(), *pl_module.buffers()) if not tensor.is_meta)
+        self._baseline = memory.resident() - sum(tensor.nbytes for tensor in built)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        others = getattr(trainer.strategy, "parallel_devices", None)
+        several = isinstance(trainer.strategy, DataParallelStrategy)
+        self._gpus = memory.devices_of(trainer.strategy.root_device, others if several else None)
+        self._expected = Expected(trainer.strategy, pl_module)
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        # The only place where gradients, too, are there under every strategy.
+        if len(self._ends) == 1:
+            self._held = memory.held(pl_module, trainer.optimizers)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._batches += 1
+        update, rest = divmod(self._batches, trainer.accumulate_grad_batches)
+        timed = trainer.max_steps - self._counted
+        if rest or update < self._warmup:
+            return
+        for gpu in self._gpus:
+            torch.cuda.synchronize(gpu)
+        if update <= timed:
+            self._ends.append(time.monotonic())
+        if update == self._warmup:
+            self._start(trainer)
+        elif update == timed:
+            self._stop(trainer)
+            self._expected.start()
+            self._traffic.__enter__()  # from here to the same hook of a later batch, both outside of any other mode
+        elif update == trainer.max_steps:
+            self._traffic.__exit__(None, None, None)
+            self._expected.stop()
+            self._count()
+
+    def _start(self, trainer: L.Trainer) -> None:
+        for gpu in self._gpus:
+            torch.cuda.reset_peak_memory_stats(gpu)
+        if not self._gpus:
+            memory.forget_peak()
+        if isinstance(trainer.strategy, DataParallelStrategy):
+            self._phases = ReplicaPhases()
+            self._phases.start()
+        self._thread = Times.now()
+
+    def _stop(self, trainer: L.Trainer) -> None:
+        thread = Times.now().since(self._thread)
+        peaks = [torch.cuda.max_memory_allocated(gpu) for gpu in self._gpus]
+        steps = len(self._ends) - 1
+        self._found = {
+            "rank": trainer.global_rank,
+            "coordinates": coordinates(trainer),
+            "device": str(trainer.strategy.root_device),
+            "seconds": [end - start for start, end in zip(self._ends, self._ends[1:], strict=False)],
+            "peaks": peaks or [memory.peak_resident() - self._baseline],
+            "held": self._held,
+            "thread": thread.shares(),
+        }
+        if self._phases is not None:
+            self._phases.stop()
+            self._found["phases"] = {name: total / steps for name, total in self._phases.seconds.items()}
+            self._found["replicas"] = self._phases.replicas.shares()
+        strategy = trainer.strategy
+        if isinstance(strategy, PipelineBase):
+            begin, end = self._ends[0], self._ends[-1]
+            spans = [span for span in strategy._timeline.spans if begin <= span.start and span.end <= end]
+            self._found |= {"spans": [asdict(span) for span in spans], "bubble": strategy.theoretical_bubble()}
+
+    def _count(self) -> None:
+        per_step = 1 / self._counted
+        self._found |= {
+            "sent": {kind: nbytes * per_step for kind, nbytes in self._traffic.sent.items()},
+            "messages": {kind: count * per_step for kind, count in self._traffic.messages.items()},
+            "received": self._traffic.received * per_step,
+            "expected": self._expected.sent(self._counted),
+        }
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if "sent" not in self._found:
+            updates = self._batches // trainer.accumulate_grad_batches
+            raise RuntimeError(
+                f"trainer.max_steps={trainer.max_steps}, but training ended after {updates} updates, before all was "
+                f"measured: leave trainer.max_epochs and limits out, or use fewer steps."
+            )
+        file = self._folder / FILE.format(rank=trainer.global_rank)
+        file.write_text(json.dumps(self._found) + "\n")

@@ -1,0 +1,149 @@
+"""From what the ranks of a run have measured to the figures of one row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, quantiles
+from typing import Any
+
+from recipes.compare.run import REFERENCE, Outcome
+from recipes.compare.traffic import KINDS, POINT_TO_POINT
+from recipes.validate import world_size
+
+
+@dataclass(frozen=True)
+class Row:
+    """The figures of one strategy; None where there are none. Bytes are of one rank, the mean over all, if not said.
+
+    Attributes:
+        devices: that worked on it: processes, or replicas in one process.
+        quartiles: of the step's seconds: a quarter of them are shorter than the first, half than the second.
+        samples, tokens: a second, by the median step.
+        peaks: bytes of each rank (of each GPU, where one process has several).
+        held: bytes by what they are: parameters, gradients, optimizer.
+        sent, expected: bytes on the wire in a step, by kind of message; counted, and by formula.
+        blocked: share of time in which the threads that compute waited, for messages or for each other.
+        queued: share of time in which they had no core.
+        bubble, theory: shares of the stages' time.
+        ranks: all that was measured.
+    """
+
+    strategy: str
+    error: str | None = None
+    processes: int = 0
+    devices: int = 0
+    quartiles: tuple[float, float, float] | None = None
+    samples: float | None = None
+    tokens: float | None = None
+    efficiency: float | None = None
+    peaks: Sequence[float] = ()
+    held: Mapping[str, float] = field(default_factory=dict)
+    sent: Mapping[str, float] = field(default_factory=dict)
+    expected: Mapping[str, float] | None = None
+    blocked: float | None = None
+    queued: float | None = None
+    bubble: float | None = None
+    theory: float | None = None
+    loss: float | None = None
+    ranks: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def step(self) -> float:
+        """Seconds of the median step."""
+        assert self.quartiles is not None
+        return self.quartiles[1]
+
+    @property
+    def peak(self) -> float:
+        """Bytes on the fullest rank."""
+        return max(self.peaks)
+
+    @property
+    def imbalance(self) -> float:
+        """The fullest rank's memory in units of the mean."""
+        return max(self.peaks) / fmean(self.peaks)
+
+    @property
+    def total_sent(self) -> float:
+        return sum(self.sent.values())
+
+
+def rows(outcomes: Sequence[Outcome]) -> list[Row]:
+    """A row each; efficiencies where the reference is among them."""
+    reference = next((_row(o, None) for o in outcomes if o.strategy == REFERENCE and o.error is None), None)
+    return [_row(outcome, reference) for outcome in outcomes]
+
+
+def _row(outcome: Outcome, reference: Row | None) -> Row:
+    if outcome.error is not None or outcome.config is None or outcome.metrics is None:
+        return Row(outcome.strategy, outcome.error)
+    config, ranks = outcome.config, outcome.ranks
+    processes = world_size(config)
+    devices = 1 if outcome.strategy == REFERENCE else int(config["cluster"]["devices"])
+    first, median, third = quantiles(ranks[0]["seconds"], n=4, method="inclusive")
+    data, accumulated = config["data"], config["trainer"]["accumulate_grad_batches"]
+    batch, context = data.get("batch_size"), data.get("context")
+    samples = batch * accumulated / median if batch else None
+    bubble, theory = _bubble(ranks)
+    return Row(
+        strategy=outcome.strategy,
+        processes=processes,
+        devices=devices,
+        quartiles=(first, median, third),
+        samples=samples,
+        tokens=samples * context if samples and context else None,
+        efficiency=reference.step / median / devices if reference else None,
+        peaks=[peak for rank in ranks for peak in rank["peaks"]],
+        held={name: fmean(rank["held"][name] for rank in ranks) for name in ("parameters", "gradients", "optimizer")},
+        sent=_sent(ranks),
+        expected=_expected(ranks),
+        blocked=fmean(rank.get("replicas", rank["thread"])["blocked"] for rank in ranks),
+        queued=fmean(rank.get("replicas", rank["thread"])["queued"] for rank in ranks),
+        bubble=bubble,
+        theory=theory,
+        loss=_loss(outcome.metrics, config["optimized_metric"]),
+        ranks=ranks,
+    )
+
+
+def _sent(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of the mean rank, by kind; what a rank sent point to point is what the others received from it."""
+    totals = dict.fromkeys(KINDS, 0.0)
+    for rank in ranks:
+        for kind, nbytes in rank["sent"].items():
+            totals[kind] = totals.get(kind, 0.0) + nbytes
+        totals[POINT_TO_POINT] += rank["received"]
+    return {kind: total / len(ranks) for kind, total in totals.items() if total}
+
+
+def _expected(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+    """Of the mean rank. What came into a stage was sent by the one before; as much goes back, in gradients."""
+    if any(rank["expected"] is None for rank in ranks):
+        return None
+    totals: dict[str, float] = {}
+    for rank in ranks:
+        for kind, nbytes in rank["expected"].items():
+            totals[kind] = totals.get(kind, 0.0) + nbytes * (2 if kind == POINT_TO_POINT else 1)
+    return {kind: total / len(ranks) for kind, total in totals.items()}
+
+
+def _bubble(ranks: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:
+    """Measured and by theory, of the first replica's stages. Without a flush: while the pipeline is full."""
+    from lightning_parallel.pipeline.timeline import Span, measured_bubble, utilisation
+
+    staged = [
+        rank for rank in ranks if "spans" in rank and not (rank["coordinates"]["data"] or rank["coordinates"]["tensor"])
+    ]
+    if not staged:
+        return None, None
+    staged.sort(key=lambda rank: rank["coordinates"]["stage"])
+    spans = [[Span(**span) for span in rank["spans"]] for rank in staged]
+    theory = staged[0]["bubble"]
+    full = utilisation(spans) if theory == 0 else None
+    return (measured_bubble(spans) if full is None else 1 - full), theory
+
+
+def _loss(metrics: Mapping[str, float | None], name: str | None) -> float | None:
+    value = metrics.get(name) if name else None
+    return metrics.get("train_loss") if value is None else value

@@ -1,0 +1,138 @@
+"""Runs a model and its data under one strategy after the other, each in worker processes of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from recipes import record
+from recipes.compose import CONF, resolved
+from recipes.launch import WorkersFailed, launch
+from recipes.validate import ConfigError, validate, world_size
+
+REFERENCE = "single"
+STRATEGIES = (
+    "dp",
+    "ddp",
+    "fsdp",
+    "tensor_parallel",
+    "pipeline_naive",
+    "pipeline_sync",
+    "pipeline_1f1b",
+    "pipeline_async",
+)
+_WARMUP, _COUNTED = 5, 2  # updates, of a run that is long enough
+_LEAST_STEPS = 6
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run under a strategy went.
+
+    Attributes:
+        config: resolved; None where it could not even be composed.
+        error: why there are no figures, in a line; None where there are.
+        ranks: what each rank has measured (:mod:`recipes.compare.measure`), by rank.
+        metrics: of rank 0 at the end.
+    """
+
+    strategy: str
+    config: Mapping[str, Any] | None
+    error: str | None
+    ranks: Sequence[Mapping[str, Any]] = ()
+    metrics: Mapping[str, float | None] | None = None
+
+
+def configs(overrides: Sequence[str], strategies: Sequence[str], folder: Path) -> Iterator[Outcome]:
+    """For each strategy its resolved config, with what measures it; or what is wrong with that.
+
+    Args:
+        overrides: as of ``recipes.train``; ``strategy.KEY=VALUE`` is for the strategies that have such a key.
+        folder: of all runs; each gets one in it, by the strategy's name.
+
+    Raises:
+        ConfigError: what is wrong with it under every strategy.
+    """
+    with initialize_config_dir(str(CONF), version_base="1.3", job_name="compare"):
+        nodes = {strategy: compose("train", overrides=[f"strategy={strategy}"]).strategy for strategy in strategies}
+        nowhere = [word for word in overrides if not any(_concerns(node, word) for node in nodes.values())]
+        if nowhere:
+            raise ConfigError(f"{word}: none of {', '.join(strategies)} has such a value" for word in nowhere)
+        for strategy, node in nodes.items():
+            output = str(folder / strategy)
+            words = [word for word in overrides if _concerns(node, word)]
+            try:
+                config = resolved(compose("train", overrides=[*words, f"strategy={strategy}"]), output)
+            except (HydraException, OmegaConfBaseException) as error:
+                yield Outcome(strategy, None, str(error).splitlines()[0])
+                continue
+            problems = validate(config)
+            if problems:
+                yield Outcome(strategy, config, "; ".join(map(str, problems)))
+            else:
+                yield Outcome(strategy, _measured(config, output), None)
+
+
+def _concerns(strategy: Mapping[Any, Any], override: str) -> bool:
+    """Whether an override sets a value that the strategy has, or none of a strategy's."""
+    group, _, key = override.partition("=")[0].partition(".")
+    return group != "strategy" or key.split(".")[0] in strategy
+
+
+def _measured(config: dict[str, Any], folder: str) -> dict[str, Any]:
+    """The config with what measures it, and without what would disturb it: checkpoints, logs, progress bars."""
+    trainer = dict(config["trainer"])
+    steps = trainer["max_steps"]
+    if steps < _LEAST_STEPS:
+        raise ConfigError([f"trainer.max_steps={steps}: too few to be measured; use {_LEAST_STEPS} or more"])
+    trainer |= {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": steps}
+    trainer["val_check_interval"] = steps * trainer["accumulate_grad_batches"]  # once, at the end
+    measure = {
+        "_target_": "recipes.compare.measure.Measure",
+        "folder": folder,
+        "warmup": min(_WARMUP, steps // 3),
+        "counted": _COUNTED,
+    }
+    staged = "stages" in config["strategy"]
+    strategy = {**config["strategy"], "timeline": True} if staged else config["strategy"]
+    return {
+        **config,
+        "trainer": trainer,
+        "strategy": strategy,
+        "timeline": staged,
+        "logger": {},
+        "callbacks": {"measure": measure},
+        "test": False,
+    }
+
+
+def run(planned: Outcome) -> Outcome:
+    """Runs what :func:`configs` gave, and reads what its ranks have measured.
+
+    Raises:
+        KeyboardInterrupt: the workers have been ended.
+    """
+    if planned.error is not None or planned.config is None:
+        return planned
+    config = dict(planned.config)
+    folder = Path(config["paths"]["output_dir"])
+    folder.mkdir(parents=True)
+    config_file = folder / record.CONFIG
+    config_file.write_text(yaml.safe_dump(config, sort_keys=False))
+    record.start(folder, config, {"strategy": planned.strategy})
+    processes = world_size(config)
+    try:
+        launch(config_file, processes, config["cluster"]["threads"])
+    except WorkersFailed as failed:
+        record.end(folder, "failed", failed.failure.as_dict())
+        return Outcome(planned.strategy, config, f"rank {failed.failure.rank}: {failed.failure.message}")
+    ranks = [json.loads((folder / f"measured-{rank}.json").read_text()) for rank in range(processes)]
+    return Outcome(planned.strategy, config, None, ranks, record.read_metrics(folder))

@@ -1,0 +1,119 @@
+"""What a rank sends in a step, by kind of message: counted where it is sent or arrives.
+
+Bytes are those on the wire, for each rank, as a ring sends them (Patarasso & Yuan 2009); n ranks, b bytes of the whole
+tensor:
+
+    all-reduce                    2 (n - 1) / n x b
+    all-gather, reduce-scatter      (n - 1) / n x b
+    broadcast                       (n - 1) / n x b     the mean over ranks: n - 1 of them get the b bytes
+    point-to-point                              b
+
+A message of one number carries no part of the model or its activations; it is a metric, a norm or a signal, of kind
+"scalars".
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+POINT_TO_POINT, SCALARS = "point-to-point", "scalars"
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", POINT_TO_POINT, SCALARS)
+
+# The operators of torch.distributed, and those of its functional collectives, which DTensor uses.
+_OPERATORS: Mapping[str, str] = MappingProxyType(
+    {
+        "allreduce_": "all-reduce",
+        "allreduce_coalesced_": "all-reduce",
+        "all_reduce": "all-reduce",
+        "all_reduce_": "all-reduce",
+        "allgather_": "all-gather",
+        "_allgather_base_": "all-gather",
+        "allgather_into_tensor_coalesced_": "all-gather",
+        "all_gather_into_tensor": "all-gather",
+        "reduce_scatter_": "reduce-scatter",
+        "_reduce_scatter_base_": "reduce-scatter",
+        "reduce_scatter_tensor": "reduce-scatter",
+        "broadcast_": "broadcast",
+        "broadcast": "broadcast",
+        "recv_": POINT_TO_POINT,
+    }
+)
+# No messages of their own: a pipeline's sends are counted where they arrive.
+_LEFT_OUT = frozenset({"send", "barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd"})
+
+
+def wire_bytes(kind: str, nbytes: float, ranks: int) -> float:
+    """Bytes that each of ``ranks`` sends, for ``nbytes`` of the whole tensor."""
+    if kind == POINT_TO_POINT:
+        return nbytes
+    return (2 if kind == "all-reduce" else 1) * (ranks - 1) / ranks * nbytes
+
+
+class Traffic(TorchDispatchMode):
+    """Inside ``with Traffic() as traffic``, counts what this thread sends and what it gets.
+
+    Collectives are operators, so all ways to call one are seen: DDP's C++ calls in a backward, ``fully_shard``'s, this
+    package's. A pipeline sends from a thread of its own, where no dispatch mode looks; but it posts each receive from
+    the stage's thread, and what a rank sent is what its neighbours got from it.
+
+    Attributes:
+        sent: bytes on the wire by kind, but for point-to-point.
+        messages: how many, by kind.
+        received: point-to-point bytes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: Counter[str] = Counter()
+        self.messages: Counter[str] = Counter()
+        self.received = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor comes first, and what it calls is seen
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if func.namespace in ("c10d", "_c10d_functional") and name not in _LEFT_OUT:
+            self._count(_OPERATORS.get(name, name), result, args)
+        return result
+
+    def _count(self, kind: str, result: Any, args: tuple[Any, ...]) -> None:
+        # The whole tensor is the larger of what goes in and what comes out; pieces are given as a list of them.
+        whole = max(([*_tensors(value)] for value in (result, *args)), key=_nbytes)
+        if kind == POINT_TO_POINT:
+            self.received += _nbytes(whole)
+        else:
+            group = _group(args)
+            kind = SCALARS if sum(tensor.numel() for tensor in whole) <= group.size() else kind
+            self.sent[kind] += round(wire_bytes(kind, _nbytes(whole), group.size()))
+        self.messages[kind] += 1
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _nbytes(tensors: list[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _group(args: tuple[Any, ...]) -> dist.ProcessGroup:
+    """The operator's: an object of TorchScript's, or for the functional collectives its name."""
+    for arg in reversed(args):
+        if isinstance(arg, torch.ScriptObject) and str(arg._type()).endswith(".ProcessGroup"):
+            return dist.ProcessGroup.unbox(arg)
+    # Private: the functional collectives give names, and nothing public takes them back.
+    return c10d._resolve_process_group(args[-1])  # type: ignore[attr-defined]

@@ -1,0 +1,372 @@
+"""recipes/compare: what is counted is what the formulas say, and the report says what the figures say."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import yaml
+
+from recipes import record, worker
+from recipes.compare import formula, memory, picture, report, run, waiting
+from recipes.compare.__main__ import main
+from recipes.compare.findings import findings
+from recipes.compare.rows import Row, rows
+from recipes.compare.run import Outcome, configs
+from recipes.compare.traffic import Traffic, wire_bytes
+from recipes.launch import ROOT, Failure, WorkersFailed
+from recipes.validate import ConfigError, world_size
+from tests.pool import WorkerPool
+from tests.recipes.test_launch import processes_of, runs
+
+TINY = ["model=mlp", "data=digits", "model.width=16", "data.batch_size=12", "trainer.max_steps=8"]
+MIB = 2**20
+
+
+# -- the formulas --------------------------------------------------------------------------------------------
+
+
+def test_bytes_on_the_wire_are_a_ring_s() -> None:
+    assert wire_bytes("all-reduce", 100, 4) == 150
+    assert wire_bytes("all-gather", 100, 4) == wire_bytes("reduce-scatter", 100, 4) == 75
+    assert wire_bytes("broadcast", 100, 4) == 75
+    assert wire_bytes("point-to-point", 100, 4) == 100
+
+
+def test_sharded_data_parallelism_sends_half_as_much_again_as_replicated() -> None:
+    ddp, fsdp = formula.ddp(100, 4), formula.fsdp(100, 100, 100, 4)
+    assert ddp == {"all-reduce": 150} and fsdp == {"all-gather": 150, "reduce-scatter": 75}
+    assert sum(formula.fsdp(100, 0, 100, 4).values()) == sum(ddp.values())
+
+
+def counted() -> dict[str, Any]:
+    pair = dist.new_group([0, 1])
+    with Traffic() as traffic:
+        dist.all_reduce(torch.ones(6))
+        dist.broadcast(torch.ones(6), 0)
+        dist.all_gather([torch.empty(2) for _ in range(3)], torch.ones(2))
+        dist.reduce_scatter_tensor(torch.empty(2), torch.ones(6))
+        functional.all_reduce(torch.ones(6), "sum", dist.group.WORLD).wait()
+        dist.all_reduce(torch.ones(1))
+        if dist.get_rank() < 2:
+            dist.all_reduce(torch.ones(6), group=pair)
+        if dist.get_rank() == 0:
+            dist.send(torch.ones(6), 2)
+        if dist.get_rank() == 2:
+            dist.recv(torch.empty(6), 0)
+    return {"sent": dict(traffic.sent), "messages": dict(traffic.messages), "received": traffic.received}
+
+
+def test_every_kind_of_message_is_counted_with_its_group(pool: WorkerPool) -> None:
+    first, second, third = pool.run(counted, 3)
+    whole = 6 * 4
+    assert third["sent"] == {
+        "all-reduce": 2 * wire_bytes("all-reduce", whole, 3),
+        "broadcast": 16,
+        "all-gather": 16,
+        "reduce-scatter": 16,
+        "scalars": 3,
+    }
+    assert third["received"] == whole and third["messages"]["point-to-point"] == 1
+    assert first["sent"] == second["sent"] != third["sent"] and first["received"] == 0
+    assert first["sent"]["all-reduce"] == third["sent"]["all-reduce"] + whole
+
+
+# -- real runs -----------------------------------------------------------------------------------------------
+
+
+def trained(config_file: str) -> dict[str, Any]:
+    """What this rank has measured."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    try:
+        worker.main(config_file)
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+    file = Path(config_file).parent / f"measured-{os.environ['RANK']}.json"
+    content = json.loads(file.read_text())
+    assert isinstance(content, dict)
+    return content
+
+
+Measured = Callable[..., tuple[Row, list[dict[str, Any]]]]
+
+
+@pytest.fixture
+def measured(pool: WorkerPool, tmp_path: Path) -> Measured:
+    def measure(strategy: str, *overrides: str, of: Sequence[str] = TINY) -> tuple[Row, list[dict[str, Any]]]:
+        words = [*of, f"paths.data_dir={tmp_path}/data", *overrides]
+        (planned,) = configs(words, [strategy], tmp_path)
+        assert planned.error is None and planned.config is not None
+        folder = tmp_path / strategy
+        folder.mkdir()
+        file = folder / record.CONFIG
+        file.write_text(yaml.safe_dump(dict(planned.config)))
+        record.start(folder, planned.config, {})
+        ranks = pool.run(trained, world_size(planned.config), str(file), init=False)
+        (row,) = rows([replace(planned, ranks=ranks, metrics=record.read_metrics(folder))])
+        return row, ranks
+
+    return measure
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "tensor_parallel", "fsdp"])
+def test_what_collectives_send_is_what_the_formula_says(measured: Measured, strategy: str) -> None:
+    row, _ = measured(strategy)
+    kinds = {"ddp": {"all-reduce"}, "fsdp": {"all-gather", "reduce-scatter"}}.get(
+        strategy, {"all-reduce", "all-gather"}
+    )
+    assert {kind: n for kind, n in row.sent.items() if kind != "scalars"} == row.expected
+    assert row.expected is not None and row.expected.keys() == kinds and all(row.expected.values())
+    parameters = 64 * 16 + 16 + 2 * (16 * 16 + 16) + 10 * 16 + 10  # of an MLP of three hidden layers
+    if strategy == "ddp":
+        assert row.expected == {"all-reduce": parameters * 4}
+        assert row.held["parameters"] == row.held["gradients"] == parameters * 4 <= row.held["optimizer"] / 2
+    if strategy == "fsdp":
+        assert row.expected["all-gather"] == 2 * row.expected["reduce-scatter"]
+        assert all(row.held[name] < 0.6 * parameters * 4 for name in ("parameters", "gradients"))
+
+
+@pytest.mark.parametrize(("kept", "times"), [("false", 1), ("true", 2)])
+def test_what_stays_gathered_is_sent_once(measured: Measured, kept: str, times: int) -> None:
+    of = ["model=gpt", "data=text", f"data.path={__file__}", "data.context=16", "data.batch_size=4"]
+    of += ["model.width=16", "model.layers=2", "trainer.max_steps=8"]
+    row, _ = measured("fsdp", f"strategy.reshard_after_forward={kept}", of=of)
+    assert row.expected is not None and row.sent["all-gather"] == row.expected["all-gather"]
+    block = 4 * (12 * 16 * 16 + 13 * 16)  # bytes; 12 d^2 weights, 9 d biases, 4 d of the norms
+    around = 4 * ((256 + 16 + 256) * 16 + 2 * 16)  # of the root, which is never freed between forward and backward
+    assert row.sent["all-gather"] == (2 * block * times + around) / 2
+    assert row.sent["reduce-scatter"] == (2 * block + around) / 2
+
+
+@pytest.mark.parametrize("strategy", ["pipeline_1f1b", "pipeline_async"])
+def test_what_a_pipeline_sends_is_activations_and_their_gradients(measured: Measured, strategy: str) -> None:
+    row, ranks = measured(strategy)
+    count = 1 if strategy == "pipeline_async" else 8  # microbatches
+    assert row.expected == {"point-to-point": 2 * 12 * 16 * 4 / 2}  # there and back, over two ranks
+    assert row.sent["point-to-point"] * 2 == row.expected["point-to-point"] * 2 + 16 * count  # with a trailer each
+    assert row.theory == pytest.approx(0 if strategy == "pipeline_async" else 1 / 9)
+    assert row.bubble is not None and 0 < row.bubble < 1
+    assert {span["kind"] for rank in ranks for span in rank["spans"]} >= {"forward", "backward", "step"}
+
+
+def test_replicas_in_one_process_send_nothing_and_show_their_phases(measured: Measured) -> None:
+    row, (rank,) = measured("dp")
+    assert (row.processes, row.devices) == (1, 2) and row.sent == row.expected == {}
+    assert rank["phases"].keys() == {"scatter", "replicate", "threads", "reduce"} and all(rank["phases"].values())
+    for shares in (rank["thread"], rank["replicas"]):
+        assert shares["computing"] > 0 and sum(shares.values()) == pytest.approx(1)
+    assert any("makes its 2 replicas anew" in line for line in findings([row]))
+
+
+def test_every_update_between_warm_up_and_count_is_timed(measured: Measured) -> None:
+    row, (rank,) = measured("single", "trainer.accumulate_grad_batches=2")
+    assert len(rank["seconds"]) == 8 - 2 - 2  # of 8, two are a warm-up, and in two messages are counted
+    assert row.samples == pytest.approx(24 / row.step) and row.tokens is None
+    assert row.loss is not None and row.peaks[0] > 0
+
+
+# -- one figure ----------------------------------------------------------------------------------------------
+
+
+def test_peaks_are_forgotten_and_found() -> None:
+    memory.forget_peak()
+    before = memory.peak_resident()
+    torch.ones(16 * MIB)  # 64 MiB, and gone
+    assert memory.peak_resident() - before > 56 * MIB
+    memory.forget_peak()
+    assert memory.peak_resident() - before < 32 * MIB
+
+
+def test_a_thread_that_sleeps_is_blocked_and_one_that_works_is_not() -> None:
+    start = waiting.Times.now()
+    time.sleep(0.1)
+    slept = waiting.Times.now()
+    while time.thread_time() < 0.1 or (waiting.Times.now().since(slept).computing < 0.1):
+        pass
+    worked = waiting.Times.now().since(slept).shares()
+    assert slept.since(start).shares()["blocked"] > 0.8
+    assert worked["blocked"] < 0.3 and worked["computing"] > 0
+
+
+def measured_by_hand(seconds: list[float], peak: int, **more: Any) -> dict[str, Any]:
+    thread = {"computing": 0.5, "queued": 0.2, "blocked": 0.3}
+    held = {"parameters": 4 * MIB, "gradients": 4 * MIB, "optimizer": 8 * MIB}
+    empty: dict[str, Any] = {"sent": {}, "received": 0, "expected": {}}
+    place = {"coordinates": {"data": 0, "tensor": 0, "stage": 0}}
+    return place | empty | {"seconds": seconds, "peaks": [peak], "held": held, "thread": thread} | more
+
+
+def outcomes(ddp_seconds: float = 0.1) -> list[Outcome]:
+    config = {
+        "cluster": {"devices": 2, "threads": 1},
+        "data": {"name": "stdlib", "batch_size": 24, "context": 128},
+        "model": {"name": "gpt", "width": 128},
+        "trainer": {"max_steps": 30, "accumulate_grad_batches": 1, "precision": "32-true"},
+        "optimized_metric": "val_loss",
+    }
+    ddp = {**config, "strategy": {"_target_": "lightning.pytorch.strategies.DDPStrategy"}}
+    dp = {**config, "strategy": {"_target_": "lightning_parallel.DataParallelStrategy"}}
+    one = {**config, "strategy": {"_target_": None}}
+    phases = {"scatter": 0.001, "replicate": 0.004, "threads": 0.18, "reduce": 0.005}
+    shares = {"computing": 0.4, "queued": 0.0, "blocked": 0.6}
+    sent = {"sent": {"all-reduce": 4.0 * MIB, "scalars": 4.0}, "expected": {"all-reduce": 4.0 * MIB}}
+    return [
+        Outcome("single", one, None, [measured_by_hand([0.16] * 4, 50 * MIB)], {"val_loss": 2.0}),
+        Outcome(
+            "dp", dp, None, [measured_by_hand([0.2] * 4, 60 * MIB, phases=phases, replicas=shares)], {"val_loss": 2.0}
+        ),
+        Outcome(
+            "ddp",
+            ddp,
+            None,
+            [measured_by_hand([ddp_seconds] * 4, peak * MIB, **sent) for peak in (40, 60)],
+            {"val_loss": 2.001},
+        ),
+        Outcome("pipeline_async", None, "rank 0: no luck today"),
+    ]
+
+
+def test_a_row_has_throughput_efficiency_and_imbalance() -> None:
+    single, dp, ddp, failed = rows(outcomes())
+    assert (single.efficiency, dp.efficiency, ddp.efficiency) == pytest.approx((1, 0.4, 0.8))
+    assert (ddp.samples, ddp.tokens) == pytest.approx((240, 240 * 128))
+    assert ddp.imbalance == pytest.approx(1.2) and ddp.peak == 60 * MIB
+    assert failed.error == "rank 0: no luck today" and failed.quartiles is None
+
+
+def test_findings_say_what_the_figures_say() -> None:
+    def told(seconds: float) -> str:
+        return "\n".join(findings(rows(outcomes(seconds))))
+
+    assert "ddp, with an interpreter for each replica, is 2.00 x as fast as dp" in told(0.1)
+    assert "ddp, with an interpreter for each replica, is 0.50 x as fast as dp" in told(0.4)
+    assert "ddp, with an interpreter for each replica, is within 3 % of dp" in told(0.201)
+    assert "The fastest of those over 2 devices is ddp: 1.60 x as fast as one process" in told(0.1)
+    assert "The fastest of those over 2 devices is dp: 0.80 x as fast as one process" in told(0.4)
+    assert "4.0 ms to replicate, 10.0 ms with" in told(0.1) and "5.0% of the mean step" in told(0.1)
+    assert "waits for the interpreter lock 60%" in told(0.1)
+    assert "losses are within 1.0e-03 of one process's 2.0000 (ddp)" in told(0.1)
+    assert "had none for 0% to 20% (single) of the time" in told(0.1)
+    assert findings([]) == ["Too few strategies were measured to compare them."]
+
+
+def test_the_report_is_written_with_what_failed(tmp_path: Path) -> None:
+    planned = outcomes()
+    table = rows(planned)
+    config = planned[0].config
+    assert config is not None
+    head, found = report.headline(config, ["model=gpt"]), report.tables(table, "val_loss")
+    shown = report.show(head, table, found)
+    assert max(map(len, shown.splitlines())) < 140
+    report.write(tmp_path, head, table, found)
+    text = (tmp_path / "compare.md").read_text()
+    assert "| ddp | 2 | 100.0 | 100.0-100.0 | 240 | 30,720 | 80% |" in text
+    assert "4,096.0 (4,096.0)" in text and "| pipeline_async | rank 0: no luck today |" in text
+    with (tmp_path / "compare.csv").open() as stream:
+        lines = list(csv.DictReader(stream))
+    assert [line["strategy"] for line in lines] == ["single", "dp", "ddp", "pipeline_async"]
+    assert float(lines[2]["step_s"]) == 0.1 and float(lines[2]["sent_all-reduce_bytes"]) == 4 * MIB
+    assert lines[3]["error"] == "rank 0: no luck today" and lines[3]["step_s"] == ""
+    picture.draw(table, "gpt on stdlib", tmp_path / "compare.png")
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+# -- the command ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["strategies=[ddp,fdsp]"], "strategies=fdsp: no such strategy; did you mean fsdp"),
+    (["strategy=ddp"], r"strategy=ddp: several are compared; use strategies=\[...\]"),
+    (["output=/tmp"], "output=/tmp: is there already"),
+    (["model.widht=3"], "model.widht=3: no such key in model; did you mean width"),
+    (["trainer.max_steps=5"], "trainer.max_steps=5: too few to be measured; use 6 or more"),
+    (["strategy.stagez=2"], "strategy.stagez=2: none of single, dp, .* has such a value"),
+])  # fmt: skip
+def test_what_cannot_be_compared_is_refused_before_anything_starts(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        main(words)
+
+
+def test_a_strategy_s_own_values_are_left_out_of_the_others(tmp_path: Path) -> None:
+    ddp, pipeline = configs([*TINY, "strategy.microbatches=3"], ["ddp", "pipeline_1f1b"], tmp_path)
+    assert ddp.error is None and pipeline.error is None and pipeline.config is not None
+    assert pipeline.config["strategy"]["microbatches"] == 3 and pipeline.config["timeline"] is True
+
+
+def test_a_failed_run_is_told_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(config_file: Path, processes: int, threads: int) -> None:
+        raise WorkersFailed(Failure(1, "ValueError: no luck today", None), processes)
+
+    monkeypatch.setattr(run, "launch", launch)
+    (planned,) = configs(TINY, ["ddp"], tmp_path)
+    assert run.run(planned).error == "rank 1: ValueError: no luck today"
+    (refused,) = configs([*TINY, "strategy.microbatches=13"], ["pipeline_sync"], tmp_path)
+    assert "more than the data.batch_size=12 samples" in (run.run(refused).error or "")
+
+
+def command(folder: Path, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "recipes.compare",
+            *TINY,
+            f"paths.data_dir={folder}/data",
+            f"output={folder}/out",
+            *words,
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_strategies_are_run_and_reported(tmp_path: Path) -> None:
+    program = command(tmp_path, "strategies=[dp]")
+    output, _ = program.communicate(timeout=200)
+    assert program.returncode == 0, output
+    assert "[1/2] single" in output and "[2/2] dp" in output and "What this shows" in output
+    assert all((tmp_path / "out" / f"compare.{kind}").exists() for kind in ("md", "csv", "png"))
+    with (tmp_path / "out" / "compare.csv").open() as stream:
+        single, replicas = csv.DictReader(stream)
+    assert float(single["loss"]) == pytest.approx(float(replicas["loss"]), rel=1e-5)
+    assert processes_of(tmp_path) == []
+
+
+def test_interrupted_it_leaves_nothing_behind(tmp_path: Path) -> None:
+    program = command(tmp_path, "trainer.max_steps=1000000")
+    deadline = time.monotonic() + 120
+    while not any("layout" in each for each in runs(tmp_path).values()):  # until it trains
+        assert program.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    assert len(processes_of(tmp_path)) == 2  # the command, and a worker
+    os.killpg(program.pid, signal.SIGINT)
+    output, _ = program.communicate(timeout=60)
+    assert program.returncode == 130 and "Traceback" not in output, output
+    assert processes_of(tmp_path) == [] and not (tmp_path / "out").exists()
+
+
+def test_help_is_one_readable_page() -> None:
+    text = subprocess.run(
+        [sys.executable, "-m", "recipes.compare", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert all(strategy in text for strategy in run.STRATEGIES)
+    assert len(text.splitlines()) < 60 and max(map(len, text.splitlines())) < 121
