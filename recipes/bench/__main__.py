@@ -45,8 +45,8 @@ DATA: dict[str, Part] = {
         partial(data.measure, data.PIPELINE_GROUP, data.QUICK_PIPELINE),
     ),
     "dp": (
-        partial(data.measure, data.THREADS_GROUP, data.Sizes()),
-        partial(data.measure, data.THREADS_GROUP, data.QUICK),
+        partial(data.measure, data.THREADS_GROUP, data.SHORT, data.Sizes()),
+        partial(data.measure, data.THREADS_GROUP, data.QUICK_SHORT, data.QUICK),
     ),
 }
 
@@ -89,8 +89,8 @@ def _parser() -> argparse.ArgumentParser:
         "--only",
         type=lambda text: text.split(","),
         metavar="PART,...",
-        help=f"some of: {', '.join(PIPELINE)} of the pipeline, {', '.join(TENSOR)} of tensor, {', '.join(DATA)} of data "
-        "(default: all)",
+        help=f"some of: {', '.join(PIPELINE)} of the pipeline, {', '.join(TENSOR)} of tensor, "
+        f"{', '.join(DATA)} of data (default: all)",
     )
     parser.add_argument(
         "--device",

@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from recipes.bench import __main__ as bench
-from recipes.bench import compute, memory, messages, overhead, report, sharded, sleeping, tensor
+from recipes.bench import compute, data, memory, messages, overhead, replicated, report, sharded, sleeping, tensor
+from recipes.bench.layers import MakeOptimizer
+from recipes.bench.replicated import Run, Work
 from recipes.bench.report import Table
+from tests.pool import WorkerPool
 
 
 class AnotherGradient(nn.Module):
@@ -111,6 +115,65 @@ def test_what_tensor_parallelism_sends_is_what_theory_says() -> None:
     assert column(table, "MiB") == column(table, "theory (MiB)")
 
 
+@pytest.mark.parametrize("group", [data.DDP_GROUP, data.FSDP_GROUP, data.PIPELINE_GROUP, data.THREADS_GROUP])
+def test_replicas(group: data.Group) -> None:
+    microbatches = 4 if group is data.PIPELINE_GROUP else 1  # with two, torch's DDP fails in its 1F1B
+    work = Work(layers=2, width=8, heads=2, length=4, samples=4, microbatches=microbatches)
+    (table,) = data.measure(group, data.Sizes(work, rounds=2, steps=1, skip=0))
+    assert column(table, "contestant") == list(group.contestants)
+    assert column(table, "speed-up")[0] == 1.0
+    for row in table.records():
+        assert all(isinstance(row[name], float) and row[name] > 0 for name in ("step (ms)", "speed-up", "ratio"))
+        if row["contestant"] == group.reference:
+            assert row["ratio"] == row["of the least"] == 1.0
+        assert (row["met"] in ("yes", "no")) == (row["contestant"] == group.judged)
+
+
+def test_a_target_is_met_or_not() -> None:
+    assert data.verdict(("at most", 1.03), 1.03) == ("at most 1.03", "yes")
+    assert data.verdict(("at most", 1.03), 1.04) == ("at most 1.03", "no")
+    assert data.verdict(("above", 1.0), 1.0) == ("above 1.00", "no")
+    assert data.verdict(("above", 1.0), 1.01) == ("above 1.00", "yes")
+
+
+def test_rounds_of_replicas_are_compared_one_by_one() -> None:
+    group = data.DDP_GROUP
+    times = {data.ONE: [2.0, 9.0, 2.0, 4.0, 4.0, 4.0], data.DDP: [1.0, 1.0, 8.0, 2.0, 2.0, 2.0]}
+    times[data.DDP_FIT] = [1.1, 1.1, 1.1, 2.4, 2.4, 2.4]
+    _, bare, trained = (row[1:] for row in data.rows(group, times, steps=3))
+    assert bare == [1500.0, 1000.0, 2.0, "2.000-2.000", 1.0, "1.000-1.000", 1.0, None, None]
+    assert trained[4:] == [pytest.approx(1.15), "1.100-1.200", pytest.approx(1.1), "at most 1.03", "no"]
+
+
+def unaveraged(work: Work, steps: int, optimizer: MakeOptimizer) -> Run:
+    """Every replica by itself."""
+    return replicated.bare_loop(work.model(), work, steps, optimizer)
+
+
+def summed(work: Work, steps: int, optimizer: MakeOptimizer) -> Run:
+    """The gradient is twice what it should be."""
+    model = work.model()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: 2 * gradient)
+    return replicated.bare_loop(DistributedDataParallel(model), work, steps, optimizer)
+
+
+def refusals() -> list[str]:
+    work = Work(layers=2, width=32, heads=2, length=8, samples=2)
+    data.agree({"one": replicated.one_process, "DDP": replicated.ddp_bare}, work)
+    messages = []
+    for wrong in (unaveraged, summed):
+        with pytest.raises(AssertionError) as refusal:
+            data.agree({"one": replicated.one_process, wrong.__name__: wrong}, work)
+        messages.append(str(refusal.value))
+    return messages
+
+
+def test_replicas_that_train_otherwise_are_refused(pool: WorkerPool) -> None:
+    for refused in pool.run(refusals, 2):
+        assert [message.partition(":")[0] for message in refused] == ["unaveraged", "summed"]
+
+
 def test_tables_are_printed_and_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,11 +196,15 @@ def test_an_unknown_part_is_refused() -> None:
         bench.main(["pipeline", "--only", "compte"])
     with pytest.raises(SystemExit, match="no 'sleeping'; choose among mlp, block, messages, alone"):
         bench.main(["tensor", "--only", "sleeping"])
+    with pytest.raises(SystemExit, match="no 'mlp'; choose among ddp, fsdp, pipeline, dp"):
+        bench.main(["data", "--only", "mlp"])
 
 
 def test_a_device_that_is_not_used_or_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit, match="--device=cuda: the pipelines are measured on CPUs"):
+    with pytest.raises(SystemExit, match="--device=cuda: pipeline is measured on CPUs"):
         bench.main(["pipeline", "--device", "cuda"])
+    with pytest.raises(SystemExit, match="--device=cuda: data is measured on CPUs"):
+        bench.main(["data", "--device", "cuda"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="--device cuda: there is no GPU"):
         bench.main(["tensor", "--device", "cuda", "--only", "alone"])
