@@ -10,10 +10,13 @@ ARGS ?=
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: train test lint clean
+.PHONY: train compare test lint clean
 
 train: $(READY)
 	$(RUN) -m recipes.train strategy=pipeline_async $(ARGS)
+
+compare: $(READY)
+	$(RUN) -m recipes.compare $(ARGS)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest $(ARGS)

@@ -39,7 +39,7 @@ def test_the_groups_are_those_of_the_design() -> None:
     assert set(GROUPS["model"]) == {"gpt", "mlp", "lenet"}
     assert set(GROUPS["data"]) == {"stdlib", "digits", "text"}
     pipelines = {"pipeline_naive", "pipeline_sync", "pipeline_1f1b", "pipeline_async"}
-    others = {"single", "dp", "ddp", "fsdp", "tensor_parallel", "tensor_pipeline"}
+    others = {"single", "dp", "ddp", "fsdp", "tensor_parallel", "tensor_pipeline", "hybrid"}
     assert set(GROUPS["strategy"]) == others | pipelines
     assert {"optimizer", "trainer", "cluster", "logger", "callbacks", "paths"} < set(GROUPS)
 
