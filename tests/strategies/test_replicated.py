@@ -33,23 +33,24 @@ def assert_equal(reports: list[Report], reference: Report, per_replica: int) -> 
     assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
 
 
+ALL_AT_ONCE = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
 CASES = [
-    # model, ranks, strategy, options
-    ("Blocks", 2, "tensor", {"tensor_parallel": 1, "data_parallel": 2}),
-    ("ShardableLlama", 4, "tensor", {"tensor_parallel": 2, "data_parallel": 2}),
-    ("ShardableLlama", 4, "tensor", {"tensor_parallel": 2, "data_parallel": 2, "sequence_parallel": True}),
-    ("GPT2", 4, "sync", {"stages": 2, "data_parallel": 2, "microbatches": 2}),
-    ("Blocks", 4, "sync", {"stages": 2, "microbatches": 2, "schedule": "1f1b"}),
-    ("LeNet", 4, "sync", {"stages": 1, "microbatches": 2}),
-    ("GPT2", 4, "sync", {"stages": 2, "data_parallel_kind": "shard", "microbatches": 2}),
-    ("Blocks", 4, "sync", {"stages": 2, "data_parallel_kind": "shard", "microbatches": 2, "schedule": "1f1b"}),
-    ("Llama", 4, "sync", {"stages": 2, "data_parallel_kind": "shard", "activation_checkpointing": True}),
-    ("ShardableGPT2", 8, "sync", {"stages": 2, "tensor_parallel": 2, "microbatches": 2}),
+    # model, ranks, strategy, options, of the Trainer
+    ("Blocks", 2, "tensor", {"tensor_parallel": 1, "data_parallel": 2}, ALL_AT_ONCE),
+    ("ShardableLlama", 4, "tensor", {"tensor_parallel": 2, "data_parallel": 2}, {}),
+    ("ShardableLlama", 4, "tensor", {"tensor_parallel": 2, "data_parallel": 2, "sequence_parallel": True}, ALL_AT_ONCE),
+    ("GPT2", 4, "sync", {"stages": 2, "data_parallel": 2, "microbatches": 2}, {}),
+    ("Blocks", 4, "sync", {"stages": 2, "microbatches": 2, "schedule": "1f1b"}, ALL_AT_ONCE),
+    ("LeNet", 4, "sync", {"stages": 1, "microbatches": 2}, {}),
+    ("GPT2", 4, "sync", {"stages": 2, "data_parallel_kind": "shard", "microbatches": 2}, ALL_AT_ONCE),
+    ("Blocks", 4, "sync", {"stages": 2, "data_parallel_kind": "shard", "microbatches": 2, "schedule": "1f1b"}, {}),
+    ("Llama", 4, "sync", {"stages": 2, "data_parallel_kind": "shard", "activation_checkpointing": True}, ALL_AT_ONCE),
+    ("ShardableGPT2", 8, "sync", {"stages": 2, "tensor_parallel": 2, "microbatches": 2}, {}),
+    ("ShardableGPT2", 8, "sync", {"stages": 2, "tensor_parallel": 2, "microbatches": 2}, ALL_AT_ONCE),
 ]
 
 
-@pytest.mark.parametrize("trainer_options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}], ids=str)
-@pytest.mark.parametrize(("model", "ranks", "strategy", "options"), CASES)
+@pytest.mark.parametrize(("model", "ranks", "strategy", "options", "trainer_options"), CASES)
 def test_replicas_train_as_one_process_with_the_whole_batch(
     pool: WorkerPool, single: Any, model: str, ranks: int, strategy: str, options: dict[str, Any],
     trainer_options: dict[str, Any],

@@ -14,10 +14,10 @@ from tests.strategies.test_pipeline import assert_equal
 EXACT = 1e-12  # float64
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize(("model", "ranks"), [
-    ("ShardableGPT2", 2), ("ShardableGPT2", 3), ("ShardableGPT2", 4),
-    ("ShardableLlama", 2), ("ShardableLlama", 3), ("ShardableQwen2", 2), ("ShardableQwen2", 4),
+@pytest.mark.parametrize(("model", "ranks", "sequence_parallel"), [
+    ("ShardableGPT2", 2, False), ("ShardableGPT2", 2, True), ("ShardableGPT2", 3, True), ("ShardableGPT2", 4, False),
+    ("ShardableLlama", 2, True), ("ShardableLlama", 3, False),
+    ("ShardableQwen2", 2, False), ("ShardableQwen2", 4, True),
 ])  # fmt: skip
 def test_transformers_train_as_in_one_process(
     pool: WorkerPool, single: Any, model: str, ranks: int, sequence_parallel: bool
@@ -32,12 +32,11 @@ def test_a_plan_of_the_module_s_own_trains_as_in_one_process(pool: WorkerPool, s
     assert_equal(pool.run(train, ranks, "Mixed", "tensor", init=False), single("Mixed"))
 
 
-@pytest.mark.parametrize("trainer_options", [
-    {"accumulate_grad_batches": 2},
-    {"gradient_clip_val": 0.05},
-    {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "shuffle": True},
+@pytest.mark.parametrize(("trainer_options", "sequence_parallel"), [
+    ({"accumulate_grad_batches": 2}, True),
+    ({"gradient_clip_val": 0.05}, True),
+    ({"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "shuffle": True}, False),
 ], ids=["accumulation", "clip-norm", "all-shuffled"])  # fmt: skip
-@pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_accumulation_and_clipping_as_in_one_process(
     pool: WorkerPool, single: Any, sequence_parallel: bool, trainer_options: dict[str, Any]
 ) -> None:
@@ -46,9 +45,10 @@ def test_accumulation_and_clipping_as_in_one_process(
     assert_equal(reports, single("ShardableLlama", **trainer_options))
 
 
-@pytest.mark.parametrize("model", ["ShardableGPT2", "ShardableLlama"])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("model", "schedule", "sequence_parallel"), [
+    ("ShardableGPT2", "gpipe", False), ("ShardableGPT2", "1f1b", True),
+    ("ShardableLlama", "gpipe", True), ("ShardableLlama", "1f1b", False),
+])  # fmt: skip
 def test_tensor_and_pipeline_together_train_as_in_one_process(
     pool: WorkerPool, single: Any, model: str, schedule: str, sequence_parallel: bool
 ) -> None:
