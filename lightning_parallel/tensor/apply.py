@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_parallel.tensor.embedding import VocabParallelEmbedding
+from lightning_parallel.tensor.layer import ParallelLayer
 from lightning_parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_parallel.tensor.plan import PARALLEL, Plan, Rule, resolve
+from lightning_parallel.tensor.plan import Plan, Rule, resolve
 from lightning_parallel.tensor.random import ShardedRegion
 from lightning_parallel.tensor.sequence import Chain, find_chains
 from lightning_parallel.tensor.shard import Shard
@@ -90,7 +91,7 @@ def shards_of(module: nn.Module) -> dict[str, Shard]:
     return {
         f"{name}.{parameter}" if name else parameter: shard
         for name, layer in module.named_modules(remove_duplicate=False)
-        if isinstance(layer, PARALLEL)
+        if isinstance(layer, ParallelLayer)
         for parameter, shard in layer.shards.items()
     }
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from lightning_parallel.tensor import functions
+from lightning_parallel.tensor.layer import ParallelLayer, check_plain
 from lightning_parallel.tensor.shard import Shard, shard_parameter
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(ParallelLayer):
     """``nn.Embedding`` with the rows of the table divided over the ranks.
 
     Takes ids ``[...]``, equal on all ranks, and returns ``[..., embedding_dim]``, equal on all ranks: each rank looks
@@ -112,40 +111,18 @@ class VocabParallelEmbedding(nn.Module):
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings} ({self._stop - self._start} here), {self.embedding_dim}{padding}"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo[id(self.group)] = self.group  # groups can't be copied: the copy uses the same one
-        memo[id(self)] = duplicate = self.__class__.__new__(self.__class__)
-        duplicate.__setstate__({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
-        return duplicate
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            f"{type(self).__name__} can't be pickled: it belongs to a process group. Save its state_dict() instead."
-        )
-
 
 def _checked(embedding: nn.Module) -> nn.Embedding:
     """``embedding``, if it is a table and no more."""
-    # torch has no public way to ask for hooks; test_embedding.py pins the names.
-    hooks = [name for name, value in vars(embedding).items() if name.endswith("_hooks") and value]
-    if parametrize.is_parametrized(embedding):
-        problem = "has a parametrization, which works on the whole weight"
-    elif not isinstance(embedding, nn.Embedding):
+    problem = None
+    if not isinstance(embedding, nn.Embedding):
         problem = "is not nn.Embedding"
-    elif type(embedding).forward is not nn.Embedding.forward:
-        problem = "is a subclass of nn.Embedding with a forward of its own"
-    elif "forward" in vars(embedding):
-        problem = "has had its forward replaced"
-    elif hooks:
-        problem = "has hooks, which would be lost"
-    elif extra := sorted(embedding.state_dict().keys() - {"weight"}):
-        problem = f"holds more than a weight ({', '.join(extra)}), which would be lost"
     elif embedding.max_norm is not None:
         problem = f"has max_norm={embedding.max_norm}, which rewrites rows while it looks them up"
     elif embedding.scale_grad_by_freq:
         problem = "has scale_grad_by_freq=True"
     elif embedding.sparse:
         problem = "has sparse=True: gradients are dense here"
-    else:
-        return embedding
-    raise ValueError(f"A layer of type {type(embedding).__name__} can't be divided over tensor ranks: it {problem}.")
+    check_plain(embedding, nn.Embedding, ["weight"], problem)
+    assert isinstance(embedding, nn.Embedding)
+    return embedding

@@ -11,7 +11,6 @@ function between (an MLP; with heads for pieces, attention) needs one message a 
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -19,9 +18,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.utils import parametrize
 
 from lightning_parallel.tensor import functions
+from lightning_parallel.tensor.layer import ParallelLayer, check_plain
 from lightning_parallel.tensor.shard import Shard, shard_parameter
 from lightning_parallel.tensor.siblings import Siblings
 
@@ -29,21 +28,20 @@ if TYPE_CHECKING:
     from lightning_parallel.tensor.random import ShardedRegion
 
 
-class ParallelLinear(nn.Module):
+class ParallelLinear(ParallelLayer):
     """What the two have in common: a shard of the weight, and of the bias or all of it.
 
     Attributes:
         in_features, out_features: of the whole layer.
         weight: ``[out, in]``, one of the two being this rank's share; ``[in, out]`` if made from a ``Conv1D``.
         bias: ``[out]``, this rank's share if the outputs are divided; or None.
-        group: the tensor group.
-        shards: how each divided parameter was cut, by its name here.
         region: told where what the ranks compute begins, or ends, to differ; see ``tensor/random.py``.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     _divided: int  # the dimension of a weight [out, in]
+    _uncopied = ("group", "region")  # a region's state is that of the generator
 
     def _hold(
         self,
@@ -81,19 +79,6 @@ class ParallelLinear(nn.Module):
             self.weight.copy_(self.shards["weight"].take(weight))
             if self.bias is not None:
                 self.bias.copy_(self.shards["bias"].take(whole.bias) if "bias" in self.shards else whole.bias)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # Groups can't be copied, and a region's state is that of the generator: the copy uses the same ones.
-        memo[id(self.group)] = self.group
-        memo[id(self.region)] = self.region
-        memo[id(self)] = duplicate = self.__class__.__new__(self.__class__)
-        duplicate.__setstate__({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
-        return duplicate
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            f"{type(self).__name__} can't be pickled: it belongs to a process group. Save its state_dict() instead."
-        )
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -349,27 +334,9 @@ def _is_conv1d(layer: nn.Module) -> bool:
 
 
 def _check_divisible(linear: nn.Module) -> None:
-    kind = type(linear).__name__
-    # torch has no public way to ask for hooks; test_linear.py pins these names.
-    hooks = (
-        linear._forward_pre_hooks, linear._forward_hooks, linear._backward_pre_hooks, linear._backward_hooks,
-        linear._state_dict_hooks, linear._state_dict_pre_hooks, linear._load_state_dict_pre_hooks,
-        linear._load_state_dict_post_hooks,
-    )  # fmt: skip
-    if parametrize.is_parametrized(linear):
-        problem = "has a parametrization (weight_norm, spectral_norm, ...), which works on the whole weight"
-    elif isinstance(linear, NonDynamicallyQuantizableLinear):
+    problem = None
+    if isinstance(linear, NonDynamicallyQuantizableLinear):
         problem = "belongs to nn.MultiheadAttention, which uses the weight without calling the layer"
     elif not _is_conv1d(linear) and not isinstance(linear, nn.Linear):
         problem = "is not nn.Linear, nor transformers' Conv1D"
-    elif isinstance(linear, nn.Linear) and type(linear).forward is not nn.Linear.forward:
-        problem = "is a subclass of nn.Linear with a forward of its own"
-    elif "forward" in vars(linear):
-        problem = "has had its forward replaced"
-    elif any(hooks):
-        problem = "has hooks (of weight_norm, spectral_norm or your own), which would be lost"
-    elif extra := sorted(linear.state_dict().keys() - {"weight", "bias"}):
-        problem = f"holds more than a weight and a bias ({', '.join(extra)}), which would be lost"
-    else:
-        return
-    raise ValueError(f"A layer of type {kind} can't be divided over tensor ranks: it {problem}.")
+    check_plain(linear, nn.Linear, ["weight", "bias"], problem)

@@ -27,12 +27,9 @@ from types import MappingProxyType
 
 from torch import nn
 
-from lightning_parallel.tensor.embedding import VocabParallelEmbedding
-from lightning_parallel.tensor.linear import ParallelLinear
+from lightning_parallel.tensor.layer import ParallelLayer
 
 Plan = Mapping[str, str]
-
-PARALLEL = (ParallelLinear, VocabParallelEmbedding)
 
 # Kinds of styles, with what may follow the colon.
 _KINDS: Mapping[str, str] = MappingProxyType(
@@ -148,7 +145,7 @@ def find_plan(module: nn.Module, given: Plan | None = None) -> dict[str, str]:
         plan, source = dict(hook()), f"{type(module).__name__}.configure_tensor_parallel() returned {{}}"
     else:
         plan, source = _transformers_plan(module), "no plan is known for this model"
-    if not plan and not any(isinstance(m, PARALLEL) for m in module.modules()):  # sharded by hand needs none
+    if not plan and not any(isinstance(m, ParallelLayer) for m in module.modules()):  # sharded by hand needs none
         raise ValueError(
             f"Tensor parallelism needs a plan, but {source}: give plan={{'pattern': 'style'}}, or a "
             f"configure_tensor_parallel() method that returns one. The layers are {_layers_of(module)}."
@@ -260,7 +257,7 @@ def is_linear(module: nn.Module) -> bool:
 def _check_kind(rule: Rule) -> None:
     kind, module = rule.style.kind, rule.module
     found = f"plan: {rule.pattern!r}: {kind!r}, but {rule.name!r} is a {type(module).__name__}"
-    if isinstance(module, PARALLEL):
+    if isinstance(module, ParallelLayer):
         raise RuntimeError(f"{found}: it is sharded already.")
     if kind == "divide":
         for name in rule.style.attributes:

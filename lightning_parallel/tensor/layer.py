@@ -1,0 +1,69 @@
+"""What all layers in shards share: a record of how they were cut, a group that isn't copied, and what can't be cut."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import parametrize
+
+from lightning_parallel.tensor.shard import Shard
+
+
+class ParallelLayer(nn.Module):
+    """A layer of which each rank of a group holds a share.
+
+    Attributes:
+        group: the tensor group.
+        shards: how each divided parameter was cut, by its name here.
+    """
+
+    group: dist.ProcessGroup
+    shards: dict[str, Shard]
+    _uncopied: tuple[str, ...] = ("group",)  # attributes that a copy has in common with the layer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        for name in self._uncopied:
+            memo[id(getattr(self, name))] = getattr(self, name)
+        memo[id(self)] = duplicate = self.__class__.__new__(self.__class__)
+        duplicate.__setstate__({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return duplicate
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} can't be pickled: it belongs to a process group. Save its state_dict() instead."
+        )
+
+
+def check_plain(layer: nn.Module, kind: type[nn.Module], held: Sequence[str], problem: str | None = None) -> None:
+    """Refuse a layer that is more than its parameters and ``kind``'s forward: what is more would be lost.
+
+    Args:
+        layer: to be divided.
+        kind: the class whose forward is known, if the layer is of it.
+        held: names of the parameters.
+        problem: what else is wrong with it, in words that follow "it".
+
+    Raises:
+        ValueError: it can't be divided.
+    """
+    # torch has no public way to ask for hooks; test_linear.py and test_embedding.py pin the names.
+    hooks = [name for name, value in vars(layer).items() if name.endswith("_hooks") and value]
+    if parametrize.is_parametrized(layer):
+        problem = "has a parametrization (weight_norm, spectral_norm, ...), which works on the whole weight"
+    elif problem is not None:
+        pass
+    elif isinstance(layer, kind) and type(layer).forward is not kind.forward:
+        problem = f"is a subclass of nn.{kind.__name__} with a forward of its own"
+    elif "forward" in vars(layer):
+        problem = "has had its forward replaced"
+    elif hooks:
+        problem = "has hooks (of weight_norm, spectral_norm or your own), which would be lost"
+    elif extra := sorted(layer.state_dict().keys() - set(held)):
+        names = " and ".join(f"a {name}" for name in held)
+        problem = f"holds more than {names} ({', '.join(extra)}), which would be lost"
+    if problem is not None:
+        raise ValueError(f"A layer of type {type(layer).__name__} can't be divided over tensor ranks: it {problem}.")
