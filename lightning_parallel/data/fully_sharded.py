@@ -20,6 +20,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from lightning_parallel.data.copies import make_equal
+
 
 class ShardedLayers:
     """Layers, each a unit.
@@ -36,8 +38,7 @@ class ShardedLayers:
         self._units: list[FSDPModule] = []
         for layer in layers.values():
             layer.to(device)
-            for parameter in layer.parameters():  # user's scripts need not seed their weights
-                dist.broadcast(parameter.data, first, group)
+            make_equal(layer.parameters(), first, group)  # user's scripts need not seed their weights
             scalars = {parameter for parameter in layer.parameters() if parameter.dim() == 0}  # can't be divided
             fully_shard(layer, mesh=mesh, reshard_after_forward=False, ignored_params=scalars)
             assert isinstance(layer, FSDPModule)

@@ -13,7 +13,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel import checkpoint as checkpoints
+from lightning_parallel.data.copies import make_equal
 from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.strategies.checkpointing import RankCheckpoint
 from lightning_parallel.tensor.shard import Shard
@@ -99,9 +99,8 @@ class CheckpointedStrategy(LayoutStrategy):
     def share_buffers(self) -> None:
         """What batches have left in the model (BatchNorm's statistics) differs between replicas: the first one's
         counts, wherever it is used or saved."""
-        if self.layout.data > 1 and not self._failed:
-            for buffer in self.held().buffers.values():
-                dist.broadcast(buffer.data, self.layout.rank_of(data=0), self.groups.data)
+        if not self._failed:
+            make_equal(self.held().buffers.values(), self.layout.rank_of(data=0), self.groups.data)
 
     @override
     def on_validation_start(self) -> None:

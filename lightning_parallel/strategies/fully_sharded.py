@@ -15,7 +15,7 @@ gradients are averaged here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel.data.averaging import GradientAverager
+from lightning_parallel.data.copies import make_equal
 from lightning_parallel.data.units import check_dtypes, find_units, materialize
 from lightning_parallel.layout import Size
 from lightning_parallel.pipeline.weights import swap_gradients
@@ -128,7 +129,7 @@ class FullyShardedStrategy(CheckpointedStrategy):
         if self._sharded is not module:
             self._shard(module)
             self._sharded, self._held = module, Held.of(module)
-            self._share(self._held.buffers.values())
+            self.share_buffers()
         assert isinstance(self._root, nn.Module)
         self.model = self._root
 
@@ -151,7 +152,8 @@ class FullyShardedStrategy(CheckpointedStrategy):
             parameters = [p for p in part.parameters() if not isinstance(p, DTensor) and p not in whole]
             for parameter in parameters:
                 parameter.data = parameter.data.to(self.root_device).contiguous()
-            self._share(parameters)
+            # User's scripts need not seed their weights.
+            make_equal(parameters, self.layout.rank_of(data=0), self.groups.data)
             whole.update(parameter for parameter in parameters if parameter.dim() == 0)
             check_dtypes(name, [parameter for parameter in parameters if parameter.dim() > 0])
             # None: the root's parameters stay, since its backward begins as soon as its forward has ended.
@@ -160,15 +162,6 @@ class FullyShardedStrategy(CheckpointedStrategy):
         assert isinstance(root, FSDPModule)
         self._root = root
         self._whole = {name: parameter for name, parameter in module.named_parameters() if parameter in whole}
-
-    def _share(self, tensors: Iterable[Tensor]) -> None:
-        """Make copies equal: all ranks take the first one's. User's scripts need not seed their weights."""
-        if self.layout.data == 1:
-            return
-        for tensor in tensors:
-            raw = tensor.data.contiguous().reshape(-1).view(torch.uint8)  # backends don't know every dtype
-            dist.broadcast(raw, self.layout.rank_of(data=0), self.groups.data)
-            tensor.data.copy_(raw.view(tensor.dtype).view_as(tensor))
 
     @override
     def model_to_device(self) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel.data.averaging import GradientAverager
+from lightning_parallel.data.copies import make_equal
 from lightning_parallel.layout import Size
 from lightning_parallel.strategies.checkpointed import CheckpointedStrategy
 
@@ -59,10 +59,9 @@ class ReplicatedStrategy(CheckpointedStrategy):
 
     def make_copies_equal(self) -> None:
         """Parameters and buffers as the first replica has them: user's scripts need not seed their weights."""
-        if self.layout.data > 1:
-            held, source = self.held(), self.layout.rank_of(data=0)
-            for tensor in (*_whole(held.parameters).values(), *held.buffers.values()):
-                dist.broadcast(tensor.data, source, self.groups.data)
+        held = self.held()
+        copies = (*_whole(held.parameters).values(), *held.buffers.values())
+        make_equal(copies, self.layout.rank_of(data=0), self.groups.data)
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_parallel.data.copies import make_equal
 from lightning_parallel.layout import Size
 from lightning_parallel.pipeline.microbatch import tensors
 from lightning_parallel.strategies.metrics import named_loss_of_peers
@@ -89,11 +90,9 @@ class ShardedStrategy(ReplicatedStrategy):
     @override
     def make_copies_equal(self) -> None:
         super().make_copies_equal()
-        if self.layout.tensor > 1:
-            held, source = self.held(), self.layout.rank_of(tensor=0)
-            whole = [parameter for name, parameter in held.parameters.items() if name not in held.shards]
-            for tensor in (*whole, *held.buffers.values()):
-                dist.broadcast(tensor.data, source, self.groups.tensor)
+        held = self.held()
+        whole = [parameter for name, parameter in held.parameters.items() if name not in held.shards]
+        make_equal((*whole, *held.buffers.values()), self.layout.rank_of(tensor=0), self.groups.tensor)
 
     @contextmanager
     def sharded_region(self) -> Iterator[None]:

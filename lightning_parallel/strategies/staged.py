@@ -19,6 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
+from lightning_parallel.data.copies import make_equal
 from lightning_parallel.data.fully_sharded import ShardedLayers
 from lightning_parallel.data.units import untied
 from lightning_parallel.layout import Size
@@ -153,8 +154,7 @@ class StagedStrategy(ShardedStrategy):
                 group = dist.new_group(ranks, timeout=self._timeout)  # by all ranks, in the same order
                 if self.layout.rank in ranks:
                     self._shared.append((group, names))
-                    for name in names:
-                        dist.broadcast(self._parameters[name].data, ranks[0], group)
+                    make_equal((self._parameters[name] for name in names), ranks[0], group)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
