@@ -21,7 +21,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
@@ -35,8 +34,9 @@ from lightning_parallel.data.averaging import GradientAverager
 from lightning_parallel.data.copies import make_equal
 from lightning_parallel.data.units import check_dtypes, find_units, materialize
 from lightning_parallel.layout import Size
-from lightning_parallel.pipeline.weights import swap_gradients
+from lightning_parallel.pipeline.weights import add_gradients, swap_gradients
 from lightning_parallel.strategies.checkpointed import CheckpointedStrategy, Held
+from lightning_parallel.strategies.clipping import clip_by_norm, clip_by_value
 
 
 class _Root(nn.Module):
@@ -198,37 +198,25 @@ class FullyShardedStrategy(CheckpointedStrategy):
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         if self._whole:
             fresh = GradientAverager(self._whole, self.groups.data).finish(swap_gradients(self._whole, accumulated))
-            for name, gradient in fresh.items():
-                parameter = self._whole[name]
-                if gradient is not None:
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            add_gradients(self._whole, fresh)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
 
     def clip_gradients_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """What ``gradient_clip_val`` with the algorithm "norm" does: shards make up one norm, copies count once."""
-        shards, copies = self._gradients(optimizer)
-        counted = [*shards, *(copies if self.layout.data_rank == 0 else [])]
-        square = torch.zeros((), dtype=torch.float64, device=self.root_device)
-        if counted:
-            square += torch.nn.utils.get_total_norm(counted).to(square).square()
-        dist.all_reduce(square, group=self.groups.data)
-        scale = (clip_val / (square.sqrt() + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-        for gradient in (*shards, *copies):
-            gradient.mul_(scale.to(gradient))
+        """What ``gradient_clip_val`` with the algorithm "norm" does: shards make up one norm."""
+        clip_by_norm(
+            list(self.precision_plugin.main_params(optimizer)),
+            clip_val,
+            counts=lambda _: True,
+            replicas=self.groups.data,
+            parts=None,
+            device=self.root_device,
+        )
 
     def clip_gradients_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """What ``gradient_clip_val`` with the algorithm "value" does."""
-        shards, copies = self._gradients(optimizer)
-        for gradient in (*shards, *copies):
-            gradient.clamp_(-clip_val, clip_val)
-
-    def _gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-        """This rank's shards of gradients, and the gradients of what is whole."""
-        gradients = [p.grad for p in self.precision_plugin.main_params(optimizer) if p.grad is not None]
-        shards = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
-        return shards, [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+        clip_by_value(list(self.precision_plugin.main_params(optimizer)), clip_val)
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from typing_extensions import override
 from lightning_parallel.data.copies import make_equal
 from lightning_parallel.layout import Size
 from lightning_parallel.pipeline.microbatch import tensors
+from lightning_parallel.strategies.clipping import clip_by_norm, clip_by_value
 from lightning_parallel.strategies.metrics import named_loss_of_peers
 from lightning_parallel.strategies.replicated import ReplicatedStrategy
 from lightning_parallel.tensor.apply import Sharding, shard_module
@@ -79,8 +80,9 @@ class ShardedStrategy(ReplicatedStrategy):
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
         plugin = self.precision_plugin
-        # The plugin's own sees this rank's gradients only.
+        # The plugin's own see this rank's gradients only, and take no shards beside others.
         plugin.clip_grad_by_norm = self.clip_gradients_by_norm  # type: ignore[method-assign]
+        plugin.clip_grad_by_value = self.clip_gradients_by_value  # type: ignore[method-assign]
         if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
             # An overflow on one rank must skip the step on all.
             state = plugin.scaler.state_dict()
@@ -178,24 +180,21 @@ class ShardedStrategy(ReplicatedStrategy):
 
     def clip_gradients_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """What ``gradient_clip_val`` with the algorithm "norm" does: shards make up one norm, copies count once."""
-        held = [p for p in self.precision_plugin.main_params(optimizer) if p.grad is not None]
-        names = {id(parameter): name for name, parameter in self.held().parameters.items()}
-        counted = [p.grad for p in held if p.grad is not None and self.counts(names[id(p)])]
-        shards = [gradient.to_local() for gradient in counted if isinstance(gradient, DTensor)]
-        square = self._square_of_norm(shards)
-        if self.layout.data > 1:
-            dist.all_reduce(square, group=self.groups.data)  # those that replicas share; copies are on each of them
-        square += self._square_of_norm([gradient for gradient in counted if not isinstance(gradient, DTensor)])
-        dist.all_reduce(square, group=self.norm_group())
-        scale = (clip_val / (square.sqrt() + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-        for parameter in held:
-            gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            assert gradient is not None
-            gradient.detach().mul_(scale.to(gradient))
+        held = self.held().parameters
+        names = {id(parameter): name for name, parameter in held.items()}
+        shared_out = any(isinstance(parameter, DTensor) for parameter in held.values())
+        clip_by_norm(
+            list(self.precision_plugin.main_params(optimizer)),
+            clip_val,
+            counts=lambda parameter: self.counts(names[id(parameter)]),
+            replicas=self.groups.data if shared_out else None,
+            parts=self.norm_group(),
+            device=self.root_device,
+        )
 
-    def _square_of_norm(self, gradients: list[Tensor]) -> Tensor:
-        norm = torch.nn.utils.get_total_norm(gradients)
-        return norm.to(device=self.root_device, dtype=torch.float64).square()
+    def clip_gradients_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """What ``gradient_clip_val`` with the algorithm "value" does."""
+        clip_by_value(list(self.precision_plugin.main_params(optimizer)), clip_val)
 
 
 def _fingerprint(gradient: Tensor | None) -> Tensor:
