@@ -15,7 +15,8 @@ from recipes.bench import processes, replicated
 from recipes.bench.contestants import Times, alternate
 from recipes.bench.layers import adamw
 from recipes.bench.replicated import Train, Work
-from recipes.bench.report import Cell, Table, spread
+from recipes.bench.report import Cell, Table
+from recipes.bench.rounds import by_round, middle, ratios
 
 ONE = "one process, one thread"
 DDP, DDP_FIT = "DDP, bare loop", "DDP in Trainer.fit"
@@ -134,14 +135,14 @@ def _table(group: Group, sizes: Sizes) -> Table:
 
 def rows(group: Group, times: Times, steps: int) -> list[list[Cell]]:
     """Of the table, from the seconds of ``steps`` a round."""
-    typical = {name: _by_round(seconds, steps) for name, seconds in times.items()}
+    typical = {name: by_round(seconds, steps) for name, seconds in times.items()}
     table: list[list[Cell]] = []
     for name, seconds in times.items():
-        gained = _ratios(typical[ONE], typical[name])
-        ratios = _ratios(typical[name], typical[group.reference])
-        row: list[Cell] = [name, median(typical[name]) * 1e3, min(seconds) * 1e3, median(gained), _middle(gained)]
-        row += [median(ratios), _middle(ratios), min(seconds) / min(times[group.reference])]
-        table.append([*row, *(verdict(group.target, median(ratios)) if name == group.judged else (None, None))])
+        gained = ratios(typical[ONE], typical[name])
+        slower = ratios(typical[name], typical[group.reference])
+        row: list[Cell] = [name, median(typical[name]) * 1e3, min(seconds) * 1e3, median(gained), middle(gained)]
+        row += [median(slower), middle(slower), min(seconds) / min(times[group.reference])]
+        table.append([*row, *(verdict(group.target, median(slower)) if name == group.judged else (None, None))])
     return table
 
 
@@ -150,21 +151,6 @@ def verdict(target: tuple[str, float], ratio: float) -> tuple[str, str]:
     bound, limit = target
     met = ratio <= limit if bound == "at most" else ratio > limit
     return f"{bound} {limit:.2f}", "yes" if met else "no"
-
-
-def _by_round(seconds: list[float], steps: int) -> list[float]:
-    """Median of each round."""
-    return [median(seconds[i : i + steps]) for i in range(0, len(seconds), steps)]
-
-
-def _ratios(numerators: list[float], denominators: list[float]) -> list[float]:
-    return [numerator / denominator for numerator, denominator in zip(numerators, denominators, strict=True)]
-
-
-def _middle(ratios: list[float]) -> str:
-    """From the first quartile to the third: the extremes are of rounds that something else ran in."""
-    quarter = len(ratios) // 4
-    return spread(sorted(ratios)[quarter : len(ratios) - quarter])
 
 
 # -- on the ranks ------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from lightning_parallel import ColumnParallelLinear, RowParallelLinear
 from recipes.bench import processes
 from recipes.bench.contestants import Times, alternate
-from recipes.bench.report import Cell, Table, spread
+from recipes.bench.report import Cell, Table
+from recipes.bench.rounds import by_round, middle, ratios
 from recipes.bench.sharded import Contestant, blocks, by_hand, mlp, ours, theirs, whole
 
 ONE, BY_HAND = "one process, one thread", "by hand"
@@ -108,10 +109,11 @@ def measure_alone(sizes: AloneSizes) -> list[Table]:
     rows: list[list[Cell]] = []
     for (width, inputs), steps in zip(sizes.sizes, sizes.steps, strict=True):
         times = processes.run(_alone_times, 1, width, inputs, sizes.rounds, steps, sizes.device)[0]
+        typical = {name: by_round(seconds, steps) for name, seconds in times.items()}
         for name, seconds in times.items():
-            added, least = _ratios(seconds, times[PLAIN], steps), min(seconds)
-            row: list[Cell] = [f"d {width}, {inputs} rows", name, _typical(seconds, steps) * 1e6, least * 1e6]
-            rows.append([*row, median(added) - 1, _middle(added, 3), least / min(times[PLAIN]) - 1])
+            added, least = ratios(typical[name], typical[PLAIN]), min(seconds)
+            row: list[Cell] = [f"d {width}, {inputs} rows", name, median(typical[name]) * 1e6, least * 1e6]
+            rows.append([*row, median(added) - 1, middle(added), least / min(times[PLAIN]) - 1])
     where = torch.cuda.get_device_name() if sizes.device == "cuda" else "CPU"
     return [
         Table(
@@ -237,36 +239,14 @@ _COLUMNS = {
 
 def _rows(size: str, times: Times, steps: int) -> list[list[Cell]]:
     rows: list[list[Cell]] = []
+    typical = {name: by_round(seconds, steps) for name, seconds in times.items()}
     for name, seconds in times.items():
-        theirs = times[TORCH_SEQUENCE if name == OURS_SEQUENCE else TORCH]
-        hand = times[BY_HAND]
-        against = _ratios(theirs, seconds, steps)
-        row: list[Cell] = [size, name, _typical(seconds, steps) * 1e3, min(seconds) * 1e3]
-        row += [median(against), _middle(against), min(theirs) / min(seconds)]
-        rows.append([*row, median(_ratios(seconds, hand, steps)), min(seconds) / min(hand)])
+        theirs = TORCH_SEQUENCE if name == OURS_SEQUENCE else TORCH
+        against = ratios(typical[theirs], typical[name])
+        row: list[Cell] = [size, name, median(typical[name]) * 1e3, min(seconds) * 1e3]
+        row += [median(against), middle(against, 2), min(times[theirs]) / min(seconds)]
+        rows.append([*row, median(ratios(typical[name], typical[BY_HAND])), min(seconds) / min(times[BY_HAND])])
     return rows
-
-
-def _by_round(seconds: list[float], steps: int) -> list[float]:
-    """Median of each round."""
-    return [median(seconds[i : i + steps]) for i in range(0, len(seconds), steps)]
-
-
-def _typical(seconds: list[float], steps: int) -> float:
-    return median(_by_round(seconds, steps))
-
-
-def _ratios(numerators: list[float], denominators: list[float], steps: int) -> list[float]:
-    """Of each round."""
-    pairs = zip(_by_round(numerators, steps), _by_round(denominators, steps), strict=True)
-    return [numerator / denominator for numerator, denominator in pairs]
-
-
-def _middle(ratios: list[float], digits: int = 2) -> str:
-    """From the first quartile to the third: the extremes are of rounds that something else ran in."""
-    ordered = sorted(ratios)
-    quarter = len(ordered) // 4
-    return spread(ordered[quarter : len(ordered) - quarter], digits)
 
 
 def _numbers(values: tuple[int, ...]) -> str:
