@@ -171,7 +171,7 @@ class Engine:
 
     def _forward(self, number: int, microbatch: Microbatch, arrival: Arrival | None) -> list[Any]:
         """What the user's step returned, on the last stage; nothing on the others."""
-        with self._timeline.span("forward", number):
+        with self._timeline.span("forward", number, self._weights.reading):
             with seeded(microbatch.seed, self._device):
                 output, token = self._weights.forward(lambda: self._stage.run(microbatch.step, arrival))
             tensors = output.tensors if isinstance(output, Departure) else [self._loss_of(output)]

@@ -33,13 +33,15 @@ class Span:
 
     `kind` is "forward", "backward" or "step" (computing), "receive" (waiting for a message), "send",
     "evaluate" (validation, test, prediction), or "omitted" (recording that was dropped). `start` and `end`
-    are in seconds. Computing spans of a row do not overlap.
+    are in seconds. Computing spans of a row do not overlap. `version` is the number of updates that made the weights
+    of an asynchronous pipeline's forward.
     """
 
     kind: str
     microbatch: int
     start: float
     end: float
+    version: int | None = None
 
 
 class Timeline:
@@ -59,9 +61,9 @@ class Timeline:
         self._last: deque[Span] = deque(maxlen=limit)
         self._omitted_from: float | None = None
 
-    def span(self, kind: str, microbatch: int) -> AbstractContextManager[None]:
+    def span(self, kind: str, microbatch: int, version: int | None = None) -> AbstractContextManager[None]:
         """Record what runs in the `with` block; if it raises, too. Costs next to nothing when disabled."""
-        return _Recording(self, kind, microbatch) if self.enabled else _NOTHING
+        return _Recording(self, kind, microbatch, version) if self.enabled else _NOTHING
 
     @property
     def spans(self) -> list[Span]:
@@ -82,10 +84,10 @@ class Timeline:
 class _Recording:
     """One `with timeline.span(...)`; a class, since `contextlib.contextmanager` costs several times more."""
 
-    __slots__ = ("_kind", "_microbatch", "_start", "_timeline")
+    __slots__ = ("_kind", "_microbatch", "_start", "_timeline", "_version")
 
-    def __init__(self, timeline: Timeline, kind: str, microbatch: int) -> None:
-        self._timeline, self._kind, self._microbatch = timeline, kind, microbatch
+    def __init__(self, timeline: Timeline, kind: str, microbatch: int, version: int | None) -> None:
+        self._timeline, self._kind, self._microbatch, self._version = timeline, kind, microbatch, version
 
     def __enter__(self) -> None:
         self._start = time.monotonic()
@@ -93,7 +95,7 @@ class _Recording:
     def __exit__(
         self, error: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._timeline._add(Span(self._kind, self._microbatch, self._start, time.monotonic()))
+        self._timeline._add(Span(self._kind, self._microbatch, self._start, time.monotonic(), self._version))
 
 
 def from_simulation(simulation: Simulation, unit: float = 1e-3) -> list[list[Span]]:
@@ -194,7 +196,9 @@ def write_perfetto(rows: Sequence[Sequence[Span]], path: str | Path, *, labels: 
         events.append({"ph": "M", "name": "thread_name", "args": {"name": label}, **thread})
         events.append({"ph": "M", "name": "thread_sort_index", "args": {"sort_index": s}, **thread})
         for span in row:
-            number = "update" if span.kind == "step" else "microbatch"
+            arguments = {"update" if span.kind == "step" else "microbatch": span.microbatch}
+            if span.version is not None:
+                arguments["version"] = span.version
             events.append(
                 {
                     "ph": "X",
@@ -202,7 +206,7 @@ def write_perfetto(rows: Sequence[Sequence[Span]], path: str | Path, *, labels: 
                     "cat": span.kind,
                     "ts": (span.start - begin) * 1e6,  # microseconds
                     "dur": (span.end - span.start) * 1e6,
-                    "args": {number: span.microbatch},
+                    "args": arguments,
                     **thread,
                 }
             )

@@ -13,20 +13,24 @@ A microbatch's forward runs on *leaves*: detached tensors that share the paramet
 version in flight first moves the parameters (``p.data = p.data.clone()``), so the optimizer's in-place update leaves
 the version whole: one copy an update, none a microbatch, and the forward is free. The rivals fail, most of them
 silently: changing ``p.data`` alone gives wrong input gradients in every layer but a few, of which Linear is one.
+
+With a correction (``staleness.py``) leaves have memory of their own, for they hold other values than the parameters:
+one copy more than without.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-Stashing = Literal["stash", "latest"]
+from lightning_parallel.pipeline.staleness import Stashing, extrapolate
 
 
 class Weights(Protocol):
@@ -40,6 +44,11 @@ class Weights(Protocol):
         """A context for the backward of a forward, which gives its token back."""
         ...
 
+    @property
+    def reading(self) -> int | None:
+        """The number of updates that made what the next forward uses; None: not counted."""
+        ...
+
 
 class CurrentWeights:
     """Synchronous schedules: the module's own parameters; gradients accumulate in ``p.grad``."""
@@ -50,30 +59,42 @@ class CurrentWeights:
     def backward(self, token: None) -> AbstractContextManager[None]:
         return nullcontext()
 
+    @property
+    def reading(self) -> None:
+        return None
 
-@dataclass
+
+@dataclass(eq=False)
 class Version:
     """One version of the weights.
 
     Attributes:
         updates: the number of updates that made it.
         leaves: by parameter name, what forwards of this version read. Gradients gather in the leaves' ``grad``.
+        copied: have the leaves memory of their own? Else they share the parameters'.
         in_flight: forwards whose backward is still to come.
     """
 
     updates: int
     leaves: dict[str, Tensor]
+    copied: bool
     in_flight: int = 0
+
+    def has_gradients(self) -> bool:
+        return any(leaf.grad is not None for leaf in self.leaves.values())
 
 
 class WeightVersions:
-    """Weight stashing (PipeDream, SOSP 2019) or none.
+    """Weight stashing (PipeDream, SOSP 2019), two versions (PipeDream-2BW, ICML 2021) or none.
 
     Args:
         module: the partitioned module. Its parameters are swapped for leaves while a step runs.
         parameters: this stage's parameters, by name.
-        stashing: ``"stash"``: a backward uses the weights of its forward. ``"latest"``: the current ones, for the
-            products with weights, while activations are those of the forward; no copies, a biased gradient.
+        stashing: ``"stash"``: a forward uses the newest weights, and its backward the same. ``"2bw"``: so it is, but
+            the forwards of update u use the version after u - 1 updates, which every stage has by then. ``"latest"``: a
+            backward uses the weights that are the newest by then, for the products with weights, while activations are
+            those of the forward; no copies, a biased gradient.
+        corrected: will :meth:`update` be given corrections?
         grown: called with the name of a parameter whenever a backward has added to its :meth:`gradient`.
     """
 
@@ -82,14 +103,21 @@ class WeightVersions:
         module: nn.Module,
         parameters: Mapping[str, nn.Parameter],
         stashing: Stashing = "stash",
+        *,
+        corrected: bool = False,
         grown: Callable[[str], None] | None = None,
     ) -> None:
         self._parameters = dict(parameters)
         self._grown = grown
         self._stashing = stashing
+        self._corrected = corrected
         self._updates = 0
+        self._drained = 0  # the version at the last drain: nothing reads an older one
+        self._wanted: int | None = None  # the version that forwards read; None: the newest
         self._current: Version | None = None
-        self._old: list[Version] = []  # older versions with microbatches in flight, or with gradients to be taken
+        self._old: list[Version] = []  # older ones: in flight, still to be read, or with gradients to be taken
+        self._earlier: dict[str, Tensor] = {}  # the last update, where the next correction wants it
+        self.staleness: Counter[int] = Counter()  # updates between forward and backward: how many microbatches
         names = {id(parameter): name for name, parameter in parameters.items()}
         # Every place in the module tree where a parameter of this stage is read from, tied names included.
         self._slots = [
@@ -101,15 +129,30 @@ class WeightVersions:
 
     @property
     def updates(self) -> int:
-        """Updates done, which is also the number of the version that the next forward uses."""
+        """Updates done, which is also the number of the newest version."""
         return self._updates
 
+    @property
+    def reading(self) -> int:
+        """The number of the version that the next forward reads."""
+        return self._updates if self._wanted is None else self._wanted
+
     def copies(self) -> int:
-        """Versions held beside the current weights. One can be needed for each update in flight."""
-        return sum(version.in_flight > 0 for version in self._old) if self._stashing == "stash" else 0
+        """Copies of the stage's weights that are held beside its parameters."""
+        held = [version for version in self._versions() if version.copied]
+        of_versions = min(1, len(held)) if self._stashing == "latest" else len(held)  # its versions share one
+        return of_versions + bool(self._earlier)
+
+    # -- forwards and backwards ----------------------------------------------------------------------------------
+
+    def begin(self, update: int) -> None:
+        """The forwards to come are those of ``update``, counted from 0."""
+        if self._stashing == "2bw":
+            self._wanted = max(update - 1, self._drained)
 
     def forward(self, step: Callable[[], Any]) -> tuple[Any, Version]:
-        version = self._version()
+        version = next((old for old in self._old if old.updates == self._wanted), None) or self._newest()
+        assert version.updates == self.reading, "2bw reads a version that every stage has by now"
         with self._read_from(version):
             result = step()
         version.in_flight += 1
@@ -121,6 +164,7 @@ class WeightVersions:
         with self._read_from(version):
             yield
         version.in_flight -= 1
+        self.staleness[self._updates - version.updates] += 1
 
     @contextmanager
     def _read_from(self, version: Version) -> Iterator[None]:
@@ -133,62 +177,117 @@ class WeightVersions:
             for (store, key, _), parameter in zip(self._slots, before, strict=True):
                 store[key] = parameter
 
+    # -- gradients -----------------------------------------------------------------------------------------------
+
     def gradient(self, name: str) -> Tensor:
         """What has gathered for a parameter so far, over all versions. It must have some."""
-        versions = (*self._old, *([self._current] if self._current else []))
-        parts = [g for version in versions if (g := version.leaves[name].grad) is not None]
+        parts = [g for version in self._versions() if (g := version.leaves[name].grad) is not None]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
     def take_gradients(self) -> dict[str, Tensor]:
         """The gradients gathered since the last call, summed over versions, by parameter name. Where the loss didn't
         depend on a parameter, it is missing."""
         gradients: dict[str, Tensor] = {}
-        for version in (*self._old, *([self._current] if self._current else [])):
+        for version in self._versions():
             for name, leaf in version.leaves.items():
                 if leaf.grad is not None:
                     gradients[name] = gradients[name].add_(leaf.grad) if name in gradients else leaf.grad
                     leaf.grad = None
-        self._old = [version for version in self._old if version.in_flight]
+        self._old = [version for version in self._old if self._is_needed(version)]
         return gradients
 
-    def update(self, apply: Callable[[], None]) -> None:
-        """Let ``apply`` change the parameters in place, as optimizers do; versions in flight stay whole."""
+    # -- updates -------------------------------------------------------------------------------------------------
+
+    def update(self, apply: Callable[[], None], correction: float = 0.0, second_order: bool = False) -> None:
+        """Let ``apply`` change the parameters in place, as optimizers do; versions in flight stay whole.
+
+        Args:
+            correction, second_order: what forwards then read (:func:`~.staleness.extrapolate`).
+        """
+        assert self._corrected or not correction
+        if self._corrected or self._stashing == "2bw":
+            self._newest()  # it will be read, or written to
         current = self._current
-        if current is not None and current.in_flight:
-            if self._stashing == "stash":
-                for parameter in self._parameters.values():
-                    if parameter.requires_grad:
-                        parameter.data = parameter.data.clone()
+        if current is not None and (current.in_flight or self._stashing == "2bw"):
+            if not current.copied and self._stashing != "latest":
+                for parameter in self._trained().values():
+                    parameter.data = parameter.data.clone()
+                current.copied = True
             self._old.append(current)
         self._current = None
+        before = {name: p.data.clone() for name, p in self._trained().items()} if self._corrected else {}
         apply()
         self._updates += 1
+        if self._wanted is not None:  # the forwards of the update that was made have run
+            self._wanted = max(self._wanted, self._updates - 1)
+        self._old = [version for version in self._old if self._is_needed(version)]
+        if self._corrected:
+            values = self._extrapolated(before, correction, second_order)
+            if self._stashing == "latest":  # written to what versions in flight read
+                assert current is not None
+                for name, value in values.items():
+                    values[name] = current.leaves[name].data.copy_(value)
+            self._current = self._version(values)
+
+    def _extrapolated(self, before: dict[str, Tensor], weight: float, second_order: bool) -> dict[str, Tensor]:
+        values: dict[str, Tensor] = {}
+        for name, parameter in self._trained().items():
+            update = before[name].sub_(parameter.data)  # in the memory of `before`
+            earlier = self._earlier.get(name) if second_order else None
+            values[name] = extrapolate(parameter.data, update, earlier, weight)
+        self._earlier = before if second_order else {}
+        return values
 
     def refresh(self) -> None:
-        """Nothing is in flight, and others may have changed the parameters: the next forward looks at them anew.
+        """Nothing is in flight, and others may have changed the parameters: the next forward reads them themselves.
         Gradients of an update under way (accumulation over batches) are kept for it."""
-        versions = (*self._old, *([self._current] if self._current else []))
+        versions = self._versions()
         assert not any(version.in_flight for version in versions)
-        self._old = [v for v in versions if any(leaf.grad is not None for leaf in v.leaves.values())]
+        self._drained = self._updates
+        self._wanted = None
+        self._earlier = {}
+        self._old = [version for version in versions if version.has_gradients()]
+        for version in self._old:
+            version.updates = -1  # no forward reads it again, not even where 2bw asks for the newest by its number
         self._current = None
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+
+    # -- versions ------------------------------------------------------------------------------------------------
+
+    def _versions(self) -> list[Version]:
+        """All that there are, from old to new."""
+        return [*self._old, *([self._current] if self._current else [])]
+
+    def _is_needed(self, version: Version) -> bool:
+        return version.in_flight > 0 or version.updates >= self.reading
+
+    def _newest(self) -> Version:
+        if self._current is None:
+            # Of "latest", later values are written to the leaves; corrected ones must not reach the parameters.
+            apart = self._corrected and self._stashing == "latest"
+            self._current = self._version(
+                {name: p.data.clone() for name, p in self._trained().items()} if apart else {}
+            )
+        return self._current
+
+    def _version(self, values: Mapping[str, Tensor]) -> Version:
+        """The newest version, of ``values`` where there are any, else of the parameters' own."""
+        # `.data` first: its version counter is its own, so that an in-place step doesn't invalidate graphs that
+        # "latest" means to run on the new values.
+        leaves = {
+            name: values.get(name, parameter.data).data.detach().requires_grad_(parameter.requires_grad)
+            for name, parameter in self._parameters.items()
+        }
+        for name, leaf in leaves.items() if self._grown is not None else ():
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(partial(self._tell, name))
+        return Version(self._updates, leaves, copied=bool(values))
 
     def _tell(self, name: str, leaf: Tensor) -> None:
         assert self._grown is not None
         self._grown(name)
-
-    def _version(self) -> Version:
-        if self._current is None:
-            # `.data` first: its version counter is its own, so that an in-place step doesn't invalidate graphs that
-            # "latest" means to run on the new values.
-            leaves = {
-                name: parameter.data.detach().requires_grad_(parameter.requires_grad)
-                for name, parameter in self._parameters.items()
-            }
-            self._current = Version(self._updates, leaves)
-            for name, leaf in leaves.items() if self._grown is not None else ():
-                if leaf.requires_grad:
-                    leaf.register_post_accumulate_grad_hook(partial(self._tell, name))
-        return self._current
 
 
 def swap_gradients(
@@ -200,3 +299,11 @@ def swap_gradients(
         before[name] = parameter.grad
         parameter.grad = gradients.get(name)
     return before
+
+
+def add_gradients(parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor | None]) -> None:
+    """Add ``gradients`` (None: nothing) to what every ``p.grad`` holds."""
+    for name, gradient in gradients.items():
+        if gradient is not None:
+            grown = parameters[name].grad
+            parameters[name].grad = gradient if grown is None else grown.add_(gradient)

@@ -9,16 +9,19 @@ epoch.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -27,12 +30,35 @@ from lightning_parallel.layout import Size
 from lightning_parallel.pipeline.logs import LogRecorder
 from lightning_parallel.pipeline.partition import Balance, Partition
 from lightning_parallel.pipeline.schedule import AsyncOneFOneB
-from lightning_parallel.pipeline.weights import Stashing, WeightVersions, swap_gradients
-from lightning_parallel.strategies.pipeline_base import PipelineBase
+from lightning_parallel.pipeline.staleness import (
+    Correction,
+    Stashing,
+    copies,
+    correction_weight,
+    discount,
+    is_second_order,
+    known_cost,
+    mean_staleness,
+)
+from lightning_parallel.pipeline.weights import WeightVersions, swap_gradients
+from lightning_parallel.strategies.pipeline_base import Microbatches, PipelineBase
 from lightning_parallel.strategies.staged import DataParallelKind
 from lightning_parallel.tensor.plan import Plan
 
 Options = list[dict[str, Any]]  # learning rate and the like, one dict a parameter group
+
+
+@dataclass(frozen=True)
+class _Owed:
+    """An update whose batches have been fed.
+
+    Attributes:
+        options: of the optimizer, as they were when its last batch came.
+        microbatches: that it is made of.
+    """
+
+    options: Options
+    microbatches: int
 
 
 class AsyncPipelineStrategy(PipelineBase):
@@ -45,13 +71,24 @@ class AsyncPipelineStrategy(PipelineBase):
 
     Args:
         stages: how many; ``"auto"``: one a process.
-        microbatches: per update (a batch). 1 is PipeDream; the more, the less stale, at the same utilisation.
+        microbatches: per batch. The more an update has, the less late are its gradients, at the same utilisation.
+            ``"auto"``: such that an update has twice as many as there are stages (and as many again for each extra in
+            flight), where the batch has the samples. 1 is PipeDream.
         weights: ``"stash"``: a backward uses the weights that its forward used; one copy of the stage's weights is kept
-            for each update in flight. ``"latest"``: the current ones; no copies, a biased gradient.
+            for each update in flight. ``"2bw"``: every gradient, on every stage, is exactly one update late
+            (PipeDream-2BW). ``"latest"``: a backward uses the current weights; no copies, a biased gradient.
+        correction: what forwards read in place of the parameters, to meet the delay (:mod:`~.pipeline.staleness`).
+            ``"second_order"``: extrapolated by the last update and its change, for two more copies of the stage's
+            weights. ``"error_feedback"``: by the last update, for one. A number: by so many times the last update.
+            None: the parameters themselves. Once drained (validation, checkpoints) the parameters are what counts.
+        lr_discount: the first so many updates take smaller steps on stages whose gradients are more than one update
+            late, up to the full learning rate at its end (PipeMare's T1); None: none do.
         extra_in_flight: microbatches in flight on each link beyond the fewest that keep all stages busy. 1 hides the
             latency of messages, and doubles staleness.
-        layers, balance, activation_checkpointing, timeline, tensor_parallel, plan, sequence_parallel, data_parallel: as
-            in :class:`~lightning_parallel.PipelineStrategy`. Replicas of a stage average the gradients of each update.
+        layers, balance, activation_checkpointing, tensor_parallel, plan, sequence_parallel, data_parallel: as in
+            :class:`~lightning_parallel.PipelineStrategy`. Replicas of a stage average the gradients of each update.
+        timeline: as there; with the version of the weights that each forward and backward used, and how late the
+            gradients were.
         **kwargs: of :class:`~lightning_parallel.strategies.base.LayoutStrategy`.
     """
 
@@ -59,8 +96,10 @@ class AsyncPipelineStrategy(PipelineBase):
         self,
         *,
         stages: Size = "auto",
-        microbatches: int = 1,
+        microbatches: Microbatches = "auto",
         weights: Stashing = "stash",
+        correction: Correction = "second_order",
+        lr_discount: int | None = None,
         extra_in_flight: int = 0,
         layers: Sequence[str] | None = None,
         balance: Balance = "parameters",
@@ -73,8 +112,13 @@ class AsyncPipelineStrategy(PipelineBase):
         data_parallel_kind: DataParallelKind = "replicate",
         **kwargs: Any,
     ) -> None:
-        if weights not in ("stash", "latest"):
-            raise ValueError(f"weights={weights!r}: choose 'stash' or 'latest'.")
+        if weights not in get_args(Stashing):
+            raise ValueError(f"weights={weights!r}: choose one of {', '.join(map(repr, get_args(Stashing)))}.")
+        _check_correction(correction)
+        if lr_discount is not None and (
+            isinstance(lr_discount, bool) or not isinstance(lr_discount, int) or lr_discount < 1
+        ):
+            raise ValueError(f"lr_discount={lr_discount!r}: give a positive number of updates, or None.")
         if isinstance(extra_in_flight, bool) or not isinstance(extra_in_flight, int) or extra_in_flight < 0:
             raise ValueError(f"extra_in_flight={extra_in_flight!r}: give 0 or a positive integer.")
         if data_parallel_kind == "shard":
@@ -82,8 +126,6 @@ class AsyncPipelineStrategy(PipelineBase):
                 "data_parallel_kind='shard': an asynchronous pipeline keeps several versions of its weights, which "
                 "shards that are gathered for a step don't have. Use 'replicate', or PipelineStrategy."
             )
-        if not isinstance(microbatches, int):
-            raise ValueError(f"microbatches={microbatches!r}: give the number of microbatches an update.")
         super().__init__(
             stages=stages,
             microbatches=microbatches,
@@ -99,12 +141,17 @@ class AsyncPipelineStrategy(PipelineBase):
             **kwargs,
         )
         self._stashing: Stashing = weights
+        self._correction: Correction = correction
+        self._lr_discount = lr_discount
         self._extra_in_flight = extra_in_flight
         self._list: AsyncOneFOneB | None = None
         self._versions: WeightVersions | None = None
         self._fed = 0  # microbatches so far
+        self._begun = 0  # updates whose last batch has been fed
+        self._gathering = 0  # microbatches fed to the update after those
+        self._before = 0  # microbatches of the last of those, the same on all stages
+        self._owed: deque[_Owed] = deque()  # updates under way, oldest first
         self._stop = False  # has the user's step asked for the end of training?
-        self._options: deque[Options] = deque()  # of the updates under way, oldest first
         self._loose_owners: dict[str, int] | None = None  # the stage that trains each loose parameter; once known
 
     @property
@@ -127,12 +174,33 @@ class AsyncPipelineStrategy(PipelineBase):
 
     @override
     def describe_stage(self, stage: int) -> str:
-        ahead = AsyncOneFOneB(self.layout.pipeline, stage, self._extra_in_flight).warmup
-        late = -(-ahead // int(self._microbatches))
+        ahead = self._ahead(stage)
+        count = self._microbatches_of_update()
+        late = mean_staleness(self._stashing, ahead, count)
         if not late:
             return "; no gradient is late"
-        copies = f", {late} more version{'s' * (late > 1)} of its weights" if self._stashing == "stash" else ""
-        return f"; gradients up to {late} update{'s' * (late > 1)} late{copies}"
+        held = copies(self._stashing, self._correction, ahead, count)
+        corrected = "" if self._correction is None else ", corrected"
+        more = f", up to {held} more cop{'y' if held == 1 else 'ies'} of its weights" if held else ""
+        return f"; gradients {late:.2g} update{'s' * (late != 1)} late{corrected}{more}"
+
+    def _ahead(self, stage: int) -> int:
+        return AsyncOneFOneB(self.layout.pipeline, stage, self._extra_in_flight).warmup
+
+    def _microbatches_of_update(self) -> int:
+        """As far as it is known before the first batch."""
+        if self._microbatches != "auto":
+            return int(self._microbatches) * self._module().trainer.accumulate_grad_batches
+        return 2 * self.layout.pipeline * (1 + self._extra_in_flight) if self.layout.pipeline > 1 else 1
+
+    @override
+    def wanted_microbatches(self, size: int) -> int:
+        """Of ``"auto"``: equal ones, if that doesn't take more than twice as many as needed."""
+        if self._microbatches != "auto":
+            return int(self._microbatches)
+        needed = math.ceil(self._microbatches_of_update() / self._module().trainer.accumulate_grad_batches)
+        equal = (count for count in range(needed, 2 * needed + 1) if size % count == 0)
+        return min(size, next(equal, needed))
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -144,15 +212,18 @@ class AsyncPipelineStrategy(PipelineBase):
             )
         super().setup(trainer)
         self._list = AsyncOneFOneB(self.layout.pipeline, self.layout.stage, self._extra_in_flight)
-        self._fed = 0
+        self._fed = self._begun = self._gathering = self._before = 0
         self._stop = False
-        self._options.clear()
+        self._owed.clear()
         self._loose_owners = None
 
     @override
     def make_weights(self) -> WeightVersions:
         grown = None if self._averager is None else self._gradient_grown
-        self._versions = WeightVersions(self._module(), self._parameters, self._stashing, grown)
+        corrected = correction_weight(self._correction, self._stashing, self._ahead(self.layout.stage), 1) > 0
+        self._versions = WeightVersions(
+            self._module(), self._parameters, self._stashing, corrected=corrected, grown=grown
+        )
         return self._versions
 
     @override
@@ -197,9 +268,7 @@ class AsyncPipelineStrategy(PipelineBase):
         recorder = LogRecorder()
         scale = 1 / self._module().trainer.accumulate_grad_batches
         work, sizes = self.microbatches((*args, *kwargs.values()), recorder, scale, first=self._fed)
-        self._fed += len(sizes)
-        if ends_update:
-            self._options.append(_options(self.optimizers[0]))
+        self._feed(len(sizes), ends_update)
         with self.recorded(recorder), self._stop_held_back():
             actions = self._list.feed(len(sizes), ends_update=ends_update)
             outputs = self.engine.run(actions, work, update=self._update, endless=True)
@@ -207,6 +276,41 @@ class AsyncPipelineStrategy(PipelineBase):
             return torch.zeros((), device=self.root_device)  # the loss is not waited for
         recorder.replay(self._module().log)
         return self.joined_output(outputs, sizes)
+
+    def _feed(self, count: int, ends_update: bool) -> None:
+        """Take note of a batch's microbatches, before they run."""
+        if not self._fed:
+            self._check_staleness(count * self._module().trainer.accumulate_grad_batches)
+        if self._stashing == "2bw" and 0 < self._before < self._ahead(0):
+            self.drain()  # this batch would ask the first stage for a version that it hasn't made yet
+        self.versions.begin(self._begun)
+        self._fed += count
+        self._gathering += count
+        if ends_update:
+            late = mean_staleness(self._stashing, self._ahead(self.layout.stage), self._gathering)
+            factor = discount(late, self._module().trainer.global_step, self._lr_discount)
+            self._owed.append(_Owed(_options(self.optimizers[0], factor), self._gathering))
+            self._begun += 1
+            self._before, self._gathering = self._gathering, 0
+
+    def _check_staleness(self, microbatches: int) -> None:
+        """Refuse what can't run, and warn of what trains badly, once the microbatches of an update are known."""
+        stages, ahead = self.layout.pipeline, self._ahead(0)
+        if self._stashing == "2bw" and microbatches < ahead:
+            raise ValueError(
+                f"weights='2bw' with {microbatches} microbatch{'es' * (microbatches != 1)} an update: the first of "
+                f"{stages} stages runs {ahead} ahead, so it would need a version that isn't there yet. Use at least "
+                f"{ahead} microbatches, microbatches='auto' with as many samples a batch, or weights='stash'."
+            )
+        late = mean_staleness(self._stashing, ahead, microbatches)
+        cost = known_cost(self._stashing, self._correction, late)
+        if stages > 1 and cost is not None:
+            rank_zero_warn(
+                f"{microbatches} microbatch{'es' * (microbatches != 1)} an update, weights={self._stashing!r}, "
+                f"correction={self._correction!r}: gradients of the first stage are {late:.2g} updates late. {cost} "
+                f"Use microbatches='auto' with at least {2 * stages} samples a batch, weights='stash' and "
+                f"correction='second_order'."
+            )
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -228,17 +332,18 @@ class AsyncPipelineStrategy(PipelineBase):
     def _update(self) -> None:
         """One update of this stage: the hooks, clipping and step that Lightning would run, with the options that were
         in force when its batch came."""
-        module, optimizer = self._module(), self.optimizers[0]
+        module, optimizer, owed = self._module(), self.optimizers[0], self._owed.popleft()
         gradients = self.complete_gradients(self.versions.take_gradients())
         self._find_loose_owners(gradients)
 
         def step() -> None:
             swap_gradients(self._parameters, gradients)
-            with _with_options(optimizer, self._options.popleft()):
+            with _with_options(optimizer, owed.options):
                 self.precision_plugin.optimizer_step(optimizer, model=module, closure=_nothing)
             swap_gradients(self._parameters, {})
 
-        self.versions.update(step)
+        weight = correction_weight(self._correction, self._stashing, self._ahead(self.layout.stage), owed.microbatches)
+        self.versions.update(step, weight, is_second_order(self._correction, weight))
 
     def drain(self) -> None:
         """Run what is owed, until nothing is in flight on any stage. Every rank calls it after the same batch."""
@@ -300,14 +405,26 @@ class AsyncPipelineStrategy(PipelineBase):
         super()._publish(hook)
 
     @override
+    def _write_timeline(self) -> None:
+        super()._write_timeline()
+        gathered: list[Any] = [None] * self.layout.world_size
+        dist.all_gather_object(gathered, (self.layout.stage, dict(self.versions.staleness)))
+        for stage, counts in sorted(dict(gathered).items()):
+            total = max(1, sum(counts.values()))
+            shares = ", ".join(f"{late}: {100 * count / total:.0f} %" for late, count in sorted(counts.items()))
+            mean = sum(late * count for late, count in counts.items()) / total
+            rank_zero_info(f"stage {stage}: gradients {mean:.2f} updates late in the mean ({shares})")
+
+    @override
     def theoretical_bubble(self) -> float:
         return 0.0
 
     @override
     def title(self) -> str:
         more = f", {self._extra_in_flight} extra in flight" if self._extra_in_flight else ""
-        count = f"{self._microbatches} microbatch{'' if self._microbatches == 1 else 'es'}"
-        return f"asynchronous 1F1B, {self.layout.pipeline} stages, {count} an update{more}"
+        count = self._fed // max(1, self._begun)
+        batches = f"{count} microbatch{'' if count == 1 else 'es'}"
+        return f"asynchronous 1F1B, {self.layout.pipeline} stages, {batches} an update{more}"
 
     @override
     def teardown(self) -> None:
@@ -321,8 +438,20 @@ def _nothing() -> None:
     """A closure without a step, a broadcast that isn't."""
 
 
-def _options(optimizer: Optimizer) -> Options:
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+def _options(optimizer: Optimizer, factor: float = 1.0) -> Options:
+    """Of every parameter group, with ``factor`` on the learning rate."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return [{**group, "lr": group["lr"] * factor} if factor != 1 else group for group in groups]
+
+
+def _check_correction(correction: Any) -> None:
+    if correction is None or correction in ("error_feedback", "second_order"):
+        return
+    if isinstance(correction, bool) or not isinstance(correction, int | float) or not 0 <= correction < math.inf:
+        raise ValueError(
+            f"correction={correction!r}: choose 'second_order', 'error_feedback', None, or give the weight of the last "
+            f"update, a number of at least 0."
+        )
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel.layout import Size
-from lightning_parallel.pipeline.weights import swap_gradients
+from lightning_parallel.pipeline.weights import add_gradients, swap_gradients
 from lightning_parallel.strategies.checkpointed import Held
 from lightning_parallel.strategies.sharded import ShardedStrategy
 from lightning_parallel.tensor.plan import Plan
@@ -99,10 +99,7 @@ class TensorParallelStrategy(ShardedStrategy):
         self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         if self._ends_update:
             swap_gradients(parameters, self.complete_gradients(swap_gradients(parameters, {})))
-        for name, gradient in earlier.items():
-            if gradient is not None:
-                grown = parameters[name].grad
-                parameters[name].grad = gradient if grown is None else grown.add_(gradient)
+        add_gradients(parameters, earlier)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss

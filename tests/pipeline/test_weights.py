@@ -6,7 +6,7 @@ The reference is a plain loop that keeps a copy of every version.
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,17 +53,30 @@ def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
 class Training:
     """A stage of its own: forwards run `delay` microbatches ahead of backwards; an update each `count` backwards."""
 
-    def __init__(self, model: nn.Module, stashing: Stashing, delay: int, count: int = 1) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        stashing: Stashing,
+        delay: int,
+        count: int = 1,
+        *,
+        correction: float = 0.0,
+        second_order: bool = False,
+    ) -> None:
         self.model, self.delay, self.count = model, delay, count
+        self.correction, self.second_order = correction, second_order
         self.parameters = parameters_of(model)
         self.optimizer = torch.optim.AdamW(self.parameters.values(), **ADAMW)
-        self.versions = WeightVersions(model, self.parameters, stashing)
+        self.versions = WeightVersions(model, self.parameters, stashing, corrected=correction != 0)
+        self.fed = 0
         self.flights: deque[tuple[Tensor, Any]] = deque()
         self.losses: list[float] = []
         self.copies: list[int] = []
         self.done = 0
 
     def microbatch(self, x: Tensor) -> None:
+        self.versions.begin(self.fed // self.count)
+        self.fed += 1
         loss, token = self.versions.forward(lambda: self.model(x))
         self.losses.append(loss.item())
         self.flights.append((loss, token))
@@ -77,7 +90,7 @@ class Training:
         self.done += 1
         if self.done % self.count == 0:
             gradients = self.versions.take_gradients()
-            self.versions.update(lambda: self._apply(gradients))
+            self.versions.update(lambda: self._apply(gradients), self.correction, self.second_order)
             self.copies.append(self.versions.copies())
 
     def _apply(self, gradients: dict[str, Tensor]) -> None:
@@ -88,20 +101,33 @@ class Training:
     def run(self, microbatches: int) -> Training:
         for k in range(microbatches):
             self.microbatch(batch(k))
+        return self.drain()
+
+    def drain(self) -> Training:
         while self.flights:
             self.backward()
         return self
 
 
-def reference(model: nn.Module, microbatches: int, delay: int, count: int = 1) -> tuple[dict[str, Tensor], list[float]]:
+def reference(
+    model: nn.Module,
+    microbatches: int,
+    delay: int,
+    count: int = 1,
+    *,
+    stashing: Stashing = "stash",
+    correction: float = 0.0,
+    second_order: bool = False,
+) -> tuple[dict[str, Tensor], list[float]]:
     """Final weights and losses of delayed gradients: forward k runs after backward k - 1 - delay."""
     parameters = parameters_of(model)
     masters = {name: p.detach().clone() for name, p in parameters.items()}
     optimizer = torch.optim.AdamW(masters.values(), **ADAMW)
     history = [{name: w.clone() for name, w in masters.items()}]
     losses = []
+    updates: list[dict[str, Tensor]] = []
     for k in range(microbatches):
-        used = max(0, k - delay) // count
+        used = max(0, k // count - 1) if stashing == "2bw" else max(0, k - delay) // count
         for name, p in parameters.items():
             p.data = history[used][name].clone()
         model.zero_grad()
@@ -112,10 +138,15 @@ def reference(model: nn.Module, microbatches: int, delay: int, count: int = 1) -
             gradient = masters[name].grad
             masters[name].grad = p.grad if gradient is None else gradient + p.grad  # type: ignore[operator]
         if (k + 1) % count == 0:
+            before = {name: w.clone() for name, w in masters.items()}
             optimizer.step()
             optimizer.zero_grad()
-            history.append({name: w.clone() for name, w in masters.items()})
-    return history[-1], losses
+            updates.append({name: before[name] - w for name, w in masters.items()})
+            history.append({name: w - correction * updates[-1][name] for name, w in masters.items()})
+            if second_order and len(updates) > 1:
+                for name, r in history[-1].items():
+                    r -= correction**2 * (updates[-1][name] - updates[-2][name])
+    return masters, losses
 
 
 def assert_equal(found: Any, expected: dict[str, Tensor]) -> None:
@@ -139,6 +170,82 @@ def test_stashed_training_equals_delayed_gradients(kind: str, delay: int, count:
     assert_equal(dict(training.model.named_buffers()), dict(model.named_buffers()))
     assert training.versions.updates == 12 // count
     assert max(training.copies) <= -(-delay // count)
+
+
+@pytest.mark.parametrize(
+    ("stashing", "delay", "count", "correction", "second_order"),
+    [
+        ("2bw", 0, 2, 0.0, False),
+        ("2bw", 2, 2, 0.0, False),
+        ("2bw", 1, 2, 1.0, False),
+        ("2bw", 2, 3, 1.0, True),
+        ("stash", 3, 1, 3.0, False),
+        ("stash", 2, 3, 2 / 3, False),
+        ("stash", 2, 3, 2 / 3, True),
+        ("stash", 3, 3, 1.0, True),
+    ],
+)
+@pytest.mark.parametrize("kind", ["gru", "x * w", "attention", "batchnorm"])
+def test_two_versions_and_corrections_equal_delayed_gradients(
+    kind: str, stashing: Stashing, delay: int, count: int, correction: float, second_order: bool
+) -> None:
+    rule: Any = {"correction": correction, "second_order": second_order}
+    training = Training(made(kind), stashing, delay, count, **rule).run(12)
+    model = made(kind)
+    expected, losses = reference(model, 12, delay, count, stashing=stashing, **rule)
+    assert_equal(training.parameters, expected)
+    assert training.losses == pytest.approx(losses, rel=0, abs=1e-12)
+    assert_equal(dict(training.model.named_buffers()), dict(model.named_buffers()))
+
+
+def test_corrections_move_what_forwards_read_not_the_parameters() -> None:
+    model = Scalars()
+    parameters = parameters_of(model)
+    versions = WeightVersions(model, parameters, corrected=True)
+    read: list[float] = []
+
+    def forward() -> None:
+        read.append(versions.forward(lambda: model.w.item())[0])
+
+    def step(by: float) -> None:
+        with torch.no_grad():
+            model.w -= by
+
+    forward()
+    versions.update(lambda: step(4.0), 0.5, True)
+    forward()
+    versions.update(lambda: step(2.0), 0.5, True)
+    forward()
+    assert model.w.item() == -4.0
+    versions.update(lambda: step(4.0), 2.0, False)
+    forward()
+    versions.update(lambda: step(8.0), 0.5, True)  # the update before was of first order: none is held
+    forward()
+    versions.update(lambda: step(8.0), 2.0, False)
+    forward()
+    assert read == [2.0, -2 - 2, -4 - 1 - 0.25 * (2 - 4), -8 - 8, -16 - 4, -24 - 16]
+
+
+def test_corrected_latest_multiplies_by_the_newest_corrected_weights() -> None:
+    model = Scalars()
+    versions = WeightVersions(model, parameters_of(model), "latest", corrected=True)
+    address = model.w.data_ptr()
+    flights = [versions.forward(lambda: model(5.0)) for _ in range(2)]
+
+    def step(w: float, v: float) -> None:
+        with torch.no_grad():
+            model.w.fill_(w)
+            model.v.fill_(v)
+
+    versions.update(lambda: step(4.0, 7.0), 0.5)  # read as 5 and 9
+    assert (model.w.item(), model.v.item(), model.w.data_ptr()) == (4.0, 7.0, address)
+    for (loss, token), expected in zip(flights, ({"w": 45.0, "v": 10.0}, {"w": 55.0, "v": 10.0}), strict=True):
+        with versions.backward(token):
+            loss.backward()
+        # The activation of v's product, x w, is that of the forward.
+        assert {name: g.item() for name, g in versions.take_gradients().items()} == expected
+        versions.update(lambda: step(4.0, 9.0), 1.0)  # read as 4 and 11
+    assert versions.copies() == 1
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -234,6 +341,165 @@ def test_frozen_parameters_are_neither_copied_nor_given_gradients() -> None:
     with training.versions.backward(token):
         loss.backward()
     assert set(training.versions.take_gradients()) == {n for n, p in training.parameters.items() if p.requires_grad}
+
+
+def test_frozen_parameters_are_not_extrapolated() -> None:
+    model = made("linear")
+    model.layer.requires_grad_(False)
+    frozen = {name: (p.data_ptr(), p.detach().clone()) for name, p in model.layer.named_parameters()}
+    training = Training(model, "stash", delay=2, count=2, correction=1.0, second_order=True)
+    for k in range(9):
+        training.microbatch(batch(k))
+        for _, token in training.flights:
+            for name, (address, value) in frozen.items():
+                leaf = token.leaves[f"layer.{name}"]
+                assert leaf.data_ptr() == address and torch.equal(leaf, value) and not leaf.requires_grad
+    with torch.no_grad():
+        assert all(torch.equal(p, frozen[name][1]) for name, p in model.layer.named_parameters())
+    assert training.versions.updates == 3
+
+
+@pytest.mark.parametrize(
+    ("stashing", "delay", "count", "correction", "second_order", "expected"),
+    [
+        ("stash", 0, 2, 0.0, False, 0),
+        ("stash", 2, 4, 0.0, False, 1),
+        ("stash", 3, 1, 0.0, False, 3),
+        ("stash", 2, 4, 0.5, False, 2),  # what is in flight, and what forwards read
+        ("stash", 2, 4, 0.5, True, 3),  # and the last update
+        ("stash", 3, 1, 3.0, False, 4),
+        ("2bw", 2, 4, 0.0, False, 1),
+        ("2bw", 0, 4, 0.0, False, 1),
+        ("2bw", 2, 4, 1.0, False, 2),
+        ("2bw", 2, 4, 1.0, True, 3),
+        ("latest", 2, 4, 0.0, False, 0),
+        ("latest", 3, 1, 3.0, False, 1),
+        ("latest", 2, 4, 0.5, True, 2),
+    ],
+)
+def test_copies_held_are_those_in_flight_and_those_of_the_correction(
+    stashing: Stashing, delay: int, count: int, correction: float, second_order: bool, expected: int
+) -> None:
+    training = Training(made("gru"), stashing, delay, count, correction=correction, second_order=second_order)
+    seen = []
+    for k in range(6 * count + delay):
+        training.microbatch(batch(k))
+        seen.append(training.versions.copies())
+    assert max(seen) == expected
+    steady = [copies for k, copies in enumerate(seen) if k >= 3 * count + delay and (k + 1 - delay) % count == 0]
+    assert set(steady) == {expected}  # as an update ends
+
+
+def test_copies_held_are_all_the_memory_there_is() -> None:
+    for stashing in ("stash", "2bw", "latest"):
+        for correction, second_order in ((0.0, False), (1.0, False), (1.0, True)):
+            rule: Any = {"correction": correction, "second_order": second_order}
+            delay = 2 if stashing == "2bw" else 3
+            training = Training(made("x * w"), stashing, delay, 2, **rule)
+            for k in range(12):
+                training.microbatch(batch(k))
+                versions = training.versions
+                held = {version.leaves["layer.weight"].data_ptr() for version in versions._versions()}
+                held |= {u.data_ptr() for name, u in versions._earlier.items() if name == "layer.weight"}
+                held.discard(training.parameters["layer.weight"].data_ptr())
+                assert versions.copies() == len(held), (stashing, correction, k)
+
+
+@pytest.mark.parametrize("stashing", ["stash", "2bw", "latest"])
+def test_an_update_that_no_forward_came_before_is_corrected_too(stashing: Stashing) -> None:
+    model = Scalars()
+    versions = WeightVersions(model, parameters_of(model), stashing, corrected=True)
+    with torch.no_grad():
+        versions.update(lambda: model.w.sub_(1.0), 1.0)  # type: ignore[arg-type, return-value]
+    assert model.w.item() == 1.0
+    assert versions.forward(lambda: model.w.item())[0] == 0.0
+
+
+def test_2bw_keeps_exactly_two_versions() -> None:
+    training = Training(made("gru"), "2bw", delay=2, count=3)
+    for k in range(14):
+        training.microbatch(batch(k))
+        if k >= 3:
+            assert training.versions.reading == k // 3 - 1
+    assert [version.updates for version in training.versions._versions()] == [3]  # and version 4, the parameters
+    assert training.versions.updates == 4
+
+
+def test_2bw_refuses_to_read_what_the_stage_has_not_made() -> None:
+    training = Training(made("linear"), "2bw", delay=3, count=2)
+    for k in range(4):
+        training.microbatch(batch(k))
+    with pytest.raises(AssertionError, match="2bw"):
+        training.microbatch(batch(4))
+
+
+@pytest.mark.parametrize(("delay", "count"), [(0, 1), (3, 1), (3, 2), (2, 4)])
+@pytest.mark.parametrize("stashing", ["stash", "latest", "2bw"])
+def test_staleness_is_counted_for_every_microbatch(stashing: Stashing, delay: int, count: int) -> None:
+    if stashing == "2bw" and delay > count:
+        count = delay
+    training = Training(made("linear"), stashing, delay, count).run(12)
+    read = [max(0, k // count - 1) if stashing == "2bw" else max(0, k - delay) // count for k in range(12)]
+    assert training.versions.staleness == Counter(k // count - read[k] for k in range(12))
+
+
+@pytest.mark.parametrize(("correction", "second_order"), [(0.0, False), (1.0, False), (1.0, True)])
+@pytest.mark.parametrize("stashing", ["stash", "2bw", "latest"])
+def test_after_a_refresh_forwards_read_the_parameters_themselves(
+    stashing: Stashing, correction: float, second_order: bool
+) -> None:
+    training = Training(made("gru"), stashing, 2, 2, correction=correction, second_order=second_order).run(8)
+    versions = training.versions
+    versions.refresh()
+    assert versions.copies() == 0
+    training.microbatch(batch(8))
+    _, token = training.flights[-1]
+    for name, p in training.parameters.items():
+        assert torch.equal(token.leaves[name], p)
+        shares = token.leaves[name].data_ptr() == p.data_ptr()
+        assert shares == (stashing != "latest" or not correction)  # corrections of "latest" are written to leaves
+    before = {name: p.detach().clone() for name, p in training.parameters.items()}
+    training.microbatch(batch(9))
+    training.microbatch(batch(10))
+    training.microbatch(batch(11))  # the first update since then
+    assert versions.updates == 5
+    if correction:  # knows of no update before
+        read = versions._versions()[-1].leaves
+        for name, p in training.parameters.items():
+            expected = p - correction * (before[name] - p)
+            torch.testing.assert_close(read[name].detach(), expected.detach(), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(("correction", "second_order"), [(0.0, False), (1.0, False), (1.0, True)])
+@pytest.mark.parametrize("stashing", ["stash", "2bw", "latest"])
+def test_gradients_of_an_open_update_outlive_refreshes(
+    stashing: Stashing, correction: float, second_order: bool
+) -> None:
+    training = Training(made("x * w"), stashing, 2, 4, correction=correction, second_order=second_order).run(6)
+    twin = made("x * w")
+    expected: dict[str, Tensor] = {}
+    training.versions.refresh()
+    twin.load_state_dict(training.model.state_dict())
+    taken = training.versions.take_gradients()
+    for k in range(3):
+        training.versions.begin(1)
+        loss, token = training.versions.forward(lambda k=k: training.model(batch(k)))  # type: ignore[misc]
+        with training.versions.backward(token):
+            loss.backward()
+        training.versions.refresh()
+        loss = twin(batch(k))
+        for (name, _), g in zip(
+            twin.named_parameters(), torch.autograd.grad(loss, list(twin.parameters())), strict=True
+        ):
+            expected[name] = expected.get(name, 0) + g
+        # A change from outside, in place of the parameter's memory too: what is read next is the new one.
+        for p, q in zip(training.parameters.values(), twin.parameters(), strict=True):
+            p.data = p.data * 1.1
+            q.data = q.data * 1.1
+    assert set(taken) == set(expected)  # of the two microbatches before
+    assert_equal(training.versions.take_gradients(), expected)
+    assert training.versions.take_gradients() == {}
+    assert training.versions._versions() == []
 
 
 class TiedInside(nn.Module):

@@ -1,9 +1,4 @@
-"""The asynchronous pipeline without a pipeline: delayed gradients in one process.
-
-Microbatch k of a batch is computed with stage s's weights as they were after max(0, floor((k - ahead_s) / m)) updates
-since the last drain (k counted from there too), and update u of every stage is made of batch u's microbatches. That is
-all that asynchrony does to the numbers; this reference shares no code with the engine that does it in processes.
-"""
+"""The asynchronous pipeline without a pipeline: a model of `models.py` trained by `pipeline.delayed` in one process."""
 
 from __future__ import annotations
 
@@ -13,10 +8,13 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from lightning_parallel.pipeline.delayed import Delayed
 from lightning_parallel.pipeline.microbatch import batch_size, split
 from lightning_parallel.pipeline.partition import partition
+from lightning_parallel.pipeline.schedule import AsyncOneFOneB
+from lightning_parallel.pipeline.staleness import discount, mean_staleness
 from tests.strategies.harness import Report
-from tests.strategies.models import MODELS
+from tests.strategies.models import MODELS, Base
 
 
 class _Loss(torch.nn.Module):
@@ -32,68 +30,72 @@ class _Loss(torch.nn.Module):
 
 
 def delayed(
-    model: str,
+    model: str | type[Base],
     stages: int,
     microbatches: int,
     *,
-    extra_in_flight: int = 0,
     accumulate: int = 1,
     clip: float | None = None,
     epochs: int = 2,
+    lr_discount: int | None = None,
+    **options: Any,
 ) -> Report:
-    """Train as AsyncPipelineStrategy does, drained at the end of every epoch."""
+    """Train as AsyncPipelineStrategy does, drained at the end of every epoch, and where 2BW has to.
+
+    Args:
+        options: of `Delayed`.
+    """
     torch.set_default_dtype(torch.float64)
-    module = MODELS[model]()
+    kind = MODELS[model] if isinstance(model, str) else model
+    module = kind()
     owners = partition(module, stages).owners
     report = Report()
-    names = [[n for n, _ in module.named_parameters() if _owner(n, owners, stages) == s] for s in range(stages)]
-    current = dict(module.named_parameters())
+    parameters = dict(module.named_parameters())
+    names = [[n for n in parameters if _owner(n, owners, stages) == s] for s in range(stages)]
     optimizers, schedulers = [], []
     for stage in range(stages):
-        held = torch.nn.ParameterDict({n.replace(".", "/"): current[n] for n in names[stage]})
-        with_only = MODELS[model].configure_optimizers(held)  # its self.parameters() are the stage's
+        held = torch.nn.ParameterDict({n.replace(".", "/"): parameters[n] for n in names[stage]})
+        with_only = kind.configure_optimizers(held)  # its self.parameters() are the stage's
         optimizers.append(with_only["optimizer"])
         schedulers.append(with_only["lr_scheduler"]["scheduler"])
+    pipeline = Delayed([{n: parameters[n] for n in names[s]} for s in range(stages)], **options)
+    gathering = before = 0  # microbatches of the update under way, and of the last
+
+    def step(stage: int) -> None:
+        mine = [parameters[n] for n in names[stage]]
+        report.gradients[-1].update({n: g.clone() for n in names[stage] if (g := parameters[n].grad) is not None})
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(mine, clip)
+        ahead = AsyncOneFOneB(stages, stage, options.get("extra_in_flight", 0)).warmup
+        late = mean_staleness(options.get("weights", "stash"), ahead, gathering)
+        (group,) = optimizers[stage].param_groups
+        rate = group["lr"]
+        group["lr"] = rate * discount(late, pipeline.updates, lr_discount)
+        optimizers[stage].step()
+        group["lr"] = rate
+        schedulers[stage].step()
+
     for _ in range(epochs):
-        # versions[s][u]: stage s's weights after u updates in this epoch
-        versions = [[{n: current[n].detach().clone() for n in names[s]}] for s in range(stages)]
-        loader = list(MODELS[model].loader())
-        k, gathered = 0, {n: torch.zeros_like(p) for n, p in current.items()}
-        touched: set[str] = set()
+        loader = list(kind.loader())
         for number, batch in enumerate(loader):
             size = batch_size(batch)
+            ends_update = not (number + 1) % accumulate or number + 1 == len(loader)
             total = 0.0
-            for part in split(batch, microbatches):
-                used: dict[str, Tensor] = {}
-                for s in range(stages):
-                    ahead = (stages - 1 - s) * (1 + extra_in_flight)
-                    version = max(0, (k - ahead) // (microbatches * accumulate))
-                    for n, p in versions[s][version].items():
-                        used[n] = p.clone().requires_grad_(current[n].requires_grad)
-                loss = functional_call(_Loss(module), {f"module.{n}": p for n, p in used.items()}, (part,))
-                share = batch_size(part) / size
-                (loss * (share / accumulate)).backward()
-                total += float(loss) * share
-                for n, p in used.items():
-                    if p.grad is not None:
-                        gathered[n] += p.grad
-                        touched.add(n)
-                k += 1
+            parts = split(batch, min(microbatches, size))
+            if options.get("weights") == "2bw" and 0 < before < stages - 1:
+                pipeline.drain()
+            gathering += len(parts)
+            for part, reading in zip(parts, pipeline.feed(len(parts), ends_update=ends_update), strict=True):
+                loss = functional_call(_Loss(module), {f"module.{n}": p for n, p in reading.weights.items()}, (part,))
+                pipeline.backward(reading, loss, batch_size(part) / size * (1 / accumulate))
+                total += float(loss) * (batch_size(part) / size)
             report.losses.append(total / accumulate)  # as Lightning reports it
-            if (number + 1) % accumulate and number + 1 < len(loader):
-                continue
-            report.gradients.append({n: gathered[n].clone() for n in touched})
-            for s in range(stages):
-                for n in names[s]:
-                    current[n].grad = gathered[n].clone() if n in touched else None
-                if clip is not None:
-                    torch.nn.utils.clip_grad_norm_([current[n] for n in names[s]], clip)
-                optimizers[s].step()
-                schedulers[s].step()
-                versions[s].append({n: current[n].detach().clone() for n in names[s]})
-            gathered = {n: torch.zeros_like(p) for n, p in current.items()}
-            touched = set()
-    report.weights = {n: p.detach().clone() for n, p in module.named_parameters()}
+            if ends_update:
+                report.gradients.append({})
+                pipeline.update(step)
+                before, gathering = gathering, 0
+        pipeline.drain()
+    report.weights = {n: p.detach().clone() for n, p in parameters.items()}
     return report
 
 

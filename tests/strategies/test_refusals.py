@@ -37,9 +37,14 @@ BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
     (lambda: lp.PipelineStrategy(microbatches=True), ["microbatches=True", "positive integer"]),
     (lambda: lp.PipelineStrategy(microbatches="many"), ["microbatches='many'", "'auto'"]),  # type: ignore[arg-type]
     (lambda: lp.PipelineStrategy(schedule="naive", microbatches=4), ["microbatches=4", "naive", "'gpipe'"]),
-    (lambda: lp.AsyncPipelineStrategy(microbatches="auto"), ["microbatches='auto'", "number of microbatches"]),  # type: ignore[arg-type]
+    (lambda: lp.AsyncPipelineStrategy(microbatches="many"), ["microbatches='many'", "'auto'"]),  # type: ignore[arg-type]
+    (lambda: lp.AsyncPipelineStrategy(correction="some"), ["correction='some'", "'second_order'", "None"]),  # type: ignore[arg-type]
+    (lambda: lp.AsyncPipelineStrategy(correction=-0.5), ["correction=-0.5", "'error_feedback'", "at least 0"]),
+    (lambda: lp.AsyncPipelineStrategy(correction=True), ["correction=True", "number"]),
+    (lambda: lp.AsyncPipelineStrategy(lr_discount=0), ["lr_discount=0", "positive number of updates"]),
+    (lambda: lp.AsyncPipelineStrategy(lr_discount=1.5), ["lr_discount=1.5", "positive number"]),  # type: ignore[arg-type]
     (lambda: lp.AsyncPipelineStrategy(microbatches=-1), ["microbatches=-1", "positive integer"]),
-    (lambda: lp.AsyncPipelineStrategy(weights="old"), ["weights='old'", "'stash'", "'latest'"]),  # type: ignore[arg-type]
+    (lambda: lp.AsyncPipelineStrategy(weights="old"), ["weights='old'", "'stash'", "'2bw'", "'latest'"]),  # type: ignore[arg-type]
     (lambda: lp.AsyncPipelineStrategy(extra_in_flight=-1), ["extra_in_flight=-1", "positive integer"]),
 ])  # fmt: skip
 def test_wrong_options_are_refused_by_the_constructor(make: Any, words: list[str]) -> None:

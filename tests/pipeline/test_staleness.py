@@ -1,0 +1,188 @@
+"""Staleness and corrections: the formulas against the schedule's lists, and against the claims made for them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_parallel.pipeline.schedule import AsyncOneFOneB, Backward, Forward, Step, asynchronous, version
+from lightning_parallel.pipeline.staleness import (
+    Correction,
+    Stashing,
+    copies,
+    correction_weight,
+    discount,
+    extrapolate,
+    is_second_order,
+    known_cost,
+    mean_staleness,
+)
+
+SIZES = list(itertools.product((1, 2, 3, 5), (1, 2, 3, 4, 7), (0, 1, 2)))  # stages, microbatches, extra in flight
+
+
+@pytest.fixture(autouse=True)
+def in_double_precision() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def counted(actions: list[Forward | Backward | Step]) -> dict[int, int]:
+    """The steps between each microbatch's forward and its backward."""
+    steps = 0
+    before: dict[int, int] = {}
+    staleness: dict[int, int] = {}
+    for action in actions:
+        if isinstance(action, Step):
+            steps += 1
+        elif isinstance(action, Forward):
+            before[action.microbatch] = steps
+        else:
+            staleness[action.microbatch] = steps - before[action.microbatch]
+    return staleness
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "extra"), SIZES)
+def test_mean_staleness_is_what_the_lists_have_once_full(stages: int, microbatches: int, extra: int) -> None:
+    filled = -(-(stages - 1) * (1 + extra) // microbatches)  # updates that begin before the pipeline is full
+    updates = filled + 3
+    for s, actions in enumerate(asynchronous(stages, microbatches, updates, extra)):
+        staleness = counted(actions)
+        warmup = AsyncOneFOneB(stages, s, extra).warmup
+        for update in range(filled, updates):
+            late = [staleness[k] for k in range(update * microbatches, (update + 1) * microbatches)]
+            mean = Fraction(sum(late), microbatches)
+            assert mean == Fraction(warmup, microbatches)
+            for weights in ("stash", "latest"):
+                assert mean_staleness(weights, warmup, microbatches) == float(mean)
+            assert set(late) <= {warmup // microbatches, -(-warmup // microbatches)}
+        assert mean_staleness("2bw", warmup, microbatches) == 1.0
+
+
+def test_a_correction_weighs_the_mean_staleness_or_the_users_number() -> None:
+    for correction in ("error_feedback", "second_order"):
+        assert correction_weight(correction, "stash", 3, 4) == 0.75
+        assert correction_weight(correction, "latest", 6, 4) == 1.5
+        assert correction_weight(correction, "2bw", 3, 4) == 1.0
+        assert correction_weight(correction, "2bw", 0, 4) == 1.0
+        assert correction_weight(correction, "stash", 0, 4) == 0.0
+    for weights in ("stash", "latest", "2bw"):
+        assert correction_weight(None, weights, 3, 4) == 0.0
+        assert correction_weight(0.4, weights, 3, 4) == 0.4
+        assert correction_weight(2, weights, 3, 4) == 2.0
+    assert correction_weight(0.4, "stash", 0, 4) == 0.0  # nothing is late
+    assert correction_weight(0.4, "2bw", 0, 4) == 0.4
+
+
+def test_two_updates_are_used_where_no_more_than_one_lies_between() -> None:
+    used = {weight: is_second_order("second_order", weight) for weight in (0.0, 0.25, 1.0, 1.25)}
+    assert used == {0.0: False, 0.25: True, 1.0: True, 1.25: False}
+    for correction in ("error_feedback", 0.5, None):
+        assert not is_second_order(correction, 0.5)
+
+
+def test_extrapolation_is_the_formula_and_a_new_tensor() -> None:
+    v, u, earlier = torch.randn(3, 5).unbind()
+    before = [x.clone() for x in (v, u, earlier)]
+    c = 0.75
+    first, second = extrapolate(v, u, None, c), extrapolate(v, u, earlier, c)
+    torch.testing.assert_close(first, v - c * u, rtol=0, atol=1e-15)
+    torch.testing.assert_close(second, v - c * u - c**2 * (u - earlier), rtol=0, atol=1e-15)
+    assert len({x.data_ptr() for x in (v, u, earlier, first, second)}) == 5
+    assert all(torch.equal(x, y) for x, y in zip((v, u, earlier), before, strict=True))
+    by_hand = extrapolate(torch.tensor([10.0]), torch.tensor([4.0]), torch.tensor([2.0]), 0.5)
+    assert by_hand.item() == 10 - 0.5 * 4 - 0.25 * (4 - 2)
+    assert extrapolate(v.bfloat16(), u.bfloat16(), None, c).dtype == torch.bfloat16
+
+
+class Path:
+    """Parameters v_n after n updates u_n, and what forwards read of them."""
+
+    def __init__(self, updates: list[Tensor], correction: Correction, weight: float) -> None:
+        self.u = [torch.zeros_like(updates[0]), *updates]
+        self.v = [torch.randn_like(updates[0])]
+        self.r = [self.v[0]]
+        for n in range(1, len(self.u)):
+            self.v.append(self.v[-1] - self.u[n])
+            second = n > 1 and is_second_order(correction, weight)
+            self.r.append(extrapolate(self.v[n], self.u[n], self.u[n - 1] if second else None, weight))
+
+    def mean_error(self, stages: int, stage: int, microbatches: int, update: int, extra: int = 0) -> Tensor:
+        """What an update's microbatches read in the mean, less the parameters that it is applied to."""
+        numbers = range(update * microbatches, (update + 1) * microbatches)
+        read = [self.r[version(stages, stage, microbatches, k, extra)] for k in numbers]
+        return torch.stack(read).mean(0) - self.v[update]
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (4, 3), (4, 4), (4, 8), (8, 8), (8, 16)])
+def test_what_is_read_is_off_by_differences_of_updates(stages: int, microbatches: int) -> None:
+    for s in range(stages):
+        c = mean_staleness("stash", stages - 1 - s, microbatches)
+        first = Path(list(torch.randn(6, 7)), "error_feedback", c)
+        second = Path(list(torch.randn(6, 7)), "second_order", c)
+        for n in (4, 5):
+            u = first.u
+            close(first.mean_error(stages, s, microbatches, n), c**2 * (u[n] - u[n - 1]))
+            u = second.u
+            close(second.mean_error(stages, s, microbatches, n), c**3 * (u[n] - 2 * u[n - 1] + u[n - 2]))
+
+
+def test_error_feedback_of_a_whole_update_is_the_papers_rule() -> None:
+    c = correction_weight("error_feedback", "2bw", 3, 4)
+    path = Path(list(torch.randn(6, 7)), "error_feedback", c)
+    w = path.r[0]
+    for n in range(1, 7):
+        w = w - path.u[n] - c * (path.u[n] - path.u[n - 1])
+        close(path.r[n], w)
+
+
+@pytest.mark.parametrize("correction", ["error_feedback", "second_order"])
+@pytest.mark.parametrize(("stages", "microbatches", "extra"), SIZES)
+def test_steady_drift_is_read_without_error(stages: int, microbatches: int, extra: int, correction: Correction) -> None:
+    filled = -(-(stages - 1) * (1 + extra) // microbatches)
+    drift = torch.randn(7)
+    for s in range(stages):
+        c = correction_weight(correction, "stash", AsyncOneFOneB(stages, s, extra).warmup, microbatches)
+        path = Path([drift] * (filled + 5), correction, c)
+        # The first versions have no updates before them to be extrapolated from.
+        error = path.mean_error(stages, s, microbatches, filled + 4, extra)
+        torch.testing.assert_close(error, torch.zeros(7), rtol=0, atol=1e-12)
+
+
+def test_copies_are_those_in_flight_and_those_of_the_correction() -> None:
+    for correction, more in ((None, 0), ("error_feedback", 1), (0.5, 1), ("second_order", 2)):
+        assert copies("stash", correction, 3, 4) == 1 + more
+        assert copies("2bw", correction, 3, 4) == 1 + more
+        assert copies("latest", correction, 3, 4) == more
+        assert copies("stash", correction, 0, 4) == 0  # the last stage
+    assert copies("stash", None, 3, 1) == 3
+    assert copies("stash", "second_order", 3, 1) == 4  # of first order
+
+
+@pytest.mark.parametrize("weights", ["stash", "2bw", "latest"])
+def test_only_gradients_that_are_late_have_a_known_cost(weights: Stashing) -> None:
+    assert known_cost(weights, "second_order", 0.5) is None
+    assert known_cost(weights, None, 0.25) is None
+    for correction in (None, "error_feedback"):
+        assert "%" in (known_cost(weights, correction, 7.0) or "")
+    assert "%" in (known_cost(weights, None, 0.9) or "")
+
+
+def test_the_discount_of_late_stages_wears_off() -> None:
+    assert discount(4.0, 0, None) == discount(4.0, 99, None) == 1.0
+    assert discount(4.0, 0, 10) == 0.25
+    assert discount(4.0, 5, 10) == pytest.approx(0.5)
+    assert discount(7.0, 3, 10) == pytest.approx(7**-0.7)
+    assert [discount(4.0, update, 10) for update in (10, 11, 1000)] == [1.0] * 3
+    assert [discount(staleness, 0, 10) for staleness in (0.0, 0.5, 1.0)] == [1.0] * 3
