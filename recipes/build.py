@@ -55,10 +55,9 @@ def model(config: Config) -> L.LightningModule:
 
 def strategy(config: Config) -> Strategy | str:
     """The strategy object; ``"auto"`` for a single process, for which Lightning chooses by accelerator."""
-    node = {key: value for key, value in config["strategy"].items() if value is not None}
-    if not node:
+    if config["strategy"]["_target_"] is None:
         return "auto"
-    built: Strategy = instantiate(node, _convert_="all")
+    built: Strategy = instantiate(config["strategy"], _convert_="all")
     return built
 
 

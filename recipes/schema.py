@@ -186,8 +186,10 @@ class Pipeline:
 class AsyncPipeline:
     _target_: str
     stages: Count | Auto
-    microbatches: Count
-    weights: Literal["stash", "latest"]
+    microbatches: Count | Auto
+    weights: Literal["stash", "2bw", "latest"]
+    correction: Literal["error_feedback", "second_order"] | NotNegative | None
+    lr_discount: Count | None
     layers: list[str] | None
     balance: Literal["parameters", "layers"] | list[Count]
     activation_checkpointing: bool
@@ -213,6 +215,27 @@ class Adam:
     amsgrad: bool = False
     foreach: bool | None = None
     fused: bool | None = None
+
+
+@dataclass
+class NAdam:
+    _target_: str
+    lr: NotNegative
+    betas: list[Share]
+    weight_decay: NotNegative
+    decoupled_weight_decay: bool
+    momentum_decay: NotNegative
+    eps: NotNegative = 1e-8
+    foreach: bool | None = None
+
+
+@dataclass
+class Muon:
+    _target_: str
+    lr: NotNegative
+    betas: list[Share]
+    weight_decay: NotNegative
+    momentum: Share
 
 
 @dataclass
@@ -325,7 +348,9 @@ BY_TARGET: Mapping[str | None, type] = MappingProxyType(
         "lightning_parallel.AsyncPipelineStrategy": AsyncPipeline,
         "torch.optim.Adam": Adam,
         "torch.optim.AdamW": Adam,
+        "torch.optim.NAdam": NAdam,
         "torch.optim.SGD": SGD,
+        "recipes.models.muon.MuonAdamW": Muon,
     }
 )
 BY_GROUP: Mapping[str, type] = MappingProxyType({"trainer": Trainer, "cluster": Cluster, "paths": Paths})

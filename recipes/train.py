@@ -43,7 +43,8 @@ def run(cfg: DictConfig) -> float | None:
     problems = validate(config)
     if problems:
         raise ConfigError(problems)
-    choices = {group: choice for group, choice in job.runtime.choices.items() if "/" not in group}
+    chosen = job.runtime.choices.items()
+    choices = {group: choice for group, choice in chosen if "/" not in group and choice is not None}
     config_file = folder / record.CONFIG
     config_file.write_text(yaml.safe_dump(config, sort_keys=False))
     tree = config_tree(config, choices)

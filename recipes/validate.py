@@ -180,6 +180,8 @@ def _rules(config: Config) -> Iterator[Problem]:
     elif config["timeline"]:
         fix = "use a pipeline strategy, or timeline=false"
         yield Problem("timeline", True, "only a pipeline has one", fix)
+    if kind_of("optimizer", config["optimizer"]) is schema.Muon:
+        yield from _whole_matrices(strategy)
     if config["ckpt_path"] is not None and not Path(config["ckpt_path"]).exists():
         yield Problem("ckpt_path", config["ckpt_path"], "no such checkpoint", "give one that exists, or null")
     scheduler = config["scheduler"]
@@ -240,3 +242,15 @@ def _pipeline(strategy: Config, batch: int | None) -> Iterator[Problem]:
             f"more than the data.batch_size={batch} samples that they share",
             f"use at most {batch}",
         )
+
+
+def _whole_matrices(strategy: Config) -> Iterator[Problem]:
+    """Muon steps matrices as wholes. Said here too, since under a pipeline a stage without matrices can't tell."""
+    sharded = {"tensor_parallel": 1, "data_parallel_kind": "replicate"}
+    for key, whole in sharded.items():
+        if key in strategy and strategy[key] != whole:
+            fix = f"use strategy.{key}={whole}, or optimizer=adamw"
+            yield Problem(f"strategy.{key}", strategy[key], "divides matrices, which Muon needs whole", fix)
+    if schema.BY_TARGET.get(strategy["_target_"]) is schema.FullySharded:
+        fix = "use optimizer=adamw, or another strategy"
+        yield Problem("strategy._target_", strategy["_target_"], "divides matrices, which Muon needs whole", fix)

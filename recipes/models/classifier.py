@@ -59,4 +59,5 @@ class Classifier(L.LightningModule):
         self.log("test_acc", self.test_acc)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        return configure(self.parameters(), self.optimizer, self.scheduler)
+        matrices = [parameter for parameter in self.net.parameters() if parameter.ndim == 2]
+        return configure(self.parameters(), self.optimizer, self.scheduler, matrices[:-1])  # the last is the output's

@@ -142,4 +142,5 @@ class GPT(L.LightningModule):
         }
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        return configure(self.parameters(), self.optimizer, self.scheduler)
+        matrices = [parameter for parameter in self.blocks.parameters() if parameter.ndim == 2]
+        return configure(self.parameters(), self.optimizer, self.scheduler, matrices)

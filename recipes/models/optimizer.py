@@ -12,6 +12,8 @@ from hydra.utils import get_class
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.optim.lr_scheduler import LambdaLR
 
+from recipes.models.muon import MuonAdamW
+
 
 def warmup(step: int, *, warmup_steps: int) -> float:
     """Factor of the rate at update ``step`` (from 0): linear up to 1 over ``warmup_steps``, then 1."""
@@ -30,6 +32,7 @@ def configure(
     parameters: Iterable[torch.nn.Parameter],
     optimizer: Mapping[str, Any],
     scheduler: Mapping[str, Any] | None = None,
+    matrices: Iterable[torch.nn.Parameter] = (),
 ) -> OptimizerLRScheduler:
     """What ``LightningModule.configure_optimizers`` returns.
 
@@ -37,12 +40,20 @@ def configure(
         parameters: what this process trains: the whole model, or its stage of it.
         optimizer: ``_target_``, the optimizer's class, and its arguments (conf/optimizer).
         scheduler: ``name`` and its arguments (conf/scheduler); None is the constant rate.
+        matrices: those of ``parameters`` that Muon trains, if it is the optimizer: the weights of hidden layers.
 
     Raises:
         ValueError: the scheduler's name is unknown.
     """
     arguments = dict(optimizer)
-    built: torch.optim.Optimizer = get_class(arguments.pop("_target_"))(parameters, **arguments)
+    kind = get_class(arguments.pop("_target_"))
+    trained: Iterable[Any] = parameters
+    if issubclass(kind, MuonAdamW):
+        everything, chosen = list(parameters), {id(parameter) for parameter in matrices}
+        trained = [
+            {"params": [p for p in everything if (id(p) in chosen) is muon], "muon": muon} for muon in (True, False)
+        ]
+    built: torch.optim.Optimizer = kind(trained, **arguments)
     options = dict(scheduler or {"name": "constant"})
     name = options.pop("name")
     if name == "constant":

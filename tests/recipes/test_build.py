@@ -6,12 +6,14 @@ from typing import Any
 
 import lightning as L
 import pytest
+from hydra.utils import get_class
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
+from lightning_parallel import AsyncPipelineStrategy
 from recipes import build
 from recipes.validate import world_size
-from tests.recipes.test_configs import composed
+from tests.recipes.test_configs import GROUPS, composed
 
 
 class OwnModel(L.LightningModule):
@@ -84,3 +86,26 @@ def test_replicas_in_threads_are_as_many_as_the_devices(tmp_path: Any) -> None:
     trainer = build.trainer(config)
     assert world_size(config) == 1 and trainer.world_size == 1
     assert len(trainer.strategy.parallel_devices) == 3  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("option", [option for option in GROUPS["strategy"] if option != "single"])
+def test_every_strategy_takes_the_nulls_of_its_config(option: str) -> None:
+    node = composed(f"strategy={option}")["strategy"]
+    built = build.strategy({"strategy": node})
+    assert isinstance(built, get_class(node["_target_"]))
+
+
+@pytest.mark.parametrize("correction", [None, 0.7, "error_feedback"])
+def test_a_null_reaches_a_strategy_whose_default_is_another_value(correction: Any) -> None:
+    text = "null" if correction is None else correction
+    given = {}
+
+    class Spy(AsyncPipelineStrategy):
+        def __init__(self, **kwargs: Any) -> None:
+            given.update(kwargs)
+            super().__init__(**kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_parallel.AsyncPipelineStrategy", Spy)
+        build.strategy(composed(f"strategy.correction={text}"))
+    assert given["correction"] == correction

@@ -17,6 +17,7 @@ from recipes import schema
 from recipes.compose import CONF, resolved
 from recipes.data import DATA
 from recipes.models import MODELS
+from recipes.models.muon import MuonAdamW
 from recipes.validate import Problem, validate
 
 GROUPS = {
@@ -41,7 +42,8 @@ def test_the_groups_are_those_of_the_design() -> None:
     pipelines = {"pipeline_naive", "pipeline_sync", "pipeline_1f1b", "pipeline_async"}
     others = {"single", "dp", "ddp", "fsdp", "tensor_parallel", "tensor_pipeline", "hybrid"}
     assert set(GROUPS["strategy"]) == others | pipelines
-    assert {"optimizer", "trainer", "cluster", "logger", "callbacks", "paths"} < set(GROUPS)
+    assert set(GROUPS["optimizer"]) == {"adamw", "adam", "sgd", "muon", "nadamw"}
+    assert {"trainer", "cluster", "logger", "callbacks", "paths", "experiment"} < set(GROUPS)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +90,32 @@ def test_strategies_take_every_key_of_their_config(strategy: str) -> None:
     assert lightnings_own or set(node) <= taken
 
 
+def test_the_experiment_is_a_recipe_whose_every_choice_can_be_overridden() -> None:
+    plain, recipe = composed(), composed("experiment=async_quality")
+    assert "experiment" not in plain and "experiment" not in recipe
+    assert recipe["strategy"] == plain["strategy"]  # as it comes
+    assert recipe["optimizer"]["_target_"] == "recipes.models.muon.MuonAdamW"
+    assert recipe["scheduler"]["name"] == "cosine"
+    assert (
+        recipe["scheduler"]["warmup_steps"] * 5 == recipe["scheduler"]["total_steps"] == recipe["trainer"]["max_steps"]
+    )
+
+    groups = ["strategy=pipeline_1f1b", "optimizer=nadamw", "scheduler=constant", "model=mlp", "data=digits"]
+    values = ["optimizer.lr=0.5", "trainer.max_steps=7", "strategy.microbatches=3", "task_name=mine"]
+    mine = composed("experiment=async_quality", *groups, *values)
+    assert validate(mine) == []
+    assert mine["strategy"] == composed("strategy=pipeline_1f1b", "strategy.microbatches=3")["strategy"]
+    assert mine["optimizer"] == composed("optimizer=nadamw", "optimizer.lr=0.5")["optimizer"]
+    assert (mine["scheduler"]["name"], mine["model"]["name"], mine["data"]["name"]) == ("constant", "mlp", "digits")
+    assert (mine["trainer"]["max_steps"], mine["task_name"]) == (7, "mine")
+
+
+def test_the_experiment_is_valid_under_what_it_is_compared_with() -> None:
+    for option in ("single", "pipeline_1f1b", "ddp"):
+        assert problems("experiment=async_quality", f"strategy={option}") == [], option
+    assert problems("experiment=async_quality", "cluster.devices=8") == []
+
+
 def test_schemas_know_only_arguments_that_the_classes_take() -> None:
     def keys(kind: type) -> set[str]:
         return {field.name for field in fields(kind)} - {"_target_", "name"}
@@ -95,6 +123,8 @@ def test_schemas_know_only_arguments_that_the_classes_take() -> None:
     assert keys(schema.Trainer) <= set(inspect.signature(L.Trainer).parameters)
     assert set(schema.TRAINER_SET_ELSEWHERE) <= set(inspect.signature(L.Trainer).parameters)
     assert keys(schema.Adam) <= set(inspect.signature(torch.optim.AdamW).parameters)
+    assert keys(schema.NAdam) <= set(inspect.signature(torch.optim.NAdam).parameters)
+    assert keys(schema.Muon) <= set(inspect.signature(MuonAdamW).parameters)
     assert keys(schema.SGD) <= set(inspect.signature(torch.optim.SGD).parameters)
     for group, registry in (("model", MODELS), ("data", DATA)):
         assert set(schema.BY_NAME[group]) == set(registry)

@@ -34,6 +34,30 @@ def test_a_value_of_the_wrong_kind_is_refused_with_what_it_can_be(override: str,
 
 
 @pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("strategy.correction=second_ordr", "error_feedback or second_order, or a number of at least 0, or null"),
+        ("strategy.correction=-0.5", "error_feedback or second_order, or a number of at least 0, or null"),
+        ("strategy.correction=true", "error_feedback or second_order, or a number of at least 0, or null"),
+        ("strategy.weights=stsh", "stash or 2bw or latest"),
+        ("strategy.lr_discount=0", "an integer of at least 1, or null"),
+        ("strategy.microbatches=0", "an integer of at least 1, or auto"),
+        ("optimizer.momentum=1.5", "from 0 to 1"),
+    ],
+)
+def test_a_value_that_the_asynchronous_rules_have_not_is_refused(override: str, said: str) -> None:
+    (problem,) = problems("experiment=async_quality", override)
+    key, value = override.split("=")
+    assert str(problem).lower().startswith(f"{key}={value}:")
+    assert said in problem.fix
+
+
+@pytest.mark.parametrize("correction", ["error_feedback", "second_order", "0", "0.7", "null"])
+def test_every_correction_is_accepted(correction: str) -> None:
+    assert problems(f"strategy.correction={correction}", "strategy.weights=2bw", "strategy.lr_discount=100") == []
+
+
+@pytest.mark.parametrize(
     ("overrides", "path", "said"),
     [
         (["model=lenet"], "model.name", "use data=digits"),
@@ -55,6 +79,19 @@ def test_a_value_of_the_wrong_kind_is_refused_with_what_it_can_be(override: str,
         (["+trainer.max_stepz=4"], "trainer.max_stepz", "did you mean max_steps?"),
         (["model.name=gtp"], "model.name", "did you mean gpt?"),
         (["+callbacks.mine=3"], "callbacks.mine", "_target_"),
+        (
+            ["optimizer=muon", "strategy.tensor_parallel=2"],
+            "strategy.tensor_parallel",
+            "use strategy.tensor_parallel=1",
+        ),
+        (["optimizer=muon", "strategy=tensor_parallel"], "strategy.tensor_parallel", "or optimizer=adamw"),
+        (["optimizer=muon", "strategy=fsdp"], "strategy._target_", "use optimizer=adamw"),
+        (
+            ["optimizer=muon", "strategy=pipeline_1f1b", "strategy.data_parallel_kind=shard"],
+            "strategy.data_parallel_kind",
+            "use strategy.data_parallel_kind=replicate",
+        ),
+        (["+optimizer.eps=1e-6", "optimizer=muon"], "optimizer.eps", "no such key in optimizer"),
         (["optimizer._target_=null"], "optimizer._target_", "torch.optim.AdamW"),
     ],
 )

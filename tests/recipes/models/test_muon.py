@@ -1,0 +1,254 @@
+"""recipes/models/muon.py: torch's Muon and AdamW in one optimizer, in a single process and under pipelines."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from recipes.models.gpt import GPT
+from recipes.models.lenet import LeNet
+from recipes.models.mlp import MLP
+from recipes.models.muon import MuonAdamW
+from tests.pool import WorkerPool
+from tests.strategies.harness import ALL, Report, joined, largest_difference, train
+from tests.strategies.models import LENGTH, TOKENS, Base
+
+MUON = {"_target_": "recipes.models.muon.MuonAdamW", "lr": 1e-2}
+EXACT = 1e-12  # float64
+
+
+def parameters() -> list[nn.Parameter]:
+    """Two matrices, then a vector."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(4, 6), (5, 3), (7,)]
+    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for shape in shapes]
+
+
+def groups(given: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": given[:2], "muon": True}, {"params": given[2:]}]
+
+
+def run(given: list[nn.Parameter], *optimizers: Any, updates: range = range(5)) -> list[Tensor]:
+    """Steps with gradients that depend on the parameters and on the update; the parameters afterwards."""
+    for update in updates:
+        for parameter in given:
+            parameter.grad = torch.sin(parameter.detach() + update)
+        for optimizer in optimizers:
+            optimizer.step()
+    return [parameter.detach().clone() for parameter in given]
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
+
+
+def test_matrices_step_as_by_torchs_muon_and_all_else_as_by_its_adamw() -> None:
+    ours, theirs = parameters(), parameters()
+    muon = torch.optim.Muon(theirs[:2], lr=0.01, weight_decay=0.2, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(theirs[2:], lr=0.01, weight_decay=0.2, betas=(0.8, 0.9))
+    both = MuonAdamW(groups(ours), lr=0.01, weight_decay=0.2, momentum=0.9, betas=(0.8, 0.9))
+    assert equal(run(ours, both), run(theirs, muon, adamw))
+
+
+def test_the_defaults_are_nesterovs_momentum_and_the_size_of_adamws_updates() -> None:
+    muon, adamw = MuonAdamW(groups(parameters()), lr=0.01).param_groups
+    assert (muon["momentum"], muon["nesterov"], muon["adjust_lr_fn"]) == (0.95, True, "match_rms_adamw")
+    assert (adamw["betas"], adamw["eps"], adamw["muon"]) == ((0.9, 0.95), 1e-8, False)
+    assert muon["weight_decay"] == adamw["weight_decay"] == 0.1
+
+
+def test_parameters_without_a_group_are_adamws() -> None:
+    ours, theirs = parameters(), parameters()
+    adamw = torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95))
+    assert equal(run(ours, MuonAdamW(iter(ours), lr=0.01)), run(theirs, adamw))
+
+
+def test_a_group_keeps_its_own_options() -> None:
+    matrices, vectors = groups(parameters())
+    optimizer = MuonAdamW([{**matrices, "lr": 0.5, "ns_steps": 3}, {**vectors, "betas": (0.5, 0.6)}], lr=0.01)
+    muon, adamw = optimizer.param_groups
+    assert (muon["lr"], muon["ns_steps"], adamw["lr"], adamw["betas"]) == (0.5, 3, 0.01, (0.5, 0.6))
+
+
+@pytest.mark.parametrize("how", ["state_dict", "pickle", "deepcopy"])
+def test_a_restored_optimizer_goes_on_as_if_nothing_had_been(how: str) -> None:
+    whole = parameters()
+    expected = run(whole, MuonAdamW(groups(whole), lr=0.01), updates=range(6))
+    first = parameters()
+    before = MuonAdamW(groups(first), lr=0.01)
+    run(first, before, updates=range(3))
+    if how == "state_dict":
+        second = [nn.Parameter(parameter.detach().clone()) for parameter in first]
+        after = MuonAdamW(groups(second), lr=0.7)
+        after.load_state_dict(before.state_dict())
+    else:
+        after = copy.deepcopy(before) if how == "deepcopy" else pickle.loads(pickle.dumps(before))
+        second = [parameter for group in after.param_groups for parameter in group["params"]]
+    assert equal(run(second, after, updates=range(3, 6)), expected)
+
+
+def test_schedulers_and_rates_set_from_outside_reach_both() -> None:
+    given = parameters()
+    optimizer = MuonAdamW(groups(given), lr=0.01, weight_decay=0.0)
+    scheduler = LambdaLR(optimizer, lambda step: float(step > 0))  # 0 first
+    start = [parameter.detach().clone() for parameter in given]
+    assert equal(run(given, optimizer, updates=range(1)), start)
+    scheduler.step()
+    assert not any(map(torch.equal, run(given, optimizer, updates=range(1)), start))
+    still = [parameter.detach().clone() for parameter in given]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    assert equal(run(given, optimizer, updates=range(2)), still)
+
+
+@pytest.mark.parametrize("dropped", [0, 1])
+def test_groups_may_lose_their_parameters_and_stand_empty(dropped: int) -> None:
+    given = parameters()
+    optimizer = MuonAdamW(groups(given), lr=0.01)
+    optimizer.param_groups[dropped]["params"] = []
+    start = [parameter.detach().clone() for parameter in given]
+    after = run(given, optimizer, updates=range(1))
+    moved = [not torch.equal(*pair) for pair in zip(start, after, strict=True)]
+    assert moved == ([False, False, True] if dropped == 0 else [True, True, False])
+    assert MuonAdamW([{"params": [], "muon": True}, {"params": []}], lr=0.01).step() is None
+
+
+def test_groups_added_later_are_stepped() -> None:
+    given = parameters()
+    expected = parameters()
+    optimizer = MuonAdamW(given[2:], lr=0.01)
+    optimizer.add_param_group({"params": given[:2], "muon": True})
+    assert equal(run(given, optimizer), run(expected, MuonAdamW(groups(expected), lr=0.01)))
+
+
+def test_parameters_without_a_gradient_stay_and_a_closure_runs_with_gradients() -> None:
+    given = parameters()
+    optimizer = MuonAdamW(groups(given), lr=0.01)
+    start = [parameter.detach().clone() for parameter in given]
+
+    def closure() -> Tensor:
+        loss = given[0].square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == start[0].square().sum()  # type: ignore[arg-type]
+    moved = [not torch.equal(*pair) for pair in zip(start, given, strict=True)]
+    assert moved == [True, False, False] and set(optimizer.state) == {given[0]}
+
+
+def test_what_is_no_matrix_is_refused_and_not_added() -> None:
+    vector = nn.Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match=r"shape \(3,\): Muon is for matrices"):
+        MuonAdamW([{"params": [vector], "muon": True}], lr=0.01)
+    optimizer = MuonAdamW(parameters(), lr=0.01)  # AdamW takes them all
+    with pytest.raises(ValueError, match="Muon is for matrices"):
+        optimizer.add_param_group({"params": vector, "muon": True})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("options", [{"lr": -1.0}, {"lr": 0.1, "momentum": -1.0}, {"lr": 0.1, "betas": (2.0, 0.9)}])
+def test_options_out_of_range_are_refused_by_torch(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"-1|2\.0"):
+        MuonAdamW(groups(parameters()), **options)
+
+
+# ------------------------------------------------------------ which parameters are matrices
+
+
+def muons(model: Any) -> set[str]:
+    muon, adamw = model.configure_optimizers().param_groups
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    chosen = {names[id(parameter)] for parameter in muon["params"]}
+    assert len(muon["params"]) + len(adamw["params"]) == len(names)
+    assert chosen | {names[id(parameter)] for parameter in adamw["params"]} == set(names.values())
+    return chosen
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_muon_gets_the_matrices_of_a_gpts_blocks_and_no_others(tied: bool) -> None:
+    model = GPT(optimizer=MUON, vocab_size=8, context=8, layers=2, heads=2, width=8, tie_embeddings=tied)
+    layers = ["attention.qkv", "attention.out", "mlp.0", "mlp.2"]
+    assert muons(model) == {f"blocks.{block}.{layer}.weight" for block in range(2) for layer in layers}
+
+
+def test_muon_gets_the_hidden_layers_of_the_classifiers_and_not_their_output() -> None:
+    assert muons(MLP(optimizer=MUON)) == {"net.1.0.weight", "net.2.0.weight", "net.3.0.weight"}
+    assert muons(LeNet(optimizer=MUON)) == {"net.7.weight", "net.9.weight"}
+
+
+# ------------------------------------------------------------ under pipelines
+
+
+class Muon(Base):
+    """The example GPT with its own optimizer."""
+
+    blocks = 2
+
+    def build(self) -> None:
+        self.gpt = GPT(
+            optimizer=MUON, scheduler={"name": "constant", "warmup_steps": 2}, vocab_size=TOKENS, context=LENGTH,
+            layers=self.blocks, heads=2, width=8,
+        )  # fmt: skip
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.gpt._loss((batch["input_ids"][:, :-1], batch["labels"][:, 1:]))
+
+    def configure_optimizers(self) -> Any:
+        configured: Any = self.gpt.configure_optimizers()
+        configured["optimizer"].param_groups[1]["eps"] = 1e-4  # or AdamW would blow up rounding
+        return configured
+
+
+class OneBlock(Muon):
+    blocks = 1
+
+
+class Sizes(Callback):
+    """How many parameters each group of the optimizer has."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.found = [len(group["params"]) for group in trainer.optimizers[0].param_groups]
+
+
+def fit(blocks: int, strategy: str = "single", options: dict[str, Any] | None = None) -> tuple[Report, list[int]]:
+    sizes = Sizes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ALL, "Muon", {1: OneBlock, 2: Muon}[blocks])
+        return train("Muon", strategy, options, callbacks=[sizes], gradient_clip_val=0.5), sizes.found
+
+
+@pytest.mark.parametrize(("blocks", "layers"), [(2, None), (1, ["gpt.blocks.0", "gpt.norm", "gpt.head"])])
+def test_a_pipeline_trains_with_muon_as_one_process_does(pool: WorkerPool, blocks: int, layers: Any) -> None:
+    reference, whole = pool.run(fit, 1, blocks, init=False)[0]
+    options = {"microbatches": 4, "layers": layers, "balance": "layers" if layers is None else [1, 2]}
+    reports, sizes = zip(*pool.run(fit, 2, blocks, "sync", options, init=False), strict=True)
+    assert len(reference.losses) == 6
+    for report in reports:
+        assert report.losses == pytest.approx(reference.losses, rel=0, abs=EXACT)
+    assert largest_difference(joined(list(reports), "weights"), reference.weights) < EXACT
+    assert whole == [sum(parts) for parts in zip(*sizes, strict=True)]
+    assert (0 in [matrices for matrices, _ in sizes]) == (blocks == 1)  # norm and output alone have none
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "said"),
+    [
+        ("fsdp", {}, "is sharded (fully_shard). Use AdamW (optimizer=adamw)"),
+        ("tensor", {"plan": {"gpt.blocks.*.mlp.0": "column", "gpt.blocks.*.mlp.2": "row"}}, "or tensor_parallel=1"),
+    ],
+)
+def test_shares_of_matrices_are_refused(pool: WorkerPool, strategy: str, options: dict[str, Any], said: str) -> None:
+    failures = pool.run(fit, 2, 2, strategy, options, init=False, expect_errors=True)
+    assert all("ValueError: Muon needs whole matrices" in str(failure) for failure in failures)
+    assert all(said in str(failure) for failure in failures)
