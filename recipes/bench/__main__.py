@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from recipes.bench import compute, data, memory, messages, overhead, report, sleeping, tensor
+from recipes.bench import compute, data, memory, messages, overhead, report, sleeping, tensor, whole
 from recipes.bench.report import Table
 
 Part = tuple[Callable[[], list[Table]], Callable[[], list[Table]]]
@@ -23,6 +23,7 @@ PIPELINE: dict[str, Part] = {
     "compute": (partial(compute.measure, compute.Sizes()), partial(compute.measure, compute.QUICK)),
     "overhead": (partial(overhead.measure, overhead.Sizes()), partial(overhead.measure, overhead.QUICK)),
     "memory": (partial(memory.measure, memory.Sizes()), partial(memory.measure, memory.QUICK)),
+    "whole": (partial(whole.measure, whole.Sizes()), partial(whole.measure, whole.QUICK)),
 }
 TENSOR: dict[str, Part] = {
     "mlp": (partial(tensor.measure_mlp, tensor.MLPSizes()), partial(tensor.measure_mlp, tensor.QUICK_MLP)),

@@ -100,6 +100,8 @@ def _times(sizes: Sizes) -> Times:
         ),
         "async, by hand": asynchronous(BareAsync(model(), batch, count, adamw)),
         "async, ours": asynchronous(OursAsync(model(), batch, count, optimizer=adamw)),
-        "async, ours in Trainer.fit": trained(lambda: AsyncPipelineStrategy(microbatches=count, balance="layers")),
+        "async, ours in Trainer.fit": trained(
+            lambda: AsyncPipelineStrategy(microbatches=count, correction=None, balance="layers")
+        ),
     }
     return alternate(runs, sizes.rounds)

@@ -90,7 +90,7 @@ def _asynchronous(sizes: Sizes) -> Times:
         return OursAsync(layers, batch, sizes.microbatches)
 
     def strategy() -> Strategy:
-        return AsyncPipelineStrategy(microbatches=sizes.microbatches, balance="layers")
+        return AsyncPipelineStrategy(microbatches=sizes.microbatches, correction=None, balance="layers")
 
     return _compare(sizes, bare, strategy, actions=sizes.microbatches)
 

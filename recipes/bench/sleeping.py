@@ -153,7 +153,7 @@ def _fits(sizes: Sizes) -> Times:
 
     def run(extra: int) -> list[float]:
         layers = sleeping(stages, sizes.forward, sizes.backward)
-        strategy = AsyncPipelineStrategy(microbatches=1, extra_in_flight=extra, balance="layers")
+        strategy = AsyncPipelineStrategy(microbatches=1, correction=None, extra_in_flight=extra, balance="layers")
         seconds = fit(layers, strategy, batch, sizes.batches)
         return seconds[-round(0.6 * sizes.batches) :] if dist.get_rank() == 0 else []  # the last stage
 

@@ -36,6 +36,6 @@ def _train(name: str, scratch: str) -> None:
         strategy = PipelineStrategy(microbatches=8, balance="layers", timeline=True)
         batch, batches = torch.randn(8, WIDTH, WIDTH), 2
     else:
-        strategy = AsyncPipelineStrategy(microbatches=1, balance="layers", timeline=True)
+        strategy = AsyncPipelineStrategy(microbatches=1, correction=None, balance="layers", timeline=True)
         batch, batches = torch.randn(1, WIDTH, WIDTH), 20
     fit(layers, strategy, batch, batches, directory=scratch)

@@ -11,7 +11,19 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.bench import __main__ as bench
-from recipes.bench import compute, data, memory, messages, overhead, replicated, report, sharded, sleeping, tensor
+from recipes.bench import (
+    compute,
+    data,
+    memory,
+    messages,
+    overhead,
+    replicated,
+    report,
+    sharded,
+    sleeping,
+    tensor,
+    whole,
+)
 from recipes.bench.layers import MakeOptimizer
 from recipes.bench.replicated import Run, Work
 from recipes.bench.report import Table
@@ -65,6 +77,14 @@ def test_what_is_held_is_what_theory_says() -> None:
     assert len(table.rows) == 7
     assert column(table, "activations") == column(table, "theory")
     assert column(table, "weight copies") == column(table, "theory, copies")
+
+
+def test_whole_trainings() -> None:
+    small = {"layers": 2, "width": 64, "samples": 1, "length": 4, "batches": 3, "rounds": 1}
+    (table,) = whole.measure(whole.Sizes(sleeping=2, forward=1e-3, backward=2e-3, **small))  # type: ignore[arg-type]
+    schedules = ["1f1b", "async, uncorrected", "async, error feedback", "async, second order"]
+    assert column(table, "schedule") == 2 * schedules
+    assert column(table, "sooner")[::4] == [1.0, 1.0]
 
 
 def test_eight_layers_divided() -> None:
