@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Protocol
 
 import torch
@@ -182,7 +182,7 @@ class WeightVersions:
     def gradient(self, name: str) -> Tensor:
         """What has gathered for a parameter so far, over all versions. It must have some."""
         parts = [g for version in self._versions() if (g := version.leaves[name].grad) is not None]
-        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+        return reduce(torch.add, parts)
 
     def take_gradients(self) -> dict[str, Tensor]:
         """The gradients gathered since the last call, summed over versions, by parameter name. Where the loss didn't

@@ -415,6 +415,16 @@ def test_an_update_that_no_forward_came_before_is_corrected_too(stashing: Stashi
     assert versions.forward(lambda: model.w.item())[0] == 0.0
 
 
+def test_with_a_correction_parameters_move_once_not_at_every_update() -> None:
+    training = Training(made("x * w"), "stash", delay=2, correction=2.0)
+    addresses = []
+    for k in range(8):
+        training.microbatch(batch(k))
+        addresses.append(training.parameters["layer.weight"].data_ptr())
+    assert training.versions.updates == 6
+    assert len(set(addresses)) == 2 and len(set(addresses[2:])) == 1  # leaves have memory of their own by then
+
+
 def test_2bw_keeps_exactly_two_versions() -> None:
     training = Training(made("gru"), "2bw", delay=2, count=3)
     for k in range(14):
