@@ -2,8 +2,9 @@
 
 All that asynchrony does to the numbers is that a microbatch's forward reads each stage's weights as that stage's list
 of actions has them by then, and that corrections say what it reads. So one process that keeps the last versions of all
-stages' weights computes what p processes compute, and answers what a choice costs in quality before anyone owns p devices: to
-the bit in float64, where what crosses the cuts is contiguous and read on one stage (else sums differ in their order). It takes the lists from the schedule, and shares no code with the engine and the weight
+stages' weights computes what p processes compute, and answers what a choice costs in quality before anyone owns p
+devices. In float64 the two are equal to the bit, where what crosses the cuts is contiguous and read on one stage (else
+sums differ in their order). It takes the lists from the schedule, and shares no code with the engine and the weight
 versions that do it in processes, for which it is the reference.
 
     asynchronous = Delayed([dict(stage.named_parameters()) for stage in stages], weights="stash")

@@ -1,0 +1,152 @@
+"""The study's page: what was asked, what came out, and what did not, written from the runs that are there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from math import isfinite
+from pathlib import Path
+from textwrap import fill
+
+from recipes.study import clock, picture, tables
+from recipes.study.arms import EXTENSIONS, RATES, TIE, Arm, Setting
+from recipes.study.findings import findings
+from recipes.study.rows import Row, progress, rows
+from recipes.study.store import FILE, Store
+
+PAGE = "README.md"
+_WIDTH = 120
+
+_QUESTION = """\
+An asynchronous pipeline keeps every stage busy, by applying gradients that are late. What does that cost in quality, at
+equal updates and equal data, and which rule costs least? Every arm trains the same model on the same batches; arms
+differ in what a microbatch's forward reads on each stage, and in nothing else. The rules are those of
+`AsyncPipelineStrategy`, computed in one process by `lightning_parallel.pipeline.delayed`, whose numbers are the
+strategy's."""
+
+_ARMS = """\
+- **synchronous**: no late gradients, so its losses depend neither on stages nor on microbatches; only its time does.
+- **m=2p, m=p**: asynchronous 1F1B with as many microbatches an update, weights stashed. *error feedback* and *second
+  order* are corrections of what forwards read (`lightning_parallel/pipeline/staleness.py`); without either name, none.
+- **PipeDream, m=1**: an update after each microbatch, which is the whole batch here; weights stashed.
+- **2BW**: every forward reads the weights of one update ago, on all stages.
+- **latest, m=1**: as PipeDream, without stash: backwards use the newest weights."""
+
+_DISTANCES = "Distances of the final loss to the synchronous arm's at equal updates, the mean over the seeds:"
+
+_NOT_SHOWN = """\
+- One small model, short contexts, one text, few updates. How a gap goes on with size and with the length of training is
+  not known from here. The rate's warm-up is long, a fifth of the updates, for all arms.
+- Rates are a factor of two apart, and chosen by the validation loss that is reported, on the seeds that are reported.
+  The choice is alike for every arm, the synchronous one included, so gaps compare like with like; the losses themselves
+  are lower than on text that nothing was chosen on. Differences of some tenths of a percent can come from the grid of
+  rates.
+- Other settings (betas, weight decay, warm-up, clipping, batch) are the same for all arms and were tuned for none in
+  this study. That the warm-up is long was found to help asynchronous arms most, on this model.
+- Few seeds: a standard deviation of three numbers is a rough guess, and so is a mean.
+- Time is simulated: stages of equal cost, microbatches as efficient as whole batches however small, no time for
+  validation, the optimizer or a correction. What real pipelines lose on top was measured with stages that sleep, on
+  processes of one machine.
+- The rate falls until the last update, and the synchronous loss is reached late under it. Who wanted that loss and no
+  lower one would plan shorter runs. A ratio on the clock is one of these schedules.
+- Memory is counted in copies of weights. Activations are alike in all asynchronous arms, p - s microbatches on stage s,
+  and smaller where a batch is cut into more of them."""
+
+
+def write(directory: Path, setting: Setting, plan: Sequence[Arm], seeds: int, store: Store) -> None:
+    """``README.md`` and its pictures; what has not been run is left out, and counted."""
+    directory.mkdir(parents=True, exist_ok=True)
+    found = rows(setting, plan, seeds, store)
+    names = dict.fromkeys(arm.optimizer for arm in plan)
+    optimizers = [name for name in names if Arm(name) in found and isfinite(found[Arm(name)].mean)]
+    found = {arm: row for arm, row in found.items() if arm.optimizer in optimizers}
+    stages = sorted({arm.stages for arm in plan if not arm.synchronous}, reverse=True)
+    begun = {p: [name for name in optimizers if tables.of(found, name, p)] for p in stages}
+    shown = "\n".join(fill(f"- {line}", _WIDTH, subsequent_indent="  ") for line in findings(found, optimizers, stages))
+    parts = ["# What late gradients cost", _QUESTION, _state(setting, plan, seeds, store, found)]
+    parts += ["    python -m recipes.study asynchrony"]
+    parts += ["## What this shows", *([_DISTANCES, shown] if shown else ["Nothing yet: too few runs are done."])]
+    parts += ["## What this does not show", _NOT_SHOWN]
+    deepest = next((p for p in stages if begun[p]), None)
+    if deepest is not None:
+        picture.gaps(found, optimizers, directory / "gaps.png")
+        picture.curves(found, begun[deepest], deepest, directory / "curves.png")
+        parts += ["## Pictures", "![Distance of each arm's final loss to the synchronous arm's](gaps.png)"]
+        parts += ["A dot for each seed, a bar at their mean."]
+        parts += [f"![Loss over updates and over simulated time, {deepest} stages](curves.png)"]
+    parts += ["## Results", tables.READING]
+    parts += [tables.results(found, name, p).markdown() for p in stages for name in begun[p]]
+    parts += ["## Arms", _ARMS, "## Setting", *_setting(setting, seeds, store)]
+    parts += ["## Rates", _rates(), *(tables.rates(found, name).markdown() for name in optimizers)]
+    parts += ["## Simulated time", _time()]
+    (directory / PAGE).write_text("\n\n".join(parts) + "\n")
+
+
+def _state(setting: Setting, plan: Sequence[Arm], seeds: int, store: Store, found: Mapping[Arm, Row]) -> str:
+    done, total = progress(setting, plan, seeds, store)
+    if done == total:
+        return f"All {total} runs are done; each is a line of [{FILE}]({FILE})."
+    left_out: Counter[str] = Counter()
+    for arm in plan:
+        if arm not in found:
+            left_out[f"{tables.NAMES[arm.optimizer]} {'synchronous' if arm.synchronous else f'p={arm.stages}'}"] += 1
+    missing = ", ".join(f"{name} ({count})" for name, count in left_out.items()) or "none"
+    return fill(
+        f"**{done} of {total} runs done** (more are needed where the best rate turns out to be at an edge); each is a "
+        f"line of [{FILE}]({FILE}). Arms left out, since their rate or the synchronous arm's has not been chosen yet: "
+        f"{missing}. Where others have fewer than {seeds} seeds, the tables say so.",
+        _WIDTH,
+    )
+
+
+def _setting(setting: Setting, seeds: int, store: Store) -> list[str]:
+    mine = [result for run, result in store.results.items() if run.setting == setting]
+    values = ", ".join(f"{field.name} {getattr(setting, field.name)}" for field in fields(setting))
+    versions = ", ".join(sorted({str(result["torch"]) for result in mine}))
+    hours = sum(result["seconds"] for result in mine) / 3600
+    return [
+        fill(
+            f"`recipes.models.gpt.GPT` on the bytes of Python's standard library (`recipes.data.stdlib`), float32 on "
+            f"CPUs, a thread a run: {values}.",
+            _WIDTH,
+        ),
+        fill(
+            f"Windows are drawn at random by the seed, which initialises the model too; {seeds} seeds, the same for "
+            f"every arm; {setting.windows} fixed windows, evenly spaced over the held-out files, for validation. The "
+            f"rate rises linearly over {setting.warmup} updates, and then falls as half a cosine to {setting.floor:g} "
+            f"of its peak. Gradients are clipped to a norm of {setting.clip:g} block by block, embeddings with the "
+            f"first and the head with the last, so that all arms clip alike. AdamW: betas 0.9, 0.95. Muon: the "
+            f"blocks' matrices by torch.optim.Muon, momentum 0.95, its rate adjusted to AdamW's, and all else by "
+            f"AdamW. NAdam: decoupled weight decay, betas 0.9, 0.95, momentum_decay {200 / setting.updates:g}. torch "
+            f"{versions}; {hours:.1f} hours of one thread.",
+            _WIDTH,
+        ),
+    ]
+
+
+def _rates() -> str:
+    given = "; ".join(f"{name} {', '.join(f'{rate:g}' for rate in rates)}" for name, rates in RATES.items())
+    return fill(
+        f"For each arm, on the first seed, by final validation loss, the synchronous one included: {given}. As long "
+        f"as the best was the least or the greatest tried, the next by a factor of two was tried too, {EXTENSIONS} "
+        f"more at most. The other seeds ran at the best, and at each that was within {TIE:.0%} of it; of those the "
+        f"lowest mean over the seeds chose the arm's rate, in bold.",
+        _WIDTH,
+    )
+
+
+def _time() -> str:
+    """How time was simulated, with the figures that went in."""
+    lost = ", ".join(f"{value:.3f} (p={p}, m={m})" for (p, m), value in clock.SYNCHRONOUS.items())
+    used = ", ".join(f"{value:.3f} (p={p})" for p, value in clock.ASYNCHRONOUS.items())
+    return fill(
+        f"In units of a batch's forward and backward on one stage, an update takes (m + p - 1) / m by synchronous "
+        f"1F1B and 1 asynchronously, and the asynchronous pipeline is filled once, (p - 1) / m. Real pipelines are "
+        f"slower. In the project's `python -m recipes.bench pipeline`, with stages that sleep, a step of synchronous "
+        f"1F1B took {lost} times as long as that; asynchronous stages computed {used} of the time, inside "
+        f"`Trainer.fit` at one microbatch an update. For other p and m, which were not measured, it is "
+        f"{clock.SYNCHRONOUS_ELSE:.3f} and {clock.ASYNCHRONOUS_ELSE:.3f}: of what was measured, the best for the "
+        f"synchronous arm and the worst for the asynchronous.",
+        _WIDTH,
+    )

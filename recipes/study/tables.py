@@ -1,0 +1,93 @@
+"""The study's tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+from statistics import fmean
+
+from recipes.bench.report import Cell, Table
+from recipes.study import clock
+from recipes.study.arms import Arm
+from recipes.study.rows import Row
+
+NAMES = {"adamw": "AdamW", "muon": "Muon", "nadamw": "NAdam"}
+_MARGIN = 0.005  # above the synchronous loss: the second target on the clock
+
+READING = """\
+Staleness and copies are the first stage's: updates between a microbatch's forward and its backward, in the mean, and
+copies of its weights beside the parameters, at most. Loss: of the parameters on the validation set after the last
+update, in nats a byte, with the standard deviation over the seeds. Gap: the distance to the synchronous arm's loss at
+the same seed, the mean, and by seed. Busy: share of the time that stages compute, in
+theory. Sooner: the synchronous arm's time to its own final loss, by the mean curves and the simulated clock, divided by
+this arm's to the same loss; above 1 this arm is there first. *same m*: the synchronous arm has as many microbatches
+(not given for m=1, which nobody would run synchronously). *m=2p*: it has two a stage. *+0.5 %*: both to 0.5 % above
+that loss, at the same m (m=1: m=2p)."""
+
+
+def of(found: Mapping[Arm, Row], optimizer: str, stages: int) -> dict[Arm, Row]:
+    """The asynchronous arms of an optimizer and a number of stages."""
+    return {arm: row for arm, row in found.items() if arm.optimizer == optimizer and arm.stages == stages}
+
+
+def results(found: Mapping[Arm, Row], optimizer: str, stages: int) -> Table:
+    columns = {"arm": "", "staleness": ".2f", "copies": "d", "rate": "g", "seeds": "d", "loss": "", "gap (%)": ""}
+    columns |= {"by seed": "", "busy": "", "sooner, same m": "", "sooner, m=2p": "", "sooner, +0.5 %": ""}
+    synchronous = found[Arm(optimizer)]
+    busy = [f"{clock.busy(stages, m, synchronous=True):.0%} (m={m})" for m in (2 * stages, stages)]
+    cells: list[list[Cell]] = [[*_common(synchronous), None, None, ", ".join(busy), None, None, None]]
+    for arm, row in of(found, optimizer, stages).items():
+        gaps = row.gaps(synchronous)
+        several = arm.microbatches > 1
+        cells.append(
+            [
+                *_common(row),
+                signed(fmean(gaps.values())) if gaps else None,
+                ", ".join(map(signed, gaps.values())),
+                f"{clock.busy(stages, arm.microbatches, synchronous=False):.0%}",
+                _sooner(row, synchronous, arm.microbatches) if several else None,
+                _sooner(row, synchronous, 2 * stages),
+                _sooner(row, synchronous, arm.microbatches if several else 2 * stages, _MARGIN),
+            ]
+        )
+    return Table(f"{NAMES[optimizer]}, {stages} stages", columns, cells)
+
+
+def _common(row: Row) -> list[Cell]:
+    """What every arm has, the synchronous one too."""
+    if not isfinite(row.mean):
+        loss = "diverged"
+    else:
+        loss = f"{row.mean:.4f}" + ("" if row.deviation is None else f" ± {row.deviation:.4f}")
+    return [row.name, row.staleness, row.copies, row.rate, len(row.finals), loss]
+
+
+def signed(gap: float) -> str:
+    return f"{gap:+.2f}" if isfinite(gap) else "diverged"
+
+
+def _sooner(row: Row, synchronous: Row, microbatches: int, margin: float = 0.0) -> str:
+    if not isfinite(row.mean) or not isfinite(synchronous.mean):
+        return "never"
+    ratio = row.sooner(synchronous, microbatches, margin)
+    if ratio is not None:
+        return f"{ratio:.2f}"
+    both = row.finals.keys() & synchronous.finals.keys()
+    short = row.curve(both)[-1][1] / synchronous.curve(both)[-1][1] / (1 + margin) - 1
+    return f"never ({short:.2%} short)"
+
+
+def rates(found: Mapping[Arm, Row], optimizer: str) -> Table:
+    """Final losses on the first seed, the chosen rate's in bold."""
+    mine = [row for arm, row in found.items() if arm.optimizer == optimizer]
+    columns = sorted({rate for row in mine for rate in row.rates})
+    cells: list[list[Cell]] = []
+    for row in mine:
+        line: list[Cell] = [None if row.arm.synchronous else row.arm.stages, row.name]
+        for rate in columns:
+            loss = row.rates.get(rate)
+            text = None if loss is None else f"{loss:.4f}" if isfinite(loss) else "diverged"
+            line.append(f"**{text}**" if rate == row.rate else text)
+        cells.append(line)
+    head = {"p": "d", "arm": ""} | {f"{rate:g}": "" for rate in columns}
+    return Table(f"{NAMES[optimizer]}, first seed, by rate", head, cells)

@@ -1,0 +1,194 @@
+"""One run: the model cut into stages, late gradients by :class:`Delayed`, validations on the way.
+
+A microbatch's forward may read other versions of the stages' weights than the next one's, but neighbours mostly read
+the same: those go through a stage together, as one call. The gradients are those of one microbatch at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lightning_parallel.pipeline.delayed import Delayed, Reading
+from recipes.data.tokens import TokenWindows
+from recipes.models.gpt import GPT
+from recipes.models.muon import MuonAdamW
+from recipes.models.optimizer import warmup_cosine
+from recipes.study.arms import Run, Setting
+
+_VALIDATED = 128  # windows at a time
+
+
+class Part(nn.Module):
+    """Some consecutive blocks of a GPT, under the names they have there; with its embeddings, its head or both.
+
+    Shapes: [batch, time] of tokens, or [batch, time, width] -> [batch, time, width], or logits at the end.
+    """
+
+    def __init__(self, model: GPT, blocks: range) -> None:
+        super().__init__()
+        first, last = blocks.start == 0, blocks.stop == len(model.blocks)
+        self.token_embedding = model.token_embedding if first else None
+        self.position_embedding = model.position_embedding if first else None
+        self.blocks = nn.ModuleDict({str(index): model.blocks[index] for index in blocks})
+        self.norm = model.norm if last else None
+        self.head = model.head if last else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.token_embedding is not None and self.position_embedding is not None:
+            positions = torch.arange(x.shape[1], device=x.device)
+            x = self.token_embedding(x) + self.position_embedding(positions)
+        for block in self.blocks.values():
+            x = block(x)
+        if self.norm is not None and self.head is not None:
+            x = self.head(self.norm(x))
+        return x
+
+
+def parts(setting: Setting, stages: int, seed: int) -> list[Part]:
+    """A GPT initialised by ``seed``, cut into ``stages`` of as many blocks each."""
+    torch.manual_seed(seed)
+    model = GPT(optimizer={}, context=setting.context, layers=setting.layers, width=setting.width, heads=setting.heads)
+    share = setting.layers // stages
+    return [Part(model, range(s * share, (s + 1) * share)) for s in range(stages)]
+
+
+def optimizer_of(name: str, parameters: Mapping[str, nn.Parameter], setting: Setting) -> torch.optim.Optimizer:
+    """That of one stage. Muon's own share is the blocks' matrices; AdamW has the rest, at the same rate.
+
+    The rate is set at every update.
+    """
+    decay = setting.weight_decay
+    if name == "adamw":
+        return torch.optim.AdamW(parameters.values(), 0.0, (0.9, 0.95), weight_decay=decay, fused=True)
+    if name == "nadamw":
+        # Its momentum warms up over the run; torch's default, 0.004, is for 50 000 updates.
+        return torch.optim.NAdam(
+            parameters.values(),
+            0.0,
+            (0.9, 0.95),
+            weight_decay=decay,
+            momentum_decay=200 / setting.updates,
+            decoupled_weight_decay=True,
+            foreach=True,
+        )
+    if name != "muon":
+        raise ValueError(f"optimizer={name!r} is not known: use 'adamw', 'muon' or 'nadamw'")
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for key, parameter in parameters.items():
+        groups[parameter.dim() == 2 and key.startswith("blocks.")].append(parameter)
+    both = [{"params": groups[True], "muon": True}, {"params": groups[False], "muon": False, "fused": True}]
+    return MuonAdamW(both, 0.0, (0.9, 0.95), weight_decay=decay)
+
+
+def clipped_together(setting: Setting, parameters: Mapping[str, nn.Parameter]) -> list[list[nn.Parameter]]:
+    """A stage's parameters block by block, for :attr:`Setting.clip`."""
+    groups: dict[int, list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        kind, place, *_ = name.split(".")
+        block = int(place) if kind == "blocks" else 0 if kind.endswith("embedding") else setting.layers - 1
+        groups.setdefault(block, []).append(parameter)
+    return list(groups.values())
+
+
+def batches(setting: Setting, tokens: Tensor, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Windows at random places of the text, the same for every arm: inputs and targets, [batch, context] each."""
+    generator = torch.Generator().manual_seed(seed)
+    places = torch.arange(setting.context + 1)
+    for _ in range(setting.updates):
+        starts = torch.randint(len(tokens) - setting.context, (setting.batch, 1), generator=generator)
+        windows = tokens[starts + places].long()
+        yield windows[:, :-1], windows[:, 1:]
+
+
+def forward(chain: Sequence[Part], readings: Sequence[Reading], x: Tensor) -> Tensor:
+    """Logits of a batch, each microbatch by the weights that it reads.
+
+    Args:
+        x: [batch, time]; a microbatch is as many neighbours as there are samples for each of ``readings``.
+    """
+    samples = len(x) // len(readings)
+    for stage, part in enumerate(chain):
+        outputs, begin = [], 0
+        for _, group in groupby(readings, key=lambda reading: id(reading.stages[stage])):
+            together = list(group)
+            end = begin + samples * len(together)
+            leaves = dict(together[0].stages[stage])
+            outputs.append(functional_call(part, leaves, (x[begin:end],), tie_weights=False))
+            begin = end
+        x = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    return x
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def execute(run: Run, folder: Path) -> dict[str, Any]:
+    """Train and validate.
+
+    Args:
+        folder: of the text, from :func:`recipes.data.stdlib.build`.
+
+    Returns:
+        ``curve``: [updates, validation loss] pairs, of the parameters themselves; ``final``: the last; and
+        ``final_read``: that of the weights that the next microbatch's forward would read. None where it was not finite.
+    """
+    setting, arm = run.setting, run.arm
+    torch.set_flush_denormal(True)  # Adam's second moments get there, and the processor slows down tenfold
+    chain = parts(setting, arm.stages, run.seed)
+    names = [dict(part.named_parameters()) for part in chain]
+    late = Delayed(names, weights=arm.weights, correction=arm.correction)
+    optimizers = [optimizer_of(arm.optimizer, stage, setting) for stage in names]
+    blocks = [clipped_together(setting, stage) for stage in names]
+
+    def step(stage: int) -> None:
+        for block in blocks[stage]:
+            nn.utils.clip_grad_norm_(block, setting.clip, foreach=True)
+        optimizers[stage].step()
+
+    text = {split: np.memmap(folder / f"{split}.bin", dtype=np.uint8, mode="r") for split in ("train", "val")}
+    held_out = TokenWindows(text["val"], setting.context, setting.windows)
+    inputs, targets = (torch.stack(side) for side in zip(*map(held_out.__getitem__, range(len(held_out))), strict=True))
+
+    def validate(weights: Sequence[Mapping[str, Tensor]]) -> float:
+        total = 0.0
+        with torch.inference_mode():
+            for begin in range(0, len(inputs), _VALIDATED):
+                x, y = inputs[begin : begin + _VALIDATED], targets[begin : begin + _VALIDATED]
+                for part, leaves in zip(chain, weights, strict=True):
+                    x = functional_call(part, dict(leaves), (x,), tie_weights=False)
+                total += float(loss_of(x, y)) * len(y)
+        return total / len(inputs)
+
+    curve: list[list[float]] = []
+    tokens = torch.from_numpy(np.array(text["train"]))
+    for update, (x, y) in enumerate(batches(setting, tokens, run.seed)):
+        factor = warmup_cosine(update, warmup_steps=setting.warmup, total_steps=setting.updates, floor=setting.floor)
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = run.rate * factor
+        readings = late.feed(arm.microbatches)
+        loss = loss_of(forward(chain, readings, x), y)
+        if not math.isfinite(loss.item()):
+            break
+        late.backward(readings[0], loss)  # "latest" has a single microbatch; others' backwards need no reading
+        late.update(step)
+        if (update + 1) % setting.every == 0 or update + 1 == setting.updates:
+            curve.append([update + 1, validate(names)])
+    else:
+        read = late.feed(1)[0].stages
+        return {"curve": curve, "final": _finite(curve[-1][1]), "final_read": _finite(validate(read))}
+    return {"curve": curve, "final": None, "final_read": None}
+
+
+def _finite(loss: float) -> float | None:
+    return loss if math.isfinite(loss) else None

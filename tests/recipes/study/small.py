@@ -1,0 +1,32 @@
+"""A study small enough for tests: its sizes, a text, and made-up results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+
+from recipes.study.arms import Arm, Run, Setting, wanted
+from recipes.study.store import Store
+
+TINY = Setting("none", layers=4, width=8, heads=2, context=8, batch=8, updates=6, warmup=2, every=3, windows=5)
+
+
+def write_text(folder: Path) -> None:
+    """In the form of recipes.data.stdlib."""
+    folder.mkdir(exist_ok=True)
+    random = np.random.default_rng(0)
+    for split, length in (("train", 600), ("val", 200)):
+        random.integers(97, 105, length, dtype=np.uint8).tofile(folder / f"{split}.bin")
+    (folder / "meta.json").write_text(json.dumps({"content": "of the tests"}))
+
+
+def fill(store: Store, setting: Setting, plan: Iterable[Arm], seeds: int, final: Callable[[Run], float | None]) -> None:
+    """Results for all that the plan wants; None: it diverged."""
+    for arm in plan:
+        while missing := [run for run in wanted(setting, arm, seeds, store.losses) if run not in store.results]:
+            loss = final(missing[0])
+            curve = [[3, 2 * loss], [6, loss]] if loss is not None else []
+            store.add(missing[0], {"curve": curve, "final": loss, "final_read": loss, "seconds": 1.0, "torch": "2.13"})

@@ -1,0 +1,84 @@
+"""recipes/study/page and the command: the page says what is there, and what is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipes.study import page
+from recipes.study.__main__ import main
+from recipes.study.arms import Arm, Run, arms
+from recipes.study.store import FILE, Store
+from tests.recipes.study.small import TINY, fill, write_text
+
+PLAN = list(arms(["adamw", "muon"], [4, 2]))
+
+
+def made_up(run: Run) -> float | None:
+    """Late gradients cost a tenth, and half a percent with second order; m=1 diverges at the highest rate."""
+    arm = run.arm
+    if arm.microbatches == 1 and not arm.synchronous and run.rate > 0.02:
+        return None
+    cost = 0.0 if arm.synchronous else 0.005 if arm.correction == "second_order" else 0.1
+    return (2.0 + 0.1 * run.seed) * (1 + cost + abs(run.rate - 0.012))
+
+
+def test_a_finished_study_s_page_has_every_arm_and_its_figures(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    fill(store, TINY, PLAN, 2, made_up)
+    page.write(tmp_path, TINY, PLAN, 2, store)
+    text = (tmp_path / page.PAGE).read_text()
+    assert f"All {len(store.results)} runs are done" in text
+    assert text.count("| synchronous |") == 2 * 2 + 2  # in each table of results, and in each of rates
+    assert "| m=8, second order | 0.38 | 3 | 0.012 | 2 | 2.0602 ± 0.0711 | +0.50 | +0.50, +0.50 | 100% |" in text
+    assert "never (0.50% short)" in text and "diverged" in text
+    assert "AdamW, 4 stages, m=8: +0.50 % with second order (by seed +0.50, +0.50); +10.00 % with error" in text
+    for picture in ("gaps.png", "curves.png"):
+        assert f"({picture})" in text and (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+    assert str(tmp_path) not in text
+
+
+def test_the_page_counts_and_names_what_is_missing(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    fill(store, TINY, [arm for arm in PLAN if arm.stages != 2 and arm.optimizer == "adamw"], 2, made_up)
+    page.write(tmp_path, TINY, PLAN, 3, store)
+    text = (tmp_path / page.PAGE).read_text()
+    missing = len(PLAN) * 5 - len(store.results)
+    assert missing > 0 and f"**{len(store.results)} of " in text
+    words = " ".join(text.split())
+    assert "Muon synchronous (1), Muon p=4 (10), AdamW p=2 (10), Muon p=2 (10)" in words
+    assert "### AdamW, 4 stages" in text and "Muon, 4" not in text and "2 stages" not in text
+
+
+def test_a_study_without_runs_has_a_page_that_says_so(tmp_path: Path) -> None:
+    page.write(tmp_path, TINY, PLAN, 3, Store(tmp_path))
+    text = (tmp_path / page.PAGE).read_text()
+    assert f"**0 of {5 * len(PLAN)} runs done**" in text and "Nothing yet" in text and ".png" not in text
+
+
+def test_arms_without_their_synchronous_one_are_left_out(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    fill(store, TINY, [Arm("adamw"), Arm("muon", 4, 8)], 2, made_up)
+    page.write(tmp_path, TINY, PLAN, 2, store)
+    text = (tmp_path / page.PAGE).read_text()
+    assert "### AdamW, first seed" in text and "### Muon" not in text
+
+
+def test_the_command_runs_a_small_study_and_reports_it_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_text(tmp_path / "text")
+    options = ["asynchrony", "--output", str(tmp_path), "--optimizers", "adamw", "--stages", "2"]
+    main([*options, "--seeds", "1", "--until", "0.05"], TINY, tmp_path / "text")
+    assert (tmp_path / FILE).exists() and "adamw synchronous" in capfd.readouterr().out
+    before = (tmp_path / page.PAGE).read_text()
+    (tmp_path / page.PAGE).unlink()
+    main([*options, "--seeds", "1", "--report"], TINY, tmp_path / "text")
+    assert (tmp_path / page.PAGE).read_text() == before
+    assert "data stdlib sha256:of the tests" in before
+
+
+def test_fewer_updates_keep_the_share_of_the_warm_up(tmp_path: Path) -> None:
+    write_text(tmp_path / "text")
+    main(["asynchrony", "--output", str(tmp_path), "--report", "--updates", "50"], text=tmp_path / "text")
+    text = (tmp_path / page.PAGE).read_text()
+    assert "updates 50," in text and "linearly over 10 updates" in " ".join(text.split())
