@@ -31,12 +31,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.pipeline.absent import AbsentForward, AbsentTensor, first_absent, make_absent
 from lightning_parallel.pipeline.flow import Flow, chain_only, order_checked, survey
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.random import draw_seed, reseed
+from lightning_parallel.pipeline.recompute import recomputed
 
 
 class _LeaveStep(BaseException):
@@ -187,7 +187,7 @@ class Stage:
                 if recompute and name in self._layers and any(True for _ in unit.parameters()):
                     # Inside the hooks, which a second run doesn't pass. Layers without parameters are small, and may
                     # work in place (nn.ReLU(inplace=True)), which can't be run twice.
-                    self._patch(unit, partial(_recomputed, unit.forward))
+                    self._patch(unit, partial(recomputed, unit.forward))
 
     def remove(self) -> None:
         """Take the hooks off. Absent parameters stay absent."""
@@ -371,20 +371,6 @@ class _Pass:
     arrived: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
     wanted: set[tuple[str, int]] = field(default_factory=set)
     kept: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
-
-
-def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a layer such that its backward runs it again."""
-    if torch.is_grad_enabled():
-        args = tuple(None if _is_cache(x) else x for x in args)
-        kwargs = {name: None if _is_cache(x) else x for name, x in kwargs.items()}
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-
-def _is_cache(x: Any) -> bool:
-    """Of keys and values. transformers' models pass one to their layers by default; training doesn't read it, and a
-    layer that runs twice would append to it twice, and attend to both. Their own checkpointing leaves it out too."""
-    return any(kind.__name__ == "Cache" and kind.__module__.startswith("transformers.") for kind in type(x).__mro__)
 
 
 def _tensors_of(output: Any) -> list[Tensor]:

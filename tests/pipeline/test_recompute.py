@@ -1,0 +1,47 @@
+"""A layer that runs again in its backward computes what it would have, keeps its input only, and meets no cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from lightning_parallel.pipeline.recompute import recomputed
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.runs = 0
+        self.caches: list[Any] = []
+
+    def forward(self, x: Tensor, scale: float, *, cache: Any = None) -> Tensor:
+        self.runs += 1
+        self.caches.append(cache)
+        return self.linear(x).tanh() * scale
+
+
+def test_a_layer_runs_again_in_the_backward_with_the_same_gradients() -> None:
+    layer, x = Layer(), torch.randn(2, 3)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    layer(inputs[0], 2.0).sum().backward()
+    expected = [p.grad.clone() for p in layer.parameters() if p.grad is not None]
+    layer.zero_grad()
+    output = recomputed(layer, inputs[1], 2.0)
+    assert layer.runs == 2
+    output.sum().backward()
+    assert layer.runs == 3
+    assert torch.equal(inputs[0].grad, inputs[1].grad)  # type: ignore[arg-type]
+    assert all(torch.equal(p.grad, g) for p, g in zip(layer.parameters(), expected, strict=True))  # type: ignore[arg-type]
+
+
+def test_a_cache_is_not_handed_to_what_runs_twice() -> None:
+    layer, cache = Layer(), DynamicCache()
+    recomputed(layer, torch.randn(2, 3, requires_grad=True), 1.0, cache=cache)
+    assert layer.caches == [None]
+    with torch.no_grad():  # in evaluation it runs once
+        recomputed(layer, torch.randn(2, 3), 1.0, cache=cache)
+    assert layer.caches[1] is cache
