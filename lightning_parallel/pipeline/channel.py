@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.pipeline.stage import Arrival
+from lightning_parallel.pipeline.crossing import Arrival
 
 Format = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]  # shape, dtype, requires_grad of each tensor
 

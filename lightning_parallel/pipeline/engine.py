@@ -27,9 +27,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_parallel.layout import Groups, Layout
 from lightning_parallel.pipeline.channel import Format, Link, Receiver, Sender, gradient_format
+from lightning_parallel.pipeline.crossing import Arrival, Departure
 from lightning_parallel.pipeline.random import seeded
 from lightning_parallel.pipeline.schedule import Action, Backward, Forward, Step
-from lightning_parallel.pipeline.stage import Arrival, Departure, Stage
+from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.timeline import Timeline
 from lightning_parallel.pipeline.weights import CurrentWeights, Weights
 

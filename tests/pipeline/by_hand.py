@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_parallel.pipeline.crossing import Arrival, Departure
 from lightning_parallel.pipeline.partition import Partition, partition
-from lightning_parallel.pipeline.stage import Arrival, Departure, Stage
+from lightning_parallel.pipeline.stage import Stage
 
 CPU = torch.device("cpu")
 Step = Callable[[Any], Any]  # a model's step: takes the model, returns the loss

@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from lightning_parallel.pipeline.absent import AbsentTensor, AbsentValueError
+from lightning_parallel.pipeline.crossing import Arrival, Departure
 from lightning_parallel.pipeline.partition import partition
-from lightning_parallel.pipeline.stage import Arrival, Departure, Stage
+from lightning_parallel.pipeline.stage import Stage
 from tests.pipeline import by_hand
 from tests.pipeline.by_hand import CPU, backward, forward, stages_of
 from tests.pipeline.nets import (
@@ -142,28 +143,6 @@ def test_under_autocast_stages_equal_the_whole_model(kind: type[Net]) -> None:
 def test_the_cut_may_come_right_before_a_layer_that_works_in_place() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
     assert_equal_to_the_whole(model, lambda m: m(X).square().mean(), 2, balance=[2, 2])
-
-
-def test_what_arrives_in_one_message_is_changed_in_place_one_by_one() -> None:
-    buffer = torch.arange(8.0)
-    arrival = Arrival([buffer[:4], buffer[4:6], buffer[6:]], [True, False, False])
-    live, kept, changed = arrival.receive()
-    weight = torch.ones(2, requires_grad=True)
-    loss = (kept * weight).sum() + live.mul_(2).sum()  # `kept` is needed in the backward
-    changed.add_(1)
-    loss.backward()
-    assert torch.equal(arrival.gradients(CPU)[0], torch.full((4,), 2.0))
-    assert torch.equal(weight.grad, torch.tensor([4.0, 5.0]))  # type: ignore[arg-type]
-
-
-def test_a_tensor_without_influence_on_the_loss_gets_zeros() -> None:
-    arrival = Arrival([torch.ones(2), torch.ones(3), torch.ones(4)], [True, False, True])
-    first, _, _ = arrival.receive()
-    first.sum().backward()
-    assert [g.tolist() for g in arrival.gradients(CPU)] == [[1.0, 1.0], [0.0] * 4]
-    arrival = Arrival([torch.ones(2)], [True])
-    arrival.receive()
-    assert [g.tolist() for g in arrival.gradients(CPU)] == [[0.0, 0.0]]
 
 
 def test_nothing_wants_a_gradient_without_grad_mode() -> None:
