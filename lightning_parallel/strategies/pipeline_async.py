@@ -303,7 +303,7 @@ class AsyncPipelineStrategy(PipelineBase):
                 f"{ahead} microbatches, microbatches='auto' with as many samples a batch, or weights='stash'."
             )
         late = mean_staleness(self._stashing, ahead, microbatches)
-        cost = known_cost(self._stashing, self._correction, late)
+        cost = known_cost(self._correction, late)
         if stages > 1 and cost is not None:
             rank_zero_warn(
                 f"{microbatches} microbatch{'es' * (microbatches != 1)} an update, weights={self._stashing!r}, "

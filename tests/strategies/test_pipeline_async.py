@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -189,6 +190,24 @@ def test_an_update_has_two_microbatches_a_stage_where_there_are_samples(
 ) -> None:
     runs = pool.run(sizes_of_microbatches, stages, batch_size, options, init=False, accumulate_grad_batches=accumulate)
     assert runs[0][stages > 1 :] == expected  # without the survey of what crosses the cuts
+
+
+def warnings_of(options: dict[str, Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train("LeNet", "async", options, max_epochs=1)
+    return [str(each.message) for each in caught if "updates late" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"), [({"microbatches": 1}, True), ({"microbatches": 3, "correction": None}, True), ({}, False)]
+)
+def test_a_setting_that_trains_badly_is_warned_of_once_with_figures(
+    pool: WorkerPool, options: dict[str, Any], warns: bool
+) -> None:
+    told, *others = pool.run(warnings_of, 3, options, init=False)
+    assert len(told) == warns and not any(others)
+    assert all("%" in text and "microbatches='auto' with at least 6 samples" in text for text in told)
 
 
 def too_few_for_two_versions() -> str:
