@@ -559,7 +559,7 @@ def assert_equal_to_the_bit(pipeline: Pipeline, trained: Trained) -> None:
         assert value.isfinite().all()
 
 
-@pytest.mark.parametrize(("stages", "m", "extra"), [(1, 2, 0), (3, 1, 0), (4, 3, 0), (3, 4, 1)])
+@pytest.mark.parametrize(("stages", "m", "extra"), [(3, 1, 0), (3, 4, 1)])
 @pytest.mark.parametrize(("weights", "correction"), OPTIONS)
 def test_weight_versions_compute_the_same_to_the_bit(
     weights: Stashing, correction: Correction, stages: int, m: int, extra: int
