@@ -51,13 +51,7 @@ from tests.pipeline.nets import (
     UnusedHead,
 )
 
-
-@pytest.fixture(autouse=True)
-def in_double_precision() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("in_double_precision")
 
 
 X = torch.linspace(-1, 1, 15, dtype=torch.float64).view(5, 3)

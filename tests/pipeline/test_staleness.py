@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from fractions import Fraction
 
 import pytest
@@ -25,12 +24,7 @@ from lightning_parallel.pipeline.staleness import (
 SIZES = list(itertools.product((1, 2, 3, 5), (1, 2, 3, 4, 7), (0, 1, 2)))  # stages, microbatches, extra in flight
 
 
-@pytest.fixture(autouse=True)
-def in_double_precision() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("in_double_precision")
 
 
 def counted(actions: list[Forward | Backward | Step]) -> dict[int, int]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,12 +20,7 @@ from tests.pipeline.nets import LAYERS
 ADAMW = {"lr": 0.05, "eps": 1e-3}  # with a small eps, gradients that are zero but for rounding become updates
 
 
-@pytest.fixture(autouse=True)
-def in_double_precision() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("in_double_precision")
 
 
 class Between(nn.Module):
