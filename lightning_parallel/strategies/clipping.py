@@ -10,8 +10,20 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+
+def install(plugin: Precision, by_norm: Callable[[Optimizer, int | float], None]) -> None:
+    """Have ``gradient_clip_val`` call ``by_norm``, or :func:`clip_by_value`, in place of the plugin's own."""
+
+    def by_value(optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_by_value(list(plugin.main_params(optimizer)), clip_val)
+
+    plugin.clip_grad_by_norm = by_norm  # type: ignore[method-assign, assignment]
+    plugin.clip_grad_by_value = by_value  # type: ignore[method-assign]
 
 
 def clip_by_norm(

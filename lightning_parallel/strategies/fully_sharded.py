@@ -36,7 +36,7 @@ from lightning_parallel.data.units import check_dtypes, find_units, materialize
 from lightning_parallel.layout import Size
 from lightning_parallel.pipeline.weights import add_gradients, swap_gradients
 from lightning_parallel.strategies.checkpointed import CheckpointedStrategy, Held
-from lightning_parallel.strategies.clipping import clip_by_norm, clip_by_value
+from lightning_parallel.strategies.clipping import clip_by_norm, install
 
 
 class _Root(nn.Module):
@@ -175,10 +175,8 @@ class FullyShardedStrategy(CheckpointedStrategy):
     @override
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        plugin = self.precision_plugin
         # The plugin's own see shards and whole gradients in one list, which torch refuses.
-        plugin.clip_grad_by_norm = self.clip_gradients_by_norm  # type: ignore[method-assign]
-        plugin.clip_grad_by_value = self.clip_gradients_by_value  # type: ignore[method-assign]
+        install(self.precision_plugin, self.clip_gradients_by_norm)
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -213,10 +211,6 @@ class FullyShardedStrategy(CheckpointedStrategy):
             parts=None,
             device=self.root_device,
         )
-
-    def clip_gradients_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """What ``gradient_clip_val`` with the algorithm "value" does."""
-        clip_by_value(list(self.precision_plugin.main_params(optimizer)), clip_val)
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from typing_extensions import override
 from lightning_parallel.data.copies import make_equal
 from lightning_parallel.layout import Size
 from lightning_parallel.pipeline.microbatch import tensors
-from lightning_parallel.strategies.clipping import clip_by_norm, clip_by_value
+from lightning_parallel.strategies.clipping import clip_by_norm, install
 from lightning_parallel.strategies.metrics import named_loss_of_peers
 from lightning_parallel.strategies.replicated import ReplicatedStrategy
 from lightning_parallel.tensor.apply import Sharding, shard_module
@@ -81,8 +81,7 @@ class ShardedStrategy(ReplicatedStrategy):
         super().setup_precision_plugin()
         plugin = self.precision_plugin
         # The plugin's own see this rank's gradients only, and take no shards beside others.
-        plugin.clip_grad_by_norm = self.clip_gradients_by_norm  # type: ignore[method-assign]
-        plugin.clip_grad_by_value = self.clip_gradients_by_value  # type: ignore[method-assign]
+        install(plugin, self.clip_gradients_by_norm)
         if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
             # An overflow on one rank must skip the step on all.
             state = plugin.scaler.state_dict()
@@ -191,10 +190,6 @@ class ShardedStrategy(ReplicatedStrategy):
             parts=self.norm_group(),
             device=self.root_device,
         )
-
-    def clip_gradients_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """What ``gradient_clip_val`` with the algorithm "value" does."""
-        clip_by_value(list(self.precision_plugin.main_params(optimizer)), clip_val)
 
 
 def _fingerprint(gradient: Tensor | None) -> Tensor:
