@@ -56,7 +56,7 @@ class _Stage:
     actions: AsyncOneFOneB
     steps: int = 0  # in the list so far
     versions: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    earlier: dict[str, Tensor] = field(default_factory=dict)  # the update before the last, since the last drain
+    earlier: dict[str, Tensor] = field(default_factory=dict)  # the last update, where the next correction wants it
     kept: dict[str, Tensor] = field(default_factory=dict)  # gradients from before the last drain
 
 

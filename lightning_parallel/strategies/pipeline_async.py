@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_parallel.data.copies import make_equal
 from lightning_parallel.layout import Size
 from lightning_parallel.pipeline.logs import LogRecorder
 from lightning_parallel.pipeline.partition import Balance, Partition
@@ -87,8 +88,7 @@ class AsyncPipelineStrategy(PipelineBase):
             latency of messages, and doubles staleness.
         layers, balance, activation_checkpointing, tensor_parallel, plan, sequence_parallel, data_parallel: as in
             :class:`~lightning_parallel.PipelineStrategy`. Replicas of a stage average the gradients of each update.
-        timeline: as there; with the version of the weights that each forward and backward used, and how late the
-            gradients were.
+        timeline: as there; with the version of the weights that each forward used, and how late the gradients were.
         **kwargs: of :class:`~lightning_parallel.strategies.base.LayoutStrategy`.
     """
 
@@ -355,7 +355,7 @@ class AsyncPipelineStrategy(PipelineBase):
             self.engine.end_stream()
         self.versions.refresh()
         for name, stage in (self._loose_owners or {}).items():
-            dist.broadcast(self._parameters[name].data, self.layout.rank_of(stage=stage), self.groups.pipeline)
+            make_equal((self._parameters[name],), self.layout.rank_of(stage=stage), self.groups.pipeline)
 
     def _find_loose_owners(self, gradients: Mapping[str, Tensor | None]) -> None:
         """A parameter outside all layers lives on every stage; asynchronously, one only may train it. The first update
