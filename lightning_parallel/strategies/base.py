@@ -7,9 +7,11 @@ axis, whose ranks see different batches; decisions and barriers are world-wide.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import random
+import time
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
@@ -152,6 +154,8 @@ class LayoutStrategy(ParallelStrategy):
         if not _distributed_is_initialized():
             device: dict[str, Any] = {"device_id": self.root_device} if self._backend() == "nccl" else {}
             _init_dist_connection(self.cluster_environment, self._backend(), timeout=self._timeout, **device)
+            atexit.unregister(leave_the_group)
+            atexit.register(leave_the_group)
             self._groups = None
         if dist.get_world_size() != self.layout.world_size:
             raise RuntimeError(
@@ -292,3 +296,16 @@ class LayoutStrategy(ParallelStrategy):
         if _distributed_is_initialized():
             dist.destroy_process_group()
         self._groups = None
+
+
+def leave_the_group() -> None:
+    """Destroys the process group before the interpreter is finalized.
+
+    A thread of gloo's needs Python's lock to release a collective's tensors. If it gets that only while the interpreter
+    is being finalized, the process ends with SIGABRT, "terminate called without an active exception"
+    (https://github.com/pytorch/pytorch/issues/190489). Destroying joins these threads, but for groups that something
+    still refers to, as a script's Trainer does: theirs get the lock while this one sleeps.
+    """
+    if _distributed_is_initialized():
+        dist.destroy_process_group()
+        time.sleep(0.01)

@@ -22,14 +22,18 @@ from tests.recipes.test_configs import composed
 from tests.recipes.test_launch import TINY
 
 
-@pytest.fixture
-def config_file(tmp_path: Path) -> Path:
+def resolved(folder: Path, strategy: str) -> Path:
     """A resolved config whose run nobody has started to record, as under torchrun."""
-    config = composed("strategy=single", "callbacks=none", "logger=none", "test=true", *TINY)
-    config["paths"] |= {"output_dir": str(tmp_path / "run"), "data_dir": str(tmp_path / "data")}
-    file = tmp_path / record.CONFIG
+    config = composed(f"strategy={strategy}", "callbacks=none", "logger=none", "test=true", *TINY)
+    config["paths"] |= {"output_dir": str(folder / "run"), "data_dir": str(folder / "data")}
+    file = folder / record.CONFIG
     file.write_text(yaml.safe_dump(config))
     return file
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    return resolved(tmp_path, "single")
 
 
 def recorded(config_file: Path) -> dict[str, Any]:
@@ -152,3 +156,37 @@ def place_in_pipeline() -> dict[str, int]:
 def test_coordinates_are_the_layout_s(pool: WorkerPool) -> None:
     last, first = pool.run(place_in_pipeline, 2, init=False)
     assert last == {"data": 0, "tensor": 0, "stage": 1} and first == {"data": 0, "tensor": 0, "stage": 0}
+
+
+# -- its end -------------------------------------------------------------------------------------------------
+
+
+def collectives_threads() -> int:
+    """Threads of this process that gloo runs collectives on."""
+    names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    return names.count("pt_gloo_runloop")
+
+
+def threads_of_a_run(config_file: str) -> tuple[int, int]:
+    """Those while it tests, and those behind it."""
+    during: list[int] = []
+    test = L.Trainer.test
+
+    def counted(trainer: L.Trainer, *args: Any, **kwargs: Any) -> Any:
+        result = test(trainer, *args, **kwargs)
+        during.append(collectives_threads())
+        return result
+
+    L.Trainer.test = counted  # type: ignore[method-assign]
+    try:
+        worker.main(config_file)
+    finally:
+        L.Trainer.test = test  # type: ignore[method-assign]
+    return during[0], collectives_threads()
+
+
+# "fsdp" leaves a group, which torch's caches of DTensor hold on to.
+@pytest.mark.parametrize("strategy", ["ddp", "tensor_parallel", "pipeline_1f1b"])
+def test_no_thread_of_the_collectives_outlives_a_run(pool: WorkerPool, tmp_path: Path, strategy: str) -> None:
+    for during, behind in pool.run(threads_of_a_run, 2, str(resolved(tmp_path, strategy)), init=False):
+        assert during > 0 and behind == 0

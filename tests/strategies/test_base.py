@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -322,6 +324,25 @@ def test_one_trainer_fits_twice_and_evaluates(pool: WorkerPool, strategy: str) -
             assert results["test"] == [pytest.approx(expected["test"][0], abs=1e-6)]
     if strategy == "sync":
         assert all(torch.equal(a, b) for a, b in zip(ranks[0]["predict"], expected["predict"], strict=True))
+
+
+def group_at_exit() -> tuple[bool, bool]:
+    """Whether there is a process group when a user's script is over, and once what the strategy left to do is done."""
+    at_exit: list[Callable[[], None]] = []
+    register = atexit.register
+    atexit.register = at_exit.append  # type: ignore[assignment]
+    try:
+        make_trainer("sync", []).fit(Net(), loader())
+    finally:
+        atexit.register = register
+    before = dist.is_initialized()
+    for function in reversed(at_exit):
+        function()
+    return before, dist.is_initialized()
+
+
+def test_no_process_group_is_left_to_the_interpreter_s_finalization(pool: WorkerPool) -> None:
+    assert pool.run(group_at_exit, 2, init=False) == [(True, False)] * 2
 
 
 # -- what of Lightning's is relied upon ----------------------------------------------------------------------
