@@ -15,13 +15,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -31,22 +31,13 @@ from lightning_parallel.layout import Size
 from lightning_parallel.pipeline.logs import LogRecorder
 from lightning_parallel.pipeline.partition import Balance, Partition
 from lightning_parallel.pipeline.schedule import AsyncOneFOneB
-from lightning_parallel.pipeline.staleness import (
-    Correction,
-    Stashing,
-    copies,
-    correction_weight,
-    discount,
-    is_second_order,
-    known_cost,
-    mean_staleness,
-)
+from lightning_parallel.pipeline.staleness import Correction, Stashing, is_second_order
 from lightning_parallel.pipeline.weights import WeightVersions, swap_gradients
+from lightning_parallel.strategies.late_gradients import LateGradients
+from lightning_parallel.strategies.optimizer_options import Options, options_of, with_options
 from lightning_parallel.strategies.pipeline_base import Microbatches, PipelineBase
 from lightning_parallel.strategies.staged import DataParallelKind
 from lightning_parallel.tensor.plan import Plan
-
-Options = list[dict[str, Any]]  # learning rate and the like, one dict a parameter group
 
 
 @dataclass(frozen=True)
@@ -81,7 +72,8 @@ class AsyncPipelineStrategy(PipelineBase):
         correction: what forwards read in place of the parameters, to meet the delay (:mod:`~.pipeline.staleness`).
             ``"second_order"``: extrapolated by the last update and its change, for two more copies of the stage's
             weights. ``"error_feedback"``: by the last update, for one. A number: by so many times the last update.
-            None: the parameters themselves. Once drained (validation, checkpoints) the parameters are what counts.
+            None: the parameters themselves; best with NAdam, which looks ahead by itself. Once drained (validation,
+            checkpoints) the parameters are what counts.
         lr_discount: the first so many updates take smaller steps on stages whose gradients are more than one update
             late, up to the full learning rate at its end (PipeMare's T1); None: none do.
         extra_in_flight: microbatches in flight on each link beyond the fewest that keep all stages busy. 1 hides the
@@ -112,15 +104,7 @@ class AsyncPipelineStrategy(PipelineBase):
         data_parallel_kind: DataParallelKind = "replicate",
         **kwargs: Any,
     ) -> None:
-        if weights not in get_args(Stashing):
-            raise ValueError(f"weights={weights!r}: choose one of {', '.join(map(repr, get_args(Stashing)))}.")
-        _check_correction(correction)
-        if lr_discount is not None and (
-            isinstance(lr_discount, bool) or not isinstance(lr_discount, int) or lr_discount < 1
-        ):
-            raise ValueError(f"lr_discount={lr_discount!r}: give a positive number of updates, or None.")
-        if isinstance(extra_in_flight, bool) or not isinstance(extra_in_flight, int) or extra_in_flight < 0:
-            raise ValueError(f"extra_in_flight={extra_in_flight!r}: give 0 or a positive integer.")
+        rules = LateGradients(weights, correction, lr_discount, extra_in_flight)
         if data_parallel_kind == "shard":
             raise ValueError(
                 "data_parallel_kind='shard': an asynchronous pipeline keeps several versions of its weights, which "
@@ -140,10 +124,7 @@ class AsyncPipelineStrategy(PipelineBase):
             data_parallel_kind=data_parallel_kind,
             **kwargs,
         )
-        self._stashing: Stashing = weights
-        self._correction: Correction = correction
-        self._lr_discount = lr_discount
-        self._extra_in_flight = extra_in_flight
+        self._late = rules
         self._list: AsyncOneFOneB | None = None
         self._versions: WeightVersions | None = None
         self._fed = 0  # microbatches so far
@@ -174,24 +155,13 @@ class AsyncPipelineStrategy(PipelineBase):
 
     @override
     def describe_stage(self, stage: int) -> str:
-        ahead = self._ahead(stage)
-        count = self._microbatches_of_update()
-        late = mean_staleness(self._stashing, ahead, count)
-        if not late:
-            return "; no gradient is late"
-        held = copies(self._stashing, self._correction, ahead, count)
-        corrected = "" if self._correction is None else ", corrected"
-        more = f", up to {held} more cop{'y' if held == 1 else 'ies'} of its weights" if held else ""
-        return f"; gradients {late:.2g} update{'s' * (late != 1)} late{corrected}{more}"
-
-    def _ahead(self, stage: int) -> int:
-        return AsyncOneFOneB(self.layout.pipeline, stage, self._extra_in_flight).warmup
+        return self._late.description(self.layout.pipeline, stage, self._microbatches_of_update())
 
     def _microbatches_of_update(self) -> int:
         """As far as it is known before the first batch."""
         if self._microbatches != "auto":
             return int(self._microbatches) * self._module().trainer.accumulate_grad_batches
-        return 2 * self.layout.pipeline * (1 + self._extra_in_flight) if self.layout.pipeline > 1 else 1
+        return self._late.wanted_microbatches(self.layout.pipeline)
 
     @override
     def wanted_microbatches(self, size: int) -> int:
@@ -211,7 +181,7 @@ class AsyncPipelineStrategy(PipelineBase):
                 "asynchronous pipeline doesn't have. Use 'bf16-mixed' or '32-true'."
             )
         super().setup(trainer)
-        self._list = AsyncOneFOneB(self.layout.pipeline, self.layout.stage, self._extra_in_flight)
+        self._list = self._late.actions(self.layout.pipeline, self.layout.stage)
         self._fed = self._begun = self._gathering = self._before = 0
         self._stop = False
         self._owed.clear()
@@ -220,9 +190,9 @@ class AsyncPipelineStrategy(PipelineBase):
     @override
     def make_weights(self) -> WeightVersions:
         grown = None if self._averager is None else self._gradient_grown
-        corrected = correction_weight(self._correction, self._stashing, self._ahead(self.layout.stage), 1) > 0
+        corrected = self._late.weight(self.layout.pipeline, self.layout.stage, 1) > 0
         self._versions = WeightVersions(
-            self._module(), self._parameters, self._stashing, corrected=corrected, grown=grown
+            self._module(), self._parameters, self._late.weights, corrected=corrected, grown=grown
         )
         return self._versions
 
@@ -280,37 +250,19 @@ class AsyncPipelineStrategy(PipelineBase):
     def _feed(self, count: int, ends_update: bool) -> None:
         """Take note of a batch's microbatches, before they run."""
         if not self._fed:
-            self._check_staleness(count * self._module().trainer.accumulate_grad_batches)
-        if self._stashing == "2bw" and 0 < self._before < self._ahead(0):
+            count_of_update = count * self._module().trainer.accumulate_grad_batches
+            self._late.check(self.layout.pipeline, count_of_update, self.optimizers[0])
+        if self._late.weights == "2bw" and 0 < self._before < self._late.ahead(self.layout.pipeline, 0):
             self.drain()  # this batch would ask the first stage for a version that it hasn't made yet
         self.versions.begin(self._begun)
         self._fed += count
         self._gathering += count
         if ends_update:
-            late = mean_staleness(self._stashing, self._ahead(self.layout.stage), self._gathering)
-            factor = discount(late, self._module().trainer.global_step, self._lr_discount)
-            self._owed.append(_Owed(_options(self.optimizers[0], factor), self._gathering))
+            update = self._module().trainer.global_step
+            factor = self._late.factor(self.layout.pipeline, self.layout.stage, self._gathering, update)
+            self._owed.append(_Owed(options_of(self.optimizers[0], factor), self._gathering))
             self._begun += 1
             self._before, self._gathering = self._gathering, 0
-
-    def _check_staleness(self, microbatches: int) -> None:
-        """Refuse what can't run, and warn of what trains badly, once the microbatches of an update are known."""
-        stages, ahead = self.layout.pipeline, self._ahead(0)
-        if self._stashing == "2bw" and microbatches < ahead:
-            raise ValueError(
-                f"weights='2bw' with {microbatches} microbatch{'es' * (microbatches != 1)} an update: the first of "
-                f"{stages} stages runs {ahead} ahead, so it would need a version that isn't there yet. Use at least "
-                f"{ahead} microbatches, microbatches='auto' with as many samples a batch, or weights='stash'."
-            )
-        late = mean_staleness(self._stashing, ahead, microbatches)
-        cost = known_cost(self._correction, late)
-        if stages > 1 and cost is not None:
-            rank_zero_warn(
-                f"{microbatches} microbatch{'es' * (microbatches != 1)} an update, weights={self._stashing!r}, "
-                f"correction={self._correction!r}: gradients of the first stage are {late:.2g} updates late. {cost} "
-                f"Use microbatches='auto' with at least {2 * stages} samples a batch, weights='stash' and "
-                f"correction='second_order'."
-            )
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -338,12 +290,12 @@ class AsyncPipelineStrategy(PipelineBase):
 
         def step() -> None:
             swap_gradients(self._parameters, gradients)
-            with _with_options(optimizer, owed.options):
+            with with_options(optimizer, owed.options):
                 self.precision_plugin.optimizer_step(optimizer, model=module, closure=_nothing)
             swap_gradients(self._parameters, {})
 
-        weight = correction_weight(self._correction, self._stashing, self._ahead(self.layout.stage), owed.microbatches)
-        self.versions.update(step, weight, is_second_order(self._correction, weight))
+        weight = self._late.weight(self.layout.pipeline, self.layout.stage, owed.microbatches)
+        self.versions.update(step, weight, is_second_order(self._late.correction, weight))
 
     def drain(self) -> None:
         """Run what is owed, until nothing is in flight on any stage. Every rank calls it after the same batch."""
@@ -421,7 +373,8 @@ class AsyncPipelineStrategy(PipelineBase):
 
     @override
     def title(self) -> str:
-        more = f", {self._extra_in_flight} extra in flight" if self._extra_in_flight else ""
+        extra = self._late.extra_in_flight
+        more = f", {extra} extra in flight" if extra else ""
         count = self._fed // max(1, self._begun)
         batches = f"{count} microbatch{'' if count == 1 else 'es'}"
         return f"asynchronous 1F1B, {self.layout.pipeline} stages, {batches} an update{more}"
@@ -436,32 +389,3 @@ class AsyncPipelineStrategy(PipelineBase):
 
 def _nothing() -> None:
     """A closure without a step, a broadcast that isn't."""
-
-
-def _options(optimizer: Optimizer, factor: float = 1.0) -> Options:
-    """Of every parameter group, with ``factor`` on the learning rate."""
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return [{**group, "lr": group["lr"] * factor} if factor != 1 else group for group in groups]
-
-
-def _check_correction(correction: Any) -> None:
-    if correction is None or correction in ("error_feedback", "second_order"):
-        return
-    if isinstance(correction, bool) or not isinstance(correction, int | float) or not 0 <= correction < math.inf:
-        raise ValueError(
-            f"correction={correction!r}: choose 'second_order', 'error_feedback', None, or give the weight of the last "
-            f"update, a number of at least 0."
-        )
-
-
-@contextmanager
-def _with_options(optimizer: Optimizer, options: Options) -> Iterator[None]:
-    """Learning rates and other options as they were; afterwards as they are."""
-    current = _options(optimizer)
-    for group, values in zip(optimizer.param_groups, options, strict=True):
-        group.update(values)
-    try:
-        yield
-    finally:
-        for group, values in zip(optimizer.param_groups, current, strict=True):
-            group.update(values)
