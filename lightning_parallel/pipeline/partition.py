@@ -4,7 +4,8 @@ A model is seen as a chain of *layers*, submodules that run once each, in order,
 A stage owns a run of layers. What else holds parameters is owned as follows:
 
 - a module outside the chain, by the first stage if it was registered before the layers (embeddings), by the last one
-  if after (final norm, head), and by the layer before it if between;
+  if after (final norm, head), and with the next layer if between (an encoder's final norm): a stage leaves the step
+  behind its last layer, so there it couldn't run behind the layer before;
 - a *loose* parameter, one that hangs directly on a module around the chain (a position embedding made with
   ``nn.Parameter``, or a list of such), by every stage: nobody can tell before the first step where it is used. It is
   small as a rule;
@@ -99,7 +100,7 @@ def partition(
     bounds = _bounds(costs, trainable, stages, balance)
 
     stage_of_layer = [stage for stage in range(stages) for _ in range(bounds[stage], bounds[stage + 1])]
-    outside = {name: stage_of_layer[_clamp(position, chain)] for name, position in units.items()}
+    outside = {name: stage_of_layer[position] for name, position in units.items()}
     roots = dict(zip(chain, stage_of_layer, strict=True)) | outside
     # By identity, since a module may have several names, of which one lies in a layer and one doesn't.
     places = {id(part): stage for name, stage in roots.items() for part in module.get_submodule(name).modules()}
@@ -194,15 +195,10 @@ def _costs(module: nn.Module, chain: Sequence[str], units: dict[str, int]) -> tu
     costs = [0] * len(chain)
     trainable = [False] * len(chain)
     for name, position in (*((name, i) for i, name in enumerate(chain)), *units.items()):
-        layer = _clamp(position, chain)
         for parameter in module.get_submodule(name).parameters():
-            costs[layer] += parameter.numel()
-            trainable[layer] |= parameter.requires_grad
+            costs[position] += parameter.numel()
+            trainable[position] |= parameter.requires_grad
     return costs, trainable
-
-
-def _clamp(position: int, chain: Sequence[str]) -> int:
-    return min(max(position, 0), len(chain) - 1)
 
 
 def _opened(container: nn.Module, prefix: str) -> Iterator[str]:
@@ -219,17 +215,17 @@ def _runs_in_order(container: nn.Module) -> bool:
 
 
 def _outside(module: nn.Module, chain: Sequence[str]) -> dict[str, int]:
-    """Modules outside the chain that hold parameters, each with the index of the layer that it goes with (-1: before
-    all, ``len(chain)``: after all)."""
+    """Modules outside the chain that hold parameters, each with the index of the layer that it goes with: the next in
+    order of registration, or the last."""
     units: dict[str, int] = {}
-    seen = -1  # index of the last layer passed, in order of registration
+    coming = 0  # index of the layer behind the last one passed, in order of registration
 
     def visit(parent: nn.Module, prefix: str) -> None:
-        nonlocal seen
+        nonlocal coming
         for short, child in parent.named_children():
             name = prefix + short
             if id(child) in index:
-                seen = max(seen, index[id(child)])
+                coming = max(coming, index[id(child)] + 1)
             elif isinstance(child, (nn.ParameterList, nn.ParameterDict)):
                 continue  # loose parameters
             elif isinstance(child, (nn.ModuleList, nn.ModuleDict)):
@@ -237,7 +233,7 @@ def _outside(module: nn.Module, chain: Sequence[str]) -> dict[str, int]:
             elif any(id(part) in claimed for part in child.modules()):
                 visit(child, f"{name}.")
             elif any(True for _ in child.parameters()):
-                units[name] = len(chain) if seen == len(chain) - 1 else seen
+                units[name] = min(coming, len(chain) - 1)
                 claimed.update(id(part) for part in child.modules())
 
     index = {id(module.get_submodule(name)): i for i, name in enumerate(chain)}

@@ -219,11 +219,12 @@ def test_lightnings_demo_transformer_is_cut_between_its_layers() -> None:
     assert parts.outside["model.embedding"] == 0 and parts.outside["model.decoder"] == 1
 
 
-def test_modules_between_layers_go_with_the_layer_before() -> None:
+def test_modules_between_layers_go_with_the_next() -> None:
+    """The stage of the layer before leaves the step behind it."""
     net = nn.Module()
-    net.first, net.between, net.second, net.after = (nn.Linear(2, 2) for _ in range(4))
+    net.before, net.first, net.between, net.second, net.after = (nn.Linear(2, 2) for _ in range(5))
     parts = partition(net, 2, layers=["first", "second"])
-    assert parts.outside == {"between": 0, "after": 1}
+    assert parts.outside == {"before": 0, "between": 1, "after": 1}
 
 
 def test_a_list_outside_the_chain_is_owned_module_by_module() -> None:

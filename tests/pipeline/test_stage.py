@@ -88,6 +88,33 @@ def test_loss_and_gradients_equal_the_whole_models(kind: type[Net], stages: int)
     assert_equal_to_the_whole(kind(), step, stages, **BLOCKS, balance=kind.balance(stages))
 
 
+class Halves(Net):
+    """Modules between the layers: an encoder's norm and a decoder's embedding."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=2)
+        self.head = nn.LayerNorm(self.width)
+        self.second_stem = nn.Linear(3, self.width)
+        self.second = nn.ModuleList(self.block() for _ in range(2))
+        self.last = nn.Linear(self.width, 2)
+
+    def step(self, x: Tensor) -> Tensor:
+        memory = self.head(self.body(self.stem(x)))
+        y = self.second_stem(x)
+        for block in self.second:
+            y = block(y + memory)
+        return self.last(y).square().mean()
+
+
+@pytest.mark.parametrize(("layers", "stages"), [
+    (["blocks.*", "second.*"], 2),
+    (["blocks.*", "second.*"], 4),
+    (["blocks.0", "last"], 2),
+])  # fmt: skip
+def test_modules_between_layers_run_with_the_next(layers: list[str], stages: int) -> None:
+    assert_equal_to_the_whole(Halves(), step, stages, layers=layers, balance="layers")
+
+
 def tokens(vocabulary: int = 11) -> Tensor:
     return torch.randint(vocabulary, (2, 6), generator=torch.Generator().manual_seed(1))
 
