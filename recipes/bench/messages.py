@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes.bench import processes
 from recipes.bench.report import Cell, Table
 from recipes.bench.sharded import Contestant, blocks, ours, theirs
+from recipes.traffic import Traffic, wire_bytes
 
-# The operators of torch.distributed, and those of its functional collectives, which DTensor uses.
-_NAMES: Mapping[str, str] = {
-    "allreduce_": "all-reduce",
-    "all_reduce": "all-reduce",
-    "allgather_": "all-gather",
-    "all_gather_into_tensor": "all-gather",
-    "reduce_scatter_": "reduce-scatter",
-    "reduce_scatter_tensor": "reduce-scatter",
-}
-
-# Of the functional ones, what goes with a message without being one.
-_LOCAL = ("wait_tensor", "_wrap_tensor_autograd")
-
-Sent = dict[str, tuple[int, int]]  # by collective: how many, and bytes of the whole tensors
+Sent = dict[str, tuple[int, int]]  # by collective: how many, and a rank's bytes on the wire
 
 
 @dataclass(frozen=True)
@@ -48,6 +29,7 @@ QUICK = Sizes(width=64, length=32)
 
 
 def measure(sizes: Sizes) -> list[Table]:
+    ranks = 2
     whole = sizes.samples * sizes.length * sizes.width * torch.float32.itemsize
     twice, once_more = 2 * sizes.layers, 2 * sizes.layers + 1
     plain = {"all-reduce": twice}
@@ -55,13 +37,14 @@ def measure(sizes: Sizes) -> list[Table]:
     pieces = {"all-gather": once_more, "reduce-scatter": twice}
     theory = {"": plain, ", sequence-parallel": pieces}
     rows: list[list[Cell]] = []
-    for name, directions in processes.run(_sent, 2, sizes)[0].items():
+    for name, directions in processes.run(_sent, ranks, sizes)[0].items():
         counts = theory[name[name.index(",") :] if "," in name else ""]
         for direction, sent in directions.items():
             for collective in sorted(counts.keys() | sent.keys()):
                 count, size = sent.get(collective, (0, 0))
                 due = counts.get(collective, 0)
-                rows.append([name, direction, collective, count, due, size / 2**20, due * whole / 2**20])
+                due_bytes = due * wire_bytes(collective, whole, ranks)
+                rows.append([name, direction, collective, count, due, size / 2**20, due_bytes / 2**20])
     return [
         Table(
             f"What is sent in a step: {sizes.layers} GPT blocks, d {sizes.width}, "
@@ -78,39 +61,9 @@ def measure(sizes: Sizes) -> list[Table]:
             rows,
             "Theory: two all-reduces a block and direction, each of batch x time x width numbers. Sequence-parallel: "
             "an all-gather and a reduce-scatter in the place of each, and one all-gather a direction at the ends of "
-            "the chain. MiB: of the whole tensors, before any ring or tree.",
+            "the chain. MiB: what each rank sends, as in a ring.",
         )
     ]
-
-
-class _Recorder(TorchDispatchMode):
-    """Collectives are operators, so all ways to call one are seen, and those of a backward too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._counts: Counter[str] = Counter()
-        self._bytes: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor comes first, and what it calls is seen
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if func.namespace in ("c10d", "_c10d_functional") and name not in _LOCAL:
-            collective = _NAMES.get(name, name)
-            self._counts[collective] += 1
-            self._bytes[collective] += max(_size(value) for value in (result, *args))
-        return result
-
-    def sent(self) -> Sent:
-        return {name: (count, self._bytes[name]) for name, count in self._counts.items()}
-
-
-def _size(value: Any) -> int:
-    """Bytes of the tensors in an argument: pieces are given as a list of them."""
-    return sum(x.nbytes for x in pytree.tree_leaves(value) if isinstance(x, Tensor))
 
 
 def _sent(sizes: Sizes) -> dict[str, dict[str, Sent]]:
@@ -126,8 +79,12 @@ def _sent(sizes: Sizes) -> dict[str, dict[str, Sent]]:
 
 
 def _both_ways(contestant: Contestant) -> dict[str, Sent]:
-    with _Recorder() as forward:
+    with Traffic() as forward:
         loss = contestant.forward()
-    with _Recorder() as backward:
+    with Traffic() as backward:
         loss.backward()
-    return {"forward": forward.sent(), "backward": backward.sent()}
+    return {"forward": _counted(forward), "backward": _counted(backward)}
+
+
+def _counted(traffic: Traffic) -> Sent:
+    return {kind: (count, traffic.sent[kind]) for kind, count in traffic.messages.items()}

@@ -30,7 +30,7 @@ from lightning_parallel.strategies.pipeline_base import PipelineBase
 from lightning_parallel.strategies.sharded import ShardedStrategy
 from lightning_parallel.tensor.embedding import VocabParallelEmbedding
 from lightning_parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from recipes.compare.traffic import POINT_TO_POINT, wire_bytes
+from recipes.traffic import POINT_TO_POINT, wire_bytes
 
 
 def ddp(gradient_bytes: int, ranks: int) -> dict[str, float]:

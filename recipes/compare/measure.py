@@ -23,8 +23,8 @@ from lightning_parallel.strategies.data import DataParallelStrategy
 from lightning_parallel.strategies.pipeline_base import PipelineBase
 from recipes.compare import memory
 from recipes.compare.formula import Expected
-from recipes.compare.traffic import Traffic
 from recipes.compare.waiting import ReplicaPhases, Times
+from recipes.traffic import Traffic
 from recipes.worker import coordinates
 
 FILE = "measured-{rank}.json"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from recipes.compare.rows import Row
 from recipes.compare.run import REFERENCE
-from recipes.compare.traffic import KINDS
+from recipes.traffic import KINDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

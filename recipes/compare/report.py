@@ -13,7 +13,7 @@ from typing import Any
 from recipes.bench.report import Cell, Table, circumstances
 from recipes.compare.findings import findings
 from recipes.compare.rows import Row
-from recipes.compare.traffic import KINDS
+from recipes.traffic import KINDS
 
 MIB, KIB = 2**20, 2**10
 HELD = ("parameters", "gradients", "optimizer")

@@ -8,7 +8,7 @@ from statistics import fmean, quantiles
 from typing import Any
 
 from recipes.compare.run import REFERENCE, Outcome
-from recipes.compare.traffic import KINDS, POINT_TO_POINT
+from recipes.traffic import KINDS, POINT_TO_POINT
 from recipes.validate import world_size
 
 

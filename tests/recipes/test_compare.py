@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 import yaml
 
 from recipes import record, worker
@@ -27,7 +25,6 @@ from recipes.compare.__main__ import main
 from recipes.compare.findings import findings
 from recipes.compare.rows import Row, rows
 from recipes.compare.run import Outcome, configs
-from recipes.compare.traffic import Traffic, wire_bytes
 from recipes.launch import ROOT, Failure, WorkersFailed
 from recipes.validate import ConfigError, world_size
 from tests.pool import WorkerPool
@@ -40,50 +37,10 @@ MIB = 2**20
 # -- the formulas --------------------------------------------------------------------------------------------
 
 
-def test_bytes_on_the_wire_are_a_ring_s() -> None:
-    assert wire_bytes("all-reduce", 100, 4) == 150
-    assert wire_bytes("all-gather", 100, 4) == wire_bytes("reduce-scatter", 100, 4) == 75
-    assert wire_bytes("broadcast", 100, 4) == 75
-    assert wire_bytes("point-to-point", 100, 4) == 100
-
-
 def test_sharded_data_parallelism_sends_half_as_much_again_as_replicated() -> None:
     ddp, fsdp = formula.ddp(100, 4), formula.fsdp(100, 100, 100, 4)
     assert ddp == {"all-reduce": 150} and fsdp == {"all-gather": 150, "reduce-scatter": 75}
     assert sum(formula.fsdp(100, 0, 100, 4).values()) == sum(ddp.values())
-
-
-def counted() -> dict[str, Any]:
-    pair = dist.new_group([0, 1])
-    with Traffic() as traffic:
-        dist.all_reduce(torch.ones(6))
-        dist.broadcast(torch.ones(6), 0)
-        dist.all_gather([torch.empty(2) for _ in range(3)], torch.ones(2))
-        dist.reduce_scatter_tensor(torch.empty(2), torch.ones(6))
-        functional.all_reduce(torch.ones(6), "sum", dist.group.WORLD).wait()
-        dist.all_reduce(torch.ones(1))
-        if dist.get_rank() < 2:
-            dist.all_reduce(torch.ones(6), group=pair)
-        if dist.get_rank() == 0:
-            dist.send(torch.ones(6), 2)
-        if dist.get_rank() == 2:
-            dist.recv(torch.empty(6), 0)
-    return {"sent": dict(traffic.sent), "messages": dict(traffic.messages), "received": traffic.received}
-
-
-def test_every_kind_of_message_is_counted_with_its_group(pool: WorkerPool) -> None:
-    first, second, third = pool.run(counted, 3)
-    whole = 6 * 4
-    assert third["sent"] == {
-        "all-reduce": 2 * wire_bytes("all-reduce", whole, 3),
-        "broadcast": 16,
-        "all-gather": 16,
-        "reduce-scatter": 16,
-        "scalars": 3,
-    }
-    assert third["received"] == whole and third["messages"]["point-to-point"] == 1
-    assert first["sent"] == second["sent"] != third["sent"] and first["received"] == 0
-    assert first["sent"]["all-reduce"] == third["sent"]["all-reduce"] + whole
 
 
 # -- real runs -----------------------------------------------------------------------------------------------
