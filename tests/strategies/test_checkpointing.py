@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,26 @@ def fit(
     return report, keeper.best_model_path, float(trainer.callback_metrics.get("val_loss", torch.nan))
 
 
+Results = list[tuple[Report, str, float]]
+Trained = Callable[..., tuple[Results, Path]]
+
+
+@pytest.fixture(scope="module")
+def trained(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """What a whole run gave on each rank, and the folder of its checkpoints. Tests share it: they only read."""
+    done: dict[str, tuple[Results, Path]] = {}
+
+    def train(ranks: int, model: str, strategy: str, options: dict[str, Any], **trainer_options: Any) -> Any:
+        key = repr((ranks, model, strategy, options, trainer_options))
+        if key not in done:
+            folder = tmp_path_factory.mktemp("trained")
+            results = pool.run(fit, ranks, model, strategy, options, ranks, folder, init=False, **trainer_options)
+            done[key] = results, folder
+        return done[key]
+
+    return train
+
+
 @pytest.mark.parametrize(("model", "strategy", "options"), [
     ("GPT2", "sync", {"microbatches": 4}),
     ("Blocks", "sync", {"schedule": "1f1b", "microbatches": 2}),
@@ -53,10 +74,10 @@ def fit(
     ("Blocks", "async", {"microbatches": 2}),
 ])  # fmt: skip
 def test_a_resumed_run_is_the_run_to_the_bit(
-    pool: WorkerPool, tmp_path: Path, model: str, strategy: str, options: dict[str, Any]
+    pool: WorkerPool, trained: Trained, tmp_path: Path, model: str, strategy: str, options: dict[str, Any]
 ) -> None:
-    whole = pool.run(fit, 3, model, strategy, options, 3, tmp_path / "a", init=False)
-    resumed = pool.run(fit, 3, model, strategy, options, 3, tmp_path / "b", tmp_path / "a" / "epoch=1.ckpt", init=False)
+    whole, folder = trained(3, model, strategy, options)
+    resumed = pool.run(fit, 3, model, strategy, options, 3, tmp_path, folder / "epoch=1.ckpt", init=False)
     for (a, best_a, loss_a), (b, best_b, loss_b) in zip(whole, resumed, strict=True):
         assert largest_difference(a.weights, b.weights) == 0
         assert loss_a == loss_b
@@ -65,37 +86,34 @@ def test_a_resumed_run_is_the_run_to_the_bit(
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_a_checkpoint_continues_under_another_number_of_stages(pool: WorkerPool, tmp_path: Path, stages: int) -> None:
+def test_a_checkpoint_continues_under_another_number_of_stages(
+    pool: WorkerPool, trained: Trained, tmp_path: Path, stages: int
+) -> None:
     options = {"microbatches": 2}
-    whole = pool.run(fit, 3, "GPT2", "sync", options, 3, tmp_path / "a", init=False, gradient_clip_val=0.5)
-    resumed = pool.run(
-        fit, stages, "GPT2", "sync", options, stages, tmp_path / "b", tmp_path / "a" / "epoch=1.ckpt",
-        init=False, gradient_clip_val=0.5,
-    )  # fmt: skip
+    whole, folder = trained(3, "GPT2", "sync", options, gradient_clip_val=0.5)
+    saved = folder / "epoch=1.ckpt"
+    resumed = pool.run(fit, stages, "GPT2", "sync", options, stages, tmp_path, saved, init=False, gradient_clip_val=0.5)
     weights = [joined([report for report, _, _ in run], "weights") for run in (whole, resumed)]
     assert largest_difference(*weights) < 1e-12
 
 
 @pytest.mark.parametrize(("strategy", "stages"), [("sync", 2), ("sync", 3)])
 def test_a_plain_checkpoint_of_one_process_continues_in_a_pipeline(
-    pool: WorkerPool, tmp_path: Path, strategy: str, stages: int
+    pool: WorkerPool, trained: Trained, tmp_path: Path, strategy: str, stages: int
 ) -> None:
-    (whole, _, loss) = pool.run(fit, 1, "Blocks", "single", {}, 1, tmp_path / "a", init=False)[0]
-    resumed = pool.run(
-        fit, stages, "Blocks", strategy, {}, stages, tmp_path / "b", tmp_path / "a" / "epoch=1.ckpt", init=False
-    )
+    [(whole, _, loss)], folder = trained(1, "Blocks", "single", {})
+    resumed = pool.run(fit, stages, "Blocks", strategy, {}, stages, tmp_path, folder / "epoch=1.ckpt", init=False)
     assert largest_difference(joined([report for report, _, _ in resumed], "weights"), whole.weights) < 1e-12
     assert resumed[0][2] == pytest.approx(loss, rel=0, abs=1e-12)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_resumed_run_of_shards_is_the_run_to_the_bit(
-    pool: WorkerPool, tmp_path: Path, sequence_parallel: bool
+    pool: WorkerPool, trained: Trained, tmp_path: Path, sequence_parallel: bool
 ) -> None:
     options = {"sequence_parallel": sequence_parallel}
-    whole = pool.run(fit, 2, "DroppingGPT2", "tensor", options, 2, tmp_path / "a", init=False)
-    saved = tmp_path / "a" / "epoch=1.ckpt"
-    resumed = pool.run(fit, 2, "DroppingGPT2", "tensor", options, 2, tmp_path / "b", saved, init=False)
+    whole, folder = trained(2, "DroppingGPT2", "tensor", options)
+    resumed = pool.run(fit, 2, "DroppingGPT2", "tensor", options, 2, tmp_path, folder / "epoch=1.ckpt", init=False)
     for (a, _, loss_a), (b, _, loss_b) in zip(whole, resumed, strict=True):
         assert largest_difference(a.weights, b.weights) == 0
         assert loss_a == loss_b
@@ -108,12 +126,12 @@ def test_a_resumed_run_of_shards_is_the_run_to_the_bit(
     ("sync", 4, {"tensor_parallel": 2, "microbatches": 2}),
 ])  # fmt: skip
 def test_shards_continue_under_another_layout(
-    pool: WorkerPool, tmp_path: Path, strategy: str, ranks: int, options: dict[str, Any]
+    pool: WorkerPool, trained: Trained, tmp_path: Path, strategy: str, ranks: int, options: dict[str, Any]
 ) -> None:
-    whole = pool.run(fit, 2, "ShardableGPT2", "tensor", {}, 2, tmp_path / "a", init=False, gradient_clip_val=0.5)
-    saved = tmp_path / "a" / "epoch=1.ckpt"
+    whole, folder = trained(2, "ShardableGPT2", "tensor", {}, gradient_clip_val=0.5)
+    saved = folder / "epoch=1.ckpt"
     resumed = pool.run(
-        fit, ranks, "ShardableGPT2", strategy, options, ranks, tmp_path / "b", saved, init=False, gradient_clip_val=0.5
+        fit, ranks, "ShardableGPT2", strategy, options, ranks, tmp_path, saved, init=False, gradient_clip_val=0.5
     )
     weights = [joined([report for report, _, _ in run], "weights") for run in (whole, resumed)]
     assert largest_difference(*weights) < 1e-12
@@ -121,27 +139,27 @@ def test_shards_continue_under_another_layout(
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_stages_in_shards_over_replicas_are_resumed_and_open_without(
-    pool: WorkerPool, tmp_path: Path, ranks: int
+    pool: WorkerPool, trained: Trained, tmp_path: Path, ranks: int
 ) -> None:
     options = {"stages": 2, "data_parallel_kind": "shard", "microbatches": 2}
-    whole = pool.run(fit, 4, "Llama", "sync", options, 4, tmp_path / "a", init=False)
-    last = tmp_path / "a" / "epoch=3.ckpt"
+    whole, folder = trained(4, "Llama", "sync", options)
+    last = folder / "epoch=3.ckpt"
     if ranks == 4:
-        saved = tmp_path / "a" / "epoch=1.ckpt"
-        resumed = pool.run(fit, 4, "Llama", "sync", options, 4, tmp_path / "b", saved, init=False)
+        resumed = pool.run(fit, 4, "Llama", "sync", options, 4, tmp_path, folder / "epoch=1.ckpt", init=False)
         weights = [joined([report for report, _, _ in run], "weights") for run in (whole, resumed)]
         assert largest_difference(*weights) == 0
     else:  # nothing is left to be trained: what is read is what was saved
-        read = pool.run(fit, ranks, "Llama", "sync", {}, ranks, tmp_path / "b", last, init=False)
+        read = pool.run(fit, ranks, "Llama", "sync", {}, ranks, tmp_path, last, init=False)
         weights = [joined([report for report, _, _ in run], "weights") for run in (whole, read)]
         assert largest_difference(*weights) == 0
     assert largest_difference(read_full(last), weights[0]) == 0
 
 
-def test_a_plain_checkpoint_of_one_process_continues_in_shards(pool: WorkerPool, tmp_path: Path) -> None:
-    (whole, _, loss) = pool.run(fit, 1, "ShardableGPT2", "single", {}, 1, tmp_path / "a", init=False)[0]
-    saved = tmp_path / "a" / "epoch=1.ckpt"
-    resumed = pool.run(fit, 3, "ShardableGPT2", "tensor", {}, 3, tmp_path / "b", saved, init=False)
+def test_a_plain_checkpoint_of_one_process_continues_in_shards(
+    pool: WorkerPool, trained: Trained, tmp_path: Path
+) -> None:
+    [(whole, _, loss)], folder = trained(1, "ShardableGPT2", "single", {})
+    resumed = pool.run(fit, 3, "ShardableGPT2", "tensor", {}, 3, tmp_path, folder / "epoch=1.ckpt", init=False)
     assert largest_difference(joined([report for report, _, _ in resumed], "weights"), whole.weights) < 1e-12
     assert resumed[0][2] == pytest.approx(loss, rel=0, abs=1e-12)
 
