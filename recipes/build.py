@@ -8,7 +8,9 @@ from typing import Any
 
 import lightning as L
 import torch
+from hydra.errors import InstantiationException
 from hydra.utils import get_class, instantiate
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
@@ -21,16 +23,26 @@ from recipes.models import MODELS
 Config = Mapping[str, Any]
 
 
+def built(node: Mapping[str, Any]) -> Any:
+    """What a node with ``_target_`` describes. A refusal by its maker is raised as it is, not in Hydra's wrapping."""
+    try:
+        return instantiate(node, _convert_="all")
+    except InstantiationException as error:
+        if isinstance(error.__cause__, ValueError | MisconfigurationException):
+            raise error.__cause__ from None
+        raise
+
+
 def data(config: Config) -> L.LightningDataModule:
     """The example data named by ``data.name``, or the user's own ``data._target_``."""
     node = dict(config["data"])
     if node.get("_target_") is not None:
-        built = instantiate(node, _convert_="all")
+        module = built(node)
     else:
-        built = get_class(DATA[node.pop("name")])(**node, seed=config["seed"])
-    if not isinstance(built, L.LightningDataModule):
+        module = get_class(DATA[node.pop("name")])(**node, seed=config["seed"])
+    if not isinstance(module, L.LightningDataModule):
         raise ValueError(f"data._target_={node['_target_']} is not a LightningDataModule: give one")
-    return built
+    return module
 
 
 def model(config: Config) -> L.LightningModule:
@@ -44,33 +56,33 @@ def model(config: Config) -> L.LightningModule:
         target = get_class(node.pop("_target_"))
         # These two are passed on as dictionaries, not built: they need the model's parameters.
         passed = {key: node.pop(key) for key in ("optimizer", "scheduler") if key in node}
-        built = target(**instantiate(node, _convert_="all"), **passed)
+        module = target(**built(node), **passed)
     else:
         target = get_class(MODELS[node.pop("name")])
-        built = target(**node, optimizer=config["optimizer"], scheduler=config["scheduler"])
-    if not isinstance(built, L.LightningModule):
+        module = target(**node, optimizer=config["optimizer"], scheduler=config["scheduler"])
+    if not isinstance(module, L.LightningModule):
         raise ValueError(f"model._target_={config['model']['_target_']} is not a LightningModule: give one")
-    return built
+    return module
 
 
 def strategy(config: Config) -> Strategy | str:
     """The strategy object; ``"auto"`` for a single process, for which Lightning chooses by accelerator."""
     if config["strategy"]["_target_"] is None:
         return "auto"
-    built: Strategy = instantiate(config["strategy"], _convert_="all")
-    return built
+    chosen: Strategy = built(config["strategy"])
+    return chosen
 
 
 def loggers(config: Config) -> list[Logger]:
-    return [instantiate(node, _convert_="all") for node in config["logger"].values()]
+    return [built(node) for node in config["logger"].values()]
 
 
 def callbacks(config: Config) -> list[Callback]:
     """The configured ones; without progress bars when ``trainer.enable_progress_bar=false``."""
-    built: list[Callback] = [instantiate(node, _convert_="all") for node in config["callbacks"].values()]
+    chosen: list[Callback] = [built(node) for node in config["callbacks"].values()]
     if not config["trainer"]["enable_progress_bar"]:
-        built = [callback for callback in built if not isinstance(callback, L.pytorch.callbacks.ProgressBar)]
-    return built
+        chosen = [callback for callback in chosen if not isinstance(callback, L.pytorch.callbacks.ProgressBar)]
+    return chosen
 
 
 def validation_interval(max_steps: int, accumulate: int) -> int | None:

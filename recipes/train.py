@@ -17,6 +17,7 @@ import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException, HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.syntax import Syntax
@@ -70,12 +71,16 @@ def run(cfg: DictConfig) -> float | None:
     metrics = record.read_metrics(folder)
     log.info("%s", "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if value is not None))
     log.info("done; see %s", folder)
-    return _optimized(config["optimized_metric"], metrics)
+    return _optimized(config["optimized_metric"], metrics, sweeping=job.mode == RunMode.MULTIRUN)
 
 
-def _optimized(name: str | None, metrics: Mapping[str, float | None]) -> float | None:
-    """The metric's value; infinite or absent numbers are NaN, as sweepers expect of a failed trial."""
-    if name is None:
+def _optimized(name: str | None, metrics: Mapping[str, float | None], *, sweeping: bool) -> float | None:
+    """The metric's value; infinite or absent numbers are NaN, as sweepers expect of a failed trial.
+
+    Raises:
+        UnknownMetric: in a sweep, where it would be missed.
+    """
+    if name is None or (name not in metrics and not sweeping):
         return None
     if name not in metrics:
         known = ", ".join(metrics)

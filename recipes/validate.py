@@ -192,6 +192,13 @@ def _rules(config: Config) -> Iterator[Problem]:
             "the cosine has no end",
             "set trainer.max_steps or scheduler.total_steps to the updates of the run",
         )
+    elif scheduler.get("name") == "cosine" and scheduler["warmup_steps"] >= scheduler["total_steps"]:
+        yield Problem(
+            "scheduler.warmup_steps",
+            scheduler["warmup_steps"],
+            f"the rate would still be rising at the end, scheduler.total_steps={scheduler['total_steps']}",
+            f"use {max(1, scheduler['total_steps'] // 5)}, a fifth of the run",
+        )
 
 
 def _model_and_data(model: Config, data: Config) -> Iterator[Problem]:
@@ -229,12 +236,15 @@ def _axes(strategy: Config, processes: int) -> Iterator[Problem]:
     elif processes % product or (not automatic and processes != product):
         key = max((key for key, size in sizes.items() if size != "auto"), key=lambda key: sizes[key])
         what = " x ".join(f"strategy.{name}={size}" for name, size in sizes.items() if size not in ("auto", 1))
-        fix = f"set cluster.devices={product}, or strategy.{key}=auto"
+        fix = f"set cluster.devices={product}, or " + ("a multiple of it" if automatic else f"strategy.{key}=auto")
         yield Problem(f"strategy.{key}", sizes[key], f"{what} does not fill cluster.devices={processes}", fix)
 
 
 def _pipeline(strategy: Config, batch: int | None) -> Iterator[Problem]:
     microbatches = strategy["microbatches"]
+    if strategy.get("schedule") == "naive" and microbatches not in ("auto", 1):
+        fix = "use strategy=pipeline_sync, or strategy.microbatches=1"
+        yield Problem("strategy.microbatches", microbatches, "the naive schedule has one", fix)
     if microbatches != "auto" and batch is not None and microbatches > batch:
         yield Problem(
             "strategy.microbatches",

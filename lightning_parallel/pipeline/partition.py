@@ -4,8 +4,8 @@ A model is seen as a chain of *layers*, submodules that run once each, in order,
 A stage owns a run of layers. What else holds parameters is owned as follows:
 
 - a module outside the chain, by the first stage if it was registered before the layers (embeddings), by the last one
-  if after (final norm, head), and with the next layer if between (an encoder's final norm): a stage leaves the step
-  behind its last layer, so there it couldn't run behind the layer before;
+  if after (final norm, head), and with the layer behind the latest that was registered so far if between (an encoder's
+  final norm): a stage leaves the step behind its last layer, so there it couldn't run behind the layer before;
 - a *loose* parameter, one that hangs directly on a module around the chain (a position embedding made with
   ``nn.Parameter``, or a list of such), by every stage: nobody can tell before the first step where it is used. It is
   small as a rule;
@@ -144,6 +144,12 @@ def resolve_layers(
                 taken.add(id(module.get_submodule(name)))
                 chain.append(name)
     for name in chain:
+        part = module.get_submodule(name)
+        if isinstance(part, _NOT_CALLED) and type(part).forward is nn.Module.forward:
+            kind = type(part).__name__
+            raise ValueError(
+                f"{setting}: {name!r} is a {kind}, which isn't called itself: name its modules, '{name}.*'."
+            )
         nested = [other for other in chain if other.startswith(f"{name}.")]
         if nested:
             raise ValueError(f"{setting}: {nested[0]!r} is a part of {name!r}: name one of them, not both.")
@@ -215,8 +221,8 @@ def _runs_in_order(container: nn.Module) -> bool:
 
 
 def _outside(module: nn.Module, chain: Sequence[str]) -> dict[str, int]:
-    """Modules outside the chain that hold parameters, each with the index of the layer that it goes with: the next in
-    order of registration, or the last."""
+    """Modules outside the chain that hold parameters, each with the index of the layer that it goes with: that behind
+    the latest registered so far, or the last."""
     units: dict[str, int] = {}
     coming = 0  # index of the layer behind the last one passed, in order of registration
 

@@ -8,7 +8,7 @@ gradient that its backward on stage s + 1 sent.
 In the clock tables below time runs to the right, a row is a stage, `F2` is the forward and `B2` the backward
 of microbatch 2 (both drawn one clock long), `.` is a clock without work and `|` the optimizer step.
 
-`python -m lightning_parallel.pipeline.schedule 1f1b --stages 4 --microbatches 8` draws one for other sizes.
+`python -m lightning_parallel.pipeline 1f1b --stages 4 --microbatches 8` draws one for other sizes.
 """
 
 from __future__ import annotations
@@ -340,9 +340,3 @@ def dependency_order(schedule: Schedule) -> Iterator[Action]:
     ]
     if waiting:
         raise ValueError("the schedule deadlocks: " + "; ".join(waiting))
-
-
-if __name__ == "__main__":
-    from lightning_parallel.pipeline.simulate import main
-
-    main()

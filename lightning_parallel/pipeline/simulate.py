@@ -200,7 +200,7 @@ def render(schedule: Schedule | Simulation, *, unit: float | None = None, width:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: draw a schedule; print its bubble, by theory and simulated, and the activations held."""
     parser = argparse.ArgumentParser(
-        prog="python -m lightning_parallel.pipeline.schedule",
+        prog="python -m lightning_parallel.pipeline",
         description="Draw a pipeline schedule as text and print its bubble and the activations held.",
     )
     parser.add_argument("schedule", choices=[*SYNCHRONOUS, "async"])

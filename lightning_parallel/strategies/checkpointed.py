@@ -69,6 +69,11 @@ class CheckpointedStrategy(LayoutStrategy):
         self._group_names: list[list[str]] = []  # of the whole model, for each parameter group of the optimizer
         self._failed = False
 
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._failed = False  # in a fit before
+
     def held(self) -> Held:
         """This rank's part, from :meth:`distribute_model` on."""
         raise TypeError(f"{type(self).__name__} is abstract: it holds nothing")

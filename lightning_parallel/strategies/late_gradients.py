@@ -106,13 +106,15 @@ class LateGradients:
             )
         late = mean_staleness(self.weights, ahead, microbatches)
         cost = known_cost(self.correction, late)
+        looks_ahead = isinstance(optimizer, torch.optim.NAdam)
+        best = "weights='stash'" if looks_ahead else "weights='stash' and correction='second_order'"
         if stages > 1 and cost is not None:
             rank_zero_warn(
                 f"{given}, weights={self.weights!r}, correction={self.correction!r}: gradients of the first stage are "
                 f"{late:.2g} updates late. {cost} Use microbatches='auto' with at least {2 * stages} samples a batch, "
-                f"weights='stash' and correction='second_order'."
+                f"{best}."
             )
-        elif stages > 1 and self.correction == "second_order" and isinstance(optimizer, torch.optim.NAdam):
+        elif stages > 1 and looks_ahead and self.weights == "stash" and self.correction == "second_order":
             rank_zero_warn(
                 "correction='second_order' with NAdam, which looks ahead by itself: in recipes/study it ended 0.5 to "
                 "0.8 % above correction=None, where AdamW and Muon ended up to 6 % below. Use correction=None."

@@ -55,6 +55,7 @@ class PipelineBase(StreamedEvaluation):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        self._timeline = Timeline(enabled=self._timeline.enabled)  # of this run alone; the engine takes it
         super().setup(trainer)
         self._batches_seen = 0
 

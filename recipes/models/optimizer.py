@@ -53,7 +53,10 @@ def configure(
         trained = [
             {"params": [p for p in everything if (id(p) in chosen) is muon], "muon": muon} for muon in (True, False)
         ]
-    built: torch.optim.Optimizer = kind(trained, **arguments)
+    try:
+        built: torch.optim.Optimizer = kind(trained, **arguments)
+    except ValueError as error:
+        raise ValueError(f"optimizer: {error}") from error
     options = dict(scheduler or {"name": "constant"})
     name = options.pop("name")
     if name == "constant":

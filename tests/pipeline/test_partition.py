@@ -227,6 +227,16 @@ def test_modules_between_layers_go_with_the_next() -> None:
     assert parts.outside == {"before": 0, "between": 1, "after": 1}
 
 
+@pytest.mark.parametrize("kind", [nn.ModuleList, nn.ModuleDict])
+def test_a_list_named_as_a_layer_is_refused_with_what_to_name(kind: type[nn.Module]) -> None:
+    net = nn.Module()
+    parts = {"0": nn.Linear(2, 2), "1": nn.Linear(2, 2)}
+    net.enc = nn.ModuleDict(parts) if kind is nn.ModuleDict else nn.ModuleList(parts.values())
+    net.dec = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=rf"layers: 'enc' is a {kind.__name__}.*'enc\.\*'"):
+        partition(net, 2, layers=["enc", "dec"])
+
+
 def test_a_list_outside_the_chain_is_owned_module_by_module() -> None:
     net = Blocks()
     net.heads = nn.ModuleList([nn.Linear(8, 2), nn.Linear(8, 3)])

@@ -109,3 +109,15 @@ def test_a_null_reaches_a_strategy_whose_default_is_another_value(correction: An
         patch.setattr("lightning_parallel.AsyncPipelineStrategy", Spy)
         build.strategy(composed(f"strategy.correction={text}"))
     assert given["correction"] == correction
+
+
+def test_a_strategy_s_refusal_is_raised_as_it_is() -> None:
+    node = {"_target_": "lightning_parallel.PipelineStrategy", "schedule": "naive", "microbatches": 8}
+    with pytest.raises(ValueError, match=r"^microbatches=8: the naive schedule has one"):
+        build.strategy({"strategy": node})
+
+
+def test_what_an_optimizer_refuses_is_told_with_the_setting() -> None:
+    config = composed("model=mlp", "data=digits", "optimizer.betas=[1,1]")
+    with pytest.raises(ValueError, match="^optimizer: Invalid beta"):
+        build.model(config).configure_optimizers()

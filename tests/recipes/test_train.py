@@ -33,12 +33,13 @@ def test_the_tree_shows_every_group_its_option_and_its_values() -> None:
 
 def test_the_metric_to_optimise_is_returned_or_its_name_refused() -> None:
     metrics = {"val_loss": 1.5, "train_loss": None}
-    assert _optimized("val_loss", metrics) == 1.5
-    assert _optimized(None, metrics) is None
-    diverged = _optimized("train_loss", metrics)
+    assert _optimized("val_loss", metrics, sweeping=True) == 1.5
+    assert _optimized(None, metrics, sweeping=True) is None
+    assert _optimized("loss", metrics, sweeping=False) is None  # nobody asks for it
+    diverged = _optimized("train_loss", metrics, sweeping=True)
     assert diverged is not None and math.isnan(diverged)
     with pytest.raises(UnknownMetric, match="optimized_metric=loss: .*; use one of val_loss, train_loss"):
-        _optimized("loss", metrics)
+        _optimized("loss", metrics, sweeping=True)
 
 
 def test_a_refused_setting_is_told_without_a_traceback_and_an_error_with_one() -> None:

@@ -6,6 +6,7 @@ import atexit
 import inspect
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -324,6 +325,40 @@ def test_one_trainer_fits_twice_and_evaluates(pool: WorkerPool, strategy: str) -
             assert results["test"] == [pytest.approx(expected["test"][0], abs=1e-6)]
     if strategy == "sync":
         assert all(torch.equal(a, b) for a, b in zip(ranks[0]["predict"], expected["predict"], strict=True))
+
+
+class FailsOnce(Net):
+    """In its second batch; not any more when it is trained again."""
+
+    failed = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1 and not self.failed:
+            self.failed = True
+            raise RuntimeError("no luck today")
+        return super().training_step(batch, batch_idx)
+
+
+def fit_again(strategy: str, folder: Path) -> tuple[bool, int]:
+    """After an error that the script handles: is a checkpoint written, and how many forwards has the timeline?"""
+    module, options = FailsOnce(), {"microbatches": 2, "timeline": True}
+    keeper = ModelCheckpoint(folder, "again")
+    trainer = make_trainer(
+        strategy, [keeper], options, max_epochs=1, enable_checkpointing=True, default_root_dir=folder
+    )
+    with pytest.raises(RuntimeError, match="no luck today"):
+        trainer.fit(module, loader())
+    trainer.fit(module, loader())
+    spans = [span for span in trainer.strategy._timeline.spans if span.kind == "forward"]
+    return (folder / "again.ckpt").exists(), len(spans)
+
+
+@BOTH
+def test_after_an_error_the_same_trainer_fits_and_saves_as_if_there_had_been_none(
+    pool: WorkerPool, tmp_path: Path, strategy: str
+) -> None:
+    ((saved, spans),) = pool.run(fit_again, 1, strategy, tmp_path, init=False)
+    assert saved and spans == 2 * len(loader())
 
 
 def group_at_exit() -> tuple[bool, bool]:

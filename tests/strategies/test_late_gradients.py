@@ -87,6 +87,8 @@ def nadam() -> torch.optim.Optimizer:
     (late(), 8, 16, nadam(), ["NAdam", "correction=None", "0.8 %"]),
     (late(correction=None), 8, 16, nadam(), []),
     (late(), 1, 1, nadam(), []),
+    (late(weights="2bw"), 8, 8, nadam(), []),
+    (late(correction=None), 8, 8, nadam(), ["weights='stash'."]),
 ], ids=str)  # fmt: skip
 def test_what_is_known_to_train_badly_is_warned_of(
     rules: LateGradients, stages: int, microbatches: int, optimizer: torch.optim.Optimizer, words: list[str]

@@ -41,3 +41,13 @@ def test_options_hold_no_parameters_and_only_the_rate_takes_the_factor() -> None
     for group, other in zip(whole, half, strict=True):
         assert "params" not in group
         assert other == {**group, "lr": group["lr"] / 2}
+
+
+def test_a_rate_that_is_a_tensor_is_kept_as_it_was_and_stays_the_scheduler_s() -> None:
+    rate = torch.tensor(1.0)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=rate, foreach=False)
+    were = options_of(optimizer)
+    rate.fill_(0.1)  # as torch's schedulers do
+    with with_options(optimizer, were):
+        assert float(optimizer.param_groups[0]["lr"]) == 1.0
+    assert optimizer.param_groups[0]["lr"] is rate and float(rate) == pytest.approx(0.1)
