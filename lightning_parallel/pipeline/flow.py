@@ -179,10 +179,14 @@ class _Watch:
             return  # a parameter used outside its module; the stages raise where it isn't at hand
         source, cargo = self._produced[origin]
         if source > stage:
+            # A layer is where it belongs; then the other one isn't.
+            misplaced = cargo.module if consumer in self._indices else consumer
+            place = f"before '{consumer}'" if misplaced == cargo.module else f"behind '{cargo.module}'"
             raise RuntimeError(
                 f"'{consumer}' is on stage {stage}, but needs the output of '{cargo.module}' on stage {source}. A "
                 f"module outside the layers goes with the first stage if it is registered before them, with the last "
-                f"if after: name '{consumer}' at its place in `layers`."
+                f"if after, and with the next layer if between: register '{misplaced}' in __init__ where it is called, "
+                f"or name it in `layers` {place}; if it runs several times, call it inside the layers' own forwards."
             )
         self._needed[origin] = max(stage, self._needed.get(origin, 0))
 

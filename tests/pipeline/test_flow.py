@@ -244,5 +244,23 @@ def test_a_module_that_is_needed_too_early_is_named_with_the_fix() -> None:
         def step(self, x: Tensor) -> Tensor:
             return self.head(self.body(self.stem(x) + self.after(x))).square().mean()
 
-    with pytest.raises(RuntimeError, match=r"'blocks.0' is on stage 0, but needs the output of 'after' on stage 1"):
+    words = r"'blocks.0' is on stage 0, but needs the output of 'after' on stage 1.*register 'after'.*before 'blocks.0'"
+    with pytest.raises(RuntimeError, match=words):
         crossing(LateStem(), 2)
+    assert partition(LateStem(), 2, ["after", "blocks.*"]).outside["stem"] == 0  # as it says, and the stem stays
+
+
+def test_a_module_that_layers_share_is_named_with_the_fix() -> None:
+    class Shared(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(self.width)  # registered behind the blocks, used between them
+
+        def step(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            for block in self.blocks:
+                x = self.norm(block(x))
+            return self.head(x).square().mean()
+
+    with pytest.raises(RuntimeError, match="'norm' on stage 1.* if it runs several times, call it inside the layers'"):
+        crossing(Shared(), 2)
