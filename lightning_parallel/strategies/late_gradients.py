@@ -10,9 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import get_args
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch.optim import Optimizer
 
 from lightning_parallel.pipeline.schedule import AsyncOneFOneB
 from lightning_parallel.pipeline.staleness import (
@@ -90,7 +88,7 @@ class LateGradients:
         more = f", up to {held} more cop{'y' if held == 1 else 'ies'} of its weights" if held else ""
         return f"; gradients {late:.2g} update{'s' * (late != 1)} late{corrected}{more}"
 
-    def check(self, stages: int, microbatches: int, optimizer: Optimizer) -> None:
+    def check(self, stages: int, microbatches: int) -> None:
         """Refuse what can't run, and warn of what trains badly, once the microbatches of an update are known.
 
         Raises:
@@ -106,16 +104,9 @@ class LateGradients:
             )
         late = mean_staleness(self.weights, ahead, microbatches)
         cost = known_cost(self.correction, late)
-        looks_ahead = isinstance(optimizer, torch.optim.NAdam)
-        best = "weights='stash'" if looks_ahead else "weights='stash' and correction='second_order'"
         if stages > 1 and cost is not None:
             rank_zero_warn(
                 f"{given}, weights={self.weights!r}, correction={self.correction!r}: gradients of the first stage are "
                 f"{late:.2g} updates late. {cost} Use microbatches='auto' with at least {2 * stages} samples a batch, "
-                f"{best}."
-            )
-        elif stages > 1 and looks_ahead and self.weights == "stash" and self.correction == "second_order":
-            rank_zero_warn(
-                "correction='second_order' with NAdam, which looks ahead by itself: in recipes/study it ended 0.5 to "
-                "0.8 % above correction=None, where AdamW and Muon ended up to 6 % below. Use correction=None."
+                f"weights='stash' and correction='second_order'."
             )

@@ -72,8 +72,7 @@ class AsyncPipelineStrategy(PipelineBase):
         correction: what forwards read in place of the parameters, to meet the delay (:mod:`~.pipeline.staleness`).
             ``"second_order"``: extrapolated by the last update and its change, for two more copies of the stage's
             weights. ``"error_feedback"``: by the last update, for one. A number: by so many times the last update.
-            None: the parameters themselves; best with NAdam, which looks ahead by itself. Once drained (validation,
-            checkpoints) the parameters are what counts.
+            None: the parameters themselves. Once drained (validation, checkpoints) the parameters are what counts.
         lr_discount: the first so many updates take smaller steps on stages whose gradients are more than one update
             late, up to the full learning rate at its end (PipeMare's T1); None: none do.
         extra_in_flight: microbatches in flight on each link beyond the fewest that keep all stages busy. 1 hides the
@@ -251,7 +250,7 @@ class AsyncPipelineStrategy(PipelineBase):
         """Take note of a batch's microbatches, before they run."""
         if not self._fed:
             count_of_update = count * self._module().trainer.accumulate_grad_batches
-            self._late.check(self.layout.pipeline, count_of_update, self.optimizers[0])
+            self._late.check(self.layout.pipeline, count_of_update)
         if self._late.weights == "2bw" and 0 < self._before < self._late.ahead(self.layout.pipeline, 0):
             self.drain()  # this batch would ask the first stage for a version that it hasn't made yet
         self.versions.begin(self._begun)
