@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import logging
 import os
 import signal
@@ -95,16 +94,7 @@ def main(config_file: str) -> None:
             message = "".join(traceback.format_exception_only(error)).strip()
             record.end(folder, status, {"rank": 0, "message": message, "traceback": traceback.format_exc()})
         raise
-    _leave_the_group()
-
-
-def _leave_the_group() -> None:
-    """End gloo's threads while the interpreter runs, also those of strategies that leave it to the end of the process.
-
-    See :func:`lightning_parallel.strategies.base.leave_the_group`.
-    """
-    gc.collect()  # the Trainer is in cycles, and holds on to groups
-    leave_the_group()
+    leave_the_group()  # Lightning's own strategies leave it to the end of the process
 
 
 def _end_with_the_launcher() -> None:

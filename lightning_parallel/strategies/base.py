@@ -8,6 +8,7 @@ axis, whose ranks see different batches; decisions and barriers are world-wide.
 from __future__ import annotations
 
 import atexit
+import gc
 import hashlib
 import os
 import random
@@ -307,5 +308,6 @@ def leave_the_group() -> None:
     still refers to, as a script's Trainer does: theirs get the lock while this one sleeps.
     """
     if _distributed_is_initialized():
+        gc.collect()  # a Trainer that is over is in cycles, and holds on to groups
         dist.destroy_process_group()
         time.sleep(0.01)

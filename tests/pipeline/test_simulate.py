@@ -199,8 +199,7 @@ def test_command_line_refuses_bad_sizes_without_a_traceback(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 def test_schedule_runs_as_a_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["schedule", "naive", "--stages", "2", "--microbatches", "1"])
+    monkeypatch.setattr(sys, "argv", ["pipeline", "naive", "--stages", "2", "--microbatches", "1"])
     runpy.run_module("lightning_parallel.pipeline", run_name="__main__")
     assert render(naive(2)) in capsys.readouterr().out

@@ -71,12 +71,12 @@ def processes_of(folder: Path) -> list[str]:
 
 
 def test_every_job_of_a_sweep_gets_workers_and_a_world_of_its_own(tmp_path: Path) -> None:
-    program = train(tmp_path, "strategy=ddp,pipeline_sync", "cluster.devices=2,1", "test=true", sweep=True)
+    program = train(tmp_path, "strategy=ddp,pipeline_sync", "cluster.devices=2,3", "test=true", sweep=True)
     output, _ = program.communicate()
     assert program.returncode == 0, output
     found = runs(tmp_path)
     assert list(found) == ["0", "1", "2", "3"]  # one tree, a folder a job
-    assert [run["layout"]["world_size"] for run in found.values()] == [2, 1, 2, 1]
+    assert [run["layout"]["world_size"] for run in found.values()] == [2, 3, 2, 3]
     assert {run["status"] for run in found.values()} == {"completed"}
     for job, run in found.items():
         axis, other = ("data", "stage") if run["choices"]["strategy"] == "ddp" else ("stage", "data")
