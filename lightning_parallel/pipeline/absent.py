@@ -24,7 +24,15 @@ from torch.utils import _pytree as pytree
 
 
 class AbsentValueError(RuntimeError):
-    """Code asked for the values of a tensor that another stage holds."""
+    """Code asked for the values of a tensor that another stage holds.
+
+    Attributes:
+        origins: what that tensor was computed from.
+    """
+
+    def __init__(self, message: str, origins: frozenset[str] = frozenset()) -> None:
+        super().__init__(message)
+        self.origins = origins
 
 
 class AbsentTensor(Tensor):
@@ -66,7 +74,8 @@ class AbsentTensor(Tensor):
     def _refuse(self, name: str) -> NoReturn:
         raise AbsentValueError(
             f"{name} failed on {self.origin}, which lives on another pipeline stage: its shape is known here, its "
-            f"values are not."
+            f"values are not.",
+            self.origins,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentTensor:
@@ -95,7 +104,7 @@ class AbsentTensor(Tensor):
         flat, spec = pytree.tree_flatten((args, kwargs))
         absent = [x for x in flat if isinstance(x, AbsentTensor)]
         origins = absent[0].origins.union(*(x.origins for x in absent[1:]))
-        _refuse_writes_into_real_tensors(func, args, kwargs, absent[0])
+        _refuse_writes_into_real_tensors(func, args, kwargs, absent[0].origin, origins)
         if torch.Tag.inplace_view in func.tags:  # x.unsqueeze_(0) changes nothing but what a tensor says of its shape
             with torch._C._DisableTorchDispatch():
                 return func(*args, **kwargs)
@@ -111,7 +120,8 @@ class AbsentTensor(Tensor):
         except (RuntimeError, NotImplementedError) as error:
             raise AbsentValueError(
                 f"{func} failed on {absent[0].origin}, which lives on another pipeline stage: its shape is known here, "
-                f"its values are not ({error})."
+                f"its values are not ({error}).",
+                origins,
             ) from error
         if func in _FILLED and not isinstance(args[0], nn.Parameter):  # like a parameter: an optimizer's state
             return torch.full_like(out, _FILLED[func](*args), device=device)
@@ -150,7 +160,7 @@ def _meta_of(value: Any) -> Any:
 
 
 def _refuse_writes_into_real_tensors(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], absent: AbsentTensor
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], origin: str, origins: frozenset[str]
 ) -> None:
     """``real[mask] = absent`` would leave ``real`` looking like a value that it isn't."""
     for i, argument in enumerate(func._schema.arguments):
@@ -159,7 +169,7 @@ def _refuse_writes_into_real_tensors(
         written = args[i] if i < len(args) else kwargs.get(argument.name)
         if any(isinstance(x, Tensor) and not isinstance(x, AbsentTensor) for x in pytree.tree_leaves(written)):
             raise AbsentValueError(
-                f"{func} writes {absent.origin}, which lives on another pipeline stage, into a tensor of this one."
+                f"{func} writes {origin}, which lives on another pipeline stage, into a tensor of this one.", origins
             )
 
 

@@ -7,14 +7,16 @@ in memory or arithmetic. A module on stage 2 whose inputs come from the output o
 output cross the cuts 0|1 and 1|2, gradients coming back the same way.
 
 Only outputs of *units* cross: the layers, and the modules outside that hold parameters. What the user's code computes
-between them is computed again on each stage that needs it. Every rank surveys by itself, on the same batch, and comes
-to the same result; so errors in the order of layers are raised on all ranks, before anything is trained.
+between them is computed again on each stage that needs it. The end of the step, its loss and its logs, belongs to the
+last stage: whatever they were computed from is needed there (a penalty on an early layer's output, a variational
+autoencoder's divergence). Every rank surveys by itself, on the same batch, and comes to the same result; so errors in
+the order of layers are raised on all ranks, before anything is trained.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,8 +71,8 @@ def chain_only(partition: Partition) -> Flow:
     return Flow(((),) * (partition.stages - 1))
 
 
-class _Seen(BaseException):
-    """Everything that could make something cross has been called."""
+class LayerOrderError(RuntimeError):
+    """A layer was called twice, out of order or never, or a stage needs what a later one computes."""
 
 
 def survey(
@@ -82,11 +84,12 @@ def survey(
         module: the module whose parts ``step`` calls.
         partition: where they are.
         units: for each layer and each module outside, its absent forward.
-        step: the user's step on a real microbatch, with its logs going nowhere. It is left after the last layer and
-            the modules behind it, before the loss.
+        step: the user's step on a real microbatch, with its logs going nowhere. All absent tensors in what it returns
+            are needed on the last stage, so it may return what is logged too.
 
     Raises:
-        RuntimeError: a layer is called twice, out of order or never, or a stage needs what a later one computes.
+        LayerOrderError: nothing to be run as a pipeline.
+        Exception: what the step raised before it had called all layers.
     """
     watch = _Watch(partition, units)
     with (
@@ -95,14 +98,17 @@ def survey(
         _state_kept(module),
         seeded(0, torch.device("cpu")),
         torch.no_grad(),
-        suppress(_Seen),
     ):
         try:
-            step()
-        except AbsentValueError:
-            # Behind the layers nothing is left to be seen, but for modules there that this step may never call.
-            if watch.next_layer < len(partition.layers):
+            watch.ended(step())
+        except LayerOrderError:
+            raise
+        except Exception as error:
+            # Behind the layers is the last stage, where a loss has values and these have none: it may ask for them.
+            if not watch.layers_called:
                 raise
+            if isinstance(error, AbsentValueError):
+                watch.needed_at_the_end(error.origins)
     order_checked(partition, watch.next_layer, None)
     return watch.flow()
 
@@ -111,13 +117,13 @@ def order_checked(partition: Partition, expected: int, called: int | None) -> in
     """Layer ``called`` (None: the step ended) where layer ``expected`` is due: what is due next, or an error."""
     names = partition.layers
     if called is None and expected < len(names):
-        raise RuntimeError(
+        raise LayerOrderError(
             f"Layer '{names[expected]}' was not called by the step. A pipeline's layers run once each, in order: leave "
             f"out those that don't with `layers`."
         )
     if called is not None and called != expected:
         what = "a second time" if called < expected else f"before '{names[expected]}'"
-        raise RuntimeError(
+        raise LayerOrderError(
             f"Layer '{names[called]}' was called {what}. A pipeline's layers run once each, in order: name those that "
             f"do with `layers` (now {len(names)} layers, '{names[0]}' to '{names[-1]}')."
         )
@@ -131,10 +137,9 @@ class _Watch:
         self._units = units
         self._indices = {name: i for i, name in enumerate(partition.layers)}
         self._stages = partition.places()
-        last = partition.stages - 1
-        self._behind = {name for name, stage in partition.outside.items() if stage == last}
         self._calls: dict[str, int] = {}
-        self._produced: dict[str, tuple[int, Cargo]] = {}  # by origin: stage, what
+        # By origin: the stage, what it is, and the layer behind which that stage has left the step, if before the call.
+        self._produced: dict[str, tuple[int, Cargo, str | None]] = {}
         self._needed: dict[str, int] = {}  # by origin: the last stage that needs it
 
     @contextmanager
@@ -168,37 +173,62 @@ class _Watch:
             self.next_layer = order_checked(self._partition, self.next_layer, self._indices[name])
         output = self._units[name].answer(args, kwargs, call)
         count = sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(output))
-        self._produced[origin_of(name, call)] = (stage, Cargo(name, call, count))
-        self._behind.discard(name)
-        if self.next_layer == len(self._partition.layers) and not self._behind:
-            raise _Seen
+        end = self._partition.bounds[stage + 1]
+        gone = name not in self._indices and stage < self._partition.stages - 1 and self.next_layer >= end
+        behind = self._partition.layers[end - 1] if gone else None
+        self._produced[origin_of(name, call)] = (stage, Cargo(name, call, count), behind)
         return output
+
+    @property
+    def layers_called(self) -> bool:
+        return self.next_layer == len(self._partition.layers)
+
+    def ended(self, output: Any) -> None:
+        """The step has returned."""
+        for leaf in pytree.tree_leaves(output):
+            self.needed_at_the_end(leaf.origins if isinstance(leaf, AbsentTensor) else ())
+
+    def needed_at_the_end(self, origins: Iterable[str]) -> None:
+        for origin in origins:
+            self._need(origin, "the end of the step", self._partition.stages - 1)
 
     def _need(self, origin: str, consumer: str, stage: int) -> None:
         if origin not in self._produced:
             return  # a parameter used outside its module; the stages raise where it isn't at hand
-        source, cargo = self._produced[origin]
+        source, cargo, behind = self._produced[origin]
+        if behind is not None:
+            raise _misplaced(
+                f"'{cargo.module}' is on stage {source}, but is called behind '{behind}', where that stage has left "
+                f"the step.",
+                cargo.module,
+                f"behind '{behind}'",
+            )
         if source > stage:
             # A layer is where it belongs; then the other one isn't.
-            misplaced = cargo.module if consumer in self._indices else consumer
-            place = f"before '{consumer}'" if misplaced == cargo.module else f"behind '{cargo.module}'"
-            raise RuntimeError(
-                f"'{consumer}' is on stage {stage}, but needs the output of '{cargo.module}' on stage {source}. A "
-                f"module outside the layers goes with the first stage if it is registered before them, with the last "
-                f"if after, and with the next layer if between: register '{misplaced}' in __init__ where it is called, "
-                f"or name it in `layers` {place}; if it runs several times, call it inside the layers' own forwards."
+            named = (consumer, f"behind '{cargo.module}'")
+            raise _misplaced(
+                f"'{consumer}' is on stage {stage}, but needs the output of '{cargo.module}' on stage {source}.",
+                *((cargo.module, f"before '{consumer}'") if consumer in self._indices else named),
             )
         self._needed[origin] = max(stage, self._needed.get(origin, 0))
 
     def flow(self) -> Flow:
         cuts: list[list[Cargo]] = [[] for _ in range(self._partition.stages - 1)]
         for origin, consumer in self._needed.items():
-            stage, cargo = self._produced[origin]
+            stage, cargo, _ = self._produced[origin]
             for cut in range(stage, consumer):
                 # Beyond its own cut a layer's output is cargo like any other.
                 if cargo.module != self._partition.layers[self._partition.bounds[cut + 1] - 1]:
                     cuts[cut].append(cargo)
         return Flow(tuple(tuple(cut) for cut in cuts))
+
+
+def _misplaced(problem: str, module: str, place: str) -> LayerOrderError:
+    return LayerOrderError(
+        f"{problem} A module outside the layers goes with the first stage if it is registered before them, with the "
+        f"last if after, and with the next layer if between: register '{module}' in __init__ where it is called, or "
+        f"name it in `layers` {place}; if it runs several times, call it inside the layers' own forwards."
+    )
 
 
 @contextmanager

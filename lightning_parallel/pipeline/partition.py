@@ -234,8 +234,8 @@ def _outside(module: nn.Module, chain: Sequence[str]) -> dict[str, int]:
                 coming = max(coming, index[id(child)] + 1)
             elif isinstance(child, (nn.ParameterList, nn.ParameterDict)):
                 continue  # loose parameters
-            elif isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-                visit(child, f"{name}.")  # a list isn't called, its modules are
+            elif type(child).forward is nn.Module.forward:
+                visit(child, f"{name}.")  # a list, or a mere namespace, isn't called: its modules are
             elif any(id(part) in claimed for part in child.modules()):
                 visit(child, f"{name}.")
             elif any(True for _ in child.parameters()):

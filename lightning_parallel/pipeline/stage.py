@@ -251,9 +251,9 @@ class Stage:
         if absent is not None:
             raise RuntimeError(
                 f"What the step returned on stage {self.index} depends on {absent.origin}, which lives on another "
-                f"stage. Behind the last module that holds parameters, only what that module returned is at hand. "
-                f"(Weights that are tied by hand, as in F.linear(x, self.embedding.weight), can be tied as a module's "
-                f"parameter instead: self.head.weight = self.embedding.weight.)"
+                f"stage. Outputs of modules cross between stages if the first step shows that they are needed, "
+                f"parameters don't. (Weights that are tied by hand, as in F.linear(x, self.embedding.weight), can be "
+                f"tied as a module's parameter instead: self.head.weight = self.embedding.weight.)"
             )
         return output
 

@@ -19,7 +19,7 @@ from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.flow import Flow, tensors_of
 from lightning_parallel.pipeline.random import host_generators_kept
 from lightning_parallel.strategies.last_stage import LastStageStrategy
-from lightning_parallel.strategies.metrics import discard, logging_through
+from lightning_parallel.strategies.metrics import logging_through
 
 MANY = 4  # tensors that may cross a cut beside the chain without a warning, as a U-Net's skip connections do
 
@@ -57,8 +57,10 @@ class StreamedEvaluation(LastStageStrategy):
         if kind not in self._flows:
             if self._sharded_layers is not None:
                 self._sharded_layers.gather()  # or their hooks would do it, among parameters that are absent
-            with logging_through(self._module(), discard), host_generators_kept():
-                self._flows[kind] = self.stage.survey(step)
+            logged: list[tuple[Any, ...]] = []  # which the last stage will want to know
+            keep = partial(_keep, logged)
+            with logging_through(self._module(), keep), host_generators_kept():
+                self._flows[kind] = self.stage.survey(lambda: (step(), logged))
             if self._sharded_layers is not None:
                 self._sharded_layers.reshard()
             self._warn_of_cargo(self._flows[kind])
@@ -109,3 +111,8 @@ class StreamedEvaluation(LastStageStrategy):
     def on_exception(self, exception: BaseException) -> None:
         self._engine = None  # its links hold connections, whose end is what the neighbours notice
         super().on_exception(exception)
+
+
+def _keep(logged: list[tuple[Any, ...]], *args: Any, **kwargs: Any) -> None:
+    """``self.log`` in a step that is only looked at."""
+    logged.append((args, kwargs))

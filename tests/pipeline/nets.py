@@ -301,6 +301,31 @@ class Checkpointed(Net):
         return self.head(x).square().mean()
 
 
+class HiddenPenalty(Net):
+    """The loss reads the output of an early layer, and so do values that it asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def step(self, x: Tensor) -> Tensor:
+        early = self.blocks[0](self.stem(x))
+        x = early
+        for block in self.blocks[1:]:
+            x = block(x)
+        self.seen.append(early.abs().max().item())
+        return self.head(x).square().mean() + early.square().mean()
+
+
+class MultiExit(Net):
+    """The head runs on every block's output."""
+
+    def step(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        outputs = [x := block(x) for block in self.blocks]
+        return sum(self.head(output).square().mean() for output in outputs)
+
+
 class UnusedHead(Net):
     """A module behind the layers that the step doesn't call; then values are asked for."""
 

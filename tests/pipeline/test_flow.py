@@ -16,7 +16,21 @@ from lightning_parallel.pipeline.partition import partition
 from lightning_parallel.pipeline.stage import Stage
 from tests.pipeline import by_hand
 from tests.pipeline.by_hand import CPU
-from tests.pipeline.nets import BLOCKS, Dicts, Glue, InPlace, Loose, Mixed, Net, Normalised, Tied, Tuples, UNet
+from tests.pipeline.nets import (
+    BLOCKS,
+    Dicts,
+    Glue,
+    HiddenPenalty,
+    InPlace,
+    Loose,
+    Mixed,
+    MultiExit,
+    Net,
+    Normalised,
+    Tied,
+    Tuples,
+    UNet,
+)
 
 X = torch.linspace(-1, 1, 15, dtype=torch.float64).view(5, 3)
 
@@ -70,6 +84,34 @@ def test_each_call_of_a_module_is_cargo_of_its_own() -> None:
             return self.head(self.body(first + second) + third).square().mean()
 
     assert crossing(TwoViews(), 2) == [{("stem", 2)}]
+
+
+def test_what_the_loss_is_computed_from_crosses_to_the_last_stage() -> None:
+    assert crossing(HiddenPenalty(), 4) == [set(), {("blocks.0", 0)}, {("blocks.0", 0)}]
+    outputs = {("blocks.0", 0), ("blocks.1", 0)}
+    assert crossing(MultiExit(), 4) == [set(), {("blocks.0", 0)}, outputs]
+
+
+def test_what_the_step_returns_beside_its_loss_crosses_too() -> None:
+    class Tells(Net):
+        def step(self, x: Tensor) -> Any:
+            early = self.stem(x)
+            return self.head(self.body(early)).square().mean(), [(("early", early),)]
+
+    assert crossing(Tells(), 2) == [{("stem", 0)}]
+
+
+def test_an_error_behind_the_layers_is_the_last_stages() -> None:
+    """What the loss can't do with absent values it may do with real ones."""
+
+    class Odd(Net):
+        def step(self, x: Tensor) -> Tensor:
+            x = self.head(self.body(self.stem(x)))
+            if isinstance(x, AbsentTensor):
+                raise TypeError("of the user")
+            return x.square().mean()
+
+    assert crossing(Odd(), 2) == [set()]
 
 
 def test_the_number_of_tensors_is_told() -> None:
@@ -130,15 +172,13 @@ def test_the_survey_leaves_the_module_as_it_was() -> None:
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
-def test_the_survey_computes_nothing_and_stops_before_the_loss() -> None:
+def test_the_survey_computes_nothing() -> None:
     events: list[str] = []
 
     class Watched(Net):
         def step(self, x: Tensor) -> Tensor:
-            x = self.body(self.stem(x))
+            x = self.head(self.body(self.stem(x)))
             events.append("absent" if isinstance(x, AbsentTensor) else "computed")
-            x = self.head(x)
-            events.append("loss")
             return x.square().mean()
 
     stage = stage_of(Watched(), 1)
@@ -264,3 +304,30 @@ def test_a_module_that_layers_share_is_named_with_the_fix() -> None:
 
     with pytest.raises(RuntimeError, match="'norm' on stage 1.* if it runs several times, call it inside the layers'"):
         crossing(Shared(), 2)
+
+
+def test_a_module_called_where_its_stage_has_left_is_named_with_the_fix() -> None:
+    class Again(Net):
+        def step(self, x: Tensor) -> Tensor:
+            return self.head(self.body(self.stem(x)) - self.stem(2 * x)).square().mean()
+
+    with pytest.raises(RuntimeError, match="'stem' is on stage 0, but is called behind 'blocks.1', where.*`layers`"):
+        crossing(Again(), 2)
+
+
+def test_a_module_registered_before_the_layers_and_called_behind_them_is_named_on_every_rank() -> None:
+    class Criterion(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            blocks, head = self.blocks, self.head
+            del self.blocks, self.head
+            self.criterion = nn.Linear(2, 2)
+            self.blocks, self.head = blocks, head
+
+        def step(self, x: Tensor) -> Tensor:
+            return self.criterion(self.head(self.body(self.stem(x)))).square().mean()
+
+    for index in range(2):
+        stage = stage_of(Criterion(), 2, index)
+        with pytest.raises(RuntimeError, match="'criterion' is on stage 0, but needs the output of 'head' on stage 1"):
+            stage.survey(lambda stage=stage: step(stage.module))  # type: ignore[misc]

@@ -244,6 +244,16 @@ def test_a_list_outside_the_chain_is_owned_module_by_module() -> None:
     assert outside["heads.0"] == outside["heads.1"] == 1 and "heads" not in outside
 
 
+def test_a_namespace_is_owned_module_by_module() -> None:
+    """A plain nn.Module that is never called, as in `self.io.tokens(x)` and `self.io.head(x)`."""
+    net = Blocks()
+    net.io = nn.Module()
+    net.io.head, net.io.scale = nn.Linear(8, 2), nn.Parameter(torch.ones(()))
+    parts = partition(net, 2, layers=["blocks.*"])
+    assert parts.outside["io.head"] == 1 and "io" not in parts.outside
+    assert "io.scale" in parts.loose
+
+
 def test_modules_without_parameters_belong_to_nobody() -> None:
     assert "drop" not in partition(Blocks(), 2).outside
 

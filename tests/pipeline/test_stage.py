@@ -33,10 +33,12 @@ from tests.pipeline.nets import (
     Frozen,
     FrozenFirst,
     Glue,
+    HiddenPenalty,
     InPlace,
     Loose,
     Mixed,
     MixedWithBatchNorm,
+    MultiExit,
     Net,
     Normalised,
     PassesThrough,
@@ -64,7 +66,7 @@ def step(model: Any) -> Any:
 NETS = [
     Net, Tuples, Dicts, Glue, InPlace, Attention, Recurrent, Normalised, Frozen, FrozenFirst, Tied, Loose, UNet,
     SkipInPlace, SkipChanged, SameTwice, PassesThrough, SameModulesTwice, Checkpointed, UnusedHead, CatchesEverything,
-    Mixed, MixedWithBatchNorm,
+    Mixed, MixedWithBatchNorm, HiddenPenalty, MultiExit,
 ]  # fmt: skip
 
 
@@ -234,20 +236,11 @@ class ParameterElsewhere(Net):
         return self.head(x @ self.blocks[0][0].weight).square().mean()
 
 
-class HiddenPenalty(Net):
-    """The loss reads the output of an early layer: nothing after the layers asks for it."""
-
-    def step(self, x: Tensor) -> Tensor:
-        early = self.stem(x)
-        return self.head(self.body(early)).square().mean() + early.square().mean()
-
-
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
         (PenaltyOnAll, ["returned on stage 1", "depends on parameter 'blocks.0", "another stage"]),
         (ParameterElsewhere, ["'head' runs on stage 1", "parameter 'blocks.0.0.weight'", "inside its module only"]),
-        (HiddenPenalty, ["returned on stage 1", "the output of 'stem'", "another stage"]),
     ],
 )
 def test_what_cannot_cross_is_refused_naming_its_origin(kind: type[Net], words: list[str]) -> None:

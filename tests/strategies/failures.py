@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from tests.pool import Failure
@@ -12,9 +13,10 @@ LIMIT = 20.0  # seconds until all ranks have ended
 def assert_refused(failures: list[Any], kind: str, words: list[str]) -> None:
     for rank, text in enumerate(failures):
         assert isinstance(text, Failure), f"rank {rank} went on"
-        message = text[text.rindex(f"\n{kind}: ") :] if f"\n{kind}: " in text else text
-        assert message is not text, f"rank {rank} raised something else:\n{text}"
-        assert all(word in message for word in words), f"rank {rank}:{message}"
+        raised = list(re.finditer(rf"^(\w+\.)*{kind}: ", text, re.MULTILINE))
+        assert raised, f"rank {rank} raised something else:\n{text}"
+        message = text[raised[-1].start() :]
+        assert all(word in message for word in words), f"rank {rank}: {message}"
 
 
 def assert_lost(failures: list[Any]) -> None:

@@ -206,4 +206,24 @@ class Blocks(Base):
         return [{**row, "name": f"sample {i}"} for i, row in enumerate(rows)]
 
 
-MODELS = {model.__name__: model for model in (GPT2, GPT2Untied, Llama, DemoTransformer, LeNet, Blocks)}
+class Autoencoder(Base):
+    """Variational, but for the noise. The loss and a log use what the encoder, on the first stage, has returned."""
+
+    def build(self) -> None:
+        self.encoder = nn.Linear(LENGTH, 16)
+        self.mean = nn.Linear(16, 4)
+        self.spread = nn.Linear(16, 4)
+        widths = (4, 16, 16, 16, LENGTH)
+        layers = [layer for i in range(4) for layer in (nn.Linear(*widths[i : i + 2]), nn.Tanh())]
+        self.decoder = nn.Sequential(*layers[:-1])
+
+    def loss(self, batch: Any) -> Tensor:
+        x = batch["input_ids"] / TOKENS
+        hidden = torch.tanh(self.encoder(x))
+        mean, spread = self.mean(hidden), self.spread(hidden)
+        rebuilt = self.decoder(mean + torch.exp(spread / 2) * torch.linspace(-1, 1, 4))
+        self.log("size", mean.detach().abs().mean())
+        return F.mse_loss(rebuilt, x) + 0.1 * (mean.pow(2) + spread.exp() - spread - 1).mean()
+
+
+MODELS = {model.__name__: model for model in (GPT2, GPT2Untied, Llama, DemoTransformer, LeNet, Blocks, Autoencoder)}

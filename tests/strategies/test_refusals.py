@@ -148,9 +148,9 @@ CASES: dict[str, tuple[type[Net], dict[str, Any], str, list[str]]] = {
     "iterator": (OwnIterator, {}, "ValueError", ["training_step(dataloader_iter)", "training_step(batch)"]),
     "optimizers": (TwoOptimizers, {}, "ValueError", ["several optimizers", "Return one optimizer", "parameter groups"]),
     "lbfgs": (SecondOrder, {}, "ValueError", ["LBFGS"]),
-    "twice": (CalledTwice, {}, "RuntimeError", ["'net.2' was called a second time", "`layers`"]),
-    "never": (NeverCalled, {}, "RuntimeError", ["'net.4' was called before 'net.1'", "`layers`"]),
-    "order": (OutOfOrder, {}, "RuntimeError", ["'net.2' was called before 'net.0'", "`layers`"]),
+    "twice": (CalledTwice, {}, "LayerOrderError", ["'net.2' was called a second time", "`layers`"]),
+    "never": (NeverCalled, {}, "LayerOrderError", ["'net.4' was called before 'net.1'", "`layers`"]),
+    "order": (OutOfOrder, {}, "LayerOrderError", ["'net.2' was called before 'net.0'", "`layers`"]),
     "microbatches": (
         Net, {"microbatches": 5}, "ValueError", ["microbatches=5", "only 4 samples", "larger batch_size"]
     ),
