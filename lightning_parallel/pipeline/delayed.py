@@ -56,7 +56,6 @@ class _Stage:
     actions: AsyncOneFOneB
     steps: int = 0  # in the list so far
     versions: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    earlier: dict[str, Tensor] = field(default_factory=dict)  # the last update, where the next correction wants it
     kept: dict[str, Tensor] = field(default_factory=dict)  # gradients from before the last drain
 
 
@@ -169,15 +168,12 @@ class Delayed:
         """What forwards read of the version that an update has just made."""
         second_order = is_second_order(self._correction, weight)
         values: dict[str, Tensor] = {}
-        updates: dict[str, Tensor] = {}
         for name, parameter in stage.parameters.items():
             if not weight or not parameter.requires_grad:
                 values[name] = parameter.detach().clone()
                 continue
-            updates[name] = before[name] - parameter.detach()
-            earlier = stage.earlier.get(name) if second_order else None
-            values[name] = extrapolate(parameter.detach(), updates[name], earlier, weight)
-        stage.earlier = updates if second_order else {}
+            last = before[name] - stage.versions[self._updates][name].detach() if second_order else None
+            values[name] = extrapolate(parameter.detach(), before[name] - parameter.detach(), last, weight)
         return values
 
     def drain(self) -> None:
@@ -192,7 +188,6 @@ class Delayed:
     def _make_versions(self) -> None:
         for stage in self._stages:
             stage.kept = _take_gradients(stage)
-            stage.earlier = {}
             values = {name: p.detach().clone() for name, p in stage.parameters.items()}
             stage.versions = {self._updates: _leaves(stage, values)}
 

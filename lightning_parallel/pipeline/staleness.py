@@ -11,20 +11,23 @@ gradient is as stale as the updates that its stage has done between the microbat
 **Corrections.** With u_t the optimizer's own update of a stage (what it subtracts from the parameters v) and c the
 stage's mean staleness, forwards read
 
-    "error_feedback"    r  =  v - c u_t                               holds one copy of the stage's weights: r
-    "second_order"      r  =  v - c u_t - c^2 (u_t - u_{t-1})         holds two: r, u_t
+    "error_feedback"    r_t  =  v_t - c u_t
+    "second_order"      r_t  =  v_t - c (1 + b) u_t + b (v_{t-1} - r_{t-1})       b = min(c, 0.9)
 
-the parameters extrapolated to where they will be when the gradients meet them. Error feedback with c = 1 is
-arXiv:2606.30634's rule for a delay of one, w <- w - u_t - c (u_t - u_{t-1}), with r for its w.
+the parameters extrapolated to where they will be when the gradients meet them. Both hold one copy of the stage's
+weights, r. Error feedback with c = 1 is arXiv:2606.30634's rule for a delay of one, w <- w - u_t - c (u_t - u_{t-1}),
+with r for its w.
 
-Why the square. An update's microbatches read r_{t-1} with the share c and r_t with the share 1 - c, since c <= 1 of the
-m came before the last update. Their mean should be v_t. With q for "one update ago" and r_t = v_t - H(q) u_t, that mean
-is off by
+Why the last correction comes in. An update's microbatches read r_{t-1} with the share c and r_t with the share 1 - c,
+since c <= 1 of the m came before the last update. Their mean should be v_t. With q for "one update ago" and
+r_t = v_t - H(q) u_t, that mean is off by
 
     u_t (c - H (1 - c + c q))       which is zero for  H = c / (1 - c (1 - q)) = c + c^2 (1 - q) + c^3 (1 - q)^2 + ...
 
-Error feedback leaves c^2 times the difference of two updates, the second c^3 times the second difference. The whole
-series amplifies noise without bound where c > 1/2, and trained worse than its first two terms (recipes/study).
+Error feedback, H = c, leaves c^2 times the difference of two updates. Second order, H = c (1 + b) / (1 + b q) with
+b = c, agrees with the series up to c^2 and leaves c^3 times a difference. The whole series as a recursion has its root
+at -c / (1 - c), and amplifies noise without bound where c > 1/2; second order's is at -b, so that what it starts with
+dies away.
 
 The optimizer moves v alone, as ever: weight decay, clipping, schedules, parameter groups, precision and every optimizer
 mean what they mean without correction. Once the pipeline has drained nothing is late, and forwards read v itself. So a
@@ -42,6 +45,8 @@ from torch import Tensor
 Stashing: TypeAlias = Literal["stash", "2bw", "latest"]
 Correction: TypeAlias = Literal["error_feedback", "second_order"] | float | None
 
+_MEMORY = 0.9  # b, at most
+
 
 def mean_staleness(weights: Stashing, warmup: int, microbatches: int) -> float:
     """Updates, in the mean over the microbatches of an update, of a stage that runs ``warmup`` forwards ahead."""
@@ -57,30 +62,30 @@ def correction_weight(correction: Correction, weights: Stashing, warmup: int, mi
 
 
 def is_second_order(correction: Correction, weight: float) -> bool:
-    """Is the difference of two updates used too? Not where more than an update lies between."""
+    """Is the last correction used too? Not where more than an update lies between."""
     return correction == "second_order" and 0 < weight <= 1
 
 
-def extrapolate(parameter: Tensor, update: Tensor, earlier: Tensor | None, weight: float) -> Tensor:
+def extrapolate(parameter: Tensor, update: Tensor, last: Tensor | None, weight: float) -> Tensor:
     """What forwards read in place of a parameter, as a new tensor.
 
     Args:
-        parameter: v, after the update.
+        parameter: v_t, after the update.
         update: u_t, what was subtracted from it.
-        earlier: u_{t-1}; None: first order.
+        last: v_{t-1} - r_{t-1}, the correction before; None: first order.
         weight: c.
     """
-    if earlier is None:
+    if last is None:
         return torch.sub(parameter, update, alpha=weight)
-    square = weight * weight
-    return torch.sub(parameter, update, alpha=weight + square).add_(earlier, alpha=square)
+    memory = min(weight, _MEMORY)
+    return torch.sub(parameter, update, alpha=weight * (1 + memory)).add_(last, alpha=memory)
 
 
 def copies(weights: Stashing, correction: Correction, warmup: int, microbatches: int) -> int:
     """Of a stage's weights, at most, beside its parameters."""
     weight = correction_weight(correction, weights, warmup, microbatches)
     late = 0 if weights == "latest" else math.ceil(mean_staleness(weights, warmup, microbatches))
-    return late + (weight > 0) + is_second_order(correction, weight)
+    return late + (weight > 0)
 
 
 def known_cost(correction: Correction, staleness: float) -> str | None:

@@ -116,7 +116,6 @@ class WeightVersions:
         self._wanted: int | None = None  # the version that forwards read; None: the newest
         self._current: Version | None = None
         self._old: list[Version] = []  # older ones: in flight, still to be read, or with gradients to be taken
-        self._earlier: dict[str, Tensor] = {}  # the last update, where the next correction wants it
         self.staleness: Counter[int] = Counter()  # updates between forward and backward: how many microbatches
         names = {id(parameter): name for name, parameter in parameters.items()}
         # Every place in the module tree where a parameter of this stage is read from, tied names included.
@@ -140,8 +139,7 @@ class WeightVersions:
     def copies(self) -> int:
         """Copies of the stage's weights that are held beside its parameters."""
         held = [version for version in self._versions() if version.copied]
-        of_versions = min(1, len(held)) if self._stashing == "latest" else len(held)  # its versions share one
-        return of_versions + bool(self._earlier)
+        return min(1, len(held)) if self._stashing == "latest" else len(held)  # its versions share one
 
     # -- forwards and backwards ----------------------------------------------------------------------------------
 
@@ -208,6 +206,7 @@ class WeightVersions:
         if self._corrected or self._stashing == "2bw":
             self._newest()  # it will be read, or written to
         current = self._current
+        read = current.leaves if current is not None and current.copied else None  # None: the parameters themselves
         if current is not None and (current.in_flight or self._stashing == "2bw"):
             if not current.copied and self._stashing != "latest":
                 for parameter in self._trained().values():
@@ -222,20 +221,21 @@ class WeightVersions:
             self._wanted = max(self._wanted, self._updates - 1)
         self._old = [version for version in self._old if self._is_needed(version)]
         if self._corrected:
-            values = self._extrapolated(before, correction, second_order)
+            values = self._extrapolated(before, (read or before) if second_order else None, correction)
             if self._stashing == "latest":  # written to what versions in flight read
                 assert current is not None
                 for name, value in values.items():
                     values[name] = current.leaves[name].data.copy_(value)
             self._current = self._version(values)
 
-    def _extrapolated(self, before: dict[str, Tensor], weight: float, second_order: bool) -> dict[str, Tensor]:
+    def _extrapolated(
+        self, before: Mapping[str, Tensor], read: Mapping[str, Tensor] | None, weight: float
+    ) -> dict[str, Tensor]:
         values: dict[str, Tensor] = {}
         for name, parameter in self._trained().items():
+            last = None if read is None else before[name] - read[name].data
             update = before[name].sub_(parameter.data)  # in the memory of `before`
-            earlier = self._earlier.get(name) if second_order else None
-            values[name] = extrapolate(parameter.data, update, earlier, weight)
-        self._earlier = before if second_order else {}
+            values[name] = extrapolate(parameter.data, update, last, weight)
         return values
 
     def refresh(self) -> None:
@@ -245,7 +245,6 @@ class WeightVersions:
         assert not any(version.in_flight for version in versions)
         self._drained = self._updates
         self._wanted = None
-        self._earlier = {}
         self._old = [version for version in versions if version.has_gradients()]
         for version in self._old:
             version.updates = -1  # no forward reads it again, not even where 2bw asks for the newest by its number

@@ -70,9 +70,9 @@ class AsyncPipelineStrategy(PipelineBase):
             for each update in flight. ``"2bw"``: every gradient, on every stage, is exactly one update late
             (PipeDream-2BW). ``"latest"``: a backward uses the current weights; no copies, a biased gradient.
         correction: what forwards read in place of the parameters, to meet the delay (:mod:`~.pipeline.staleness`).
-            ``"second_order"``: extrapolated by the last update and its change, for two more copies of the stage's
-            weights. ``"error_feedback"``: by the last update, for one. A number: by so many times the last update.
-            None: the parameters themselves. Once drained (validation, checkpoints) the parameters are what counts.
+            ``"error_feedback"``: extrapolated by the last update. ``"second_order"``: by the extrapolation before it
+            too. A number: by so many times the last update. All hold one more copy of the stage's weights. None: the
+            parameters themselves. Once drained (validation, checkpoints) the parameters are what counts.
         lr_discount: the first so many updates take smaller steps on stages whose gradients are more than one update
             late, up to the full learning rate at its end (PipeMare's T1); None: none do.
         extra_in_flight: microbatches in flight on each link beyond the fewest that keep all stages busy. 1 hides the

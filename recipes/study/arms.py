@@ -103,19 +103,24 @@ def arms(optimizers: Sequence[str], stages: Sequence[int]) -> Iterator[Arm]:
 
 
 def _asynchronous(optimizer: str, p: int) -> list[Arm]:
-    """The arms of p stages. 2BW needs as many microbatches as stages; one-sample updates are PipeDream's own way."""
-    return [
+    """The arms of p stages. 2BW needs as many microbatches as stages; one-sample updates are PipeDream's own way.
+    Corrections are compared at the depth where they have most to do."""
+    arms = [
         Arm(optimizer, p, 2 * p, "stash", "second_order"),
         Arm(optimizer, p, p, "stash", "second_order"),
         Arm(optimizer, p, 2 * p),
         Arm(optimizer, p, p),
         Arm(optimizer, p, 1),
-        Arm(optimizer, p, 2 * p, "stash", "error_feedback"),
-        Arm(optimizer, p, p, "stash", "error_feedback"),
-        Arm(optimizer, p, p, "2bw", "second_order"),
         Arm(optimizer, p, p, "2bw"),
         Arm(optimizer, p, 1, "latest"),
     ]
+    if p == max(STAGES):
+        arms += [
+            Arm(optimizer, p, 2 * p, "stash", "error_feedback"),
+            Arm(optimizer, p, p, "stash", "error_feedback"),
+            Arm(optimizer, p, p, "2bw", "second_order"),
+        ]
+    return arms
 
 
 def tried(setting: Setting, arm: Arm, losses: Losses) -> tuple[list[float], float | None]:

@@ -56,7 +56,7 @@ def test_wanted_microbatches_leave_the_first_stage_less_than_half_an_update_late
 def test_the_description_says_how_late_and_how_many_copies() -> None:
     assert late().description(4, 3, 8) == "; no gradient is late"
     assert late().description(4, 0, 8) == (
-        "; gradients 0.38 updates late, corrected, up to 3 more copies of its weights"
+        "; gradients 0.38 updates late, corrected, up to 2 more copies of its weights"
     )
     assert late(correction=None).description(4, 2, 1) == ("; gradients 1 update late, up to 1 more copy of its weights")
     assert late(weights="latest", correction=None).description(4, 0, 1) == "; gradients 3 updates late"

@@ -12,7 +12,7 @@ from recipes.study.arms import Arm, Run, arms
 from recipes.study.store import FILE, Store
 from tests.recipes.study.small import TINY, fill, write_text
 
-PLAN = list(arms(["adamw", "muon"], [4, 2]))
+PLAN = list(arms(["adamw", "muon"], [8, 4]))
 
 
 def made_up(run: Run) -> float | None:
@@ -31,9 +31,10 @@ def test_a_finished_study_s_page_has_every_arm_and_its_figures(tmp_path: Path) -
     text = (tmp_path / page.PAGE).read_text()
     assert f"All {len(store.results)} runs are done" in text
     assert text.count("| synchronous |") == 2 * 2 + 2  # in each table of results, and in each of rates
-    assert "| m=8, second order | 0.38 | 3 | 0.012 | 2 | 2.0602 ± 0.0711 | +0.50 | +0.50, +0.50 | 100% |" in text
+    assert "| m=8, second order | 0.38 | 2 | 0.012 | 2 | 2.0602 ± 0.0711 | +0.50 | +0.50, +0.50 | 100% |" in text
     assert "never (0.50% short)" in text and "diverged" in text
-    assert "AdamW, 4 stages, m=8: +0.50 % with second order (by seed +0.50, +0.50); +10.00 % with error" in text
+    assert "AdamW, 4 stages, m=8: +0.50 % with second order (by seed +0.50, +0.50); +10.00 % without" in text
+    assert "AdamW, 8 stages, m=16: +0.50 % with second order (by seed +0.50, +0.50); +10.00 % with error" in text
     for picture in ("gaps.png", "curves.png"):
         assert f"({picture})" in text and (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
     assert str(tmp_path) not in text
@@ -41,14 +42,14 @@ def test_a_finished_study_s_page_has_every_arm_and_its_figures(tmp_path: Path) -
 
 def test_the_page_counts_and_names_what_is_missing(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    fill(store, TINY, [arm for arm in PLAN if arm.stages != 2 and arm.optimizer == "adamw"], 2, made_up)
+    fill(store, TINY, [arm for arm in PLAN if arm.stages != 4 and arm.optimizer == "adamw"], 2, made_up)
     page.write(tmp_path, TINY, PLAN, 3, store)
     text = (tmp_path / page.PAGE).read_text()
     missing = len(PLAN) * 5 - len(store.results)
     assert missing > 0 and f"**{len(store.results)} of " in text
     words = " ".join(text.split())
-    assert "Muon synchronous (1), Muon p=4 (10), AdamW p=2 (10), Muon p=2 (10)" in words
-    assert "### AdamW, 4 stages" in text and "Muon, 4" not in text and "2 stages" not in text
+    assert "Muon synchronous (1), Muon p=8 (10), AdamW p=4 (7), Muon p=4 (7)" in words
+    assert "### AdamW, 8 stages" in text and "Muon, 8" not in text and "4 stages" not in text
 
 
 def test_a_study_without_runs_has_a_page_that_says_so(tmp_path: Path) -> None:

@@ -66,8 +66,8 @@ def test_times_compare_the_seeds_that_both_have() -> None:
         (Arm("adamw", 8, 1, "latest"), 7, 0),
         (Arm("adamw", 8, 8, "2bw"), 1, 1),
         (Arm("adamw", 8, 16), 7 / 16, 1),
-        (Arm("adamw", 4, 4, "stash", "error_feedback"), 3 / 4, 2),
-        (Arm("adamw", 4, 8, "stash", "second_order"), 3 / 8, 3),
+        (Arm("adamw", 8, 8, "stash", "error_feedback"), 7 / 8, 2),
+        (Arm("adamw", 4, 8, "stash", "second_order"), 3 / 8, 2),
     ],
 )
 def test_staleness_and_copies_are_the_first_stage_s(arm: Arm, staleness: float, copies: int) -> None:
