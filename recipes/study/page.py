@@ -44,8 +44,8 @@ _NOT_SHOWN = """\
   rates.
 - Other settings (betas, weight decay, warm-up, clipping, batch) are the same for all arms and were tuned for none in
   this study. That the warm-up is long was found to help asynchronous arms most, on this model.
-- Few seeds: a standard deviation of three numbers is a rough guess, and so is a mean. Rounding alone moves a run: two of
-  one rule and one seed, whose sums were in another order, ended 0.5 % apart.
+- Few seeds: a standard deviation of three numbers is a rough guess, and so is a mean. Rounding alone moves a run: two
+  of one rule and one seed, whose sums were in another order, ended 0.5 % apart.
 - Time is simulated: stages of equal cost, microbatches as efficient as whole batches however small, no time for
   validation, the optimizer or a correction. What real pipelines lose on top was measured with stages that sleep, on
   processes of one machine.
