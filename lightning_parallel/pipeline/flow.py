@@ -225,9 +225,10 @@ class _Watch:
 
 def _misplaced(problem: str, module: str, place: str) -> LayerOrderError:
     return LayerOrderError(
-        f"{problem} A module outside the layers goes with the first stage if it is registered before them, with the "
-        f"last if after, and with the next layer if between: register '{module}' in __init__ where it is called, or "
-        f"name it in `layers` {place}; if it runs several times, call it inside the layers' own forwards."
+        f"{problem} By the code around them, and where that doesn't tell by registration, a module before the layers "
+        f"goes with the first stage, one behind them with the last, and one between with the next layer: register "
+        f"'{module}' in __init__ where it is called, or name it in `layers` {place}; if it runs several times, call it "
+        f"inside the layers' own forwards."
     )
 
 

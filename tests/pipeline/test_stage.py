@@ -16,7 +16,18 @@ import torch
 from lightning.pytorch.demos import LightningTransformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
 
 from lightning_parallel.pipeline.absent import AbsentTensor, AbsentValueError
 from lightning_parallel.pipeline.crossing import Arrival, Departure
@@ -145,6 +156,32 @@ def test_llama_of_transformers_equals_the_whole_model(stages: int, padded: bool)
     mask[0, 4:] = 0
     inputs = {"input_ids": ids, "labels": ids, **({"attention_mask": mask} if padded else {})}
     assert_equal_to_the_whole(LlamaForCausalLM(config).double(), lambda m: m(**inputs).loss, stages)
+
+
+def images(model: Any) -> Tensor:
+    pixels = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    return model(pixel_values=pixels, labels=torch.tensor([0, 1, 1, 0])).loss
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize(("kind", "config", "step"), [
+    (OPTForCausalLM, OPTConfig(
+        num_hidden_layers=4, hidden_size=8, ffn_dim=16, num_attention_heads=2, vocab_size=11, word_embed_proj_dim=8,
+        max_position_embeddings=8, dropout=0.0, bos_token_id=0, eos_token_id=0, pad_token_id=1,
+    ), lambda m: m(tokens(), labels=tokens()).loss),
+    (BartForConditionalGeneration, BartConfig(
+        d_model=8, encoder_layers=1, decoder_layers=3, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=11, max_position_embeddings=8, dropout=0.0, bos_token_id=0,
+        eos_token_id=0, pad_token_id=1, decoder_start_token_id=0, forced_eos_token_id=None,
+    ), lambda m: m(tokens(), labels=tokens()).loss),
+    (ResNetForImageClassification, ResNetConfig(
+        embedding_size=4, hidden_sizes=[4, 4, 8, 8], depths=[1, 1, 1, 1], layer_type="basic",
+    ), images),
+])  # fmt: skip
+def test_models_that_register_modules_in_another_order_than_they_call_them_equal_the_whole(
+    kind: Any, config: Any, step: by_hand.Step, stages: int
+) -> None:
+    assert_equal_to_the_whole(kind(config).double(), step, stages)
 
 
 def test_lightnings_demo_transformer_equals_the_whole_model() -> None:
