@@ -154,7 +154,9 @@ class RankCheckpoint:
         if len(groups) != len(optimizer.param_groups):
             raise ValueError(
                 f"The checkpoint's optimizer has {len(groups)} parameter groups, but configure_optimizers made "
-                f"{len(optimizer.param_groups)}."
+                f"{len(optimizer.param_groups)}. If a callback adds groups while training, as BaseFinetuning does: a "
+                f"checkpoint is read before it could. Give configure_optimizers all parameters, frozen ones too, and "
+                f"let the callback unfreeze them."
             )
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         held = [names.get(id(p)) for group in optimizer.param_groups for p in group["params"]]

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_parallel.checkpoint import is_checkpoint, read_full
 from tests.pool import WorkerPool
+from tests.strategies.failures import assert_refused
 from tests.strategies.harness import ALL, STRATEGIES, Report, complete, here, joined, largest_difference
 
 EPOCHS = 4
@@ -171,3 +172,26 @@ def test_every_stage_is_in_the_directory(pool: WorkerPool, tmp_path: Path) -> No
     assert is_checkpoint(tmp_path / "last.ckpt")
     full = read_full(tmp_path / "epoch=3.ckpt")
     assert largest_difference(full, joined([report for report, _, _ in reports], "weights")) == 0
+
+
+class TwoGroups(ALL["LeNet"]):  # type: ignore[misc]
+    """What its class has become once a callback has added a group to its optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        first, *others = self.parameters()
+        return torch.optim.AdamW([{"params": [first]}, {"params": others}])
+
+
+def resume_without_a_group(folder: Path) -> None:
+    for kind, resume in ((TwoGroups, None), (ALL["LeNet"], folder / "epoch=0.ckpt")):
+        trainer = L.Trainer(
+            accelerator="cpu", devices=2, max_epochs=1 if resume is None else 2, logger=False,
+            callbacks=[ModelCheckpoint(folder, "{epoch}")], strategy=STRATEGIES["sync"](),
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(kind(), kind.loader(), ckpt_path=resume)
+
+
+def test_other_parameter_groups_are_refused_with_the_fix(pool: WorkerPool, tmp_path: Path) -> None:
+    failures = pool.run(resume_without_a_group, 2, tmp_path, init=False, expect_errors=True)
+    assert_refused(failures, "ValueError", ["has 2 parameter groups, but configure_optimizers made 1", "callback"])
