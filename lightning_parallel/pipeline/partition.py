@@ -25,9 +25,8 @@ from itertools import pairwise
 
 from torch import nn
 
+from lightning_parallel.pipeline.balance import Balance, balanced, bounds_of
 from lightning_parallel.pipeline.source_order import SourceOrder
-
-Balance = str | Sequence[int]
 
 _NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -100,7 +99,7 @@ def partition(
     aliases = {name: first_names.setdefault(id(parameter), name) for name, parameter in tensors.items()}
 
     costs, trainable = _costs(module, chain, units)
-    bounds = _bounds(costs, trainable, stages, balance)
+    bounds = bounds_of(costs, trainable, stages, balance)
 
     stage_of_layer = [stage for stage in range(stages) for _ in range(bounds[stage], bounds[stage + 1])]
     outside = {name: stage_of_layer[position] for name, position in units.items()}
@@ -195,7 +194,7 @@ def _best_chain(module: nn.Module, stages: int) -> list[str]:
 
 def _largest_stage(module: nn.Module, chain: Sequence[str], stages: int) -> int:
     costs, trainable = _costs(module, chain, _outside(module, chain))
-    bounds = _balanced(costs, trainable, stages)
+    bounds = balanced(costs, trainable, stages)
     return max(sum(costs[a:b]) for a, b in pairwise(bounds))
 
 
@@ -271,54 +270,6 @@ def _place(order: SourceOrder, child: str, ends: dict[str, int]) -> int | None:
             return None
         place = max(place, end if behind else 0)
     return place if ends else None
-
-
-def _bounds(costs: Sequence[int], trainable: Sequence[bool], stages: int, balance: Balance) -> list[int]:
-    if not isinstance(balance, str):
-        counts = list(balance)
-        if len(counts) != stages or sum(counts) != len(costs) or min(counts) < 1:
-            raise ValueError(
-                f"balance={counts}: give {stages} positive layer counts, one a stage, that sum to {len(costs)}."
-            )
-        return [sum(counts[:stage]) for stage in range(stages + 1)]
-    if balance == "layers":
-        return [round(stage * len(costs) / stages) for stage in range(stages + 1)]
-    if balance != "parameters":
-        raise ValueError(f"balance={balance!r}: use 'parameters', 'layers', or a list of layer counts.")
-    return _balanced(costs, trainable, stages)
-
-
-def _balanced(costs: Sequence[int], trainable: Sequence[bool], stages: int) -> list[int]:
-    """Contiguous split whose largest stage is smallest; among those, the one with the least sum of squares. A stage
-    without a trainable parameter is taken only where there is no other way.
-
-    Dynamic programming over (stages used, layers used): O(stages x layers^2), for chains of up to some hundreds.
-    """
-    count = len(costs)
-    prefix = [0]
-    learns = [0]
-    for cost, learn in zip(costs, trainable, strict=True):
-        prefix.append(prefix[-1] + cost)
-        learns.append(learns[-1] + learn)
-    worst = (count + 1, 0, 0)
-    best: dict[tuple[int, int], tuple[tuple[int, int, int], int]] = {(0, 0): ((0, 0, 0), 0)}
-    for stage in range(1, stages + 1):
-        for end in range(stage, count - (stages - stage) + 1):
-            value, where = worst, -1
-            for start in range(stage - 1, end):
-                if (stage - 1, start) not in best:
-                    continue
-                (idle, largest, squares), _ = best[stage - 1, start]
-                cost = prefix[end] - prefix[start]
-                idle += learns[end] == learns[start]
-                candidate = (idle, max(largest, cost), squares + cost * cost)
-                if candidate < value:
-                    value, where = candidate, start
-            best[stage, end] = (value, where)
-    bounds = [count]
-    for stage in range(stages, 0, -1):
-        bounds.append(best[stage, bounds[-1]][1])
-    return bounds[::-1]
 
 
 def _check_trainable(parts: Partition, trainable: set[str]) -> None:

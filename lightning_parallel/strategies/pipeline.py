@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from lightning_parallel.layout import Size
 from lightning_parallel.pipeline import simulate
+from lightning_parallel.pipeline.balance import Balance
 from lightning_parallel.pipeline.logs import LogRecorder
-from lightning_parallel.pipeline.partition import Balance
 from lightning_parallel.pipeline.schedule import SYNCHRONOUS
 from lightning_parallel.pipeline.weights import swap_gradients
 from lightning_parallel.strategies.pipeline_base import Microbatches, PipelineBase, loss_scale

@@ -28,8 +28,9 @@ from typing_extensions import override
 
 from lightning_parallel.data.copies import make_equal
 from lightning_parallel.layout import Size
+from lightning_parallel.pipeline.balance import Balance
 from lightning_parallel.pipeline.logs import LogRecorder
-from lightning_parallel.pipeline.partition import Balance, Partition
+from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.schedule import AsyncOneFOneB
 from lightning_parallel.pipeline.staleness import Correction, Stashing, is_second_order
 from lightning_parallel.pipeline.weights import WeightVersions, swap_gradients

@@ -24,7 +24,8 @@ from lightning_parallel.data.fully_sharded import ShardedLayers
 from lightning_parallel.data.units import untied
 from lightning_parallel.layout import Size
 from lightning_parallel.pipeline.absent import AbsentTensor
-from lightning_parallel.pipeline.partition import Balance, Partition, partition
+from lightning_parallel.pipeline.balance import Balance
+from lightning_parallel.pipeline.partition import Partition, partition
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.strategies.checkpointed import Held
 from lightning_parallel.strategies.sharded import ShardedStrategy

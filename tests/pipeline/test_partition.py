@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import lightning.pytorch as L
 import pytest
@@ -11,7 +11,7 @@ from lightning.pytorch.demos import LightningTransformer
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from lightning_parallel.pipeline.partition import Balance, Partition, partition
+from lightning_parallel.pipeline.partition import Partition, partition
 
 
 def chain_of(*widths: int) -> nn.Sequential:
@@ -147,31 +147,6 @@ def test_the_stages_parameters_joined_are_the_models(name: str, stages: int) -> 
     # What is on several stages is there for a reason: loose, or tied across them.
     names = [n for n, _ in model.named_parameters(remove_duplicate=False)]
     assert all(p in parts.loose or sum(parts.aliases[n] == p for n in names) > 1 for p in twice)
-
-
-@pytest.mark.parametrize(("layers", "stages"), [(30, 4), (80, 6), (7, 7), (13, 5), (3, 2), (101, 8)])
-@pytest.mark.parametrize("balance", ["parameters", "layers"])
-def test_no_layer_is_dropped_and_none_comes_twice(layers: int, stages: int, balance: str) -> None:
-    parts = partition(chain_of(*[3] * layers), stages, balance=balance)
-    owned = [i for stage in range(stages) for i in parts.layers_of(stage)]
-    assert owned == list(range(layers))
-    assert parts.layers == tuple(str(i) for i in range(layers))
-    assert max(counts(parts)) - min(counts(parts)) <= 1  # equal layers are shared out evenly
-
-
-@pytest.mark.parametrize(
-    ("widths", "stages", "expected"),
-    [
-        ((1, 1, 1, 9), 2, [3, 1]),
-        ((9, 1, 1, 1), 2, [1, 3]),
-        ((4, 3, 2, 4, 3), 3, [1, 2, 2]),
-        ((1, 2, 3, 4, 5, 6, 7, 8, 9), 3, [5, 2, 2]),
-        ((10, 10, 1, 1, 1, 1), 3, [1, 1, 4]),
-        ((1, 5, 2, 3), 3, [1, 1, 2]),  # not (1, 5), (2), (3), whose sum of squares is smaller
-    ],
-)
-def test_the_largest_stage_is_as_small_as_can_be(widths: Sequence[int], stages: int, expected: list[int]) -> None:
-    assert counts(partition(chain_of(*widths), stages)) == expected
 
 
 def test_what_goes_with_a_layer_counts_as_its_weight() -> None:
@@ -350,12 +325,6 @@ def test_a_list_of_lists_is_no_chain() -> None:
     assert partition(net, 2, layers=["levels.*.*"]).layers == ("levels.0.0", "levels.0.1", "levels.1.0", "levels.1.1")
 
 
-@pytest.mark.parametrize("balance", ["layers", [3, 1], (1, 3)])
-def test_the_balance_is_the_users(balance: Balance) -> None:
-    expected = [2, 2] if balance == "layers" else list(balance)
-    assert counts(partition(Blocks(), 2, balance=balance)) == expected
-
-
 def test_a_stage_without_trainable_parameters_is_avoided() -> None:
     net = chain_of(50, 50, 50, 2, 2)
     net[:3].requires_grad_(False)  # a frozen backbone: by size alone the cut would fall inside it
@@ -373,12 +342,6 @@ def test_a_stage_without_trainable_parameters_is_refused_where_it_cannot_be_avoi
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
     with pytest.raises(ValueError, match=r"Stage 1 of 3 has no trainable parameter: it owns '1'.*balance"):
         partition(net, 3, balance=[1, 1, 1])
-
-
-def test_hundreds_of_layers_are_cut_in_no_time() -> None:
-    parts = partition(chain_of(*(1 + i % 7 for i in range(300))), 8)
-    sizes = [sum(1 + i % 7 for i in parts.layers_of(stage)) for stage in range(8)]
-    assert max(sizes) - sum(sizes) / 8 <= 7
 
 
 def test_the_cut_only_reads_the_model() -> None:
