@@ -22,44 +22,35 @@ are used again for messages of the same format, since the system takes longer to
 
 from __future__ import annotations
 
-import json
-import math
-import struct
 import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel.pipeline.crossing import Arrival
+from lightning_parallel.pipeline.message import (
+    TRAILER,
+    Format,
+    decode,
+    encode,
+    format_of,
+    read_trailer,
+    size_of,
+    unpack,
+    write_trailer,
+)
 
-Format = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]  # shape, dtype, requires_grad of each tensor
-
-_ALIGNMENT = 64  # bytes; any dtype can be viewed at such an offset
-_WORDS = struct.Struct("=qq")
-_TRAILER = _WORDS.size
 _END = -1
 
 
 class PeerLostError(RuntimeError):
     """The stage at the other end of a link has stopped."""
-
-
-def format_of(tensors: Sequence[Tensor]) -> Format:
-    return tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
-
-
-@lru_cache
-def gradient_format(activations: Format) -> Format:
-    """The format of the gradients of a message: those of the tensors that want one."""
-    return tuple((shape, dtype, False) for shape, dtype, requires_grad in activations if requires_grad)
 
 
 class Link:
@@ -187,7 +178,7 @@ class Sender:
         if actual == expected:
             self._post(message)
         else:
-            description = _encode(actual)
+            description = encode(actual)
             announcement = self._packed((), expected, (description.numel(), acknowledged))
             self._post(announcement, self._buffer(description.numel()).copy_(description), message)
             self._formats[place] = actual
@@ -229,11 +220,11 @@ class Sender:
 
     def _packed(self, tensors: Sequence[Tensor], format: Format, trailer: tuple[int, int] | None) -> Tensor:
         """A buffer laid out for ``format``, with ``tensors`` in their places; none: its contents are void."""
-        buffer = self._buffer(_layout(format)[1] + (_TRAILER if trailer else 0))
-        for place, tensor in zip(_unpack(buffer, format), tensors, strict=False):
+        buffer = self._buffer(size_of(format) + (TRAILER if trailer else 0))
+        for place, tensor in zip(unpack(buffer, format), tensors, strict=False):
             place.copy_(tensor.detach())
         if trailer:
-            _write_trailer(buffer, trailer)
+            write_trailer(buffer, trailer)
         return buffer
 
     def _buffer(self, nbytes: int) -> Tensor:
@@ -276,28 +267,28 @@ class Receiver:
     def post(self, place: Hashable) -> None:
         """Post the receive of the next message, that of ``place``."""
         expected = self._formats.get(place, ())
-        self._post(expected, _layout(expected)[1] + _TRAILER, place)
+        self._post(expected, size_of(expected) + TRAILER, place)
 
     def take(self) -> Arrival | None:
         """Wait for the message posted, and read it. None: the sender ended the stream."""
         buffer, expected, place = self._wait()
-        status, self.acknowledged = _read_trailer(buffer)
+        status, self.acknowledged = read_trailer(buffer)
         if status == _END:
             return None
         if status:
             description = self._exchange(status)
-            expected = self._formats[place] = _decode(description)
-            buffer = self._exchange(_layout(expected)[1] + _TRAILER)
-        tensors = _unpack(self._link.arrived(buffer), expected)
+            expected = self._formats[place] = decode(description)
+            buffer = self._exchange(size_of(expected) + TRAILER)
+        tensors = unpack(self._link.arrived(buffer), expected)
         return Arrival(tensors, [requires_grad for _, _, requires_grad in expected])
 
     def post_gradients(self, expected: Format) -> None:
         """Post the receive of gradients: those of a message that this rank sent (:func:`gradient_format`)."""
-        self._post(expected, _layout(expected)[1], None)
+        self._post(expected, size_of(expected), None)
 
     def take_gradients(self) -> list[Tensor]:
         buffer, expected, _ = self._wait()
-        return _unpack(self._link.arrived(buffer), expected)
+        return unpack(self._link.arrived(buffer), expected)
 
     def _post(self, expected: Format, nbytes: int, place: Hashable) -> None:
         assert self._posted is None, "one receive at a time"
@@ -315,50 +306,3 @@ class Receiver:
         buffer = self._link.buffer(nbytes)
         self._link.wait(self._link.irecv(buffer))
         return buffer
-
-
-@lru_cache
-def _layout(expected: Format) -> tuple[list[tuple[int, int]], int]:
-    """Where each tensor lies in a buffer (start, length), and where the tensors end, in bytes."""
-    places: list[tuple[int, int]] = []
-    end = 0
-    for shape, dtype, _ in expected:
-        size = math.prod(shape) * dtype.itemsize
-        places.append((end, size))
-        end += -(-size // _ALIGNMENT) * _ALIGNMENT
-    return places, end
-
-
-def _unpack(buffer: Tensor, expected: Format) -> list[Tensor]:
-    return [
-        buffer.narrow(0, start, size).view(dtype).view(shape)
-        for (start, size), (shape, dtype, _) in zip(_layout(expected)[0], expected, strict=True)
-    ]
-
-
-# Through numpy on the CPU: two numbers by tensor operations cost ten times as much, on every message's way.
-
-
-def _write_trailer(buffer: Tensor, words: tuple[int, int]) -> None:
-    if buffer.is_cpu:
-        _WORDS.pack_into(buffer.numpy().data, buffer.numel() - _TRAILER, *words)
-    else:
-        buffer[-_TRAILER:].view(torch.int64).copy_(torch.tensor(words))
-
-
-def _read_trailer(buffer: Tensor) -> tuple[int, int]:
-    if buffer.is_cpu:
-        status, acknowledged = _WORDS.unpack_from(buffer.numpy().data, buffer.numel() - _TRAILER)
-    else:
-        status, acknowledged = buffer[-_TRAILER:].view(torch.int64).tolist()
-    return status, acknowledged
-
-
-def _encode(actual: Format) -> Tensor:
-    text = json.dumps([[list(shape), str(dtype).removeprefix("torch."), grad] for shape, dtype, grad in actual])
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-
-
-def _decode(description: Tensor) -> Format:
-    fields: list[Any] = json.loads(bytes(description.cpu().tolist()).decode())
-    return tuple((tuple(shape), getattr(torch, dtype), bool(grad)) for shape, dtype, grad in fields)

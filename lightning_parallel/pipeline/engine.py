@@ -26,8 +26,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_parallel.layout import Groups, Layout
-from lightning_parallel.pipeline.channel import Format, Link, Receiver, Sender, gradient_format
+from lightning_parallel.pipeline.channel import Link, Receiver, Sender
 from lightning_parallel.pipeline.crossing import Arrival, Departure
+from lightning_parallel.pipeline.message import Format, gradient_format
 from lightning_parallel.pipeline.random import seeded
 from lightning_parallel.pipeline.schedule import Action, Backward, Forward, Step
 from lightning_parallel.pipeline.stage import Stage

@@ -14,14 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.pipeline.channel import (
-    Link,
-    PeerLostError,
-    Receiver,
-    Sender,
-    format_of,
-    gradient_format,
-)
+from lightning_parallel.pipeline.channel import Link, PeerLostError, Receiver, Sender
+from lightning_parallel.pipeline.message import format_of
 from tests.pool import WorkerPool
 
 CPU = torch.device("cpu")
@@ -133,12 +127,6 @@ def test_gradients_arrive_as_they_were_sent_without_a_header(pool: WorkerPool) -
     found = pool.run(sends_and_receives_gradients, 2)[1]
     for i, (sent, received) in enumerate(zip(gradients(), found, strict=True)):
         assert received == described(sent), f"message {i}"
-
-
-def test_gradients_are_wanted_of_what_requires_them() -> None:
-    tensors = [tensor(0, 2), *wanting(tensor(1, 3), tensor(2))]
-    assert gradient_format(format_of(tensors)) == (((3,), torch.float32, False), ((), torch.float32, False))
-    assert gradient_format(format_of(tensors[:1])) == ()
 
 
 def counts_its_sends() -> list[int] | None:
