@@ -21,11 +21,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_parallel.pipeline import microbatch as batches
-from lightning_parallel.pipeline import timeline as timelines
+from lightning_parallel.pipeline.drawing import write_perfetto, write_png
 from lightning_parallel.pipeline.engine import Engine, Microbatch
 from lightning_parallel.pipeline.logs import LogRecorder
 from lightning_parallel.pipeline.random import mix, seed_host_generators
-from lightning_parallel.pipeline.timeline import Timeline
+from lightning_parallel.pipeline.timeline import Timeline, report
 from lightning_parallel.pipeline.weights import Weights
 from lightning_parallel.strategies.evaluation import StreamedEvaluation
 from lightning_parallel.strategies.metrics import logging_through
@@ -164,9 +164,9 @@ class PipelineBase(StreamedEvaluation):
         labels = [f"stage {s} (rank {self.layout.rank_of(stage=s)})" for s in range(self.layout.pipeline)]
         directory.mkdir(parents=True, exist_ok=True)
         theory = self.theoretical_bubble()
-        timelines.write_png(rows, directory / "timeline.png", title=self.title(), theory=theory, labels=labels)
-        timelines.write_perfetto(rows, directory / "timeline.json", labels=labels)
-        rank_zero_info(f"{timelines.report(rows, theory)}\nWritten: {directory}/timeline.png and timeline.json")
+        write_png(rows, directory / "timeline.png", title=self.title(), theory=theory, labels=labels)
+        write_perfetto(rows, directory / "timeline.json", labels=labels)
+        rank_zero_info(f"{report(rows, theory)}\nWritten: {directory}/timeline.png and timeline.json")
 
     def title(self) -> str:
         """Names the schedule in pictures."""
