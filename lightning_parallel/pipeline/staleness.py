@@ -27,7 +27,7 @@ r_t = v_t - H(q) u_t, that mean is off by
 Error feedback, H = c, leaves c^2 times the difference of two updates. Second order, H = c (1 + b) / (1 + b q) with
 b = c, agrees with the series up to c^2 and leaves c^3 times a difference. The whole series as a recursion has its root
 at -c / (1 - c), and amplifies noise without bound where c > 1/2; second order's is at -b, so that what it starts with
-dies away.
+dies away. (In 16-bit numbers b is 0.45 at most: a last place times more than a half would be rounded up again.)
 
 The optimizer moves v alone, as ever: weight decay, clipping, schedules, parameter groups, precision and every optimizer
 mean what they mean without correction. Once the pipeline has drained nothing is late, and forwards read v itself. So a
@@ -46,6 +46,7 @@ Stashing: TypeAlias = Literal["stash", "2bw", "latest"]
 Correction: TypeAlias = Literal["error_feedback", "second_order"] | float | None
 
 _MEMORY = 0.9  # b, at most
+_MEMORY_OF_HALVES = 0.45  # and of 16-bit numbers, where half of the last place, rounded, would never die away
 
 
 def mean_staleness(weights: Stashing, warmup: int, microbatches: int) -> float:
@@ -77,7 +78,7 @@ def extrapolate(parameter: Tensor, update: Tensor, last: Tensor | None, weight: 
     """
     if last is None:
         return torch.sub(parameter, update, alpha=weight)
-    memory = min(weight, _MEMORY)
+    memory = min(weight, _MEMORY if torch.finfo(parameter.dtype).bits >= 32 else _MEMORY_OF_HALVES)
     return torch.sub(parameter, update, alpha=weight * (1 + memory)).add_(last, alpha=memory)
 
 

@@ -71,13 +71,13 @@ class Version:
     Attributes:
         updates: the number of updates that made it.
         leaves: by parameter name, what forwards of this version read. Gradients gather in the leaves' ``grad``.
-        copied: have the leaves memory of their own? Else they share the parameters'.
+        copied: names of the leaves that have memory of their own. Others share the parameters'.
         in_flight: forwards whose backward is still to come.
     """
 
     updates: int
     leaves: dict[str, Tensor]
-    copied: bool
+    copied: set[str]
     in_flight: int = 0
 
     def has_gradients(self) -> bool:
@@ -206,13 +206,16 @@ class WeightVersions:
         if self._corrected or self._stashing == "2bw":
             self._newest()  # it will be read, or written to
         current = self._current
-        read = current.leaves if current is not None and current.copied else None  # None: the parameters themselves
-        if current is not None and (current.in_flight or self._stashing == "2bw"):
-            if not current.copied and self._stashing != "latest":
-                for parameter in self._trained().values():
-                    parameter.data = parameter.data.clone()
-                current.copied = True
-            self._old.append(current)
+        read = {name: current.leaves[name].data for name in current.copied} if current is not None else {}
+        if current is not None:
+            stays = current.in_flight > 0 or self._stashing == "2bw"
+            if self._corrected if self._stashing == "latest" else stays:
+                for name, parameter in self._trained().items():
+                    if name not in current.copied:
+                        parameter.data = parameter.data.clone()
+                        current.copied.add(name)
+            if stays:
+                self._old.append(current)
         self._current = None
         before = {name: p.data.clone() for name, p in self._trained().items()} if self._corrected else {}
         apply()
@@ -221,7 +224,7 @@ class WeightVersions:
             self._wanted = max(self._wanted, self._updates - 1)
         self._old = [version for version in self._old if self._is_needed(version)]
         if self._corrected:
-            values = self._extrapolated(before, (read or before) if second_order else None, correction)
+            values = self._extrapolated(before, read if second_order else None, correction)
             if self._stashing == "latest":  # written to what versions in flight read
                 assert current is not None
                 for name, value in values.items():
@@ -231,9 +234,15 @@ class WeightVersions:
     def _extrapolated(
         self, before: Mapping[str, Tensor], read: Mapping[str, Tensor] | None, weight: float
     ) -> dict[str, Tensor]:
+        """What forwards are to read.
+
+        Args:
+            before: the parameters before the update.
+            read: what forwards have read, where it was not these; None: of first order.
+        """
         values: dict[str, Tensor] = {}
         for name, parameter in self._trained().items():
-            last = None if read is None else before[name] - read[name].data
+            last = None if read is None else before[name] - read.get(name, before[name])
             update = before[name].sub_(parameter.data)  # in the memory of `before`
             values[name] = extrapolate(parameter.data, update, last, weight)
         return values
@@ -282,7 +291,7 @@ class WeightVersions:
         for name, leaf in leaves.items() if self._grown is not None else ():
             if leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(partial(self._tell, name))
-        return Version(self._updates, leaves, copied=bool(values))
+        return Version(self._updates, leaves, copied=set(values))
 
     def _tell(self, name: str, leaf: Tensor) -> None:
         assert self._grown is not None

@@ -95,6 +95,16 @@ def test_extrapolation_is_the_formula_and_a_new_tensor() -> None:
     assert extrapolate(v.bfloat16(), u.bfloat16(), None, c).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("c", [0.2, 0.4375, 0.75, 0.875, 1.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_correction_dies_away_without_updates(dtype: torch.dtype, c: float) -> None:
+    v = torch.randn(200).to(dtype)
+    r = v + 0.1 * torch.randn(200).to(dtype)
+    for _ in range(300):
+        r = extrapolate(v, torch.zeros_like(v), v - r, c)
+    assert torch.equal(r, v) if dtype.itemsize == 2 else torch.allclose(r, v, rtol=0, atol=1e-5)
+
+
 class Path:
     """Parameters v_n after n updates u_n, and what forwards read of them."""
 

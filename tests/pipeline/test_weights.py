@@ -354,6 +354,30 @@ def test_frozen_parameters_are_not_extrapolated() -> None:
     assert training.versions.updates == 3
 
 
+@pytest.mark.parametrize("stashing", ["stash", "2bw", "latest"])
+def test_a_parameter_unfrozen_under_way_is_corrected_from_its_first_update_on(stashing: Stashing) -> None:
+    model = Scalars()
+    frozen = nn.Parameter(torch.ones(()), requires_grad=False)
+    model.frozen = frozen
+    versions = WeightVersions(model, parameters_of(model), stashing, corrected=True)
+
+    def step() -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 1.0 if parameter.requires_grad else 0.0
+
+    for update in range(3):
+        versions.begin(update)
+        versions.forward(lambda: None)
+        if update == 2:
+            frozen.requires_grad_(True)
+        versions.update(step, 0.5, True)
+    versions.begin(4)
+    read = versions.forward(lambda: model.frozen.item())[0]
+    assert frozen.item() == 0.0
+    assert read == -0.75
+
+
 @pytest.mark.parametrize(
     ("stashing", "delay", "count", "correction", "second_order", "expected"),
     [
