@@ -15,7 +15,7 @@ the order of layers are raised on all ranks, before anything is trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_parallel.pipeline.absent import AbsentForward, AbsentTensor, AbsentValueError, absent_like, origin_of
+from lightning_parallel.pipeline.kept_state import StateKept
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.random import seeded
 
@@ -76,16 +77,21 @@ class LayerOrderError(RuntimeError):
 
 
 def survey(
-    module: nn.Module, partition: Partition, units: Mapping[str, AbsentForward], step: Callable[[], Any]
+    module: nn.Module,
+    partition: Partition,
+    units: Mapping[str, AbsentForward],
+    step: Callable[[], Any],
+    logged: Sequence[Any] = (),
 ) -> Flow:
-    """Watch one step.
+    """Watch one step. What it returns, and what it leaves on modules, is needed on the last stage, and so is the first
+    value that it asks for behind the layers: there a loss has values, and here the look ends.
 
     Args:
         module: the module whose parts ``step`` calls.
         partition: where they are.
         units: for each layer and each module outside, its absent forward.
-        step: the user's step on a real microbatch, with its logs going nowhere. All absent tensors in what it returns
-            are needed on the last stage, so it may return what is logged too.
+        step: the user's step on a real microbatch, with its logs going to ``logged``.
+        logged: what the last stage needs too.
 
     Raises:
         LayerOrderError: nothing to be run as a pipeline.
@@ -95,20 +101,22 @@ def survey(
     with (
         _everything_absent(module, partition),
         watch.installed(module),
-        _state_kept(module),
+        StateKept(module) as state,
         seeded(0, torch.device("cpu")),
         torch.no_grad(),
     ):
         try:
-            watch.ended(step())
+            watch.needed_at_the_end(step())
         except LayerOrderError:
             raise
-        except Exception as error:
-            # Behind the layers is the last stage, where a loss has values and these have none: it may ask for them.
+        except AbsentValueError as error:
             if not watch.layers_called:
                 raise
-            if isinstance(error, AbsentValueError):
-                watch.needed_at_the_end(error.origins)
+            watch.need_at_the_end(error.origins)
+        except Exception:  # of a loss that makes no sense of absent values; the last stage will tell if it is another
+            if not watch.layers_called:
+                raise
+        watch.needed_at_the_end((logged, [*state.written()]))
     order_checked(partition, watch.next_layer, None)
     return watch.flow()
 
@@ -166,11 +174,11 @@ class _Watch:
     def _called(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stage, call = self._stages[name], self._calls.get(name, 0)
         self._calls[name] = call + 1
+        if name in self._indices:
+            self.next_layer = order_checked(self._partition, self.next_layer, self._indices[name])
         for leaf in pytree.tree_leaves((args, kwargs)):
             for origin in leaf.origins if isinstance(leaf, AbsentTensor) else ():
                 self._need(origin, name, stage)
-        if name in self._indices:
-            self.next_layer = order_checked(self._partition, self.next_layer, self._indices[name])
         output = self._units[name].answer(args, kwargs, call)
         count = sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(output))
         end = self._partition.bounds[stage + 1]
@@ -183,12 +191,13 @@ class _Watch:
     def layers_called(self) -> bool:
         return self.next_layer == len(self._partition.layers)
 
-    def ended(self, output: Any) -> None:
-        """The step has returned."""
-        for leaf in pytree.tree_leaves(output):
-            self.needed_at_the_end(leaf.origins if isinstance(leaf, AbsentTensor) else ())
+    def needed_at_the_end(self, values: Any) -> None:
+        """Behind all layers, ``values`` are of use to the user."""
+        for leaf in pytree.tree_leaves(values):
+            if isinstance(leaf, AbsentTensor):
+                self.need_at_the_end(leaf.origins)
 
-    def needed_at_the_end(self, origins: Iterable[str]) -> None:
+    def need_at_the_end(self, origins: Iterable[str]) -> None:
         for origin in origins:
             self._need(origin, "the end of the step", self._partition.stages - 1)
 
@@ -225,37 +234,11 @@ class _Watch:
 
 def _misplaced(problem: str, module: str, place: str) -> LayerOrderError:
     return LayerOrderError(
-        f"{problem} By the code around them, and where that doesn't tell by registration, a module before the layers "
-        f"goes with the first stage, one behind them with the last, and one between with the next layer: register "
+        f"{problem} A module outside the layers goes with the first stage if it is registered before them, with the "
+        f"last if after, or if `forward` plainly calls it behind them, and with the next layer if between: register "
         f"'{module}' in __init__ where it is called, or name it in `layers` {place}; if it runs several times, call it "
         f"inside the layers' own forwards."
     )
-
-
-@contextmanager
-def _state_kept(module: nn.Module) -> Iterator[None]:
-    """What a step writes to its modules (a counter, a list of losses, a metric's state): afterwards as it was. This
-    step doesn't count, and its values are absent."""
-    attributes = [(m, dict(vars(m))) for m in module.modules()]
-    values = [value for m, before in attributes for value in (*before.values(), *m._buffers.values())]
-    held = [v for v in values if isinstance(v, Tensor) and not (v.is_meta or isinstance(v, AbsentTensor))]
-    tensors = [(v, v.detach().clone()) for v in held]
-    lists = [(v, list(v)) for v in values if isinstance(v, list)]
-    keyed = [(v, dict(v)) for v in values if isinstance(v, dict)]
-    try:
-        yield
-    finally:
-        for m, before in attributes:
-            m.__dict__.clear()
-            m.__dict__.update(before)
-        for tensor, content in tensors:
-            if not torch.equal(tensor, content):
-                tensor.data.copy_(content)
-        for sequence, items in lists:
-            sequence[:] = items
-        for mapping, entries in keyed:
-            mapping.clear()
-            mapping.update(entries)
 
 
 @contextmanager

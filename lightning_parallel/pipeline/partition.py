@@ -3,10 +3,10 @@
 A model is seen as a chain of *layers*, submodules that run once each, in order, each on what the one before returned.
 A stage owns a run of layers. What else holds parameters is owned as follows:
 
-- a module outside the chain, by the first stage if it comes before the layers (embeddings), by the last one if after
-  (final norm, head), and with the next layer if between (an encoder's final norm): a stage leaves the step behind its
-  last layer, so there it couldn't run behind the layer before. The order is that of the code around them, as far as its
-  source tells (``source_order.py``), else that of registration;
+- a module outside the chain, by the first stage if it was registered before the layers (embeddings), by the last one
+  if after (final norm, head), and with the layer behind the latest that was registered so far if between (an encoder's
+  final norm): a stage leaves the step behind its last layer, so there it couldn't run behind the layer before. What the
+  code around plainly calls behind layers goes there too, wherever it was registered (``source_order.py``);
 - a *loose* parameter, one that hangs directly on a module around the chain (a position embedding made with
   ``nn.Parameter``, or a list of such), by every stage: nobody can tell before the first step where it is used. It is
   small as a rule;
@@ -223,14 +223,13 @@ def _runs_in_order(container: nn.Module) -> bool:
 
 
 def _outside(module: nn.Module, chain: Sequence[str]) -> dict[str, int]:
-    """Modules outside the chain that hold parameters, each with the index of the layer that it goes with: the first
-    that is used behind it, or the last. The code of the module around them tells, or the order of registration."""
+    """Modules outside the chain that hold parameters, each with the index of the layer that it goes with: that behind
+    the latest registered so far, or plainly called before it; or the last."""
     units: dict[str, int] = {}
     coming = 0  # index of the layer behind the last one passed, in order of registration
 
     def visit(parent: nn.Module, prefix: str) -> None:
         nonlocal coming
-        order: SourceOrder | None = None  # read once, if it is needed
         for short, child in parent.named_children():
             name = prefix + short
             if id(child) in index:
@@ -242,34 +241,25 @@ def _outside(module: nn.Module, chain: Sequence[str]) -> dict[str, int]:
             elif any(id(part) in claimed for part in child.modules()):
                 visit(child, f"{name}.")
             elif any(True for _ in child.parameters()):
-                order = order or SourceOrder(parent)
-                place = _place(order, short, ends_of(parent))
-                units[name] = min(coming if place is None else place, len(chain) - 1)
+                units[name] = min(max(coming, behind(parent, short)), len(chain) - 1)
                 claimed.update(id(part) for part in child.modules())
 
-    def ends_of(parent: nn.Module) -> dict[str, int]:
-        """For each child with layers of the chain in it, the index behind the last of them."""
-        found = {
-            short: [index[id(part)] for part in child.modules() if id(part) in index]
-            for short, child in parent.named_children()
+    def behind(parent: nn.Module, short: str) -> int:
+        """Index of the layer behind those that the parent's code calls before its child."""
+        ends = {
+            other: max(indices) + 1
+            for other, sibling in parent.named_children()
+            if (indices := [index[id(part)] for part in sibling.modules() if id(part) in index])
         }
-        return {short: max(indices) + 1 for short, indices in found.items() if indices}
+        if max(ends.values(), default=0) <= coming:
+            return 0
+        order = SourceOrder(parent)
+        return max((end for other, end in ends.items() if order.is_behind(short, other)), default=0)
 
     index = {id(module.get_submodule(name)): i for i, name in enumerate(chain)}
     claimed = {id(part) for name in chain for part in module.get_submodule(name).modules()}
     visit(module, "")
     return units
-
-
-def _place(order: SourceOrder, child: str, ends: dict[str, int]) -> int | None:
-    """The index of the layer behind those that ``child`` is used behind; None where the source doesn't tell."""
-    place = 0
-    for other, end in ends.items():
-        behind = order.is_behind(child, other)
-        if behind is None:
-            return None
-        place = max(place, end if behind else 0)
-    return place if ends else None
 
 
 def _check_trainable(parts: Partition, trainable: set[str]) -> None:

@@ -1,8 +1,8 @@
-"""In which order a module's code uses its children: read from its source, before anything has run.
+"""Which of a module's children its ``forward`` calls behind others: read from its source, before anything has run.
 
 Modules are mostly registered in the order in which they are called, and not always: OPT registers its final norm before
-its layers, BART the norm of its embeddings behind them. The methods around them tell. Only what all of them agree on
-counts, so that a guess is wrong for code only that hides its order; then the first step is refused as ever.
+its layers, a residual block its shortcut before what it is added to. Only plain calls count, all of them behind, and in
+no loop over the others; code that hides its order tells nothing, and registration decides.
 """
 
 from __future__ import annotations
@@ -10,86 +10,158 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
-from types import FunctionType
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
-_LIBRARIES = ("torch", "lightning", "pytorch_lightning")  # whose base classes know nothing of a model's children
+_READ = ("forward", "training_step")
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
 
 
 class SourceOrder:
     """Of one module's children.
 
     Args:
-        module: whose class's methods are read, but for ``__init__``.
+        module: whose class's ``forward`` and ``training_step`` are read.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._uses = [uses for method in _methods(type(module)) if (uses := _uses(method))]
+        methods = [getattr(type(module), name, None) for name in _READ]
+        self._read = [calls for method in methods if callable(method) and (calls := _calls(method))]
 
-    def is_behind(self, child: str, other: str) -> bool | None:
-        """Is every use of ``child`` behind every use of ``other``, in each method that uses both? False: every one is
-        before. None: neither, or no method uses both."""
-        found = set()
-        for uses in self._uses:
-            if child in uses and other in uses:
-                behind, before = min(uses[child]) > max(uses[other]), max(uses[child]) < min(uses[other])
-                found.add(behind if behind or before else None)
-        return found.pop() if len(found) == 1 else None
+    def is_behind(self, child: str, other: str) -> bool:
+        """Is ``child`` called, and plainly always behind ``other``?"""
+        answers = {_is_behind(calls[child], calls.get(other)) for calls in self._read if child in calls}
+        return answers == {True} or answers == {True, None}
 
 
-def _methods(kind: type) -> Iterator[Callable[..., object]]:
-    """Those that are in force, of the user's own classes."""
-    seen = {"__init__"}
-    for base in kind.__mro__:
-        if base.__module__.partition(".")[0] in _LIBRARIES:
-            return
-        for name, method in vars(base).items():
-            if isinstance(method, FunctionType) and name not in seen:
-                yield method
-            seen.add(name)
+@dataclass
+class _Uses:
+    """Of one attribute.
+
+    Attributes:
+        calls: places in the order of evaluation where it is called, or looped over, with the loops around.
+        other: is it used otherwise too, or in a function within the method? Then its calls may be anywhere.
+    """
+
+    calls: list[tuple[int, frozenset[int]]] = field(default_factory=list)
+    other: bool = False
 
 
-def _uses(method: Callable[..., object]) -> dict[str, list[int]]:
-    """By attribute of the method's first argument, at which places in the order of evaluation it is used."""
+def _is_behind(mine: _Uses, theirs: _Uses | None) -> bool | None:
+    """None: only one of both is used."""
+    if theirs is None or not (mine.calls and (theirs.calls or theirs.other)):
+        return None
+    if theirs.other:
+        return False
+    in_one_loop = any(a & b for _, a in mine.calls for _, b in theirs.calls)
+    return not in_one_loop and min(place for place, _ in mine.calls) > max(place for place, _ in theirs.calls)
+
+
+def _calls(method: Callable[..., Any]) -> dict[str, _Uses]:
+    """What a method does with the attributes of its first argument."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+        function = ast.parse(textwrap.dedent(inspect.getsource(method))).body[0]
     except (OSError, TypeError, SyntaxError):  # no source to be read, as of code typed into an interpreter
         return {}
-    function = tree.body[0]
-    if not isinstance(function, ast.FunctionDef) or not function.args.args:
+    if not isinstance(function, ast.FunctionDef):
         return {}
-    evaluation = _Evaluation(function.args.args[0].arg)
+    first = [*function.args.posonlyargs, *function.args.args][:1]
+    if not first:
+        return {}
+    reader = _Reader(first[0].arg)
     for statement in function.body:
-        evaluation.visit(statement)
-    return evaluation.uses
+        reader.visit(statement)
+    return reader.uses
 
 
-class _Evaluation(ast.NodeVisitor):
-    """Visits what is evaluated first first: the arguments of a call before what is called."""
+class _Reader(ast.NodeVisitor):
+    """Visits what is evaluated first first."""
 
     def __init__(self, itself: str) -> None:
-        self.uses: dict[str, list[int]] = {}
+        self.uses: dict[str, _Uses] = {}
         self._itself = itself
         self._place = 0
+        self._loops: frozenset[int] = frozenset()
+        self._nested = 0  # functions around, which may run later, or never
+
+    def _child(self, node: ast.AST) -> str | None:
+        """x, of ``self.x`` and ``self.x[i]``."""
+        while isinstance(node, ast.Subscript):
+            node = node.value
+        own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self._itself
+        return node.attr if own and isinstance(node, ast.Attribute) else None
+
+    def _used(self, child: str, loops: frozenset[int], *, plainly: bool) -> None:
+        uses = self.uses.setdefault(child, _Uses())
+        if plainly and not self._nested:
+            self._place += 1
+            uses.calls.append((self._place, loops))
+        else:
+            uses.other = True
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        if isinstance(node.value, ast.Name) and node.value.id == self._itself:
-            self._place += 1
-            self.uses.setdefault(node.attr, []).append(self._place)
+        child = self._child(node)
+        if child is not None:
+            self._used(child, self._loops, plainly=False)
         self.generic_visit(node)
 
+    def visit_Compare(self, node: ast.Compare) -> None:
+        asks_whether_it_is_there = isinstance(node.ops[0], ast.Is | ast.IsNot) and self._child(node.left) is not None
+        if not asks_whether_it_is_there:
+            self.generic_visit(node)
+
     def visit_Call(self, node: ast.Call) -> None:
-        for part in (*node.args, *node.keywords, node.func):
+        child = self._child(node.func)
+        if child is None:
+            self.visit(node.func)
+        for part in (*node.args, *node.keywords):
             self.visit(part)
+        if child is not None:  # called when its arguments are there
+            self._used(child, self._loops, plainly=True)
+
+    def _looped_over(self, iterable: ast.AST, loop: int) -> None:
+        """``for layer in self.layers``, ``in enumerate(self.layers[:n])``: its items are called within."""
+        wrapped = isinstance(iterable, ast.Call) and isinstance(iterable.func, ast.Name)
+        for part in iterable.args if wrapped and isinstance(iterable, ast.Call) else [iterable]:
+            child = self._child(part)
+            if child is None:
+                self.visit(part)
+            else:
+                self._used(child, self._loops | {loop}, plainly=True)
+
+    def visit_For(self, node: ast.For) -> None:
+        self._looped_over(node.iter, id(node))
+        self._within(id(node), [*node.body])
+        for statement in node.orelse:
+            self.visit(statement)
+
+    def visit_While(self, node: ast.While) -> None:
+        self._within(id(node), [node.test, *node.body])
+
+    def _within(self, loop: int, parts: list[ast.AST]) -> None:
+        around, self._loops = self._loops, self._loops | {loop}
+        for part in parts:
+            self.visit(part)
+        self._loops = around
 
     def visit_Assign(self, node: ast.Assign) -> None:
         for part in (node.value, *node.targets):
             self.visit(part)
 
-    def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> None:
-        for part in (*node.generators, node.elt):
-            self.visit(part)
+    def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> None:
+        for generator in node.generators:
+            self._looped_over(generator.iter, id(node))
+        results: list[ast.AST] = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+        self._within(id(node), [*results, *(test for generator in node.generators for test in generator.ifs)])
 
-    visit_ListComp = visit_SetComp = visit_GeneratorExp = _comprehension
+    visit_ListComp = visit_SetComp = visit_GeneratorExp = visit_DictComp = _comprehension
+
+    def _function(self, node: ast.AST) -> None:
+        self._nested += 1
+        self.generic_visit(node)
+        self._nested -= 1
+
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = _function

@@ -22,7 +22,7 @@ computed is the stage's output, and the user's step is left there. On the last s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -109,9 +109,10 @@ class Stage:
             if name in persistent and not isinstance(buffer, AbsentTensor)
         }
 
-    def survey(self, step: Callable[[], Any]) -> Flow:
-        """What crosses the cuts in ``step``: every rank finds the same (:mod:`~lightning_parallel.pipeline.flow`)."""
-        return survey(self.module, self.partition, self._absent, step)
+    def survey(self, step: Callable[[], Any], logged: Sequence[Any] = ()) -> Flow:
+        """What crosses the cuts in ``step``: every rank finds the same, unless the step looks at the rank behind the
+        layers (:func:`.flow.survey`)."""
+        return survey(self.module, self.partition, self._absent, step, logged)
 
     # -- hooks ---------------------------------------------------------------------------------------------------
 
@@ -251,9 +252,11 @@ class Stage:
         if absent is not None:
             raise RuntimeError(
                 f"What the step returned on stage {self.index} depends on {absent.origin}, which lives on another "
-                f"stage. Outputs of modules cross between stages if the first step shows that they are needed, "
-                f"parameters don't. (Weights that are tied by hand, as in F.linear(x, self.embedding.weight), can be "
-                f"tied as a module's parameter instead: self.head.weight = self.embedding.weight.)"
+                f"stage. Outputs of modules cross between stages if the first step shows that they are needed, and "
+                f"not what comes in only behind a value that it asks for (.item(), a mask as an index): compute that "
+                f"before. Parameters don't cross. (Weights that are tied by hand, as in "
+                f"F.linear(x, self.embedding.weight), can be tied as a module's parameter instead: self.head.weight = "
+                f"self.embedding.weight.)"
             )
         return output
 

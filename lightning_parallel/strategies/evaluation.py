@@ -14,12 +14,11 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_parallel.agreement import first_few
+from lightning_parallel.agreement import first_few, gather
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.flow import Flow, tensors_of
-from lightning_parallel.pipeline.random import host_generators_kept
 from lightning_parallel.strategies.last_stage import LastStageStrategy
-from lightning_parallel.strategies.metrics import logging_through
+from lightning_parallel.strategies.metrics import logging_through, named_loss_of_peers
 
 MANY = 4  # tensors that may cross a cut beside the chain without a warning, as a U-Net's skip connections do
 
@@ -57,14 +56,37 @@ class StreamedEvaluation(LastStageStrategy):
         if kind not in self._flows:
             if self._sharded_layers is not None:
                 self._sharded_layers.gather()  # or their hooks would do it, among parameters that are absent
-            logged: list[tuple[Any, ...]] = []  # which the last stage will want to know
-            keep = partial(_keep, logged)
-            with logging_through(self._module(), keep), host_generators_kept():
-                self._flows[kind] = self.stage.survey(lambda: (step(), logged))
+            self._flows[kind] = self._agreed(partial(self._surveyed, kind, step))
             if self._sharded_layers is not None:
                 self._sharded_layers.reshard()
             self._warn_of_cargo(self._flows[kind])
         self.stage.flow = self._flows[kind]
+
+    def _surveyed(self, kind: str, step: Callable[[], Any]) -> Flow:
+        logged: list[Any] = []
+        with logging_through(self._module(), partial(_keep, logged)), self._alone(kind.split()[0]):
+            return self.stage.survey(step, logged)
+
+    def _agreed(self, look: Callable[[], Flow]) -> Flow:
+        """The last stage's view: it runs the end of the step, which may look at the rank. An error on one is one on
+        all, for none may wait for what another won't send."""
+        flow: Flow | None = None
+        failed: Exception | None = None
+        try:
+            flow = look()
+        except Exception as error:  # any: it is raised below, when the others know
+            failed = error
+        words = None if failed is None else f"{type(failed).__name__}: {failed}"
+        with named_loss_of_peers():
+            views = gather((self.layout.stage, flow, words), self.groups.pipeline)
+        if failed is not None:
+            raise failed
+        for stage, _, theirs in views:
+            if theirs is not None:
+                raise RuntimeError(f"stage {stage}: {theirs}")
+        last = max(views, key=lambda view: view[0])[1]
+        assert last is not None, "no rank failed"
+        return last
 
     def _warn_of_cargo(self, flow: Flow) -> None:
         """A residual sum between the layers is made again on each stage, from all its terms: O(layers) of them."""

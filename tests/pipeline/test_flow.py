@@ -92,13 +92,35 @@ def test_what_the_loss_is_computed_from_crosses_to_the_last_stage() -> None:
     assert crossing(MultiExit(), 4) == [set(), {("blocks.0", 0)}, outputs]
 
 
-def test_what_the_step_returns_beside_its_loss_crosses_too() -> None:
+@pytest.mark.parametrize("where", ["returned", "logged", "kept in a list", "kept as an attribute"])
+@pytest.mark.parametrize("asks", [False, True])
+def test_what_is_told_beside_the_loss_crosses_too(where: str, asks: bool) -> None:
     class Tells(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept: dict[int, list[Any]] = {0: []}
+            self.last: Any = None
+
         def step(self, x: Tensor) -> Any:
             early = self.stem(x)
-            return self.head(self.body(early)).square().mean(), [(("early", early),)]
+            loss = self.head(self.body(early)).square().mean()
+            if where == "logged":
+                logged.append((("early", early.mean()), {}))
+            elif where == "kept in a list":
+                self.kept[0].append(early.detach())
+            elif where == "kept as an attribute":
+                self.last = early
+            if asks and where != "returned":
+                assert loss.item() < 1e9
+            return (loss, early) if where == "returned" else loss
 
-    assert crossing(Tells(), 2) == [{("stem", 0)}]
+    for index in range(2):
+        logged: list[Any] = []
+        model = Tells()
+        stage = stage_of(model, 2, index)
+        flow = stage.survey(lambda model=model: step(model), logged)  # type: ignore[misc]
+        assert flow.cuts == ((Cargo("stem", 0, 1),),)
+        assert model.kept == {0: []} and model.last is None
 
 
 def test_an_error_behind_the_layers_is_the_last_stages() -> None:
@@ -304,6 +326,15 @@ def test_a_module_that_layers_share_is_named_with_the_fix() -> None:
 
     with pytest.raises(RuntimeError, match="'norm' on stage 1.* if it runs several times, call it inside the layers'"):
         crossing(Shared(), 2)
+
+
+def test_a_second_pass_is_named_as_one() -> None:
+    class TwoPasses(Net):
+        def step(self, x: Tensor) -> Any:
+            return super().step(x) - super().step(2 * x)
+
+    with pytest.raises(RuntimeError, match="Layer 'blocks.0' was called a second time"):
+        crossing(TwoPasses(), 2)
 
 
 def test_a_module_called_where_its_stage_has_left_is_named_with_the_fix() -> None:

@@ -1,7 +1,8 @@
-"""The order in which a module's methods use its children, as their source has it."""
+"""What a module plainly calls behind others, as its source has it."""
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import lightning as L
@@ -11,66 +12,120 @@ from torch import Tensor, nn
 from lightning_parallel.pipeline.source_order import SourceOrder
 
 
-class InOrder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.last, self.blocks, self.first = nn.Linear(2, 2), nn.ModuleList(), nn.Linear(2, 2)
+class Plain(nn.Module):
+    head: Any
+    blocks: Any
+    stem: Any
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        x = self.last(x) if self.last is not None else x
+        x = self.stem(x)
+        for i, block in enumerate(self.blocks[:9]):
+            x = block(x, i)
+        if self.head is not None:
+            x = self.head(x)
         return x
 
 
-class OnBothSides(InOrder):
+class Nested(Plain):
     def forward(self, x: Tensor) -> Tensor:
-        return self.first(x) + self.blocks[0](x) + self.first(x)
+        return self.head(self.blocks(self.stem(x)).relu())
 
 
-class MethodsDisagree(InOrder):
-    def encode(this, x: Tensor) -> Tensor:
-        return this.blocks[0](this.last(x))
-
-
-class Nested(InOrder):
+class InComprehensions(Plain):
     def forward(self, x: Tensor) -> Tensor:
-        outputs = [self.last(y) for y in [block(self.first(x)) for block in self.blocks]]
-        return sum(outputs, start=self.after(*outputs, scale=self.scale))
+        outputs = [block(x) for block in self.blocks]
+        return sum(self.head(output) for output in outputs)
 
 
-class Step(L.LightningModule):
+class Decorated(Plain):
+    def training_step(this, batch: Any, batch_idx: int) -> Tensor:
+        hidden = this.blocks(this.stem(batch), mask=None)
+        return this.head(hidden).sum()
+
+
+@pytest.mark.parametrize("kind", [Plain, Nested, InComprehensions, Decorated])
+def test_what_is_called_behind_is_told(kind: type[nn.Module]) -> None:
+    order = SourceOrder(kind())
+    assert order.is_behind("head", "blocks")
+    assert not order.is_behind("stem", "blocks") and not order.is_behind("blocks", "head")
+
+
+class Elsewhere(L.LightningModule):
+    """Each method uses a part only, or none of the step's."""
+
+    head: Any
+    blocks: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        hidden = self.encode(batch)
-        return self.head(hidden).sum()
+        return self.head(self(batch)).sum()
 
-    def encode(self, x: Tensor) -> Tensor:
-        return self.blocks(self.stem(x))
+    def configure_optimizers(self) -> Any:
+        return [self.blocks(None), self.head(None)]
 
 
-@pytest.mark.parametrize(("kind", "child", "other", "behind"), [
-    (InOrder, "first", "blocks", False),
-    (InOrder, "last", "blocks", True),
-    (InOrder, "last", "first", True),
-    (OnBothSides, "first", "blocks", None),
-    (OnBothSides, "last", "blocks", None),  # the forward that mentions it is overridden
-    (MethodsDisagree, "last", "blocks", None),
-    (MethodsDisagree, "first", "blocks", False),
-    (Nested, "last", "blocks", True),
-    (Nested, "first", "blocks", True),  # as if it were called behind all of them
-    (Nested, "after", "last", True),
-    (Nested, "scale", "after", False),
-    (InOrder, "other", "blocks", None),
-    (Step, "stem", "blocks", False),
-    (Step, "head", "blocks", None),  # no method uses both
-    (nn.Transformer, "encoder", "decoder", None),  # a library's own
+class InTheLoop(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.head(block(x))
+        return x
+
+
+class InAComprehension(Plain):
+    def forward(self, x: Tensor) -> Any:
+        return {i: self.head(x := block(x)) for i, block in enumerate(self.blocks)}
+
+
+class BeforeToo(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x) + self.blocks(x) + self.head(x)
+
+
+class ReceiverFirst(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x).mul(self.blocks(x))
+
+
+class Alias(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        blocks = self.blocks
+        x = self.head(x)
+        for block in blocks:
+            x = block(x)
+        return x
+
+
+class Passed(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return reduce(lambda hidden, block: block(hidden), self.blocks, self.head(x))
+
+
+class Later(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        run = lambda x: self.blocks(x)  # noqa: E731
+        x = self.head(x)
+        return run(x)
+
+
+class MethodsDisagree(Nested):
+    def training_step(self, batch: Any) -> Tensor:
+        return self.blocks(self.head(batch))
+
+
+class ALambda(Plain):
+    forward = lambda self, x: self.head(self.blocks(x))  # noqa: E731
+
+
+@pytest.mark.parametrize("kind", [
+    Elsewhere, InTheLoop, InAComprehension, BeforeToo, ReceiverFirst, Alias, Passed, Later, MethodsDisagree, ALambda,
 ])  # fmt: skip
-def test_the_source_tells_or_does_not(kind: type[nn.Module], child: str, other: str, behind: bool | None) -> None:
-    assert SourceOrder(kind()).is_behind(child, other) is behind
+def test_what_may_be_called_otherwise_is_not(kind: type[nn.Module]) -> None:
+    assert not SourceOrder(kind()).is_behind("head", "blocks")
 
 
 def test_code_without_source_tells_nothing() -> None:
     space: dict[str, Any] = {"nn": nn}
     exec("class Typed(nn.Module):\n    def forward(self, x):\n        return self.b(self.a(x))", space)
-    assert SourceOrder(space["Typed"]()).is_behind("b", "a") is None
+    assert not SourceOrder(space["Typed"]()).is_behind("b", "a")

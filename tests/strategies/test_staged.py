@@ -86,8 +86,8 @@ def test_the_banner_tells_every_stage_s_layers_and_size_once(pool: WorkerPool) -
     sizes = [sum(held.values()) for held in (others[1][1], others[0][1], last[0])]
     assert [int(re.findall(r"([\d,]+) parameters", text)[0].replace(",", "")) for text in told] == sizes
     assert sum(sizes) == sum(p.numel() for p in Net().parameters())
-    # Both of an update's microbatches are late. Held: what forwards read of two versions, and the last update.
-    assert "gradients 1 update late, corrected, up to 3 more copies of its weights" in told[0]
+    # Both of an update's microbatches are late. Held: what forwards read of two versions.
+    assert "gradients 1 update late, corrected, up to 2 more copies of its weights" in told[0]
     assert "no gradient is late" in told[2]
 
 
