@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.pool import WorkerPool
+from tests.strategies.failures import assert_refused
 from tests.strategies.observed import CLASSES, WIDTH, Net, loader, make_trainer
 
 BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
@@ -49,6 +50,48 @@ def test_each_loader_s_step_has_what_crosses_the_cuts_in_it(pool: WorkerPool) ->
     for found in pool.run(evaluate, 4, "sync", init=False):
         assert [name for name, _ in found] == [name for name, _ in expected]
         assert [value for _, value in found] == pytest.approx([v for _, v in expected], rel=0, abs=1e-12)
+
+
+class LooksAtTheRank(Net):
+    """Where the last stage is told to, it logs of the first; what it asks for later must not matter."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        first = self.net[0](batch[0])
+        x = first
+        for layer in self.net[1:]:
+            x = layer(x)
+        if self.trainer.is_global_zero:
+            self.log("early", first.square().mean())
+        assert F.cross_entropy(x, batch[1]).item() > 0
+
+
+def evaluate_looking(strategy: str) -> float:
+    torch.set_default_dtype(torch.float64)
+    (metrics,) = make_trainer(strategy, []).validate(LooksAtTheRank(), loader(8, 4, 5), verbose=False)
+    return float(metrics["early"])
+
+
+def test_what_only_the_last_stage_logs_reaches_it(pool: WorkerPool) -> None:
+    """The other ranks' look at the step doesn't see it; the last stage's counts."""
+    expected = pool.run(evaluate_looking, 1, "single", init=False)
+    assert pool.run(evaluate_looking, 3, "sync", init=False) == pytest.approx(expected * 3, rel=0, abs=1e-12)
+
+
+class FailsOnOneRank(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == 1:
+            raise KeyError("mine")
+        self.logits_and_loss(batch)
+
+
+def evaluate_failing() -> None:
+    make_trainer("sync", []).validate(FailsOnOneRank(), loader(8, 4, 5), verbose=False)
+
+
+def test_an_error_of_one_rank_in_its_first_step_is_told_on_all(pool: WorkerPool) -> None:
+    failures = pool.run(evaluate_failing, 3, init=False, expect_errors=True)
+    assert_refused(failures[1:2], "KeyError", ["mine"])
+    assert_refused([failures[0], failures[2]], "RuntimeError", ["stage 1: KeyError: 'mine'"])
 
 
 class Residual(Net):
