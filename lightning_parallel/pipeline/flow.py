@@ -9,8 +9,8 @@ output cross the cuts 0|1 and 1|2, gradients coming back the same way.
 Only outputs of *units* cross: the layers, and the modules outside that hold parameters. What the user's code computes
 between them is computed again on each stage that needs it. The end of the step, its loss and its logs, belongs to the
 last stage: whatever they were computed from is needed there (a penalty on an early layer's output, a variational
-autoencoder's divergence). Every rank surveys by itself, on the same batch, and comes to the same result; so errors in
-the order of layers are raised on all ranks, before anything is trained.
+autoencoder's divergence). Every rank surveys by itself, on the same batch; layers out of order are found by all of
+them, before anything is trained.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def survey(
     with (
         _everything_absent(module, partition),
         watch.installed(module),
-        StateKept(module) as state,
+        StateKept(module, apart=map(module.get_submodule, units)) as state,
         seeded(0, torch.device("cpu")),
         torch.no_grad(),
     ):
@@ -235,9 +235,9 @@ class _Watch:
 def _misplaced(problem: str, module: str, place: str) -> LayerOrderError:
     return LayerOrderError(
         f"{problem} A module outside the layers goes with the first stage if it is registered before them, with the "
-        f"last if after, or if `forward` plainly calls it behind them, and with the next layer if between: register "
-        f"'{module}' in __init__ where it is called, or name it in `layers` {place}; if it runs several times, call it "
-        f"inside the layers' own forwards."
+        f"last if after, or if `forward` or `training_step` plainly calls it behind them, and with the next layer if "
+        f"between: register '{module}' in __init__ where it is called, or name it in `layers` {place}; if it runs "
+        f"several times, call it inside the layers' own forwards."
     )
 
 

@@ -1,84 +1,129 @@
 """What a step writes to its modules beside parameters, undone: a counter, lists of outputs, a meter, a metric's state.
 
-For a step that is only looked at (``flow.py``): it doesn't count, and its values are absent.
+For a step that is only looked at (``flow.py``): it doesn't count, and its values are absent. Not undone is what can't
+be found or copied in general: slots, iterators, files, very large tensors, what libraries' objects hold.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from lightning_parallel.pipeline.absent import AbsentTensor
 
-_LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_parallel", "transformers", *sys.stdlib_module_names}
+_LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_parallel", *sys.stdlib_module_names}
 _MANY = 10_000  # items; those of a longer container are put back, but not looked into
+_LARGE = 2**26  # bytes; a larger tensor is somebody's data
+
+_Held = dict[Any, Any] | list[Any]
 
 
 class StateKept:
-    """A context that leaves as they were: attributes of ``module`` and of its parts, real tensors there, and lists,
-    dictionaries, sets and objects of the user's own in which they are found, to any depth.
+    """A context that leaves as they were: attributes of ``module`` and of its parts, and the tensors, arrays, lists,
+    dictionaries, sets and objects (other than libraries') that are found there, to any depth.
 
     Args:
         module: all its submodules too.
+        apart: parts of it whose writings stay with them: :meth:`written` doesn't look there.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._modules = list(module.modules())
-        self._containers: list[tuple[Any, Any]] = []  # with what they held
+    def __init__(self, module: nn.Module, apart: Iterable[nn.Module] = ()) -> None:
+        self._modules = {id(m): m for m in module.modules()}
+        self._apart = {id(m) for part in apart for m in part.modules()}
+        self._containers: list[tuple[Any, _Held, bool]] = []  # with what they held; is it looked at by `written`?
         self._tensors: list[tuple[Tensor, Tensor]] = []
-        # The modules' own, where other stages' parameters are absent whatever a step does.
-        self._stores = {id(store) for m in self._modules for store in (m._parameters, m._buffers)}
+        self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
+        self._generators: list[tuple[torch.Generator, Tensor]] = []
 
     def __enter__(self) -> StateKept:
         seen: set[int] = set()
-        waiting: list[Any] = [vars(m) for m in self._modules]
+        waiting: list[tuple[Any, bool]] = [(vars(m), key not in self._apart) for key, m in self._modules.items()]
         while waiting:
-            value = waiting.pop()
+            value, looked_at = waiting.pop()
             if id(value) in seen:
                 continue
             seen.add(id(value))
             if isinstance(value, Tensor):
-                if not (value.is_meta or isinstance(value, AbsentTensor)):
+                # One of another layout can't be compared, and is hardly written to.
+                plain = value.layout is torch.strided and not (value.is_meta or value.is_nested)
+                if plain and not isinstance(value, AbsentTensor) and value.nbytes <= _LARGE:
                     self._tensors.append((value, value.detach().clone()))
-            elif (held := _contents(value)) is not None:
+            elif isinstance(value, np.ndarray):
+                if value.nbytes <= _LARGE:
+                    self._arrays.append((value, value.copy()))
+            elif isinstance(value, torch.Generator):
+                self._generators.append((value, value.get_state()))
+            elif (held := self._contents(value)) is not None:
                 if not isinstance(value, tuple):
-                    self._containers.append((value, held))
+                    self._containers.append((value, held, looked_at))
+                if isinstance(held, dict) and isinstance(value, nn.Module):
+                    # It may be a teacher kept from the optimizer: nobody writes to its weights.
+                    held = {name: attribute for name, attribute in held.items() if name != "_parameters"}
                 if len(held) <= _MANY:
-                    waiting.extend(held.values() if isinstance(held, dict) else held)
+                    waiting.extend((item, looked_at) for item in _items(held))
         return self
 
+    def _contents(self, value: Any) -> _Held | None:
+        """A copy of what a container or an object holds; None: it is none."""
+        if isinstance(value, dict):
+            return dict(value)
+        if isinstance(value, list | tuple | set | deque):
+            return list(value)
+        if isinstance(value, nn.Module):
+            return None if id(value) in self._modules else dict(vars(value))  # a metric in a plain dictionary
+        library = type(value).__module__.partition(".")[0] in _LIBRARIES and not isinstance(value, SimpleNamespace)
+        return None if library or isinstance(value, type) or not hasattr(value, "__dict__") else dict(vars(value))
+
     def written(self) -> Iterator[AbsentTensor]:
-        """Absent tensors that have been left in lists, dictionaries and attributes so far."""
-        for container, _ in self._containers:
-            if id(container) in self._stores:
-                continue
-            held = _contents(container) or ()
-            values: Iterable[Any] = held.values() if isinstance(held, dict) else held
-            yield from (value for value in values if isinstance(value, AbsentTensor))
+        """Absent tensors that have been left there so far."""
+        for container, held, looked_at in self._containers:
+            if looked_at and (now := self._changed(container, held)) is not None:
+                before = {id(item) for item in _items(held)}
+                new = [item for item in _items(now) if id(item) not in before]
+                yield from (leaf for leaf in pytree.tree_leaves(new) if isinstance(leaf, AbsentTensor))
+
+    def _changed(self, container: Any, held: _Held) -> _Held | None:
+        """What a container holds now, if it isn't what it held."""
+        now = self._contents(container)
+        assert now is not None
+        same = len(now) == len(held) and all(a is b for a, b in zip(_items(now), _items(held), strict=True))
+        return None if same and (isinstance(now, list) or list(now) == list(held)) else now
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for container, held in self._containers:
-            now = container if isinstance(container, dict | list | set | deque) else vars(container)
-            now.clear()
-            now.extend(held) if isinstance(now, list | deque) else now.update(held)
+        for container, held, _ in self._containers:
+            if self._changed(container, held) is not None:
+                _put_back(container, held)
         for tensor, content in self._tensors:
-            if not tensor.equal(content):
+            if tensor.shape != content.shape:
+                tensor.data = content
+            elif not tensor.equal(content):
                 tensor.data.copy_(content)
+        for array, values in self._arrays:
+            array[...] = values
+        for generator, state in self._generators:
+            generator.set_state(state)
 
 
-def _contents(value: Any) -> dict[Any, Any] | list[Any] | None:
-    """A copy of what a container or an object of the user's holds; None: it is none."""
-    if isinstance(value, dict):
-        return dict(value)
-    if isinstance(value, list | tuple | set | deque):
-        return list(value)
-    if isinstance(value, nn.Module | type) or type(value).__module__.partition(".")[0] in _LIBRARIES:
-        return None
-    return dict(vars(value)) if hasattr(value, "__dict__") else None
+def _items(held: _Held) -> list[Any]:
+    return list(held.values()) if isinstance(held, dict) else held
+
+
+def _put_back(container: Any, held: _Held) -> None:
+    now = container if isinstance(container, dict | list | set | deque) else vars(container)
+    try:
+        now.clear()
+        now.extend(held) if isinstance(now, list | deque) else now.update(held)
+    except Exception as error:  # of a class of its own, which lets nobody do it
+        name = type(container).__name__
+        warnings.warn(f"The look at the first step has written to a {name} that can't be reset: {error}", stacklevel=2)

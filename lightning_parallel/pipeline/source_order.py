@@ -2,7 +2,8 @@
 
 Modules are mostly registered in the order in which they are called, and not always: OPT registers its final norm before
 its layers, a residual block its shortcut before what it is added to. Only plain calls count, all of them behind, and in
-no loop over the others; code that hides its order tells nothing, and registration decides.
+no loop over the others. Code that uses a module otherwise too, or calls methods of its own, may hide its order: it
+tells nothing, and registration decides.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 from torch import nn
 
 _READ = ("forward", "training_step")
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
+_LIBRARIES = ("torch", "lightning", "pytorch_lightning")
 
 
 class SourceOrder:
@@ -28,8 +30,10 @@ class SourceOrder:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        methods = [getattr(type(module), name, None) for name in _READ]
-        self._read = [calls for method in methods if callable(method) and (calls := _calls(method))]
+        kind, children = type(module), {name for name, _ in module.named_children()}
+        methods = [getattr(kind, name, None) for name in _READ]
+        own = {name for name in dir(kind) if name not in children and _is_users(getattr(kind, name, None))}
+        self._read = [calls for method in methods if callable(method) and (calls := _calls(method, own))]
 
     def is_behind(self, child: str, other: str) -> bool:
         """Is ``child`` called, and plainly always behind ``other``?"""
@@ -42,8 +46,8 @@ class _Uses:
     """Of one attribute.
 
     Attributes:
-        calls: places in the order of evaluation where it is called, or looped over, with the loops around.
-        other: is it used otherwise too, or in a function within the method? Then its calls may be anywhere.
+        calls: places in the order of evaluation where it is called, or its items in a loop, with the loops around.
+        other: is it used otherwise too, or in a function within the method? Then it may be called anywhere.
     """
 
     calls: list[tuple[int, frozenset[int]]] = field(default_factory=list)
@@ -52,16 +56,21 @@ class _Uses:
 
 def _is_behind(mine: _Uses, theirs: _Uses | None) -> bool | None:
     """None: only one of both is used."""
-    if theirs is None or not (mine.calls and (theirs.calls or theirs.other)):
+    if theirs is None:
         return None
-    if theirs.other:
+    if mine.other or theirs.other:
         return False
     in_one_loop = any(a & b for _, a in mine.calls for _, b in theirs.calls)
     return not in_one_loop and min(place for place, _ in mine.calls) > max(place for place, _ in theirs.calls)
 
 
-def _calls(method: Callable[..., Any]) -> dict[str, _Uses]:
-    """What a method does with the attributes of its first argument."""
+def _is_users(attribute: Any) -> bool:
+    """Is it a method that a library's base class doesn't have?"""
+    return isinstance(attribute, FunctionType) and str(attribute.__module__).partition(".")[0] not in _LIBRARIES
+
+
+def _calls(method: Callable[..., Any], own: set[str]) -> dict[str, _Uses]:
+    """What a method does with the attributes of its first argument; nothing is told if it calls any of ``own``."""
     try:
         function = ast.parse(textwrap.dedent(inspect.getsource(method))).body[0]
     except (OSError, TypeError, SyntaxError):  # no source to be read, as of code typed into an interpreter
@@ -74,7 +83,7 @@ def _calls(method: Callable[..., Any]) -> dict[str, _Uses]:
     reader = _Reader(first[0].arg)
     for statement in function.body:
         reader.visit(statement)
-    return reader.uses
+    return {} if reader.called_itself or own & reader.uses.keys() else reader.uses
 
 
 class _Reader(ast.NodeVisitor):
@@ -82,14 +91,15 @@ class _Reader(ast.NodeVisitor):
 
     def __init__(self, itself: str) -> None:
         self.uses: dict[str, _Uses] = {}
+        self.called_itself = False
         self._itself = itself
         self._place = 0
         self._loops: frozenset[int] = frozenset()
         self._nested = 0  # functions around, which may run later, or never
 
     def _child(self, node: ast.AST) -> str | None:
-        """x, of ``self.x`` and ``self.x[i]``."""
-        while isinstance(node, ast.Subscript):
+        """x, of ``self.x`` and ``self.x[i]``, where i is no more than a name or a number."""
+        while isinstance(node, ast.Subscript) and not any(isinstance(part, ast.Call) for part in ast.walk(node.slice)):
             node = node.value
         own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self._itself
         return node.attr if own and isinstance(node, ast.Attribute) else None
@@ -109,31 +119,38 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
-        asks_whether_it_is_there = isinstance(node.ops[0], ast.Is | ast.IsNot) and self._child(node.left) is not None
-        if not asks_whether_it_is_there:
+        none = isinstance(node.comparators[0], ast.Constant) and isinstance(node.ops[0], ast.Is | ast.IsNot)
+        if not (none and self._child(node.left) is not None):  # asking whether it is there isn't using it
             self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
         child = self._child(node.func)
+        self.called_itself |= isinstance(node.func, ast.Name) and node.func.id == self._itself
         if child is None:
             self.visit(node.func)
         for part in (*node.args, *node.keywords):
-            self.visit(part)
+            if isinstance(part, ast.GeneratorExp):  # run by what it is given to
+                self._comprehension(part)
+            else:
+                self.visit(part)
         if child is not None:  # called when its arguments are there
             self._used(child, self._loops, plainly=True)
 
-    def _looped_over(self, iterable: ast.AST, loop: int) -> None:
-        """``for layer in self.layers``, ``in enumerate(self.layers[:n])``: its items are called within."""
+    def _looped_over(self, iterable: ast.AST, target: ast.AST, body: Sequence[ast.AST], loop: int) -> None:
+        """``for layer in self.layers: x = layer(x)``, ``in enumerate(self.layers[:n])``."""
+        names = {part.id for part in ast.walk(target) if isinstance(part, ast.Name)}
+        called = {part.func for statement in body for part in ast.walk(statement) if isinstance(part, ast.Call)}
+        calls_it = any(isinstance(function, ast.Name) and function.id in names for function in called)
         wrapped = isinstance(iterable, ast.Call) and isinstance(iterable.func, ast.Name)
         for part in iterable.args if wrapped and isinstance(iterable, ast.Call) else [iterable]:
             child = self._child(part)
             if child is None:
                 self.visit(part)
             else:
-                self._used(child, self._loops | {loop}, plainly=True)
+                self._used(child, self._loops | {loop}, plainly=calls_it)
 
     def visit_For(self, node: ast.For) -> None:
-        self._looped_over(node.iter, id(node))
+        self._looped_over(node.iter, node.target, node.body, id(node))
         self._within(id(node), [*node.body])
         for statement in node.orelse:
             self.visit(statement)
@@ -152,16 +169,16 @@ class _Reader(ast.NodeVisitor):
             self.visit(part)
 
     def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> None:
-        for generator in node.generators:
-            self._looped_over(generator.iter, id(node))
         results: list[ast.AST] = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+        for generator in node.generators:
+            self._looped_over(generator.iter, generator.target, results, id(node))
         self._within(id(node), [*results, *(test for generator in node.generators for test in generator.ifs)])
 
-    visit_ListComp = visit_SetComp = visit_GeneratorExp = visit_DictComp = _comprehension
+    visit_ListComp = visit_SetComp = visit_DictComp = _comprehension
 
     def _function(self, node: ast.AST) -> None:
         self._nested += 1
         self.generic_visit(node)
         self._nested -= 1
 
-    visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = _function
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = visit_GeneratorExp = _function

@@ -110,8 +110,7 @@ class Stage:
         }
 
     def survey(self, step: Callable[[], Any], logged: Sequence[Any] = ()) -> Flow:
-        """What crosses the cuts in ``step``: every rank finds the same, unless the step looks at the rank behind the
-        layers (:func:`.flow.survey`)."""
+        """What crosses the cuts in ``step`` (:func:`.flow.survey`)."""
         return survey(self.module, self.partition, self._absent, step, logged)
 
     # -- hooks ---------------------------------------------------------------------------------------------------

@@ -56,16 +56,23 @@ class StreamedEvaluation(LastStageStrategy):
         if kind not in self._flows:
             if self._sharded_layers is not None:
                 self._sharded_layers.gather()  # or their hooks would do it, among parameters that are absent
-            self._flows[kind] = self._agreed(partial(self._surveyed, kind, step))
-            if self._sharded_layers is not None:
-                self._sharded_layers.reshard()
+            try:
+                self._flows[kind] = self._agreed(partial(self._surveyed, kind, step))
+            finally:
+                if self._sharded_layers is not None:
+                    self._sharded_layers.reshard()
             self._warn_of_cargo(self._flows[kind])
         self.stage.flow = self._flows[kind]
 
     def _surveyed(self, kind: str, step: Callable[[], Any]) -> Flow:
         logged: list[Any] = []
-        with logging_through(self._module(), partial(_keep, logged)), self._alone(kind.split()[0]):
-            return self.stage.survey(step, logged)
+        trainer = self._module().trainer
+        stop = trainer.should_stop
+        try:
+            with logging_through(self._module(), partial(_keep, logged)), self._alone(kind.split()[0]):
+                return self.stage.survey(step, logged)
+        finally:
+            trainer.should_stop = stop  # the step proper will say so again
 
     def _agreed(self, look: Callable[[], Flow]) -> Flow:
         """The last stage's view: it runs the end of the step, which may look at the rank. An error on one is one on

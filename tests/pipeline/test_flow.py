@@ -92,14 +92,17 @@ def test_what_the_loss_is_computed_from_crosses_to_the_last_stage() -> None:
     assert crossing(MultiExit(), 4) == [set(), {("blocks.0", 0)}, outputs]
 
 
-@pytest.mark.parametrize("where", ["returned", "logged", "kept in a list", "kept as an attribute"])
-@pytest.mark.parametrize("asks", [False, True])
+TOLD = ["returned", "logged", "kept in a list", "kept in a new dictionary", "kept as an attribute", "kept as a buffer"]
+
+
+@pytest.mark.parametrize(("where", "asks"), [(where, asks) for where in TOLD for asks in (False, where != "returned")])
 def test_what_is_told_beside_the_loss_crosses_too(where: str, asks: bool) -> None:
     class Tells(Net):
         def __init__(self) -> None:
             super().__init__()
             self.kept: dict[int, list[Any]] = {0: []}
             self.last: Any = None
+            self.register_buffer("mean", torch.zeros(2))
 
         def step(self, x: Tensor) -> Any:
             early = self.stem(x)
@@ -108,9 +111,13 @@ def test_what_is_told_beside_the_loss_crosses_too(where: str, asks: bool) -> Non
                 logged.append((("early", early.mean()), {}))
             elif where == "kept in a list":
                 self.kept[0].append(early.detach())
+            elif where == "kept in a new dictionary":
+                self.kept[0].append({"loss": loss, "early": [early]})
             elif where == "kept as an attribute":
-                self.last = early
-            if asks and where != "returned":
+                self.last = (early, 1)
+            elif where == "kept as a buffer":
+                self.mean = early.mean(0)
+            if asks:
                 assert loss.item() < 1e9
             return (loss, early) if where == "returned" else loss
 
@@ -120,7 +127,20 @@ def test_what_is_told_beside_the_loss_crosses_too(where: str, asks: bool) -> Non
         stage = stage_of(model, 2, index)
         flow = stage.survey(lambda model=model: step(model), logged)  # type: ignore[misc]
         assert flow.cuts == ((Cargo("stem", 0, 1),),)
-        assert model.kept == {0: []} and model.last is None
+        assert model.kept == {0: []} and model.last is None and torch.equal(model.mean, torch.zeros(2))
+
+
+def test_what_a_layer_keeps_for_itself_stays_on_its_stage() -> None:
+    class Keeps(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.map = x.softmax(-1)
+            return super().forward(x)
+
+    class Maps(Net):
+        def block(self) -> nn.Module:
+            return Keeps(self.width, self.width)
+
+    assert crossing(Maps(), 4) == [set(), set(), set()]
 
 
 def test_an_error_behind_the_layers_is_the_last_stages() -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
+from transformers.utils import ModelOutput
 
 from lightning_parallel.pipeline.absent import absent_like
 from lightning_parallel.pipeline.kept_state import StateKept
@@ -37,6 +41,12 @@ class Keeps(nn.Module):
         self.names: set[str] = set()
         self.pair: tuple[list[Any], Meter] = ([], Meter())
         self.metric = MeanMetric()
+        self.hidden = {"metric": MeanMetric(), "teacher": nn.Linear(2, 2)}
+        self.space = SimpleNamespace(count=0)
+        self.counts = np.zeros(2)
+        self.generator = torch.Generator()
+        self.register_buffer("sparse", torch.eye(2).to_sparse())
+        self.outcome = [ModelOutput(loss=1.0)]  # which doesn't let itself be cleared and filled
         self.itself: Any = {}
         self.itself["again"] = self.itself  # cycles are no danger
 
@@ -51,6 +61,10 @@ class Keeps(nn.Module):
         self.pair[0].append(x)
         self.pair[1].update(x)
         self.metric.update(1.0)
+        self.hidden["metric"].update(1.0)
+        self.space.count += 1
+        self.counts += 1
+        torch.rand(1, generator=self.generator)
         self.loose.data.mul_(0.5)
         self.counter += 1  # type: ignore[operator]
 
@@ -66,6 +80,11 @@ def contents(module: Keeps) -> Any:
         module.pair[0],
         vars(module.pair[1]),
         module.metric.update_count,
+        module.hidden["metric"].update_count,
+        module.space,
+        module.counts,
+        module.generator.get_state().sum(),
+        module.outcome,
         module.loose.tolist(),
         module.counter.tolist(),  # type: ignore[operator]
     ]
@@ -82,6 +101,20 @@ def test_everything_is_put_back_to_any_depth() -> None:
     assert identities == [id(module.outputs), id(module.by_loader[1]), id(module.recent), id(module.loose)]
     module.recent.append(2)
     assert list(module.recent) == [1, 2] and module.recent.maxlen == 2
+    assert len(list(module.hidden["teacher"].parameters())) == 2
+
+
+def test_what_cannot_be_put_back_is_told_and_stops_nothing() -> None:
+    class Stubborn(dict[str, int]):
+        def clear(self) -> None:
+            raise TypeError("for ever")
+
+    module = Keeps()
+    module.stubborn = Stubborn(a=1)
+    with pytest.warns(UserWarning, match="a Stubborn that can't be reset: for ever"), StateKept(module):
+        module.stubborn["b"] = 2
+        module.write(1.0)
+    assert module.steps == 0 and module.by_loader == [[], []]
 
 
 def test_it_is_put_back_after_an_error_too() -> None:
@@ -95,14 +128,15 @@ def test_it_is_put_back_after_an_error_too() -> None:
     assert module.steps == 0 and module.by_loader == [[], []]
 
 
-def test_absent_tensors_left_behind_are_told_but_not_other_stages_parameters() -> None:
+def test_absent_tensors_left_behind_are_told_but_those_of_parts_that_stay_apart() -> None:
     module = Keeps()
     value: Tensor = absent_like(torch.ones(()), "the output of 'far'")
     module.layer.weight = absent_like(module.layer.weight, "a parameter")  # type: ignore[assignment]
-    with StateKept(module) as state:
+    with StateKept(module, apart=[module.layer]) as state:
+        module.layer.last = value
         assert list(state.written()) == []
         module.outputs["train"].append(1.0)
-        module.by_loader[1].append(value)
+        module.by_loader[1].append({"value": value})
         module.new = value
         assert [tensor.origins for tensor in state.written()] == [frozenset({"the output of 'far'"})] * 2
 

@@ -37,13 +37,13 @@ class InComprehensions(Plain):
         return sum(self.head(output) for output in outputs)
 
 
-class Decorated(Plain):
+class OfAStep(Plain):
     def training_step(this, batch: Any, batch_idx: int) -> Tensor:
         hidden = this.blocks(this.stem(batch), mask=None)
         return this.head(hidden).sum()
 
 
-@pytest.mark.parametrize("kind", [Plain, Nested, InComprehensions, Decorated])
+@pytest.mark.parametrize("kind", [Plain, Nested, InComprehensions, OfAStep])
 def test_what_is_called_behind_is_told(kind: type[nn.Module]) -> None:
     order = SourceOrder(kind())
     assert order.is_behind("head", "blocks")
@@ -114,12 +114,59 @@ class MethodsDisagree(Nested):
         return self.blocks(self.head(batch))
 
 
+class LoopsWithoutCalling(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.reset()
+        x = self.head(x)
+        return self.run(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+class ByAMethodToo(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        return self.head(self.blocks[0](x)) if x.is_cpu else self.blocks(x)
+
+    def embed(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+
+class CallsItself(Plain):
+    def training_step(self, batch: Any) -> Tensor:
+        x = self(batch)
+        return self.head(self.blocks(x))
+
+    forward = None
+
+
+class OtherwiseToo(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.head
+        return self.head(self.blocks(first(x)))
+
+
+class InASubscript(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head[self.blocks(x)](self.head[0](x))
+
+
+class AGenerator(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        later = (block(x) for block in self.blocks)
+        x = self.head(x)
+        return sum(later, x)
+
+
 class ALambda(Plain):
     forward = lambda self, x: self.head(self.blocks(x))  # noqa: E731
 
 
 @pytest.mark.parametrize("kind", [
     Elsewhere, InTheLoop, InAComprehension, BeforeToo, ReceiverFirst, Alias, Passed, Later, MethodsDisagree, ALambda,
+    LoopsWithoutCalling, ByAMethodToo, CallsItself, OtherwiseToo, InASubscript, AGenerator,
 ])  # fmt: skip
 def test_what_may_be_called_otherwise_is_not(kind: type[nn.Module]) -> None:
     assert not SourceOrder(kind()).is_behind("head", "blocks")
