@@ -77,7 +77,7 @@ Before the study, on the same model: AdamW, 8 stages, 1000 updates, one seed, ot
 
 In the study's own setting two terms, c u + c^2 (u - u_earlier), came out as second order does, for one more copy of the
 weights: AdamW -0.15 % (m=16) and +0.87 % (m=8) from the synchronous loss, Muon +0.25 and +0.33 %, 8 stages, 3 seeds, by
-the same rule for rates. Only for 2BW they were better: 2.050 with AdamW, first seed, where second order had 2.093
+the same rule for rates. Only for 2BW they were better: 2.050 with AdamW, first seed, where second order had 2.113
 and error feedback 2.109. Other b, AdamW, m=8, rate 0.006, first seed: second order 2.037; b = c / (1 + c) 2.056,
 b = c / 2 2.067, b = c / (1 - c) up to 0.5 2.065, up to 0.7 2.071.
 
