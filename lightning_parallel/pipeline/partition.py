@@ -21,6 +21,7 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 from torch import nn
@@ -253,9 +254,9 @@ def _outside(module: nn.Module, chain: Sequence[str]) -> dict[str, int]:
         }
         if max(ends.values(), default=0) <= coming:
             return 0
-        order = SourceOrder(parent)
-        return max((end for other, end in ends.items() if order.is_behind(short, other)), default=0)
+        return max((end for other, end in ends.items() if order_of(parent).is_behind(short, other)), default=0)
 
+    order_of = cache(SourceOrder)  # read once for all of a parent's children
     index = {id(module.get_submodule(name)): i for i, name in enumerate(chain)}
     claimed = {id(part) for name in chain for part in module.get_submodule(name).modules()}
     visit(module, "")

@@ -203,17 +203,18 @@ class WeightVersions:
             correction, second_order: what forwards then read (:func:`~.staleness.extrapolate`).
         """
         assert self._corrected or not correction
-        if self._corrected or self._stashing == "2bw":
-            self._newest()  # it will be read, or written to
-        current = self._current
-        read = {name: current.leaves[name].data for name in current.copied} if current is not None else {}
+        # With a correction or "2bw" the newest version will be read, or written to.
+        current = self._newest() if self._corrected or self._stashing == "2bw" else self._current
+        read: dict[str, Tensor] | None = None
         if current is not None:
+            if second_order:
+                read = {name: current.leaves[name].data for name in current.copied}
             stays = current.in_flight > 0 or self._stashing == "2bw"
-            if self._corrected if self._stashing == "latest" else stays:
-                for name, parameter in self._trained().items():
-                    if name not in current.copied:
-                        parameter.data = parameter.data.clone()
-                        current.copied.add(name)
+            apart = self._corrected if self._stashing == "latest" else stays
+            for name, parameter in self._trained().items() if apart else ():
+                if name not in current.copied:
+                    parameter.data = parameter.data.clone()
+                    current.copied.add(name)
             if stays:
                 self._old.append(current)
         self._current = None
@@ -224,7 +225,7 @@ class WeightVersions:
             self._wanted = max(self._wanted, self._updates - 1)
         self._old = [version for version in self._old if self._is_needed(version)]
         if self._corrected:
-            values = self._extrapolated(before, read if second_order else None, correction)
+            values = self._extrapolated(before, read, correction)
             if self._stashing == "latest":  # written to what versions in flight read
                 assert current is not None
                 for name, value in values.items():
