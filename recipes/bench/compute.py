@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from lightning_parallel import AsyncPipelineStrategy, PipelineStrategy
 from recipes.bench import processes
+from recipes.bench.by_hand import BareAsync
 from recipes.bench.contestants import (
-    BareAsync,
     OneProcess,
     Ours,
     OursAsync,
@@ -26,14 +26,17 @@ from recipes.bench.contestants import (
 )
 from recipes.bench.layers import adamw, blocks, fit
 from recipes.bench.report import Cell, Table, spread
+from recipes.bench.rounds import middle, ratios
 
 ONE = "one process, one thread"
+SCHEDULES = ("gpipe", "1f1b")
 
 
 @dataclass(frozen=True)
 class Sizes:
     """A model of ``layers`` blocks of ``width``, batches of ``microbatches`` x ``samples`` x ``length`` tokens;
-    ``rounds`` in which each contestant runs ``batches`` that count, and one before them that doesn't."""
+    ``rounds`` in which each contestant runs ``batches`` that count, and one before them that doesn't; ``pairs`` of
+    batches, one of ours and one of torch's, for each synchronous schedule."""
 
     layers: int = 8
     width: int = 512
@@ -42,12 +45,17 @@ class Sizes:
     microbatches: int = 8
     rounds: int = 3
     batches: int = 1
+    pairs: int = 12
 
 
-QUICK = Sizes(width=128, length=64, rounds=2, batches=3)
+QUICK = Sizes(width=128, length=64, rounds=2, batches=3, pairs=6)
 
 
 def measure(sizes: Sizes) -> list[Table]:
+    return [_speed(sizes), _beside(sizes)]
+
+
+def _speed(sizes: Sizes) -> Table:
     times = merge(processes.run(_times, 2, sizes))
     tokens = sizes.microbatches * sizes.samples * sizes.length
     one = median(times[ONE])
@@ -55,21 +63,59 @@ def measure(sizes: Sizes) -> list[Table]:
         [name, tokens / median(seconds), one / median(seconds), spread([one / s for s in seconds], 2)]
         for name, seconds in times.items()
     ]
-    return [
-        Table(
-            f"Real compute: {sizes.layers} transformer blocks, d {sizes.width}, T {sizes.length}, "
-            f"{sizes.microbatches} microbatches of {sizes.samples}, 2 stages, a thread each",
-            {"contestant": "", "tokens/s": ",.0f", "speed-up": ".3f", "range": ""},
-            rows,
-            f"Speed-up over {ONE}; AdamW, float32. Medians of {sizes.rounds * sizes.batches} batches, in turn; "
-            "asynchronous ones between the ends of batches on the last stage. By hand: isend and irecv posted ahead, "
-            "plain autograd, weights copied at each update.",
-        )
-    ]
+    return Table(
+        f"Real compute: {sizes.layers} transformer blocks, d {sizes.width}, T {sizes.length}, "
+        f"{sizes.microbatches} microbatches of {sizes.samples}, 2 stages, a thread each",
+        {"contestant": "", "tokens/s": ",.0f", "speed-up": ".3f", "range": ""},
+        rows,
+        f"Speed-up over {ONE}; AdamW, float32. Medians of {sizes.rounds * sizes.batches} batches, in turn; "
+        "asynchronous ones between the ends of batches on the last stage. By hand: isend and irecv posted ahead, "
+        "plain autograd, weights copied at each update.",
+    )
+
+
+def _beside(sizes: Sizes) -> Table:
+    """The machine's speed drifts by more than the two differ: so batch by batch."""
+    times = merge(processes.run(_pairs, 2, sizes))
+    rows: list[list[Cell]] = []
+    for schedule in SCHEDULES:
+        ours, theirs = times[f"{schedule}, ours"], times[f"{schedule}, torch"]
+        slower = ratios(ours, theirs)
+        sooner = sum(ratio < 1 for ratio in slower)
+        rows.append([schedule, median(ours) * 1e3, median(theirs) * 1e3, median(slower), middle(slower), sooner])
+    return Table(
+        "Real compute, synchronous schedules beside torch's, batch by batch",
+        {
+            "schedule": "",
+            "ours (ms)": ".0f",
+            "torch (ms)": ".0f",
+            "ours / torch": ".3f",
+            "middle half": "",
+            f"sooner, of {sizes.pairs}": "d",
+        },
+        rows,
+        "The same model. Medians; the ratio is that of the median pair. A pair's two batches run one after the other, "
+        "ours first in every second one.",
+    )
+
+
+def _pairs(sizes: Sizes) -> Times:
+    batch = _batch(sizes)
+    runs = {}
+    for schedule in SCHEDULES:
+        for whose, kind in (("ours", Ours), ("torch", Torch)):
+            contestant = kind(blocks(sizes.layers, sizes.width), schedule, batch, sizes.microbatches, adamw)
+            contestant.step()
+            runs[f"{schedule}, {whose}"] = partial(timed_steps, contestant, 1)
+    return alternate(runs, sizes.pairs)
+
+
+def _batch(sizes: Sizes) -> torch.Tensor:
+    return torch.randn(sizes.microbatches * sizes.samples, sizes.length, sizes.width)
 
 
 def _times(sizes: Sizes) -> Times:
-    batch = torch.randn(sizes.microbatches * sizes.samples, sizes.length, sizes.width)
+    batch = _batch(sizes)
     count = sizes.microbatches
 
     def synchronous(contestant: Ours | Torch | OneProcess) -> Callable[[], list[float]]:

@@ -1,4 +1,5 @@
-"""What runs batches without Lightning: this package's engine, torch.distributed.pipelining, and loops by hand.
+"""What runs batches without Lightning: this package's engine, torch.distributed.pipelining, and one process. Loops by
+hand are in ``by_hand.py``.
 
 A contestant is made on every rank, one stage a rank. The layers given to it are the whole model, of which it keeps
 its stage; every stage has the same number of layers. Each runs one batch a :meth:`~Contestant.step`, split into
@@ -8,7 +9,7 @@ microbatches along dimension 0, optimizer step included.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Protocol
 
@@ -55,7 +56,7 @@ class Synchronous:
 
 
 @cache
-def _place() -> tuple[Layout, Groups]:
+def place() -> tuple[Layout, Groups]:
     layout = Layout.resolve(dist.get_world_size(), dist.get_rank(), pipeline="auto")
     return layout, make_groups(layout)
 
@@ -80,7 +81,7 @@ class Ours(Synchronous):
     def __init__(
         self, layers: nn.Sequential, schedule: str, batch: Tensor, microbatches: int, optimizer: MakeOptimizer = sgd
     ) -> None:
-        layout, groups = _place()
+        layout, groups = place()
         self.is_first, self.is_last = layout.is_first_stage, layout.is_last_stage
         stage = _stage(layers, layout)
         self.engine = Engine(stage, layout, groups, CPU, loss_of=lambda loss: loss)
@@ -107,7 +108,7 @@ class OursAsync:
         extra_in_flight: int = 0,
         optimizer: MakeOptimizer = sgd,
     ) -> None:
-        layout, groups = _place()
+        layout, groups = place()
         self.is_first, self.is_last = layout.is_first_stage, layout.is_last_stage
         stage = _stage(layers, layout)
         self._parameters = stage.named_parameters()
@@ -182,99 +183,6 @@ class OneProcess(Synchronous):
         self._optimizer.zero_grad()
 
 
-class BareAsync:
-    """Two asynchronous stages by hand, as little code as can be: what an engine could reach at best.
-
-    Receives are posted ahead, into buffers of a known shape; weight versions are copies, made once an update.
-    """
-
-    def __init__(self, layers: nn.Sequential, batch: Tensor, microbatches: int, optimizer: MakeOptimizer = sgd) -> None:
-        assert dist.get_world_size() == 2
-        layout, _ = _place()
-        self.is_first, self.is_last = layout.is_first_stage, layout.is_last_stage
-        # Groups of its own: a receive that was posted ahead stays when others run.
-        forward, backward = dist.new_group([0, 1]), dist.new_group([0, 1])
-        self._in, self._out = (backward, forward) if self.is_first else (forward, backward)
-        half = len(layers) // 2
-        self._module = layers[:half] if self.is_first else layers[half:]
-        self._optimizer = optimizer(self._module.parameters())
-        self._parts = torch.tensor_split(batch, microbatches)
-        self._peer = 1 - dist.get_rank()
-        self._receiving: tuple[dist.Work | None, Tensor] | None = None
-        self._sending: tuple[dist.Work | None, Tensor] | None = None
-        self._flight: Tensor | None = None  # of the first stage: the output whose gradient is to come
-        self._backwards = 0
-        # The last stage has nothing in flight when it steps.
-        self._versions = [self._copy()] if self.is_first else []
-
-    def _copy(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone().requires_grad_() for name, p in self._module.named_parameters()}
-
-    def step(self) -> None:
-        for part in self._parts:
-            if self.is_last:
-                self._both(part)
-            else:
-                output = torch.func.functional_call(self._module, self._versions[-1], (part,))
-                self._send(output.detach())
-                if self._flight is not None:
-                    self._backward()
-                self._flight = output
-
-    def drain(self) -> None:
-        if self._flight is not None:
-            self._backward()
-        self._flight = None
-        self._wait_for_sends()
-
-    def _both(self, part: Tensor) -> None:
-        x = self._receive(part).requires_grad_()
-        (loss_of(self._module(x)) / len(self._parts)).backward()  # type: ignore[no-untyped-call]
-        assert x.grad is not None
-        self._send(x.grad)
-        self._count()
-
-    def _backward(self) -> None:
-        assert self._flight is not None
-        self._flight.backward(self._receive(self._flight))  # type: ignore[no-untyped-call]
-        self._count()
-
-    def _count(self) -> None:
-        self._backwards += 1
-        if self._backwards % len(self._parts):
-            return
-        for version in self._versions:
-            for name, parameter in self._module.named_parameters():
-                gradient, version[name].grad = version[name].grad, None
-                if gradient is not None:
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        if self.is_first:
-            # The output in flight was made with the version before the new one.
-            self._versions = [self._versions[-1], self._copy()]
-
-    def _send(self, tensor: Tensor) -> None:
-        self._wait_for_sends()
-        self._sending = (dist.isend(tensor, self._peer, group=self._out), tensor)
-
-    def _wait_for_sends(self) -> None:
-        if self._sending is not None and self._sending[0] is not None:
-            self._sending[0].wait()
-        self._sending = None
-
-    def _receive(self, like: Tensor) -> Tensor:
-        work, buffer = self._receiving or self._post(like)
-        assert work is not None
-        work.wait()
-        self._receiving = self._post(like)
-        return buffer
-
-    def _post(self, like: Tensor) -> tuple[dist.Work | None, Tensor]:
-        buffer = torch.empty_like(like)
-        return dist.irecv(buffer, self._peer, group=self._in), buffer
-
-
 Times = dict[str, list[float]]  # seconds of each batch, by contestant
 
 
@@ -300,11 +208,12 @@ def timed_stream(contestant: Contestant, count: int, skip: int) -> list[float]:
     return intervals(ends)[skip:] if contestant.is_last else []
 
 
-def alternate(runs: dict[str, Callable[[], list[float]]], rounds: int) -> Times:
+def alternate(runs: Mapping[str, Callable[[], list[float]]], rounds: int) -> Times:
     """Let the contestants run in turn, every second round in reverse, so that noise and drift hit all alike."""
-    times: Times = {name: [] for name in runs}
+    names = list(runs)
+    times: Times = {name: [] for name in names}
     for turn in range(rounds):
-        for name in runs if turn % 2 == 0 else reversed(runs):
+        for name in names if turn % 2 == 0 else reversed(names):
             dist.barrier()
             times[name] += runs[name]()
     return times

@@ -13,6 +13,7 @@ from lightning_parallel import AsyncPipelineStrategy
 from lightning_parallel.pipeline.schedule import SYNCHRONOUS
 from lightning_parallel.pipeline.simulate import asynchronous_utilisation, simulate
 from recipes.bench import processes
+from recipes.bench.by_hand import Bare
 from recipes.bench.contestants import Ours, Times, Torch, alternate, merge, timed_steps
 from recipes.bench.layers import fit, sleeping
 from recipes.bench.report import Cell, Table, spread
@@ -25,7 +26,7 @@ class Sizes:
     """What is measured.
 
     Attributes:
-        synchronous: pairs of stages and microbatches.
+        synchronous: pairs of stages and microbatches. One stage: what the processor loses by sleeping, and no messages.
         asynchronous: numbers of stages.
         forward, backward: seconds that a stage sleeps.
         width: a microbatch is a float32 matrix of this many rows and columns; 512 makes 1 MiB.
@@ -33,7 +34,7 @@ class Sizes:
         fits, batches: ``fits`` trainings of ``batches`` batches, of which the last 60 % are measured.
     """
 
-    synchronous: tuple[tuple[int, int], ...] = ((4, 8), (8, 8), (8, 16))
+    synchronous: tuple[tuple[int, int], ...] = ((1, 8), (4, 8), (8, 8), (8, 16))
     asynchronous: tuple[int, ...] = (4, 8)
     forward: float = 0.020
     backward: float = 0.040
@@ -91,7 +92,8 @@ def _synchronous(sizes: Sizes) -> Table:
         columns,
         rows,
         f"Ideal: (m + p - 1)(f + b), no message takes time. Theory: simulated with {LATENCY * 1e3:g} ms a message. "
-        f"Medians of {sizes.rounds * sizes.steps} steps, in turn; messages of {_size(sizes)}.",
+        f"Medians of {sizes.rounds * sizes.steps} steps, in turn; messages of {_size(sizes)}. By hand: all receives "
+        "posted before the batch, plain autograd.",
     )
 
 
@@ -102,7 +104,7 @@ def _steps(microbatches: int, sizes: Sizes) -> Times:
             sleeping(dist.get_world_size(), sizes.forward, sizes.backward), schedule, batch, microbatches
         )
         for schedule in ("gpipe", "1f1b")
-        for whose, kind in (("ours", Ours), ("torch", Torch))
+        for whose, kind in (("ours", Ours), ("torch", Torch), ("by hand", Bare))
     }
     for contestant in contestants.values():
         contestant.step()  # shapes are agreed on, absent layers asked

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,6 +19,7 @@ from recipes.bench import (
     memory,
     messages,
     overhead,
+    processes,
     replicated,
     report,
     sharded,
@@ -24,6 +27,8 @@ from recipes.bench import (
     tensor,
     whole,
 )
+from recipes.bench.by_hand import Bare
+from recipes.bench.contestants import Ours, Torch
 from recipes.bench.layers import MakeOptimizer
 from recipes.bench.replicated import Run, Work
 from recipes.bench.report import Table
@@ -45,14 +50,17 @@ def test_sleeping_stages() -> None:
     few = {"rounds": 1, "steps": 1, "fits": 1, "batches": 5}
     sizes = sleeping.Sizes(((2, 3),), (2,), forward=1e-3, backward=2e-3, width=4, **few)
     synchronous, asynchronous = sleeping.measure(sizes)
-    assert column(synchronous, "schedule") == ["gpipe, ours", "gpipe, torch", "1f1b, ours", "1f1b, torch"]
+    assert column(synchronous, "schedule") == [
+        f"{s}, {w}" for s in ("gpipe", "1f1b") for w in ("ours", "torch", "by hand")
+    ]
     assert all(isinstance(ratio, float) and ratio >= 1 for ratio in column(synchronous, "step / ideal"))
     assert column(asynchronous, "schedule") == ["async, 0 extra in flight", "async, 1 extra in flight"]
     assert all(isinstance(part, float) and 0 < part <= 1 for part in column(asynchronous, "utilisation"))
 
 
 def test_real_compute() -> None:
-    (table,) = compute.measure(compute.Sizes(layers=2, width=64, length=4, samples=1, microbatches=2, rounds=1))
+    small = compute.Sizes(layers=2, width=64, length=4, samples=1, microbatches=2, rounds=1, pairs=2)
+    table, beside = compute.measure(small)
     assert column(table, "contestant") == [
         "one process, one thread",
         "gpipe, ours",
@@ -65,6 +73,33 @@ def test_real_compute() -> None:
         "async, ours in Trainer.fit",
     ]
     assert all(isinstance(speed, float) and speed > 0 for speed in column(table, "tokens/s"))
+    assert column(beside, "schedule") == ["gpipe", "1f1b"]
+    for ratio, sooner in zip(column(beside, "ours / torch"), column(beside, "sooner, of 2"), strict=True):
+        assert isinstance(ratio, float) and ratio > 0
+        assert sooner in (0, 1, 2)
+
+
+def trained(schedule: str) -> list[list[Tensor]]:
+    """The parameters of this rank's stage after two steps, by each contestant."""
+    batch = torch.arange(24.0).reshape(4, 2, 3).sin()
+    results = []
+    for kind in (Ours, Torch, Bare):
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Linear(3, 3) for _ in range(dist.get_world_size())))
+        mine = layers[dist.get_rank() if kind is Torch else -1 - dist.get_rank()]  # else rank 0 has the last stage
+        contestant = kind(layers, schedule, batch, 4, partial(torch.optim.SGD, lr=0.5))
+        for _ in range(2):
+            contestant.step()
+        results.append([p.detach().clone() for p in mine.parameters()])
+    return results
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_contestants_of_a_schedule_train_alike(schedule: str) -> None:
+    ranks = processes.run(trained, 3, schedule)
+    for rank, (ours, _, by_hand) in enumerate(ranks):
+        torch.testing.assert_close(by_hand, ours)
+        torch.testing.assert_close(ranks[-1 - rank][1], ours)
 
 
 def test_overhead() -> None:
