@@ -184,6 +184,11 @@ def absent_like(tensor: Tensor, origin: str, device: torch.device | None = None)
 
 def first_absent(value: Any) -> AbsentTensor | None:
     """The first absent tensor in a nested structure, or None."""
+    if isinstance(value, Tensor):
+        return value if isinstance(value, AbsentTensor) else None
+    if type(value) in (tuple, list, dict):  # pytree is slow, and every layer's input is looked at
+        inside = value.values() if type(value) is dict else value
+        return next((x for x in map(first_absent, inside) if x is not None), None)
     return next((x for x in pytree.tree_leaves(value) if isinstance(x, AbsentTensor)), None)
 
 

@@ -6,17 +6,23 @@ one before has been read, so it is in flight while the stage computes. The engin
 microbatch's step is, what an update does and which weights a forward uses are given to it.
 
     on stage s, 1F1B:   F(k)                                B(k - w)
+                        begin the user's step
                         take activation k      <-- s-1      take gradient k - w          <-- s+1
                         post activation k + 1               post gradient k - w + 1
-                        run the user's step                 run autograd
+                        run this stage's layers             run autograd
                         send the output        --> s+1      send the input's gradient    --> s-1
+
+A forward waits within the user's step, where the layer before the cut is asked for what arrived. Absent layers up to
+there, in a deep model a millisecond of Python, are asked while the message is on its way.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -148,10 +154,8 @@ class Engine:
         for action, following in zip_longest(actions, actions[1:]):
             if isinstance(action, Forward):
                 forwards.popleft()
-                arrival = self._take_activation(action.microbatch)
-                self._post_activation(forwards, microbatches, endless)
-                outputs += self._forward(action.microbatch, microbatches[action.microbatch], arrival)
-                del arrival  # nothing here may hold memory until the next forward
+                post_next = partial(self._post_activation, forwards, microbatches, endless)
+                outputs += self._forward(action.microbatch, microbatches[action.microbatch], post_next)
             elif isinstance(action, Backward):
                 if self._completing is not None and isinstance(following, Step):
                     self._completing()
@@ -171,44 +175,61 @@ class Engine:
             if sender is not None:
                 sender.flush()
 
-    def _forward(self, number: int, microbatch: Microbatch, arrival: Arrival | None) -> list[Any]:
+    def _forward(self, number: int, microbatch: Microbatch, post_next: Callable[[], None]) -> list[Any]:
         """What the user's step returned, on the last stage; nothing on the others."""
-        with self._timeline.span("forward", number, self._weights.reading):
-            with seeded(microbatch.seed, self._device):
-                output, token = self._weights.forward(lambda: self._stage.run(microbatch.step, arrival))
+        with seeded(microbatch.seed, self._device):
+            span = self._timeline.span("forward", number, self._weights.reading)
+            take = partial(self._take_activation, number, post_next)
+            (output, arrival), token = self._weights.forward(partial(self._run, microbatch.step, span, take))
             tensors = output.tensors if isinstance(output, Departure) else [self._loss_of(output)]
-        seeds: list[Tensor] = []
-        gradients: Format = ()
-        sent = 0
-        if self._activations_out is None:
-            seeds = [torch.full_like(t, microbatch.weight) for t in tensors]
-        else:  # before all else: the next stage may be waiting
-            gradients = gradient_format(self._activations_out.send(tensors, microbatch.place, self._gradients_taken))
-            sent = self._activations_out.sent
-            if not gradients:  # none will come back to confirm the message, nor hold this stage back
-                self._activations_out.flush(keep=2)
+            seeds: list[Tensor] = []
+            gradients: Format = ()
+            sent = 0
+            if self._activations_out is None:
+                seeds = [torch.full_like(t, microbatch.weight) for t in tensors]
+            else:  # before all else: the next stage may be waiting
+                kind = self._activations_out.send(tensors, microbatch.place, self._gradients_taken)
+                gradients = gradient_format(kind)
+                sent = self._activations_out.sent
+                if not gradients:  # none will come back to confirm the message, nor hold this stage back
+                    self._activations_out.flush(keep=2)
         edges = [get_gradient_edge(t) for t in tensors if t.requires_grad]
         self._in_flight.append(_InFlight(number, edges, seeds, gradients, sent, arrival, token))
         self._post_gradient()
         return [output] if self._stage.is_last else []
 
+    def _run(
+        self, step: Callable[[], Any], span: AbstractContextManager[None], take: Callable[[], Arrival]
+    ) -> tuple[Any, Arrival | None]:
+        """Run a step on this stage: what came of it, and what had arrived. It is recorded from when that is there."""
+        if self._activations_in is None:
+            with span:
+                return self._stage.run(step, None), None
+        arrived: list[Arrival] = []
+        with ExitStack() as recording:
+
+            def arrive() -> Arrival:
+                arrived.append(take())
+                recording.enter_context(span)
+                return arrived[0]
+
+            output = self._stage.run(step, arrive)
+        return output, arrived[0]
+
     def _backward(self, number: int) -> None:
         flight = self._in_flight[0]
         assert flight.number == number, "schedules run backwards in the order of the forwards"
-        seeds = self._take_gradients(number, flight)
-        self._in_flight.popleft()
-        self._post_gradient()
-        with (
-            self._timeline.span("backward", number),
-            self._weights.backward(flight.token),
-            self._stage.backward(),
-        ):
-            if flight.edges:
-                torch.autograd.backward(flight.edges, seeds)
-        if self._gradients_out is not None:
-            assert flight.arrival is not None
-            self._gradients_out.send_gradients(flight.arrival.gradients(self._device))
-            self._gradients_out.confirm(self._activations_in.acknowledged)
+        with self._weights.backward(flight.token), self._stage.backward():  # before it waits
+            seeds = self._take_gradients(number, flight)
+            self._in_flight.popleft()
+            self._post_gradient()
+            with self._timeline.span("backward", number):
+                if flight.edges:
+                    torch.autograd.backward(flight.edges, seeds)
+            if self._gradients_out is not None:
+                assert flight.arrival is not None
+                self._gradients_out.send_gradients(flight.arrival.gradients(self._device))
+                self._gradients_out.confirm(self._activations_in.acknowledged)
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -222,12 +243,11 @@ class Engine:
         elif endless:
             self._activations_in.post(0)
 
-    def _take_activation(self, number: int) -> Arrival | None:
-        if self._activations_in is None:
-            return None
+    def _take_activation(self, number: int, post_next: Callable[[], None]) -> Arrival:
         with self._timeline.span("receive", number):
             arrival = self._activations_in.take()
         assert arrival is not None, "a stream ends between batches"
+        post_next()
         return arrival
 
     def _post_gradient(self) -> None:
@@ -270,14 +290,10 @@ class Engine:
         Returns:
             What the step returned, on the last stage; None on the others.
         """
-        arrival = None
         if self._activations_in is not None:
             self._activations_in.post("evaluation")
-            with self._timeline.span("receive", number):
-                arrival = self._activations_in.take()
-            assert arrival is not None
-        with self._timeline.span("evaluate", number):
-            output = self._stage.run(step, arrival)
+        take = partial(self._take_activation, number, lambda: None)
+        output, _ = self._run(step, self._timeline.span("evaluate", number), take)
         if not isinstance(output, Departure):
             return output
         assert self._activations_out is not None

@@ -48,6 +48,11 @@ class _LeaveStep(BaseException):
         self.output = output
 
 
+class _ArrivalFailed(BaseException):
+    """Nothing arrived, for the cause of this. The step asked for it from the midst of the user's code, which is not to
+    catch it either."""
+
+
 class Stage:
     """One stage of a partitioned module: makes the rest absent, and runs steps cut at its bounds.
 
@@ -159,7 +164,7 @@ class Stage:
         call = self._called(name)
         answer = self._absent[name].answer(args, kwargs, call)
         reseed(seed, self._device)
-        live = self._pass.arrived.get((name, call))
+        live = self._arrived(name, call)
         return answer if live is None else _fill(answer, live, name)
 
     def _enter(self, name: str, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -221,12 +226,12 @@ class Stage:
 
     # -- running -------------------------------------------------------------------------------------------------
 
-    def run(self, step: Callable[[], Any], arrival: Arrival | None) -> Any:
+    def run(self, step: Callable[[], Any], arrive: Callable[[], Arrival] | None) -> Any:
         """Run ``step`` on this stage.
 
         Args:
             step: the user's step with its arguments bound.
-            arrival: what the stage before sent; None on the first stage.
+            arrive: gives what the stage before sent; called once, when the step needs it. None on the first stage.
 
         Returns:
             What ``step`` returned, on the last stage; a :class:`Departure` on the others.
@@ -235,15 +240,26 @@ class Stage:
             RuntimeError: a layer was called twice, out of order or not at all, or a value would have to cross the cut
                 that can't.
         """
-        assert (arrival is None) == self.is_first
+        assert (arrive is None) == self.is_first
         wanted = {(cargo.module, cargo.call) for cargo in self.flow.out_of(self.index)}
-        self._pass = _Pass(running=True, grad=torch.is_grad_enabled(), wanted=wanted)
-        if arrival is not None:
-            self._unload(arrival)
+        self._pass = _Pass(
+            running=True,
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            wanted=wanted,
+            arrive=arrive,
+        )
+        if arrive is not None:
+            self._pass.due = {(cargo.module, cargo.call) for cargo in self.flow.into(self.index)}
+            self._pass.due.add((self.partition.layers[self._first - 1], 0))
         try:
             output = step()
         except _LeaveStep as leave:
             return self._departure(leave.output)
+        except _ArrivalFailed as failed:
+            error = failed.__cause__
+            assert error is not None
+            raise error from error.__cause__
         finally:
             next_layer, self._pass = self._pass.next_layer, _Pass()
         order_checked(self.partition, next_layer, None)
@@ -267,6 +283,21 @@ class Stage:
             yield
         finally:
             self._in_backward = False
+
+    def _arrived(self, name: str, call: int) -> list[Tensor] | None:
+        """What the stage before sent of a call of a unit, or None. The first that it sent something of waits for it."""
+        if (name, call) not in self._pass.due:
+            return None
+        if self._pass.arrive is not None:
+            arrive, self._pass.arrive = self._pass.arrive, None
+            # As where the step began, whatever the user's code has switched here: not all of it is for this call.
+            with torch.inference_mode(self._pass.inference), torch.set_grad_enabled(self._pass.grad):
+                try:
+                    arrival = arrive()
+                except Exception as error:
+                    raise _ArrivalFailed from error
+                self._unload(arrival)
+        return self._pass.arrived[name, call]
 
     def _unload(self, arrival: Arrival) -> None:
         """Share out what arrived over the calls that it comes from: the cargo, then the layer before the cut."""
@@ -304,29 +335,38 @@ class _Pass:
 
     Attributes:
         running: hooks of units do nothing outside a run.
-        grad: the run began with gradients on.
+        grad, inference: the run began with gradients on, in inference mode.
         next_layer: index of the layer that is due.
         calls: of each unit so far.
-        arrived: by module and call, what the stage before sent of it.
+        due: of what the stage before sends something, by module and call.
+        arrive: gives that, all at once; None: it has been given.
+        arrived: by module and call, what it sent.
         wanted: what later stages need, by module and call.
         kept: that, as far as it has been made or passed through.
     """
 
     running: bool = False
     grad: bool = False
+    inference: bool = False
     next_layer: int = 0
     calls: dict[str, int] = field(default_factory=dict)
+    due: set[tuple[str, int]] = field(default_factory=set)
+    arrive: Callable[[], Arrival] | None = None
     arrived: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
     wanted: set[tuple[str, int]] = field(default_factory=set)
     kept: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
 
 
 def _tensors_of(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):  # as most are; pytree is slow
+        return [output]
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 def _fill(answer: Any, live: list[Tensor], name: str) -> Any:
     """``answer`` with live tensors in the place of absent ones."""
+    if isinstance(answer, Tensor) and len(live) == 1:
+        return live[0]
     leaves, spec = pytree.tree_flatten(answer)
     holes = [j for j, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if len(holes) != len(live):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,8 +47,8 @@ def forward(stages: list[Stage], step: Step) -> tuple[Any, list[Departure], list
     arrivals: list[Arrival] = []
     output: Any = None
     for stage in stages:
-        arrival = arrivals[-1] if arrivals else None
-        output = stage.run(lambda stage=stage: step(stage.module), arrival)  # type: ignore[misc]
+        arrive = None if stage.is_first else partial(arrivals.__getitem__, -1)
+        output = stage.run(lambda stage=stage: step(stage.module), arrive)  # type: ignore[misc]
         if not stage.is_last:
             assert isinstance(output, Departure)
             departures.append(output)

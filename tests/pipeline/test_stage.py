@@ -30,6 +30,7 @@ from transformers import (
 )
 
 from lightning_parallel.pipeline.absent import AbsentTensor, AbsentValueError
+from lightning_parallel.pipeline.channel import PeerLostError
 from lightning_parallel.pipeline.crossing import Arrival, Departure
 from lightning_parallel.pipeline.partition import partition
 from lightning_parallel.pipeline.stage import Stage
@@ -301,7 +302,7 @@ def test_a_value_of_another_stage_cannot_be_looked_at() -> None:
     stage = Stage(model, partition(model, 2, **BLOCKS), 1, CPU)  # type: ignore[arg-type]
     stage.install()
     with pytest.raises(AbsentValueError, match="the output of 'stem', which lives on another pipeline stage"):
-        stage.run(lambda: step(model), Arrival([torch.ones(5, 6)], [True]))
+        stage.run(lambda: step(model), lambda: Arrival([torch.ones(5, 6)], [True]))
 
 
 # -- calls out of order ------------------------------------------------------------------------------------------------
@@ -457,6 +458,58 @@ def test_an_error_of_the_users_passes_unchanged_and_the_next_step_runs() -> None
         made[0].run(lambda: step(made[0].module), None)
     made[0].module.failing = False
     assert isinstance(made[0].run(lambda: step(made[0].module), None), Departure)
+
+
+def test_a_stage_waits_for_what_arrives_where_its_step_needs_it() -> None:
+    events: list[str] = []
+
+    def watched(model: Any) -> Tensor:
+        x = X
+        for i, layer in enumerate(model):
+            events.append(f"calls {i}")
+            x = layer(x)
+        return x.sum()
+
+    def arrive() -> Arrival:
+        events.append("arrives")
+        return Arrival([torch.ones(5, 3, dtype=torch.float64)], [True])
+
+    stage = stages_of(nn.Sequential(*(nn.Linear(3, 3) for _ in range(3))), watched, 3)[2]
+    events.clear()
+    stage.run(lambda: watched(stage.module), arrive)
+    assert events == ["calls 0", "calls 1", "arrives", "calls 2"]
+
+
+class FrozenInside(Net):
+    """A first layer that is frozen and called without gradients, and needed behind the layers that have some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+
+    def step(self, x: Tensor, without: Any = torch.no_grad) -> Tensor:
+        x = self.stem(x)
+        with without():
+            frozen = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = block(x + frozen)
+        return (self.head(x) * frozen.mean()).pow(2).mean()
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_what_arrives_keeps_its_gradients_wherever_the_step_asks_for_it(stages: int, without: Any) -> None:
+    assert_equal_to_the_whole(FrozenInside(), lambda model: model.step(X, without), stages, **BLOCKS, balance="layers")
+
+
+def test_user_code_does_not_catch_that_nothing_arrived() -> None:
+    def arrive() -> Arrival:
+        raise PeerLostError("the link broke") from ConnectionError("reset")
+
+    stage = stages_of(CatchesEverything(), step, 2, **BLOCKS)[1]
+    with pytest.raises(PeerLostError, match="the link broke") as lost:
+        stage.run(lambda: step(stage.module), arrive)
+    assert isinstance(lost.value.__cause__, ConnectionError)
 
 
 def test_outside_a_step_the_hooks_do_nothing() -> None:
