@@ -2,10 +2,13 @@
 #
 #     make train ARGS="strategy=pipeline_sync trainer.max_steps=200"
 #     make test ARGS="tests/pipeline -k gpipe"
+#     make test JOBS=0                         # one test at a time, without pytest-xdist: for a debugger
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+# Tests at a time. Each is of up to eight processes, which wait for each other most of the time.
+JOBS ?= 2
 
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
@@ -19,7 +22,7 @@ compare: $(READY)
 	$(RUN) -m recipes.compare $(ARGS)
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .

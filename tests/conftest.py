@@ -12,6 +12,7 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,8 @@ NOT_RUN = pytest.StashKey[int]()
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
-    """The session's worker processes: see tests/pool.py. They start with the first call."""
+    """The session's worker processes: see tests/pool.py. They start with the first call. A session is one of those
+    that pytest-xdist runs side by side."""
     workers = WorkerPool()
     yield workers
     workers.shutdown()
@@ -40,6 +42,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if gpu:
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if item not in gpu]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell the process that started this one, if pytest-xdist runs several sessions: all collect the same tests."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["not_run"] = session.config.stash.get(NOT_RUN, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[NOT_RUN] = node.workeroutput["not_run"] if hasattr(node, "workeroutput") else 0
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
