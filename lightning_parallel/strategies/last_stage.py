@@ -71,13 +71,19 @@ class LastStageStrategy(StagedStrategy):
 
     @contextlib.contextmanager
     def _alone(self, name: str, *indices: int) -> Iterator[None]:
-        """Inside, the user's code may run on the last stage only: it can't meet the other ranks, and what it draws
-        must not move the generators that the data come from."""
+        """Inside, the user's code may run on the last stage only, and draws numbers of its own."""
         seed = mix(self.seed, self.layout.data_rank, self._module().trainer.global_step, *indices)
+        with self._apart(name), seeded(seed, self.root_device):
+            seed_host_generators(seed)
+            yield
+
+    @contextlib.contextmanager
+    def _apart(self, name: str) -> Iterator[None]:
+        """Inside, the user's code can't meet the other ranks, and what it draws on the host must not move the
+        generators that the data come from."""
         self._alone_in = name
         try:
-            with seeded(seed, self.root_device), host_generators_kept():
-                seed_host_generators(seed)
+            with host_generators_kept():
                 yield
         finally:
             self._alone_in = None

@@ -9,6 +9,7 @@ their places.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -21,7 +22,7 @@ from lightning_parallel.layout import Size
 from lightning_parallel.pipeline import simulate
 from lightning_parallel.pipeline.balance import Balance
 from lightning_parallel.pipeline.logs import LogRecorder
-from lightning_parallel.pipeline.schedule import SYNCHRONOUS
+from lightning_parallel.pipeline.schedule import SYNCHRONOUS, Action
 from lightning_parallel.pipeline.weights import swap_gradients
 from lightning_parallel.strategies.pipeline_base import Microbatches, PipelineBase, loss_scale
 from lightning_parallel.strategies.staged import DataParallelKind
@@ -110,7 +111,7 @@ class PipelineStrategy(PipelineBase):
         scale = loss_scale(self) / self._module().trainer.accumulate_grad_batches
         work, sizes = self.microbatches((*args, *kwargs.values()), recorder, scale)
         self._count = len(sizes)
-        actions = SYNCHRONOUS[self._schedule](self.layout.pipeline, self._count)[self.layout.stage]
+        actions = _actions_of(self._schedule, self.layout.pipeline, self._count, self.layout.stage)
 
         # Until zero_grad, gradients of the update before are there too.
         earlier = {} if self._accumulated else swap_gradients(self._parameters, {})
@@ -176,3 +177,9 @@ class PipelineStrategy(PipelineBase):
     @override
     def title(self) -> str:
         return f"{self._schedule}, {self.layout.pipeline} stages, {self._count} microbatches"
+
+
+@lru_cache
+def _actions_of(schedule: str, stages: int, microbatches: int, stage: int) -> tuple[Action, ...]:
+    """What a stage does in a batch: made once, since it is the same for all batches but an epoch's last."""
+    return tuple(SYNCHRONOUS[schedule](stages, microbatches)[stage])

@@ -131,9 +131,10 @@ class PipelineBase(StreamedEvaluation):
 
     @contextlib.contextmanager
     def recorded(self, recorder: LogRecorder) -> Iterator[None]:
-        """``self.log`` inside microbatches: kept by the recorder on the last stage, dropped on the others."""
+        """``self.log`` inside microbatches: kept by the recorder on the last stage, dropped on the others. Each
+        microbatch draws numbers of its own (:meth:`_user_step`, and the engine)."""
         log = logging_through(self._module(), recorder.log) if self.stage.is_last else contextlib.nullcontext()
-        with log, self._alone("training_step"):
+        with log, self._apart("training_step"):
             yield
 
     def joined_output(self, outputs: list[Any], sizes: list[int]) -> Any:
