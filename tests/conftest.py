@@ -52,7 +52,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    node.config.stash[NOT_RUN] = node.workeroutput["not_run"] if hasattr(node, "workeroutput") else 0
+    said = getattr(node, "workeroutput", {}).get("not_run", 0)  # nothing, if it crashed
+    node.config.stash[NOT_RUN] = max(node.config.stash.get(NOT_RUN, 0), said)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

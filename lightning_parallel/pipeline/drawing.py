@@ -45,11 +45,11 @@ def _labels(rows: Sequence[Sequence[Span]], labels: Sequence[str] | None) -> Seq
 
 # Okabe and Ito's palette, which readers of all kinds of colour vision tell apart.
 _LOOKS: dict[str, dict[str, Any]] = {
+    "begin": {"facecolor": "#0072B2"},
     "forward": {"facecolor": "#0072B2", "edgecolor": "white", "linewidth": 0.4},
     "backward": {"facecolor": "#E69F00", "edgecolor": "white", "linewidth": 0.4},
     "step": {"facecolor": "#222222"},
     "evaluate": {"facecolor": "#56B4E9", "edgecolor": "white", "linewidth": 0.4},
-    "send": {"facecolor": "#CC79A7"},
     "receive": {"facecolor": "#F7F7F7", "edgecolor": "#CCCCCC", "hatch": "/////", "linewidth": 0},
 }
 _TEXT_COLOURS = {"forward": "white", "backward": "black", "evaluate": "black"}
@@ -101,7 +101,7 @@ def write_png(
     legend = [
         Patch(label="waiting for a message" if kind == "receive" else kind, **look)
         for kind, look in _LOOKS.items()
-        if kind in drawn
+        if kind in drawn and kind != "begin"  # of a forward, whose colour it has
     ]
     figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), frameon=False)
     figure.draw_without_rendering()  # lays out, so that a box's width is known

@@ -12,15 +12,15 @@ microbatch's step is, what an update does and which weights a forward uses are g
                         run this stage's layers             run autograd
                         send the output        --> s+1      send the input's gradient    --> s-1
 
-A forward waits within the user's step, where the layer before the cut is asked for what arrived. Absent layers up to
-there, in a deep model a millisecond of Python, are asked while the message is on its way.
+A forward waits within the user's step, at the first absent layer that something arrives of. What comes before, in a
+deep model a millisecond of asking absent layers for their shapes, runs while the message is on its way.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -35,7 +35,7 @@ from lightning_parallel.layout import Groups, Layout
 from lightning_parallel.pipeline.channel import Link, Receiver, Sender
 from lightning_parallel.pipeline.crossing import Arrival, Departure
 from lightning_parallel.pipeline.message import Format, gradient_format
-from lightning_parallel.pipeline.random import seeded
+from lightning_parallel.pipeline.random import kept, reseed
 from lightning_parallel.pipeline.schedule import Action, Backward, Forward, Step
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.timeline import Timeline
@@ -151,20 +151,21 @@ class Engine:
         outputs: list[Any] = []
         self._post_activation(forwards, microbatches, endless=False)
         self._streaming = endless and (self._streaming or bool(forwards))
-        for action, following in zip_longest(actions, actions[1:]):
-            if isinstance(action, Forward):
-                forwards.popleft()
-                post_next = partial(self._post_activation, forwards, microbatches, endless)
-                outputs += self._forward(action.microbatch, microbatches[action.microbatch], post_next)
-            elif isinstance(action, Backward):
-                if self._completing is not None and isinstance(following, Step):
-                    self._completing()
-                self._backward(action.microbatch)
-            else:
-                assert isinstance(action, Step)
-                with self._timeline.span("step", action.update):
-                    if update is not None:
-                        update()
+        with kept(self._device):  # backwards and updates may draw too
+            for action, following in zip_longest(actions, actions[1:]):
+                if isinstance(action, Forward):
+                    forwards.popleft()
+                    post_next = partial(self._post_activation, forwards, microbatches, endless)
+                    outputs += self._forward(action.microbatch, microbatches[action.microbatch], post_next)
+                elif isinstance(action, Backward):
+                    if self._completing is not None and isinstance(following, Step):
+                        self._completing()
+                    self._backward(action.microbatch)
+                else:
+                    assert isinstance(action, Step)
+                    with self._timeline.span("step", action.update):
+                        if update is not None:
+                            update()
         if not endless:
             self.flush()  # the receives are posted already: this waits for no computation
         return outputs
@@ -177,40 +178,42 @@ class Engine:
 
     def _forward(self, number: int, microbatch: Microbatch, post_next: Callable[[], None]) -> list[Any]:
         """What the user's step returned, on the last stage; nothing on the others."""
-        with seeded(microbatch.seed, self._device):
-            span = self._timeline.span("forward", number, self._weights.reading)
-            take = partial(self._take_activation, number, post_next)
-            (output, arrival), token = self._weights.forward(partial(self._run, microbatch.step, span, take))
-            tensors = output.tensors if isinstance(output, Departure) else [self._loss_of(output)]
-            seeds: list[Tensor] = []
-            gradients: Format = ()
-            sent = 0
-            if self._activations_out is None:
-                seeds = [torch.full_like(t, microbatch.weight) for t in tensors]
-            else:  # before all else: the next stage may be waiting
-                kind = self._activations_out.send(tensors, microbatch.place, self._gradients_taken)
-                gradients = gradient_format(kind)
-                sent = self._activations_out.sent
-                if not gradients:  # none will come back to confirm the message, nor hold this stage back
-                    self._activations_out.flush(keep=2)
+        reseed(microbatch.seed, self._device)
+        run = partial(self._run, "forward", number, microbatch.step, post_next)
+        (output, arrival), token = self._weights.forward(run)
+        tensors = output.tensors if isinstance(output, Departure) else [self._loss_of(output)]
+        seeds: list[Tensor] = []
+        gradients: Format = ()
+        sent = 0
+        if self._activations_out is None:
+            seeds = [torch.full_like(t, microbatch.weight) for t in tensors]
+        else:  # before all else: the next stage may be waiting
+            gradients = gradient_format(self._activations_out.send(tensors, microbatch.place, self._gradients_taken))
+            sent = self._activations_out.sent
+            if not gradients:  # none will come back to confirm the message, nor hold this stage back
+                self._activations_out.flush(keep=2)
         edges = [get_gradient_edge(t) for t in tensors if t.requires_grad]
         self._in_flight.append(_InFlight(number, edges, seeds, gradients, sent, arrival, token))
         self._post_gradient()
         return [output] if self._stage.is_last else []
 
     def _run(
-        self, step: Callable[[], Any], span: AbstractContextManager[None], take: Callable[[], Arrival]
+        self, kind: str, number: int, step: Callable[[], Any], post_next: Callable[[], None]
     ) -> tuple[Any, Arrival | None]:
-        """Run a step on this stage: what came of it, and what had arrived. It is recorded from when that is there."""
+        """Run a step on this stage: what came of it, and what had arrived."""
+        timeline = self._timeline
+        version = self._weights.reading if kind == "forward" else None
         if self._activations_in is None:
-            with span:
+            with timeline.span(kind, number, version):
                 return self._stage.run(step, None), None
         arrived: list[Arrival] = []
         with ExitStack() as recording:
+            recording.enter_context(timeline.span("begin" if kind == "forward" else kind, number))
 
             def arrive() -> Arrival:
-                arrived.append(take())
-                recording.enter_context(span)
+                recording.close()
+                arrived.append(self._take_activation(number, post_next))
+                recording.enter_context(timeline.span(kind, number, version))
                 return arrived[0]
 
             output = self._stage.run(step, arrive)
@@ -292,8 +295,7 @@ class Engine:
         """
         if self._activations_in is not None:
             self._activations_in.post("evaluation")
-        take = partial(self._take_activation, number, lambda: None)
-        output, _ = self._run(step, self._timeline.span("evaluate", number), take)
+        output, _ = self._run("evaluate", number, step, post_next=lambda: None)
         if not isinstance(output, Departure):
             return output
         assert self._activations_out is not None

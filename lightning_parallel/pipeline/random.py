@@ -29,16 +29,23 @@ def mix(*parts: int) -> int:
 
 
 @contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Torch's generators of the CPU and of ``device``, seeded inside, as they were outside."""
+def kept(device: torch.device) -> Iterator[None]:
+    """Torch's generators of the CPU and of ``device``: afterwards as they were."""
     generators = _generators(device)
     states = [generator.get_state() for generator in generators]
-    reseed(seed, device)
     try:
         yield
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """:func:`kept`, and seeded inside."""
+    with kept(device):
+        reseed(seed, device)
+        yield
 
 
 def draw_seed() -> int:

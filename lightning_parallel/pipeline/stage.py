@@ -49,8 +49,7 @@ class _LeaveStep(BaseException):
 
 
 class _ArrivalFailed(BaseException):
-    """Nothing arrived, for the cause of this. The step asked for it from the midst of the user's code, which is not to
-    catch it either."""
+    """Its cause kept a message from arriving, in the midst of the user's step: a BaseException for the same reason."""
 
 
 class Stage:
@@ -252,16 +251,20 @@ class Stage:
         if arrive is not None:
             self._pass.due = {(cargo.module, cargo.call) for cargo in self.flow.into(self.index)}
             self._pass.due.add((self.partition.layers[self._first - 1], 0))
+        lost: BaseException | None = None
         try:
             output = step()
         except _LeaveStep as leave:
             return self._departure(leave.output)
         except _ArrivalFailed as failed:
-            error = failed.__cause__
-            assert error is not None
-            raise error from error.__cause__
+            lost = failed.__cause__
         finally:
             next_layer, self._pass = self._pass.next_layer, _Pass()
+        if lost is not None:
+            try:
+                raise lost
+            finally:
+                del lost  # or its traceback would hold this frame, and it in turn the links of this stage
         order_checked(self.partition, next_layer, None)
         absent = first_absent(output)
         if absent is not None:
@@ -293,10 +296,9 @@ class Stage:
             # As where the step began, whatever the user's code has switched here: not all of it is for this call.
             with torch.inference_mode(self._pass.inference), torch.set_grad_enabled(self._pass.grad):
                 try:
-                    arrival = arrive()
+                    self._unload(arrive())
                 except Exception as error:
                     raise _ArrivalFailed from error
-                self._unload(arrival)
         return self._pass.arrived[name, call]
 
     def _unload(self, arrival: Arrival) -> None:

@@ -17,7 +17,7 @@ from types import TracebackType
 from lightning_parallel.pipeline.schedule import Step
 from lightning_parallel.pipeline.simulate import Simulation
 
-COMPUTE = frozenset({"forward", "backward", "step"})
+COMPUTE = frozenset({"begin", "forward", "backward", "step"})
 _NOTHING = nullcontext()
 
 
@@ -25,8 +25,9 @@ _NOTHING = nullcontext()
 class Span:
     """Something that one stage did for one microbatch (for a step: the number of the update).
 
-    `kind` is "forward", "backward" or "step" (computing), "receive" (waiting for a message), "send",
-    "evaluate" (validation, test, prediction), or "omitted" (recording that was dropped). `start` and `end`
+    `kind` is "forward", "backward" or "step" (computing), "begin" (of a forward: what the step does before it needs a
+    message), "receive" (waiting for a message), "evaluate" (validation, test, prediction), or "omitted" (recording
+    that was dropped). `start` and `end`
     are in seconds. Computing spans of a row do not overlap. `version` is the number of updates that made the weights
     of an asynchronous pipeline's forward.
     """
@@ -138,7 +139,7 @@ def measured_bubble(rows: Sequence[Sequence[Span]]) -> float:
     """
     busy = total = 0.0
     for phase in _phases(rows):
-        passes = [span for row in phase for span in row if span.kind != "step"]
+        passes = [span for row in phase for span in row if span.kind in ("forward", "backward")]
         if passes:
             begin, end = min(span.start for span in passes), max(span.end for span in passes)
             busy += sum(_busy(row, begin, end) for row in phase)

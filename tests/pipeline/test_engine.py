@@ -517,6 +517,36 @@ def test_one_stage_is_a_plain_loop(pool: WorkerPool) -> None:
             assert all(torch.equal(results[i][1][name], value) for name, value in expected.items())
 
 
+def draws_everywhere() -> bool:
+    """Forwards, backwards and updates draw, each stage as many as it likes: are the next numbers as ever?"""
+    rank = Rank("Net", asynchronous="stash")
+    torch.manual_seed(3)
+    expected = torch.get_rng_state()
+    for parameter in rank.parameters.values():
+        parameter.register_hook(lambda gradient: gradient + torch.rand(rank.layout.stage + 1).sum())
+    step, update = rank.model.step, rank.update
+
+    def drawing_step(part: Tensor) -> Any:
+        return step(part + torch.rand(()))
+
+    def drawing_update() -> None:
+        torch.rand(rank.layout.stage + 1)
+        update()
+
+    rank.model.step = drawing_step
+    actions = AsyncOneFOneB(rank.layout.pipeline, rank.layout.stage)
+    rank.engine.run(actions.feed(3), rank.work(rows(6), [2] * 3), update=drawing_update, endless=True)
+    unmoved = torch.equal(torch.get_rng_state(), expected)
+    rank.engine.run(actions.drain(), {}, update=drawing_update, endless=True)
+    rank.engine.end_stream()
+    rank.model.step = step
+    return unmoved and torch.equal(torch.get_rng_state(), expected)
+
+
+def test_what_a_run_draws_leaves_the_generator_of_the_data_alone(pool: WorkerPool) -> None:
+    assert pool.run(draws_everywhere, 3) == [True] * 3
+
+
 def fails_on(stage: int, at: int) -> None:
     """An exception in one stage's step."""
     rank = Rank("Net")

@@ -5,6 +5,7 @@ No processes here: what a stage sends is handed to the next (by_hand.py).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -510,6 +511,21 @@ def test_user_code_does_not_catch_that_nothing_arrived() -> None:
     with pytest.raises(PeerLostError, match="the link broke") as lost:
         stage.run(lambda: step(stage.module), arrive)
     assert isinstance(lost.value.__cause__, ConnectionError)
+
+
+@pytest.mark.usefixtures("without_garbage_collection")
+def test_nothing_holds_the_links_of_a_stage_whose_peer_is_lost() -> None:
+    class Link:
+        def arrive(self) -> Arrival:
+            raise PeerLostError("the link broke")
+
+    stage = stages_of(Net(), step, 2, **BLOCKS)[1]
+    link = Link()
+    held = weakref.ref(link)
+    with contextlib.suppress(PeerLostError):
+        stage.run(lambda: step(stage.module), link.arrive)
+    del link
+    assert held() is None
 
 
 def test_outside_a_step_the_hooks_do_nothing() -> None:
