@@ -93,6 +93,7 @@ class AbsentTensor(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
+    @torch.compiler.disable
     def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
@@ -218,6 +219,7 @@ class AbsentForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.answer(args, kwargs)
 
+    @torch.compiler.disable
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: int = 0) -> Any:
         """What the ``call``-th call (in its step) returns."""
         key = (_signature(args), _signature(kwargs), self._module.training, _autocast())

@@ -118,6 +118,7 @@ class Stage:
         return survey(self.module, self.partition, self._absent, step, logged)
 
     # -- hooks ---------------------------------------------------------------------------------------------------
+    # Where the user compiles a step, a model or a layer, torch.compile gets what is between them.
 
     def install(self, recompute: bool = False) -> None:
         """Hook the module: from now on a step run by :meth:`run` is cut. :meth:`remove` undoes it.
@@ -155,6 +156,7 @@ class Stage:
         self._patched.append((unit, unit.__dict__.get("forward")))  # the user may have done the same
         unit.forward = forward  # type: ignore[method-assign]
 
+    @torch.compiler.disable
     def _answer(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Forward of a unit on another stage: what arrived of it, or absent tensors."""
         if not self._pass.running:
@@ -166,6 +168,7 @@ class Stage:
         live = self._arrived(name, call)
         return answer if live is None else _fill(answer, live, name)
 
+    @torch.compiler.disable
     def _enter(self, name: str, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the forward of a unit of this stage."""
         if not (self._pass.running or self._in_backward):
@@ -188,6 +191,7 @@ class Stage:
                 f"module only, or keep both in one stage by `layers` or `balance`."
             )
 
+    @torch.compiler.disable
     def _leave(self, name: str, unit: nn.Module, args: Any, output: Any) -> None:
         """After the forward of a unit of this stage: keep what later stages need; behind the last layer, leave."""
         if not (self._pass.running or self._in_backward):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -101,6 +102,41 @@ def assert_equal_to_the_whole(model: nn.Module, step: by_hand.Step, stages: int,
 @pytest.mark.parametrize("kind", NETS)
 def test_loss_and_gradients_equal_the_whole_models(kind: type[Net], stages: int) -> None:
     assert_equal_to_the_whole(kind(), step, stages, **BLOCKS, balance=kind.balance(stages))
+
+
+@pytest.mark.parametrize("kind", [Glue, UNet, Mixed])
+def test_a_compiled_step_equals_the_whole_models(kind: type[Net]) -> None:
+    def compiled(model: Any) -> Any:
+        return torch.compile(model.step, backend="aot_eager")(X)
+
+    torch.compiler.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Dynamo does not know")  # our own code is none for it
+        assert_equal_to_the_whole(kind(), compiled, 3, **BLOCKS, balance=kind.balance(3))
+
+
+@pytest.mark.parametrize("what", ["blocks.0", "blocks.1", "blocks.3", ""])
+def test_compiled_modules_equal_the_whole_models(what: str) -> None:
+    model = Called()
+    loss, gradients = by_hand.plain(model, step)
+    made = stages_of(model, step, 2, **BLOCKS)
+    torch.compiler.reset()
+    for stage in made:
+        stage.module.get_submodule(what).compile(backend="aot_eager")  # not before: a copy forgets it
+    output, departures, arrivals = forward(made, step)
+    backward(made, output, departures, arrivals)
+    torch.testing.assert_close(output.detach(), loss, rtol=0, atol=1e-12)
+    torch.testing.assert_close(by_hand.gradients_of(made), gradients, rtol=0, atol=1e-12)
+
+
+class Called(Net):
+    """Its step calls it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.stem(x)))
+
+    def step(self, x: Tensor) -> Tensor:
+        return self(x).square().mean()
 
 
 class Halves(Net):
