@@ -48,8 +48,9 @@ class Times:
 
     def shares(self) -> dict[str, float]:
         """Fractions of the time on the clock."""
-        wall = self.wall or 1.0
-        computing, queued = self.computing / wall, self.queued / wall
+        # The kernel books at its ticks: of a short while it may count a little more than went by.
+        whole = max(self.wall, self.computing + self.queued) or 1.0
+        computing, queued = self.computing / whole, self.queued / whole
         return {"computing": computing, "queued": queued, "blocked": max(0.0, 1 - computing - queued)}
 
 

@@ -162,6 +162,18 @@ def test_a_thread_that_sleeps_is_blocked_and_one_that_works_is_not() -> None:
     assert worked["blocked"] < 0.3 and worked["computing"] > 0
 
 
+@pytest.mark.parametrize(
+    ("times", "shares"),
+    [
+        (waiting.Times(4.0, 1.0, 2.0), {"computing": 0.25, "queued": 0.5, "blocked": 0.25}),
+        (waiting.Times(3.9, 3.0, 1.0), {"computing": 0.75, "queued": 0.25, "blocked": 0.0}),  # booked before it began
+        (waiting.Times(), {"computing": 0.0, "queued": 0.0, "blocked": 1.0}),
+    ],
+)
+def test_a_threads_time_is_shared_out_whole(times: waiting.Times, shares: dict[str, float]) -> None:
+    assert times.shares() == pytest.approx(shares)
+
+
 def measured_by_hand(seconds: list[float], peak: int, **more: Any) -> dict[str, Any]:
     thread = {"computing": 0.5, "queued": 0.2, "blocked": 0.3}
     held = {"parameters": 4 * MIB, "gradients": 4 * MIB, "optimizer": 8 * MIB}
