@@ -244,17 +244,17 @@ class Stage:
                 that can't.
         """
         assert (arrive is None) == self.is_first
-        wanted = {(cargo.module, cargo.call) for cargo in self.flow.out_of(self.index)}
+        due = {(cargo.module, cargo.call) for cargo in self.flow.into(self.index)}
+        if not self.is_first:
+            due.add((self.partition.layers[self._first - 1], 0))
         self._pass = _Pass(
             running=True,
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
-            wanted=wanted,
+            due=due,
             arrive=arrive,
+            wanted={(cargo.module, cargo.call) for cargo in self.flow.out_of(self.index)},
         )
-        if arrive is not None:
-            self._pass.due = {(cargo.module, cargo.call) for cargo in self.flow.into(self.index)}
-            self._pass.due.add((self.partition.layers[self._first - 1], 0))
         lost: BaseException | None = None
         try:
             output = step()

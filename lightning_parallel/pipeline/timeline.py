@@ -27,9 +27,8 @@ class Span:
 
     `kind` is "forward", "backward" or "step" (computing), "begin" (of a forward: what the step does before it needs a
     message), "receive" (waiting for a message), "evaluate" (validation, test, prediction), or "omitted" (recording
-    that was dropped). `start` and `end`
-    are in seconds. Computing spans of a row do not overlap. `version` is the number of updates that made the weights
-    of an asynchronous pipeline's forward.
+    that was dropped). `start` and `end` are in seconds. Computing spans of a row do not overlap. `version` is the
+    number of updates that made the weights of an asynchronous pipeline's forward.
     """
 
     kind: str

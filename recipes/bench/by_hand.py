@@ -96,8 +96,8 @@ class BareAsync:
         self._optimizer = optimizer(self._module.parameters())
         self._parts = torch.tensor_split(batch, microbatches)
         self._peer = 1 - dist.get_rank()
-        self._receiving: tuple[dist.Work | None, Tensor] | None = None
-        self._sending: tuple[dist.Work | None, Tensor] | None = None
+        self._receiving: tuple[dist.Work, Tensor] | None = None
+        self._sending: tuple[dist.Work, Tensor] | None = None
         self._flight: Tensor | None = None  # of the first stage: the output whose gradient is to come
         self._backwards = 0
         # The last stage has nothing in flight when it steps.
@@ -152,20 +152,19 @@ class BareAsync:
 
     def _send(self, tensor: Tensor) -> None:
         self._wait_for_sends()
-        self._sending = (dist.isend(tensor, self._peer, group=self._out), tensor)
+        self._sending = _sent(tensor, self._peer, self._out)
 
     def _wait_for_sends(self) -> None:
-        if self._sending is not None and self._sending[0] is not None:
+        if self._sending is not None:
             self._sending[0].wait()
         self._sending = None
 
     def _receive(self, like: Tensor) -> Tensor:
         work, buffer = self._receiving or self._post(like)
-        assert work is not None
         work.wait()
         self._receiving = self._post(like)
         return buffer
 
-    def _post(self, like: Tensor) -> tuple[dist.Work | None, Tensor]:
+    def _post(self, like: Tensor) -> tuple[dist.Work, Tensor]:
         buffer = torch.empty_like(like)
-        return dist.irecv(buffer, self._peer, group=self._in), buffer
+        return _work(dist.irecv(buffer, self._peer, group=self._in)), buffer

@@ -14,6 +14,7 @@ from lightning_parallel import AsyncPipelineStrategy, PipelineStrategy
 from recipes.bench import processes
 from recipes.bench.by_hand import BareAsync
 from recipes.bench.contestants import (
+    SCHEDULES,
     OneProcess,
     Ours,
     OursAsync,
@@ -29,7 +30,6 @@ from recipes.bench.report import Cell, Table, spread
 from recipes.bench.rounds import middle, ratios
 
 ONE = "one process, one thread"
-SCHEDULES = ("gpipe", "1f1b")
 
 
 @dataclass(frozen=True)

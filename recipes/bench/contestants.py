@@ -27,6 +27,7 @@ from lightning_parallel.pipeline.weights import WeightVersions, swap_gradients
 from recipes.bench.layers import MakeOptimizer, intervals, loss_of, sgd
 
 CPU = torch.device("cpu")
+SCHEDULES = ("gpipe", "1f1b")  # those that both this package and torch have
 
 
 class Contestant(Protocol):
@@ -57,6 +58,7 @@ class Synchronous:
 
 @cache
 def place() -> tuple[Layout, Groups]:
+    """Of this rank, one stage a rank; the groups are made once, by all ranks."""
     layout = Layout.resolve(dist.get_world_size(), dist.get_rank(), pipeline="auto")
     return layout, make_groups(layout)
 

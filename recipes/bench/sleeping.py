@@ -14,7 +14,7 @@ from lightning_parallel.pipeline.schedule import SYNCHRONOUS
 from lightning_parallel.pipeline.simulate import asynchronous_utilisation, simulate
 from recipes.bench import processes
 from recipes.bench.by_hand import Bare
-from recipes.bench.contestants import Ours, Times, Torch, alternate, merge, timed_steps
+from recipes.bench.contestants import SCHEDULES, Ours, Times, Torch, alternate, merge, timed_steps
 from recipes.bench.layers import fit, sleeping
 from recipes.bench.report import Cell, Table, spread
 
@@ -103,7 +103,7 @@ def _steps(microbatches: int, sizes: Sizes) -> Times:
         f"{schedule}, {whose}": kind(
             sleeping(dist.get_world_size(), sizes.forward, sizes.backward), schedule, batch, microbatches
         )
-        for schedule in ("gpipe", "1f1b")
+        for schedule in SCHEDULES
         for whose, kind in (("ours", Ours), ("torch", Torch), ("by hand", Bare))
     }
     for contestant in contestants.values():
