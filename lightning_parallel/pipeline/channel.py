@@ -12,7 +12,9 @@ longer sequence) its sender says so in the first word, and sends format and tens
 
 A gradient needs no trailer: both sides know its format, that of the activation. Only one receive a direction is
 posted ahead, since a format is known only once the message before it has been read; it is in flight while the stage
-computes, which hides its latency.
+computes, which hides its latency. What can be done before a message has come is done before the wait for it: what
+comes behind, the stage waits for, and those after it. So are the tensors in it handed out, their values yet to come
+(:meth:`Receiver.expected`), and the memory of the next one is made.
 
 gloo can't say whether a send is done without waiting for it, so a sender keeps its buffers until it *knows*
 (:meth:`Sender.confirm`): the gradient of a microbatch proves that its activation arrived, and the second word, a,
@@ -35,15 +37,12 @@ from torch import Tensor
 
 from lightning_parallel.pipeline.crossing import Arrival
 from lightning_parallel.pipeline.message import (
-    TRAILER,
     Format,
+    Packet,
     decode,
     encode,
     format_of,
-    read_trailer,
-    size_of,
     unpack,
-    write_trailer,
 )
 
 _END = -1
@@ -71,16 +70,16 @@ class Link:
         self._peer = dist.get_group_rank(group, peer)  # isend and irecv would look it up for each message
         self._peer_name = peer_name
         self.device = device
-        self._staged = device.type != "cpu" and dist.get_backend(group) == "gloo"
+        self.is_staged = device.type != "cpu" and dist.get_backend(group) == "gloo"
 
     def buffer(self, nbytes: int) -> Tensor:
-        if self._staged:
+        if self.is_staged:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def arrived(self, buffer: Tensor) -> Tensor:
-        """A received buffer, where this stage computes."""
-        return buffer.to(self.device) if self._staged else buffer
+    def arrived(self, packet: Packet) -> list[Tensor]:
+        """The tensors in a packet that has come, where this stage computes."""
+        return unpack(packet.buffer.to(self.device), packet.format) if self.is_staged else packet.tensors
 
     def isend(self, buffer: Tensor) -> dist.Work:
         try:
@@ -160,9 +159,9 @@ class Sender:
         self._link = link
         self._formats: dict[Hashable, Format] = {}
         self._courier = _Courier(link) if link.device.type == "cpu" else _Direct(link)
-        self._unconfirmed: deque[_Message] = deque()
+        self._unconfirmed: deque[tuple[Packet | Tensor, ...]] = deque()
         self._confirmed = 0  # messages known to have arrived
-        self._idle: deque[Tensor] = deque()  # buffers of messages that have arrived
+        self._idle: deque[Packet] = deque()  # of messages that have arrived
 
     @property
     def sent(self) -> int:
@@ -179,20 +178,21 @@ class Sender:
             self._post(message)
         else:
             description = encode(actual)
-            announcement = self._packed((), expected, (description.numel(), acknowledged))
-            self._post(announcement, self._buffer(description.numel()).copy_(description), message)
+            announcement = self._packed(None, expected, (description.numel(), acknowledged))
+            details = self._link.buffer(description.numel()).copy_(description)
+            self._post(announcement, details, message)
             self._formats[place] = actual
         return actual
 
     def end(self, place: Hashable, acknowledged: int = 0) -> None:
         """Answer the receive that the peer has posted for ``place``: there will be no such message."""
-        self._post(self._packed((), self._formats.get(place, ()), (_END, acknowledged)))
+        self._post(self._packed(None, self._formats.get(place, ()), (_END, acknowledged)))
 
     def send_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Send gradients, whose format the receiver knows. None: no message."""
         only = gradients[0] if len(gradients) == 1 else None
         if only is not None and only.is_contiguous() and only.is_cpu and not only.is_complex():
-            self._post(only.detach(), own=False)  # as it lies in memory: a message needs no copy
+            self._post(only.detach())  # as it lies in memory: a message needs no copy
         elif gradients:
             self._post(self._packed(gradients, format_of(gradients), None))
         else:
@@ -201,54 +201,41 @@ class Sender:
     def confirm(self, messages: int) -> None:
         """The peer is known to have received this many messages since the start: release their buffers."""
         while self._confirmed < messages and self._unconfirmed:
-            message = self._unconfirmed.popleft()
-            for buffer in message.buffers:
+            for part in self._unconfirmed.popleft():
                 self._link.wait(self._courier.posted())
-                if message.own:
-                    self._idle.append(buffer)
+                if isinstance(part, Packet):
+                    self._idle.append(part)
             self._confirmed += 1
 
     def flush(self, keep: int = 0) -> None:
         """Wait until all but the last ``keep`` messages have arrived."""
         self.confirm(self._confirmed + len(self._unconfirmed) - keep)
 
-    def _post(self, *buffers: Tensor, own: bool = True) -> None:
-        """Send buffers, one after the other, as one message."""
-        self._unconfirmed.append(_Message(buffers, own))
-        for buffer in buffers:
-            self._courier.hand(buffer)
+    def _post(self, *parts: Packet | Tensor) -> None:
+        """Send packets, and tensors that aren't the sender's, one after the other, as one message."""
+        self._unconfirmed.append(parts)
+        for part in parts:
+            self._courier.hand(part.buffer if isinstance(part, Packet) else part)
 
-    def _packed(self, tensors: Sequence[Tensor], format: Format, trailer: tuple[int, int] | None) -> Tensor:
-        """A buffer laid out for ``format``, with ``tensors`` in their places; none: its contents are void."""
-        buffer = self._buffer(size_of(format) + (TRAILER if trailer else 0))
-        for place, tensor in zip(unpack(buffer, format), tensors, strict=False):
-            place.copy_(tensor.detach())
+    def _packed(self, tensors: Sequence[Tensor] | None, format: Format, trailer: tuple[int, int] | None) -> Packet:
+        """A packet of ``format``, with ``tensors`` in their places; None: its contents are void."""
+        packet = self._packet(format, trailer is not None)
+        if tensors is not None:
+            packet.fill(tensors)
         if trailer:
-            write_trailer(buffer, trailer)
-        return buffer
+            packet.write(trailer)
+        return packet
 
-    def _buffer(self, nbytes: int) -> Tensor:
+    def _packet(self, format: Format, trailer: bool) -> Packet:
         """One that is idle, or else a new one in the place of the longest idle: there are never more than have been in
         flight at a time."""
-        for i, buffer in enumerate(self._idle):
-            if buffer.numel() == nbytes:
+        for i, packet in enumerate(self._idle):
+            if packet.has_trailer == trailer and packet.format == format:
                 del self._idle[i]
-                return buffer
+                return packet
         if self._idle:
             self._idle.popleft()
-        return self._link.buffer(nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Message:
-    """What the peer isn't known to have received.
-
-    Attributes:
-        own: the buffers are the sender's, to be used again.
-    """
-
-    buffers: tuple[Tensor, ...]
-    own: bool
+        return Packet(self._link.buffer(Packet.nbytes(format, trailer)), format, trailer)
 
 
 class Receiver:
@@ -257,52 +244,90 @@ class Receiver:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._formats: dict[Hashable, Format] = {}
-        self._posted: tuple[dist.Work, Tensor, Format, Hashable] | None = None
+        self._prepared: Packet | None = None
+        self._posted: _Posted | None = None
         self.acknowledged = 0  # gradient messages that the peer had received when it sent the last message taken
 
     @property
     def is_posted(self) -> bool:
         return self._posted is not None
 
+    def prepare(self, place: Hashable) -> None:
+        """Make what :meth:`post` will need."""
+        self._prepared = self._packet(self._formats.get(place, ()), trailer=True)
+
     def post(self, place: Hashable) -> None:
         """Post the receive of the next message, that of ``place``."""
-        expected = self._formats.get(place, ())
-        self._post(expected, size_of(expected) + TRAILER, place)
+        self._post(self._packet(self._formats.get(place, ()), trailer=True), place)
+
+    def expected(self) -> Arrival | None:
+        """What :meth:`take` will give, this very object, if the message posted is as expected: its values are yet to
+        come. None: that can't be said before."""
+        assert self._posted is not None, "post before you expect"
+        packet = self._posted.packet
+        if packet.format and not self._link.is_staged:
+            self._posted.arrival = _arrival(packet.tensors, packet.format)
+        return self._posted.arrival
 
     def take(self) -> Arrival | None:
         """Wait for the message posted, and read it. None: the sender ended the stream."""
-        buffer, expected, place = self._wait()
-        status, self.acknowledged = read_trailer(buffer)
+        posted = self._wait()
+        status, self.acknowledged = posted.packet.read()
         if status == _END:
             return None
-        if status:
-            description = self._exchange(status)
-            expected = self._formats[place] = decode(description)
-            buffer = self._exchange(size_of(expected) + TRAILER)
-        tensors = unpack(self._link.arrived(buffer), expected)
-        return Arrival(tensors, [requires_grad for _, _, requires_grad in expected])
+        if not status:
+            return posted.arrival or _arrival(self._link.arrived(posted.packet), posted.packet.format)
+        description = self._exchange(self._link.buffer(status))
+        actual = self._formats[posted.place] = decode(description)
+        packet = self._packet(actual, trailer=True)
+        self._exchange(packet.buffer)
+        return _arrival(self._link.arrived(packet), actual)
+
+    def prepare_gradients(self, expected: Format) -> None:
+        """Make what :meth:`post_gradients` will need."""
+        self._prepared = self._packet(expected, trailer=False)
 
     def post_gradients(self, expected: Format) -> None:
         """Post the receive of gradients: those of a message that this rank sent (:func:`gradient_format`)."""
-        self._post(expected, size_of(expected), None)
+        self._post(self._packet(expected, trailer=False), None)
 
     def take_gradients(self) -> list[Tensor]:
-        buffer, expected, _ = self._wait()
-        return unpack(self._link.arrived(buffer), expected)
+        return self._link.arrived(self._wait().packet)
 
-    def _post(self, expected: Format, nbytes: int, place: Hashable) -> None:
+    def _packet(self, format: Format, trailer: bool) -> Packet:
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared.has_trailer == trailer and prepared.format == format:
+            return prepared
+        return Packet(self._link.buffer(Packet.nbytes(format, trailer)), format, trailer)
+
+    def _post(self, packet: Packet, place: Hashable) -> None:
         assert self._posted is None, "one receive at a time"
-        buffer = self._link.buffer(nbytes)
-        self._posted = (self._link.irecv(buffer), buffer, expected, place)
+        self._posted = _Posted(self._link.irecv(packet.buffer), packet, place)
 
-    def _wait(self) -> tuple[Tensor, Format, Hashable]:
+    def _wait(self) -> _Posted:
         assert self._posted is not None, "post before you take"
-        work, buffer, expected, place = self._posted
-        self._link.wait(work)
-        self._posted = None
-        return buffer, expected, place
+        self._link.wait(self._posted.work)
+        posted, self._posted = self._posted, None
+        return posted
 
-    def _exchange(self, nbytes: int) -> Tensor:
-        buffer = self._link.buffer(nbytes)
+    def _exchange(self, buffer: Tensor) -> Tensor:
         self._link.wait(self._link.irecv(buffer))
         return buffer
+
+
+@dataclass(slots=True)
+class _Posted:
+    """A receive in flight.
+
+    Attributes:
+        arrival: handed out already, by :meth:`Receiver.expected`.
+    """
+
+    work: dist.Work
+    packet: Packet
+    place: Hashable
+    arrival: Arrival | None = None
+
+
+def _arrival(tensors: list[Tensor], format: Format) -> Arrival:
+    return Arrival(tensors, [requires_grad for _, _, requires_grad in format])

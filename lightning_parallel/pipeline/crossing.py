@@ -27,9 +27,13 @@ class Arrival:
         self._forms = [(t.shape, t.dtype) for t, w in zip(tensors, requires_grad, strict=True) if w]
         self._gradients: list[Tensor] | None = None
 
+    def __len__(self) -> int:
+        return len(self._wanted)
+
     def receive(self) -> list[Tensor]:
-        """The tensors as autograd sees them, once: results of an operation whose backward collects the gradients.
-        Not leaves, so that a layer may work on them in place (``nn.ReLU(inplace=True)``)."""
+        """The tensors as autograd sees them, once: results of an operation whose backward collects the gradients. Not
+        leaves, so that a layer may work on them in place (``nn.ReLU(inplace=True)``). Their values may be yet to
+        come."""
         # `.data`: no views of one message buffer, so each may be changed in place.
         tensors = [t.data for t in self._tensors]
         self._tensors = []  # their memory is the step's from here on

@@ -149,14 +149,16 @@ class Engine:
         actions = list(actions)
         forwards = deque(a.microbatch for a in actions if isinstance(a, Forward))
         outputs: list[Any] = []
-        self._post_activation(forwards, microbatches, endless=False)
+        if forwards and self._activations_in is not None and not self._activations_in.is_posted:
+            self._activations_in.post(microbatches[forwards[0]].place)
         self._streaming = endless and (self._streaming or bool(forwards))
         with kept(self._device):  # backwards and updates may draw too
             for action, following in zip_longest(actions, actions[1:]):
                 if isinstance(action, Forward):
                     forwards.popleft()
-                    post_next = partial(self._post_activation, forwards, microbatches, endless)
-                    outputs += self._forward(action.microbatch, microbatches[action.microbatch], post_next)
+                    # Of a batch that has yet to come, the first place is expected.
+                    next_place = microbatches[forwards[0]].place if forwards else 0 if endless else None
+                    outputs += self._forward(action.microbatch, microbatches[action.microbatch], next_place)
                 elif isinstance(action, Backward):
                     if self._completing is not None and isinstance(following, Step):
                         self._completing()
@@ -176,10 +178,10 @@ class Engine:
             if sender is not None:
                 sender.flush()
 
-    def _forward(self, number: int, microbatch: Microbatch, post_next: Callable[[], None]) -> list[Any]:
+    def _forward(self, number: int, microbatch: Microbatch, next_place: int | None) -> list[Any]:
         """What the user's step returned, on the last stage; nothing on the others."""
         reseed(microbatch.seed, self._device)
-        run = partial(self._run, "forward", number, microbatch.step, post_next)
+        run = partial(self._run, "forward", number, microbatch.step, next_place)
         (output, arrival), token = self._weights.forward(run)
         tensors = output.tensors if isinstance(output, Departure) else [self._loss_of(output)]
         seeds: list[Tensor] = []
@@ -198,7 +200,7 @@ class Engine:
         return [output] if self._stage.is_last else []
 
     def _run(
-        self, kind: str, number: int, step: Callable[[], Any], post_next: Callable[[], None]
+        self, kind: str, number: int, step: Callable[[], Any], next_place: int | None
     ) -> tuple[Any, Arrival | None]:
         """Run a step on this stage: what came of it, and what had arrived."""
         timeline = self._timeline
@@ -212,11 +214,11 @@ class Engine:
 
             def arrive() -> Arrival:
                 recording.close()
-                arrived.append(self._take_activation(number, post_next))
+                arrived.append(self._take_activation(number, next_place))
                 recording.enter_context(timeline.span(kind, number, version))
                 return arrived[0]
 
-            output = self._stage.run(step, arrive)
+            output = self._stage.run(step, arrive, self._activations_in.expected())
         return output, arrived[0]
 
     def _backward(self, number: int) -> None:
@@ -236,21 +238,15 @@ class Engine:
 
     # -- messages ------------------------------------------------------------------------------------------------
 
-    def _post_activation(self, forwards: deque[int], microbatches: Mapping[int, Microbatch], endless: bool) -> None:
-        """Post the receive for the next forward. Of a batch that has yet to come, the first place is expected."""
-        if self._activations_in is None:
-            return
-        if forwards:
-            if not self._activations_in.is_posted:
-                self._activations_in.post(microbatches[forwards[0]].place)
-        elif endless:
-            self._activations_in.post(0)
-
-    def _take_activation(self, number: int, post_next: Callable[[], None]) -> Arrival:
+    def _take_activation(self, number: int, next_place: int | None) -> Arrival:
+        """Wait for what the stage before sent, and post the receive of what it sends next, if it will."""
+        if next_place is not None:
+            self._activations_in.prepare(next_place)
         with self._timeline.span("receive", number):
             arrival = self._activations_in.take()
         assert arrival is not None, "a stream ends between batches"
-        post_next()
+        if next_place is not None:
+            self._activations_in.post(next_place)
         return arrival
 
     def _post_gradient(self) -> None:
@@ -265,6 +261,8 @@ class Engine:
             return flight.seeds
         gradients: list[Tensor] = []
         if flight.gradients:
+            if len(self._in_flight) > 1 and self._in_flight[1].gradients:
+                self._gradients_in.prepare_gradients(self._in_flight[1].gradients)
             with self._timeline.span("receive", number):
                 gradients = self._gradients_in.take_gradients()
             self._activations_out.confirm(flight.sent)
@@ -295,7 +293,7 @@ class Engine:
         """
         if self._activations_in is not None:
             self._activations_in.post("evaluation")
-        output, _ = self._run("evaluate", number, step, post_next=lambda: None)
+        output, _ = self._run("evaluate", number, step, next_place=None)
         if not isinstance(output, Departure):
             return output
         assert self._activations_out is not None

@@ -55,24 +55,50 @@ def unpack(buffer: Tensor, expected: Format) -> list[Tensor]:
     ]
 
 
-# Through numpy on the CPU: two numbers by tensor operations cost ten times as much, on every message's way.
+class Packet:
+    """A buffer laid out for messages of a format, and what can be known of it before it is filled.
 
+    Args:
+        buffer: flat, of :meth:`nbytes`.
+        trailer: two words lie behind the tensors.
+    """
 
-def write_trailer(buffer: Tensor, words: tuple[int, int]) -> None:
-    """Two numbers, behind the tensors."""
-    if buffer.is_cpu:
-        _WORDS.pack_into(buffer.numpy().data, buffer.numel() - TRAILER, *words)
-    else:
-        buffer[-TRAILER:].view(torch.int64).copy_(torch.tensor(words))
+    __slots__ = ("_words", "buffer", "format", "tensors")
 
+    def __init__(self, buffer: Tensor, format: Format, trailer: bool) -> None:
+        self.buffer = buffer
+        self.format = format
+        with torch.inference_mode(False):  # it may be filled again outside
+            self.tensors = unpack(buffer, format)
+        self._words: Any = None
+        if trailer:
+            # Through numpy on the CPU: two numbers by tensor operations cost ten times as much, on a message's way.
+            last = buffer[-TRAILER:]
+            self._words = last.numpy().data if buffer.is_cpu else last.view(torch.int64)
 
-def read_trailer(buffer: Tensor) -> tuple[int, int]:
-    """Undoes :func:`write_trailer`."""
-    if buffer.is_cpu:
-        status, acknowledged = _WORDS.unpack_from(buffer.numpy().data, buffer.numel() - TRAILER)
-    else:
-        status, acknowledged = buffer[-TRAILER:].view(torch.int64).tolist()
-    return status, acknowledged
+    @staticmethod
+    def nbytes(format: Format, trailer: bool) -> int:
+        return size_of(format) + (TRAILER if trailer else 0)
+
+    @property
+    def has_trailer(self) -> bool:
+        return self._words is not None
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        for place, tensor in zip(self.tensors, tensors, strict=True):
+            place.copy_(tensor.detach())
+
+    def write(self, words: tuple[int, int]) -> None:
+        """Two numbers, behind the tensors."""
+        if self.buffer.is_cpu:
+            _WORDS.pack_into(self._words, 0, *words)
+        else:
+            self._words.copy_(torch.tensor(words))
+
+    def read(self) -> tuple[int, int]:
+        """What :meth:`write` wrote at the other end."""
+        status, acknowledged = _WORDS.unpack_from(self._words) if self.buffer.is_cpu else self._words.tolist()
+        return status, acknowledged
 
 
 def encode(actual: Format) -> Tensor:

@@ -229,12 +229,15 @@ class Stage:
 
     # -- running -------------------------------------------------------------------------------------------------
 
-    def run(self, step: Callable[[], Any], arrive: Callable[[], Arrival] | None) -> Any:
+    def run(
+        self, step: Callable[[], Any], arrive: Callable[[], Arrival] | None, expected: Arrival | None = None
+    ) -> Any:
         """Run ``step`` on this stage.
 
         Args:
             step: the user's step with its arguments bound.
             arrive: gives what the stage before sent; called once, when the step needs it. None on the first stage.
+            expected: what ``arrive`` will most likely give, if that is known before. Its values needn't have come.
 
         Returns:
             What ``step`` returned, on the last stage; a :class:`Departure` on the others.
@@ -255,6 +258,8 @@ class Stage:
             arrive=arrive,
             wanted={(cargo.module, cargo.call) for cargo in self.flow.out_of(self.index)},
         )
+        if expected is not None and self._unloads_ahead(expected):
+            self._unload(expected)
         lost: BaseException | None = None
         try:
             output = step()
@@ -300,10 +305,17 @@ class Stage:
             # As where the step began, whatever the user's code has switched here: not all of it is for this call.
             with torch.inference_mode(self._pass.inference), torch.set_grad_enabled(self._pass.grad):
                 try:
-                    self._unload(arrive())
+                    arrival = arrive()
+                    if arrival is not self._pass.unloaded:
+                        self._unload(arrival)
                 except Exception as error:
                     raise _ArrivalFailed from error
         return self._pass.arrived[name, call]
+
+    def _unloads_ahead(self, expected: Arrival) -> bool:
+        """Can it be shared out before its values have come? Not if it is of another step's flow, or is copied."""
+        enough = len(expected) >= sum(cargo.tensors for cargo in self.flow.into(self.index))
+        return enough and not self._pass.due & self._pass.wanted
 
     def _unload(self, arrival: Arrival) -> None:
         """Share out what arrived over the calls that it comes from: the cargo, then the layer before the cut."""
@@ -313,7 +325,7 @@ class Stage:
         for key in live.keys() & self._pass.wanted:  # further on, as it came, whatever this stage does to it
             self._pass.kept[key] = live[key]
             live[key] = [t.clone() for t in live[key]]
-        self._pass.arrived = live
+        self._pass.unloaded, self._pass.arrived = arrival, live
 
     def _departure(self, output: Any) -> Departure:
         tensors: list[Tensor] = []
@@ -346,7 +358,7 @@ class _Pass:
         calls: of each unit so far.
         due: of what the stage before sends something, by module and call.
         arrive: gives that, all at once; None: it has been given.
-        arrived: by module and call, what it sent.
+        unloaded, arrived: what it sent, or is expected to send; by module and call.
         wanted: what later stages need, by module and call.
         kept: that, as far as it has been made or passed through.
     """
@@ -358,6 +370,7 @@ class _Pass:
     calls: dict[str, int] = field(default_factory=dict)
     due: set[tuple[str, int]] = field(default_factory=set)
     arrive: Callable[[], Arrival] | None = None
+    unloaded: Arrival | None = None
     arrived: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
     wanted: set[tuple[str, int]] = field(default_factory=set)
     kept: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)

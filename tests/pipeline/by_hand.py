@@ -41,19 +41,31 @@ class Result:
         return self.stages[0].partition
 
 
-def forward(stages: list[Stage], step: Step) -> tuple[Any, list[Departure], list[Arrival]]:
-    """The last stage's output, and what passed each cut."""
+def forward(stages: list[Stage], step: Step, expected: bool = False) -> tuple[Any, list[Departure], list[Arrival]]:
+    """The last stage's output, and what passed each cut. Expected: stages know what will come, but for its values."""
     departures: list[Departure] = []
     arrivals: list[Arrival] = []
     output: Any = None
     for stage in stages:
-        arrive = None if stage.is_first else partial(arrivals.__getitem__, -1)
-        output = stage.run(lambda stage=stage: step(stage.module), arrive)  # type: ignore[misc]
+        bound = partial(step, stage.module)
+        if stage.is_first:
+            output = stage.run(bound, None)
+        else:
+            values = [t.detach() for t in departures[-1].tensors]
+            buffers = [torch.zeros_like(t) if expected else t.clone() for t in values]
+            arrivals.append(Arrival(buffers, requires_grad(departures[-1])))
+            arrive = partial(_come, arrivals[-1], buffers, values)
+            output = stage.run(bound, arrive, arrivals[-1] if expected else None)
         if not stage.is_last:
             assert isinstance(output, Departure)
             departures.append(output)
-            arrivals.append(Arrival([t.detach().clone() for t in output.tensors], requires_grad(output)))
     return output, departures, arrivals
+
+
+def _come(arrival: Arrival, buffers: list[Tensor], values: list[Tensor]) -> Arrival:
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.copy_(value)
+    return arrival
 
 
 def backward(stages: list[Stage], loss: Tensor, departures: list[Departure], arrivals: list[Arrival]) -> None:
@@ -81,10 +93,10 @@ def gradients_of(stages: list[Stage]) -> dict[str, Tensor]:
     return total
 
 
-def run(model: nn.Module, step: Step, stages: int, **options: Any) -> Result:
+def run(model: nn.Module, step: Step, stages: int, expected: bool = False, **options: Any) -> Result:
     """One forward and backward through all stages."""
     made = stages_of(model, step, stages, **options)
-    output, departures, arrivals = forward(made, step)
+    output, departures, arrivals = forward(made, step, expected)
     backward(made, output, departures, arrivals)
     return Result(output, gradients_of(made), made)
 

@@ -214,7 +214,7 @@ def reuses_buffers() -> list[tuple[int, int, int]] | None:
     def count_buffers() -> None:
         found.append((len(made), sum(ref() is not None for ref in made), sender.sent))
 
-    send(4)  # 3 buffers for the first, whose format is new, and one for each of the others
+    send(4)  # 3 buffers for the first, whose format is new and is sent along, and one for each of the others
     for messages in (0, 1, 3, 3, 2):  # what was confirmed before is nothing new
         sender.confirm(messages)
     send(1)
@@ -233,7 +233,83 @@ def test_buffers_of_messages_that_arrived_are_used_again(pool: WorkerPool) -> No
     found = pool.run(reuses_buffers, 2)[0]
     assert [sent for *_, sent in found] == [4, 5, 7, 8, 9, 10, 11, 12, 13]
     assert [made for made, *_ in found[:4]] == [6] * 4
-    assert [alive for _, alive, _ in found] == [6] * 9
+    # All but what described the first format; a new format's description is alive until it has arrived.
+    assert [alive for _, alive, _ in found] == [6, *[5] * 3, *[6] * 5]
+
+
+def expects() -> list[tuple[bool, bool]] | None:
+    """Was anything expected, and was it this very arrival that came? The values are looked at too."""
+    messages = [[tensor(0, 2)], [tensor(1, 2)], [tensor(2, 3)], [tensor(3, 3)], None, [tensor(4, 3)], [], []]
+    if dist.get_rank() == 0:
+        sender = Sender(link())
+        for message in messages:
+            if message is None:
+                sender.end(0)
+            else:
+                sender.send(message, 0)
+        sender.flush()
+        return None
+    receiver = Receiver(link())
+    found = []
+    for message in messages:
+        receiver.post(0)
+        if len(found) == 1:
+            forgotten = receiver.expected()  # by a step that failed before it needed it
+            assert forgotten is not None and forgotten.receive()
+        expected = receiver.expected()
+        live = expected.receive() if expected is not None else []
+        arrival = receiver.take()
+        found.append((expected is not None, arrival is expected))
+        if arrival is not None:
+            live = live if arrival is expected else arrival.receive()
+            assert described(live) == described(message or [])
+    return found
+
+
+def test_what_is_expected_is_what_comes_unless_it_is_of_another_format(pool: WorkerPool) -> None:
+    found = pool.run(expects, 2)[1]
+    nothing, other, same = (False, False), (True, False), (True, True)
+    # The last message but one has another format, that of nothing; so has the last, and then None is what is expected.
+    assert found == [nothing, same, other, same, other, same, other, nothing]
+
+
+def prepares() -> list[tuple[int, list[Any]]] | None:
+    """Buffers made in all, and what came, after each message."""
+    messages = [[tensor(0, 2)], [tensor(1, 2)], [tensor(2, 2)], [tensor(3, 3)]]
+    if dist.get_rank() == 0:
+        sender = Sender(link())
+        for message in messages:
+            sender.send(message, 0)
+        sender.send_gradients([tensor(9, 4)])
+        sender.flush()
+        return None
+    channel = link()
+    make, made = channel.buffer, []
+    channel.buffer = lambda nbytes: made.append(nbytes) or make(nbytes)  # type: ignore[method-assign, func-returns-value]
+    receiver = Receiver(channel)
+    found: list[tuple[int, list[Any]]] = []
+    receiver.post(0)
+    for message in messages:
+        receiver.prepare(0)  # for the next, while this one is on its way; stale where this one's format is new
+        arrival = receiver.take()
+        assert arrival is not None
+        if len(found) < 3:
+            receiver.post(0)
+        found.append((len(made), described(arrival.receive())))
+        assert found[-1][1] == described(message)
+    receiver.prepare_gradients(format_of([tensor(9, 4)]))
+    before = len(made)
+    receiver.post_gradients(format_of([tensor(9, 4)]))
+    assert len(made) == before
+    assert described(receiver.take_gradients()) == described([tensor(9, 4)])
+    return found
+
+
+def test_a_receive_takes_what_was_prepared_for_it(pool: WorkerPool) -> None:
+    found = pool.run(prepares, 2)[1]
+    # Of each message one, made for the next while it was on its way. The first and the last are of a new format: its
+    # description and the message itself come into two more, and what the first made for its next doesn't fit.
+    assert [count for count, _ in found] == [5, 6, 7, 10]
 
 
 def confirms_nothing() -> list[int] | None:

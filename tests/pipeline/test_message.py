@@ -6,15 +6,12 @@ import pytest
 import torch
 
 from lightning_parallel.pipeline.message import (
-    TRAILER,
+    Packet,
     decode,
     encode,
     format_of,
     gradient_format,
-    read_trailer,
-    size_of,
     unpack,
-    write_trailer,
 )
 
 TENSORS = [
@@ -33,13 +30,31 @@ TENSORS = [
 def test_tensors_come_out_as_they_went_in_with_the_trailer_behind_them(count: int) -> None:
     tensors = TENSORS[:count]
     kind = format_of(tensors)
-    buffer = torch.full((size_of(kind) + TRAILER,), 255, dtype=torch.uint8)
-    for place, tensor in zip(unpack(buffer, kind), tensors, strict=True):
-        place.copy_(tensor.detach())
-    write_trailer(buffer, (-1, 2**40))
-    assert read_trailer(buffer) == (-1, 2**40)
-    for found, tensor in zip(unpack(buffer, kind), tensors, strict=True):
-        assert found.dtype == tensor.dtype and torch.equal(found, tensor)
+    sent, received = (
+        Packet(torch.full((Packet.nbytes(kind, trailer=True),), 255, dtype=torch.uint8), kind, trailer=True)
+        for _ in range(2)
+    )
+    sent.fill(tensors)
+    sent.write((-1, 2**40))
+    received.buffer.copy_(sent.buffer)
+    assert received.has_trailer and received.read() == (-1, 2**40)
+    for found in (received.tensors, unpack(received.buffer, kind)):
+        assert [(t.dtype, t.tolist()) for t in found] == [(t.dtype, t.tolist()) for t in tensors]
+
+
+def test_a_packet_without_a_trailer_is_its_tensors_alone() -> None:
+    kind = format_of([torch.ones(16)])
+    packet = Packet(torch.empty(Packet.nbytes(kind, trailer=False), dtype=torch.uint8), kind, trailer=False)
+    packet.fill([torch.ones(16)])
+    assert not packet.has_trailer and packet.buffer.view(torch.float32).tolist() == [1.0] * 16
+
+
+def test_a_packet_made_in_inference_mode_may_be_filled_outside() -> None:
+    kind = format_of([torch.ones(3)])
+    with torch.inference_mode():  # as in validation; training uses it again
+        packet = Packet(torch.empty(Packet.nbytes(kind, trailer=True), dtype=torch.uint8), kind, trailer=True)
+    packet.fill([torch.ones(3)])
+    assert packet.tensors[0].tolist() == [1.0] * 3
 
 
 def test_a_format_comes_out_of_its_bytes() -> None:

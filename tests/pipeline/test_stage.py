@@ -98,10 +98,11 @@ def assert_equal_to_the_whole(model: nn.Module, step: by_hand.Step, stages: int,
     return result
 
 
+@pytest.mark.parametrize("expected", [False, True])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", NETS)
-def test_loss_and_gradients_equal_the_whole_models(kind: type[Net], stages: int) -> None:
-    assert_equal_to_the_whole(kind(), step, stages, **BLOCKS, balance=kind.balance(stages))
+def test_loss_and_gradients_equal_the_whole_models(kind: type[Net], stages: int, expected: bool) -> None:
+    assert_equal_to_the_whole(kind(), step, stages, **BLOCKS, balance=kind.balance(stages), expected=expected)
 
 
 @pytest.mark.parametrize("kind", [Glue, UNet, Mixed])
@@ -515,6 +516,54 @@ def test_a_stage_waits_for_what_arrives_where_its_step_needs_it() -> None:
     events.clear()
     stage.run(lambda: watched(stage.module), arrive)
     assert events == ["calls 0", "calls 1", "arrives", "calls 2"]
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [
+        lambda: Arrival([torch.zeros(5, 6)], [True]),  # of the right format, and not what came
+        lambda: Arrival([torch.zeros(2, 6)], [False]),
+        lambda: Arrival([torch.zeros(5, 6), torch.zeros(1)], [True, True]),
+        lambda: Arrival([], []),
+    ],
+)
+@pytest.mark.parametrize("kind", [Net, UNet])
+def test_what_comes_counts_whatever_was_expected(kind: type[Net], expected: Callable[[], Arrival]) -> None:
+    model = kind()
+    made = stages_of(model, step, 2, **BLOCKS)
+    last = made[1].run
+    made[1].run = lambda bound, arrive, _: last(bound, arrive, expected())  # type: ignore[assignment, misc]
+    result, departures, arrivals = forward(made, step)
+    backward(made, result, departures, arrivals)
+    loss, gradients = by_hand.plain(model, step)
+    torch.testing.assert_close(result.detach(), loss, rtol=0, atol=1e-12)
+    torch.testing.assert_close(by_hand.gradients_of(made), gradients, rtol=0, atol=1e-12)
+
+
+def test_an_expected_arrival_is_shared_out_before_the_step_begins() -> None:
+    events: list[str] = []
+
+    class Watched(Arrival):
+        def receive(self) -> list[Tensor]:
+            events.append("shared out")
+            return super().receive()
+
+    def watched(model: Any) -> Tensor:
+        events.append("begins")
+        return model(X).sum()
+
+    def arrive() -> Arrival:
+        events.append("arrives")
+        buffer.fill_(2.0)
+        return expected
+
+    stage = stages_of(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), watched, 2)[1]
+    buffer = torch.zeros(5, 3)
+    expected = Watched([buffer], [True])
+    events.clear()
+    found = stage.run(lambda: watched(stage.module), arrive, expected)
+    assert events == ["shared out", "begins", "arrives"]
+    assert torch.equal(found, stage.module[1](torch.full((5, 3), 2.0)).sum())  # type: ignore[index]
 
 
 class FrozenInside(Net):
