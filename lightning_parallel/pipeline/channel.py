@@ -261,8 +261,8 @@ class Receiver:
         self._post(self._packet(self._formats.get(place, ()), trailer=True), place)
 
     def expected(self) -> Arrival | None:
-        """What :meth:`take` will give, this very object, if the message posted is as expected: its values are yet to
-        come. None: that can't be said before."""
+        """What :meth:`take` will give, this very object (the one asked for last), if the message posted is as expected:
+        its values are yet to come. None: that can't be said before."""
         assert self._posted is not None, "post before you expect"
         packet = self._posted.packet
         if packet.format and not self._link.is_staged:
@@ -276,7 +276,9 @@ class Receiver:
         if status == _END:
             return None
         if not status:
-            return posted.arrival or _arrival(self._link.arrived(posted.packet), posted.packet.format)
+            if posted.arrival is not None:
+                return posted.arrival
+            return _arrival(self._link.arrived(posted.packet), posted.packet.format)
         description = self._exchange(self._link.buffer(status))
         actual = self._formats[posted.place] = decode(description)
         packet = self._packet(actual, trailer=True)
@@ -298,6 +300,7 @@ class Receiver:
         prepared, self._prepared = self._prepared, None
         if prepared is not None and prepared.has_trailer == trailer and prepared.format == format:
             return prepared
+        del prepared  # its memory, before there is more
         return Packet(self._link.buffer(Packet.nbytes(format, trailer)), format, trailer)
 
     def _post(self, packet: Packet, place: Hashable) -> None:

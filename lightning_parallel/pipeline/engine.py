@@ -218,7 +218,7 @@ class Engine:
                 recording.enter_context(timeline.span(kind, number, version))
                 return arrived[0]
 
-            output = self._stage.run(step, arrive, self._activations_in.expected())
+            output = self._stage.run(step, arrive, self._activations_in.expected)
         return output, arrived[0]
 
     def _backward(self, number: int) -> None:

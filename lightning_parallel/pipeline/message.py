@@ -68,13 +68,13 @@ class Packet:
     def __init__(self, buffer: Tensor, format: Format, trailer: bool) -> None:
         self.buffer = buffer
         self.format = format
-        with torch.inference_mode(False):  # it may be filled again outside
-            self.tensors = unpack(buffer, format)
         self._words: Any = None
-        if trailer:
-            # Through numpy on the CPU: two numbers by tensor operations cost ten times as much, on a message's way.
-            last = buffer[-TRAILER:]
-            self._words = last.numpy().data if buffer.is_cpu else last.view(torch.int64)
+        with torch.inference_mode(False):  # in which validation may have made it, and training fills it again
+            self.tensors = unpack(buffer, format)
+            if trailer:
+                # Through numpy on the CPU: two numbers by tensor operations cost ten times as much, on a message's way.
+                last = buffer[-TRAILER:]
+                self._words = last.numpy().data if buffer.is_cpu else last.view(torch.int64)
 
     @staticmethod
     def nbytes(format: Format, trailer: bool) -> int:

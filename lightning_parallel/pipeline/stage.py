@@ -230,14 +230,17 @@ class Stage:
     # -- running -------------------------------------------------------------------------------------------------
 
     def run(
-        self, step: Callable[[], Any], arrive: Callable[[], Arrival] | None, expected: Arrival | None = None
+        self,
+        step: Callable[[], Any],
+        arrive: Callable[[], Arrival] | None,
+        expect: Callable[[], Arrival | None] = lambda: None,
     ) -> Any:
         """Run ``step`` on this stage.
 
         Args:
             step: the user's step with its arguments bound.
             arrive: gives what the stage before sent; called once, when the step needs it. None on the first stage.
-            expected: what ``arrive`` will most likely give, if that is known before. Its values needn't have come.
+            expect: gives what ``arrive`` will most likely give, if that is known before. Its values needn't have come.
 
         Returns:
             What ``step`` returned, on the last stage; a :class:`Departure` on the others.
@@ -258,22 +261,23 @@ class Stage:
             arrive=arrive,
             wanted={(cargo.module, cargo.call) for cargo in self.flow.out_of(self.index)},
         )
-        if expected is not None and self._unloads_ahead(expected):
-            self._unload(expected)
-        lost: BaseException | None = None
         try:
+            self._unload_ahead(expect)
             output = step()
         except _LeaveStep as leave:
-            return self._departure(leave.output)
-        except _ArrivalFailed as failed:
-            lost = failed.__cause__
+            output = self._departure(leave.output)
+        except (_ArrivalFailed, Exception):
+            if self._pass.lost is None:
+                raise
         finally:
-            next_layer, self._pass = self._pass.next_layer, _Pass()
-        if lost is not None:
+            lost, next_layer, self._pass = self._pass.lost, self._pass.next_layer, _Pass()
+        if lost is not None:  # whatever the step made of it
             try:
                 raise lost
             finally:
                 del lost  # or its traceback would hold this frame, and it in turn the links of this stage
+        if isinstance(output, Departure):
+            return output
         order_checked(self.partition, next_layer, None)
         absent = first_absent(output)
         if absent is not None:
@@ -309,13 +313,15 @@ class Stage:
                     if arrival is not self._pass.unloaded:
                         self._unload(arrival)
                 except Exception as error:
+                    self._pass.lost, self._pass.arrived = error, {}
                     raise _ArrivalFailed from error
         return self._pass.arrived[name, call]
 
-    def _unloads_ahead(self, expected: Arrival) -> bool:
-        """Can it be shared out before its values have come? Not if it is of another step's flow, or is copied."""
-        enough = len(expected) >= sum(cargo.tensors for cargo in self.flow.into(self.index))
-        return enough and not self._pass.due & self._pass.wanted
+    def _unload_ahead(self, expect: Callable[[], Arrival | None]) -> None:
+        """Share out what is expected before its values have come, if none of them has to be copied."""
+        expected = None if self._pass.due & self._pass.wanted else expect()
+        if expected is not None and len(expected) >= sum(cargo.tensors for cargo in self.flow.into(self.index)):
+            self._unload(expected)  # fewer would be those of another step, another flow
 
     def _unload(self, arrival: Arrival) -> None:
         """Share out what arrived over the calls that it comes from: the cargo, then the layer before the cut."""
@@ -359,6 +365,7 @@ class _Pass:
         due: of what the stage before sends something, by module and call.
         arrive: gives that, all at once; None: it has been given.
         unloaded, arrived: what it sent, or is expected to send; by module and call.
+        lost: why it couldn't be given.
         wanted: what later stages need, by module and call.
         kept: that, as far as it has been made or passed through.
     """
@@ -371,6 +378,7 @@ class _Pass:
     due: set[tuple[str, int]] = field(default_factory=set)
     arrive: Callable[[], Arrival] | None = None
     unloaded: Arrival | None = None
+    lost: BaseException | None = None
     arrived: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
     wanted: set[tuple[str, int]] = field(default_factory=set)
     kept: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)

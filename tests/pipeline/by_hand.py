@@ -55,7 +55,7 @@ def forward(stages: list[Stage], step: Step, expected: bool = False) -> tuple[An
             buffers = [torch.zeros_like(t) if expected else t.clone() for t in values]
             arrivals.append(Arrival(buffers, requires_grad(departures[-1])))
             arrive = partial(_come, arrivals[-1], buffers, values)
-            output = stage.run(bound, arrive, arrivals[-1] if expected else None)
+            output = stage.run(bound, arrive, partial(arrivals.__getitem__, -1) if expected else lambda: None)
         if not stage.is_last:
             assert isinstance(output, Departure)
             departures.append(output)

@@ -49,12 +49,15 @@ def test_a_packet_without_a_trailer_is_its_tensors_alone() -> None:
     assert not packet.has_trailer and packet.buffer.view(torch.float32).tolist() == [1.0] * 16
 
 
-def test_a_packet_made_in_inference_mode_may_be_filled_outside() -> None:
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # of both kinds of memory, as far as inference mode goes
+def test_a_packet_made_in_inference_mode_may_be_filled_outside(device: str) -> None:
     kind = format_of([torch.ones(3)])
     with torch.inference_mode():  # as in validation; training uses it again
-        packet = Packet(torch.empty(Packet.nbytes(kind, trailer=True), dtype=torch.uint8), kind, trailer=True)
+        buffer = torch.empty(Packet.nbytes(kind, trailer=True), dtype=torch.uint8, device=device)
+        packet = Packet(buffer, kind, trailer=True)
     packet.fill([torch.ones(3)])
-    assert packet.tensors[0].tolist() == [1.0] * 3
+    packet.write((1, 2))
+    assert device == "meta" or (packet.tensors[0].tolist(), packet.read()) == ([1.0] * 3, (1, 2))
 
 
 def test_a_format_comes_out_of_its_bytes() -> None:

@@ -532,7 +532,7 @@ def test_what_comes_counts_whatever_was_expected(kind: type[Net], expected: Call
     model = kind()
     made = stages_of(model, step, 2, **BLOCKS)
     last = made[1].run
-    made[1].run = lambda bound, arrive, _: last(bound, arrive, expected())  # type: ignore[assignment, misc]
+    made[1].run = lambda bound, arrive, _: last(bound, arrive, expected)  # type: ignore[assignment, misc]
     result, departures, arrivals = forward(made, step)
     backward(made, result, departures, arrivals)
     loss, gradients = by_hand.plain(model, step)
@@ -561,7 +561,7 @@ def test_an_expected_arrival_is_shared_out_before_the_step_begins() -> None:
     buffer = torch.zeros(5, 3)
     expected = Watched([buffer], [True])
     events.clear()
-    found = stage.run(lambda: watched(stage.module), arrive, expected)
+    found = stage.run(lambda: watched(stage.module), arrive, lambda: expected)
     assert events == ["shared out", "begins", "arrives"]
     assert torch.equal(found, stage.module[1](torch.full((5, 3), 2.0)).sum())  # type: ignore[index]
 
@@ -596,6 +596,53 @@ def test_user_code_does_not_catch_that_nothing_arrived() -> None:
     with pytest.raises(PeerLostError, match="the link broke") as lost:
         stage.run(lambda: step(stage.module), arrive)
     assert isinstance(lost.value.__cause__, ConnectionError)
+
+
+class Stubborn(Net):
+    """Goes on whatever happens, and asks for what came from the stage before once more."""
+
+    def step(self, x: Tensor) -> Tensor:
+        skip = self.stem(x)
+        try:
+            x = self.blocks[1](self.blocks[0](skip))
+        except BaseException:
+            if isinstance(self.blocks[0].weight, AbsentTensor):
+                x = torch.ones(5, 6)
+            else:
+                raise
+        for block in self.blocks[2:]:
+            x = block(x + skip)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("expect", [lambda: None, lambda: Arrival([torch.zeros(5, 6), torch.zeros(5, 6)], [True] * 2)])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_lost_arrival_ends_the_step_that_goes_on_all_the_same(stages: int, expect: Any) -> None:
+    def arrive() -> Arrival:
+        raise PeerLostError("the link broke")
+
+    stage = stages_of(Stubborn(), step, stages, **BLOCKS, balance="layers")[1]
+    with pytest.raises(PeerLostError, match="the link broke"):
+        stage.run(lambda: step(stage.module), arrive, expect)
+
+
+def test_nothing_is_expected_where_the_values_of_what_comes_are_copied() -> None:
+    model = UNet()
+    made = stages_of(model, step, 3, **BLOCKS)
+    middle = made[1].run
+    made[1].run = lambda bound, arrive, _: middle(bound, arrive, lambda: pytest.fail("its memory would be held"))  # type: ignore[assignment, misc]
+    assert torch.isfinite(forward(made, step)[0])
+
+
+def test_a_failure_before_the_step_leaves_the_hooks_at_rest() -> None:
+    class Full(Arrival):
+        def receive(self) -> list[Tensor]:
+            raise MemoryError
+
+    stage = stages_of(Net(), step, 2, **BLOCKS)[1]
+    with pytest.raises(MemoryError):
+        stage.run(lambda: step(stage.module), pytest.fail, lambda: Full([torch.ones(5, 6)], [True]))
+    stage.module.blocks[3](torch.ones(1, 6))  # type: ignore[index, operator, union-attr]  # out of order
 
 
 @pytest.mark.usefixtures("without_garbage_collection")

@@ -89,7 +89,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
                  "--nproc-per-node=2", f"--master-addr={machines[0].address}", f"--master-port={port}",
                  str(directory / "script.py"), str(directory)],
                 env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": machine.interface,
-                     "PYTHONPATH": str(Path(__file__).parents[2])},
+                     "PYTHONPATH": str(Path(__file__).parents[2]),
+                     "TMPDIR": str(directory)},  # torchrun leaves a folder there
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )
             for node, machine in enumerate(machines)
