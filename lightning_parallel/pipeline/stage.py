@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,7 +33,8 @@ from torch.utils import _pytree as pytree
 
 from lightning_parallel.pipeline.absent import AbsentForward, AbsentTensor, first_absent, make_absent
 from lightning_parallel.pipeline.crossing import Arrival, Departure
-from lightning_parallel.pipeline.flow import Flow, chain_only, order_checked, survey
+from lightning_parallel.pipeline.flow import Flow, chain_only, survey
+from lightning_parallel.pipeline.forward_pass import ArrivalFailedError, ForwardPass
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.random import draw_seed, reseed
 from lightning_parallel.pipeline.recompute import recomputed
@@ -46,10 +46,6 @@ class _LeaveStep(BaseException):
 
     def __init__(self, output: Any) -> None:
         self.output = output
-
-
-class _ArrivalFailed(BaseException):
-    """Its cause kept a message from arriving, in the midst of the user's step: a BaseException for the same reason."""
 
 
 class Stage:
@@ -80,7 +76,7 @@ class Stage:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._in_backward = False
         self._patched: list[tuple[nn.Module, Callable[..., Any] | None]] = []
-        self._pass = _Pass()
+        self._pass: ForwardPass | None = None  # outside a run the hooks do nothing
         for name in self._elsewhere:
             make_absent(self._units[name], partial("parameter '{}.{}'".format, name), device)
 
@@ -159,19 +155,19 @@ class Stage:
     @torch.compiler.disable
     def _answer(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Forward of a unit on another stage: what arrived of it, or absent tensors."""
-        if not self._pass.running:
+        if self._pass is None:
             return self._absent[name].answer(args, kwargs)
         seed = draw_seed()
-        call = self._called(name)
-        answer = self._absent[name].answer(args, kwargs, call)
+        call = self._pass.count(name, self._layers.get(name))
+        answer = self._absent[name].answer(args, kwargs, call[1])
         reseed(seed, self._device)
-        live = self._arrived(name, call)
+        live = self._pass.arrived(call)
         return answer if live is None else _fill(answer, live, name)
 
     @torch.compiler.disable
     def _enter(self, name: str, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the forward of a unit of this stage."""
-        if not (self._pass.running or self._in_backward):
+        if self._pass is None and not self._in_backward:
             return
         self._seeds[name] = draw_seed()
         absent = first_absent((args, kwargs))
@@ -181,9 +177,9 @@ class Stage:
                 f"stage, where its input is: let no checkpoint span layers of two stages. Checkpoint each layer by "
                 f"itself, or use activation_checkpointing=True."
             )
-        if self._in_backward:
+        if self._pass is None:
             return
-        self._called(name)
+        self._pass.count(name, self._layers.get(name))
         if absent is not None:
             raise RuntimeError(
                 f"'{name}' runs on stage {self.index}, but an input of it depends on {absent.origin}, which lives on "
@@ -194,18 +190,18 @@ class Stage:
     @torch.compiler.disable
     def _leave(self, name: str, unit: nn.Module, args: Any, output: Any) -> None:
         """After the forward of a unit of this stage: keep what later stages need; behind the last layer, leave."""
-        if not (self._pass.running or self._in_backward):
+        if self._pass is None and not self._in_backward:
             return
         reseed(self._seeds.pop(name), self._device)
-        if self._in_backward:
+        if self._pass is None:
             return
-        key = (name, self._pass.calls[name] - 1)
+        call = self._pass.latest(name)
+        wanted = self._pass.is_wanted(call)
         leaving = not self.is_last and self._layers.get(name) == self._last
-        if (leaving or key in self._pass.wanted) and self._pass.grad and not torch.is_grad_enabled():
+        if (leaving or wanted) and self._pass.grad and not torch.is_grad_enabled():
             self._refuse_without_gradient(name, unit)
-        if key in self._pass.wanted:
-            # As it is now: the step may go on to change it in place, and will do so again on the other stages.
-            self._pass.kept[key] = [t.clone() for t in _tensors_of(output)]
+        if wanted:
+            self._pass.keep(call, output)
         if leaving:
             raise _LeaveStep(output)
 
@@ -218,14 +214,6 @@ class Stage:
                 f"in a checkpoint with use_reentrant=True, so no gradient would come back: use use_reentrant=False, or "
                 f"freeze it with requires_grad_(False)."
             )
-
-    def _called(self, name: str) -> int:
-        """Count a call of a unit. Is it its turn, if it is a layer?"""
-        if name in self._layers:
-            self._pass.next_layer = order_checked(self.partition, self._pass.next_layer, self._layers[name])
-        call = self._pass.calls.get(name, 0)
-        self._pass.calls[name] = call + 1
-        return call
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -250,27 +238,18 @@ class Stage:
                 that can't.
         """
         assert (arrive is None) == self.is_first
-        due = {(cargo.module, cargo.call) for cargo in self.flow.into(self.index)}
-        if not self.is_first:
-            due.add((self.partition.layers[self._first - 1], 0))
-        self._pass = _Pass(
-            running=True,
-            grad=torch.is_grad_enabled(),
-            inference=torch.is_inference_mode_enabled(),
-            due=due,
-            arrive=arrive,
-            wanted={(cargo.module, cargo.call) for cargo in self.flow.out_of(self.index)},
-        )
+        self._pass = forward = ForwardPass(self.partition, self.flow, self.index, arrive)
         try:
-            self._unload_ahead(expect)
+            forward.unload_ahead(expect)
             output = step()
         except _LeaveStep as leave:
-            output = self._departure(leave.output)
-        except (_ArrivalFailed, Exception):
-            if self._pass.lost is None:
+            output = forward.departure(leave.output)
+        except (ArrivalFailedError, Exception):
+            if forward.lost is None:
                 raise
         finally:
-            lost, next_layer, self._pass = self._pass.lost, self._pass.next_layer, _Pass()
+            self._pass = None
+        lost, forward.lost = forward.lost, None
         if lost is not None:  # whatever the step made of it
             try:
                 raise lost
@@ -278,7 +257,7 @@ class Stage:
                 del lost  # or its traceback would hold this frame, and it in turn the links of this stage
         if isinstance(output, Departure):
             return output
-        order_checked(self.partition, next_layer, None)
+        forward.check_complete()
         absent = first_absent(output)
         if absent is not None:
             raise RuntimeError(
@@ -299,95 +278,6 @@ class Stage:
             yield
         finally:
             self._in_backward = False
-
-    def _arrived(self, name: str, call: int) -> list[Tensor] | None:
-        """What the stage before sent of a call of a unit, or None. The first that it sent something of waits for it."""
-        if (name, call) not in self._pass.due:
-            return None
-        if self._pass.arrive is not None:
-            arrive, self._pass.arrive = self._pass.arrive, None
-            # As where the step began, whatever the user's code has switched here: not all of it is for this call.
-            with torch.inference_mode(self._pass.inference), torch.set_grad_enabled(self._pass.grad):
-                try:
-                    arrival = arrive()
-                    if arrival is not self._pass.unloaded:
-                        self._unload(arrival)
-                except Exception as error:
-                    self._pass.lost, self._pass.arrived = error, {}
-                    raise _ArrivalFailed from error
-        return self._pass.arrived[name, call]
-
-    def _unload_ahead(self, expect: Callable[[], Arrival | None]) -> None:
-        """Share out what is expected before its values have come, if none of them has to be copied."""
-        expected = None if self._pass.due & self._pass.wanted else expect()
-        if expected is not None and len(expected) >= sum(cargo.tensors for cargo in self.flow.into(self.index)):
-            self._unload(expected)  # fewer would be those of another step, another flow
-
-    def _unload(self, arrival: Arrival) -> None:
-        """Share out what arrived over the calls that it comes from: the cargo, then the layer before the cut."""
-        tensors = iter(arrival.receive())
-        live = {(c.module, c.call): [next(tensors) for _ in range(c.tensors)] for c in self.flow.into(self.index)}
-        live[self.partition.layers[self._first - 1], 0] = list(tensors)
-        for key in live.keys() & self._pass.wanted:  # further on, as it came, whatever this stage does to it
-            self._pass.kept[key] = live[key]
-            live[key] = [t.clone() for t in live[key]]
-        self._pass.unloaded, self._pass.arrived = arrival, live
-
-    def _departure(self, output: Any) -> Departure:
-        tensors: list[Tensor] = []
-        for cargo in self.flow.out_of(self.index):
-            kept = self._pass.kept.get((cargo.module, cargo.call))
-            if kept is None or len(kept) != cargo.tensors:
-                raise RuntimeError(
-                    f"'{cargo.module}' was called otherwise than in the first step (call {cargo.call + 1}): what a "
-                    f"pipeline's stages hand on must not change from batch to batch."
-                )
-            tensors += kept
-        tensors += _tensors_of(output)
-        absent = first_absent(tensors)
-        if absent is not None:
-            raise RuntimeError(
-                f"The output of '{self.partition.layers[self._last]}' on stage {self.index} depends on "
-                f"{absent.origin}, which lives on another stage."
-            )
-        return Departure(tensors)
-
-
-@dataclass
-class _Pass:
-    """One run of the step on this stage.
-
-    Attributes:
-        running: hooks of units do nothing outside a run.
-        grad, inference: the run began with gradients on, in inference mode.
-        next_layer: index of the layer that is due.
-        calls: of each unit so far.
-        due: of what the stage before sends something, by module and call.
-        arrive: gives that, all at once; None: it has been given.
-        unloaded, arrived: what it sent, or is expected to send; by module and call.
-        lost: why it couldn't be given.
-        wanted: what later stages need, by module and call.
-        kept: that, as far as it has been made or passed through.
-    """
-
-    running: bool = False
-    grad: bool = False
-    inference: bool = False
-    next_layer: int = 0
-    calls: dict[str, int] = field(default_factory=dict)
-    due: set[tuple[str, int]] = field(default_factory=set)
-    arrive: Callable[[], Arrival] | None = None
-    unloaded: Arrival | None = None
-    lost: BaseException | None = None
-    arrived: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
-    wanted: set[tuple[str, int]] = field(default_factory=set)
-    kept: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
-
-
-def _tensors_of(output: Any) -> list[Tensor]:
-    if isinstance(output, Tensor):  # as most are; pytree is slow
-        return [output]
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 def _fill(answer: Any, live: list[Tensor], name: str) -> Any:

@@ -674,7 +674,7 @@ def trains_behind_evaluations(kind: str) -> dict[str, Tensor]:
 def test_behind_a_wait_nothing_is_made_that_could_be_made_before(pool: WorkerPool) -> None:
     last, first = pool.run(prepares_ahead, 2)
     # Of the second batch on, when formats are known. The last microbatch has no next to post a receive for.
-    assert last == ["shared out", "memory", "wait", "post"] * 3 + ["shared out", "wait"]
+    assert last == ["expect", "memory", "wait", "post"] * 3 + ["expect", "wait"]
     assert first == ["memory", "wait", "post"] * 3 + ["wait"]
 
 
@@ -692,7 +692,7 @@ def prepares_ahead() -> list[str]:
     noting(link, "buffer", "memory")
     noting(link, "wait", "wait")
     noting(link, "irecv", "post")
-    noting(rank.stage, "_unload", "shared out")
+    noting(receiver, "expected", "expect")
     for _ in range(2):
         actions = SYNCHRONOUS["gpipe"](2, 4)[rank.layout.stage]
         work = rank.work(rows(4), [1] * 4)

@@ -281,7 +281,7 @@ class Fails(Observed):
     def hook(self, layer: nn.Module, args: Any, output: Any) -> None:
         strategy: Any = self.trainer.strategy
         place = "validation" if not self.training else "training" if self.global_step == 4 else "start"
-        if strategy.layout.stage == self.stage and place == self.place and strategy.stage._pass.running:
+        if strategy.layout.stage == self.stage and place == self.place and strategy.stage._pass is not None:
             if self.how == "dies":
                 os._exit(3)
             raise KeyError("a mistake in the user's layer")
