@@ -3,9 +3,9 @@
 The step (``training_step``, any callable) runs on every stage, from its first line. The layers of earlier stages
 answer with absent tensors (``absent.py``) and cost nothing, but for the one just before the cut: it answers with what
 arrived from the stage before, in the structure that it returns itself. So do others whose output is needed here
-(``flow.py``). So the code between the layers (unpacking
-tuples, masks, residual scaling) runs as written, on live values. The stage's last layer doesn't return: what it
-computed is the stage's output, and the user's step is left there. On the last stage it goes on to the loss.
+(``flow.py``). So the code between the layers (unpacking tuples, masks, residual scaling) runs as written, on live
+values. The stage's last layer doesn't return: what it computed is the stage's output, and the user's step is left
+there. On the last stage it goes on to the loss. What one such pass has to remember is in ``forward_pass.py``.
 
         stage 0                stage 1                stage 2
         embed, layer 0, 1      layer 2, 3             layer 4, 5, head, loss
