@@ -87,7 +87,8 @@ class StagedStrategy(ShardedStrategy):
     def distribute_model(self, trainer: pl.Trainer) -> None:
         module = self._module()
         if trainer.state.fn == TrainerFn.FITTING:
-            _refuse(module)
+            _refuse_training(module)
+        _refuse_evaluation(module)
         if self._stage is None or self._stage.module is not module:
             if any(isinstance(p, AbsentTensor) for p in module.parameters()):
                 raise RuntimeError(
@@ -182,8 +183,8 @@ class StagedStrategy(ShardedStrategy):
         super().teardown()
 
 
-def _refuse(module: pl.LightningModule) -> None:
-    """What no pipeline can run."""
+def _refuse_training(module: pl.LightningModule) -> None:
+    """What no pipeline can train."""
     if not module.automatic_optimization:
         raise ValueError(
             "automatic_optimization=False: a pipeline runs backward and step itself, by its schedule. Use automatic "
@@ -196,3 +197,13 @@ def _refuse(module: pl.LightningModule) -> None:
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ValueError("training_step(dataloader_iter): a pipeline splits batches, so it needs training_step(batch).")
+
+
+def _refuse_evaluation(module: pl.LightningModule) -> None:
+    """What no pipeline can run."""
+    for step in (module.validation_step, module.test_step, module.predict_step):
+        if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+            raise ValueError(
+                f"{step.__name__}(dataloader_iter): a pipeline looks through a step before it runs it, so the first "
+                f"batch would be lost. Take {step.__name__}(batch, batch_idx)."
+            )

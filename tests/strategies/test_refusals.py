@@ -128,6 +128,11 @@ class OwnIterator(Net):
         return super().training_step(next(dataloader_iter)[0], 0)
 
 
+class OwnValidationIterator(Net):
+    def validation_step(self, dataloader_iter: Any) -> Any:
+        return super().training_step(next(dataloader_iter)[0], 0)
+
+
 class NoTensors(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(next(iter(loader())), batch_idx)
@@ -166,6 +171,15 @@ def fit_case(name: str, strategy: str) -> None:
 def test_what_a_pipeline_cannot_train_is_refused_on_every_rank(pool: WorkerPool, strategy: str, name: str) -> None:
     failures = pool.run(fit_case, 3, name, strategy, init=False, expect_errors=True, timeout=LIMIT)
     assert_refused(failures, *CASES[name][2:])
+
+
+def validate_iterating() -> None:
+    make_trainer("sync", []).validate(OwnValidationIterator(), loader(), verbose=False)
+
+
+def test_an_evaluation_step_that_takes_its_own_batches_is_refused_on_every_rank(pool: WorkerPool) -> None:
+    failures = pool.run(validate_iterating, 2, init=False, expect_errors=True, timeout=LIMIT)
+    assert_refused(failures, "ValueError", ["validation_step(dataloader_iter)", "validation_step(batch, batch_idx)"])
 
 
 def fit_words(strategy: str) -> None:
