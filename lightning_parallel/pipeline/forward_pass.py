@@ -22,7 +22,7 @@ Call = tuple[str, int]  # of a unit: its name, and which of its calls in a step
 
 
 class ArrivalFailedError(BaseException):
-    """Its cause kept a message from arriving, in the midst of the user's step. A BaseException, so that ``except
+    """For its cause there is nothing to go on with, in the midst of the user's step. A BaseException, so that ``except
     Exception`` in the user's code lets it pass."""
 
 
@@ -37,7 +37,7 @@ class ForwardPass:
 
     Attributes:
         grad: the pass began with gradients on.
-        lost: why ``arrive`` gave nothing.
+        lost: why there is nothing to go on with behind the wait for what arrives.
     """
 
     def __init__(self, partition: Partition, flow: Flow, index: int, arrive: Callable[[], Arrival] | None) -> None:
@@ -99,9 +99,11 @@ class ForwardPass:
                     arrival = arrive()
                     if arrival is not self._unloaded:
                         self._unload(arrival)
-                except Exception as error:
+                except BaseException as error:  # Ctrl-C too: what was expected has no values
                     self.lost, self._arrived = error, {}
-                    raise ArrivalFailedError from error
+                    if isinstance(error, Exception):
+                        raise ArrivalFailedError from error
+                    raise
         return self._arrived[call]
 
     def _unload(self, arrival: Arrival) -> None:

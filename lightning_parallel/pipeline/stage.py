@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_parallel.pipeline.absent import AbsentForward, AbsentTensor, first_absent, make_absent
-from lightning_parallel.pipeline.crossing import Arrival, Departure
+from lightning_parallel.pipeline.crossing import Arrival
 from lightning_parallel.pipeline.flow import Flow, chain_only, survey
-from lightning_parallel.pipeline.forward_pass import ArrivalFailedError, ForwardPass
+from lightning_parallel.pipeline.forward_pass import ForwardPass
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.random import draw_seed, reseed
 from lightning_parallel.pipeline.recompute import recomputed
@@ -64,7 +64,7 @@ class Stage:
         self.index = index
         self.flow = chain_only(partition)  # what crosses the cuts; set it to that of the step to be run
         self._owned = partition.layers_of(index)
-        self._first, self._last = self._owned.start, self._owned.stop - 1
+        self._last = self._owned.stop - 1
         self._layers = {name: i for i, name in enumerate(partition.layers)}
         owned = {partition.layers[i] for i in self._owned}
         owned |= {name for name, stage in partition.outside.items() if stage == index}
@@ -231,7 +231,7 @@ class Stage:
             expect: gives what ``arrive`` will most likely give, if that is known before. Its values needn't have come.
 
         Returns:
-            What ``step`` returned, on the last stage; a :class:`Departure` on the others.
+            What ``step`` returned, on the last stage; a :class:`.crossing.Departure` on the others.
 
         Raises:
             RuntimeError: a layer was called twice, out of order or not at all, or a value would have to cross the cut
@@ -239,23 +239,25 @@ class Stage:
         """
         assert (arrive is None) == self.is_first
         self._pass = forward = ForwardPass(self.partition, self.flow, self.index, arrive)
+        left = False
         try:
             forward.unload_ahead(expect)
             output = step()
         except _LeaveStep as leave:
-            output = forward.departure(leave.output)
-        except (ArrivalFailedError, Exception):
+            left = True
+            output = forward.departure(leave.output) if forward.lost is None else None
+        except BaseException:
             if forward.lost is None:
                 raise
         finally:
             self._pass = None
-        lost, forward.lost = forward.lost, None
+            lost, forward.lost = forward.lost, None
         if lost is not None:  # whatever the step made of it
             try:
                 raise lost
             finally:
                 del lost  # or its traceback would hold this frame, and it in turn the links of this stage
-        if isinstance(output, Departure):
+        if left:
             return output
         forward.check_complete()
         absent = first_absent(output)

@@ -35,7 +35,7 @@ from lightning_parallel.pipeline.absent import AbsentTensor, AbsentValueError
 from lightning_parallel.pipeline.channel import PeerLostError
 from lightning_parallel.pipeline.crossing import Arrival, Departure
 from lightning_parallel.pipeline.partition import partition
-from lightning_parallel.pipeline.stage import Stage
+from lightning_parallel.pipeline.stage import Stage, _LeaveStep
 from tests.pipeline import by_hand
 from tests.pipeline.by_hand import CPU, backward, forward, stages_of
 from tests.pipeline.nets import (
@@ -599,31 +599,49 @@ def test_user_code_does_not_catch_that_nothing_arrived() -> None:
 
 
 class Stubborn(Net):
-    """Goes on whatever happens, and asks for what came from the stage before once more."""
+    """Goes on whatever happens, or gives up in a way of its own; with or without a skip connection over all cuts."""
+
+    skips = False
+    gives_up = False
 
     def step(self, x: Tensor) -> Tensor:
-        skip = self.stem(x)
+        skip = x = self.anyway(self.stem, x)
+        for block in self.blocks:
+            x = self.anyway(block, x)
+        return self.head(x + skip if self.skips else x).square().mean()
+
+    def anyway(self, layer: nn.Module, x: Tensor) -> Any:
         try:
-            x = self.blocks[1](self.blocks[0](skip))
+            return layer(x)
+        except _LeaveStep:
+            raise
         except BaseException:
-            if isinstance(self.blocks[0].weight, AbsentTensor):
-                x = torch.ones(5, 6)
-            else:
-                raise
-        for block in self.blocks[2:]:
-            x = block(x + skip)
-        return self.head(x).square().mean()
+            if self.gives_up:
+                raise SystemExit from None
+            return torch.ones(5, self.width)
 
 
-@pytest.mark.parametrize("expect", [lambda: None, lambda: Arrival([torch.zeros(5, 6), torch.zeros(5, 6)], [True] * 2)])
-@pytest.mark.parametrize("stages", [2, 3])
-def test_a_lost_arrival_ends_the_step_that_goes_on_all_the_same(stages: int, expect: Any) -> None:
-    def arrive() -> Arrival:
-        raise PeerLostError("the link broke")
+@pytest.mark.usefixtures("without_garbage_collection")
+@pytest.mark.parametrize("error", [PeerLostError, KeyboardInterrupt])
+@pytest.mark.parametrize("index", [1, 2])
+@pytest.mark.parametrize("gives_up", [False, True])
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_lost_arrival_ends_the_step_whatever_it_makes_of_it(
+    skips: bool, gives_up: bool, index: int, error: type[BaseException]
+) -> None:
+    class Link:
+        def arrive(self) -> Arrival:
+            raise error
 
-    stage = stages_of(Stubborn(), step, stages, **BLOCKS, balance="layers")[1]
-    with pytest.raises(PeerLostError, match="the link broke"):
-        stage.run(lambda: step(stage.module), arrive, expect)
+    model = Stubborn()
+    model.skips, model.gives_up = skips, gives_up
+    stage = stages_of(model, step, 3, **BLOCKS)[index]
+    link = Link()
+    held = weakref.ref(link)
+    with pytest.raises(error) as lost:
+        stage.run(lambda: step(stage.module), link.arrive, lambda: Arrival([torch.zeros(5, 6)] * 2, [True] * 2))
+    del link, lost
+    assert held() is None
 
 
 def test_nothing_is_expected_where_the_values_of_what_comes_are_copied() -> None:
