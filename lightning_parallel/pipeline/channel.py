@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from threading import Thread
+from threading import Thread, current_thread
 
 import torch
 import torch.distributed as dist
@@ -113,8 +113,9 @@ class _Courier:
     def __init__(self, link: Link) -> None:
         self._handed: SimpleQueue[Tensor | None] = SimpleQueue()
         self._posted: SimpleQueue[dist.Work | BaseException] = SimpleQueue()
-        Thread(target=_post_all, args=(link, self._handed, self._posted), name="send", daemon=True).start()
-        weakref.finalize(self, self._handed.put, None)
+        thread = Thread(target=_post_all, args=(link, self._handed, self._posted), name="send", daemon=True)
+        thread.start()
+        weakref.finalize(self, _end, thread, self._handed)
 
     def hand(self, buffer: Tensor) -> None:
         """Post ``buffer``, after all that were handed over before."""
@@ -135,6 +136,13 @@ def _post_all(link: Link, handed: SimpleQueue[Tensor | None], posted: SimpleQueu
         except BaseException as error:  # raised again on the stage's thread
             posted.put(error)
         del buffer  # its memory is the sender's to release
+
+
+def _end(thread: Thread, handed: SimpleQueue[Tensor | None]) -> None:
+    """End a courier's thread, and with it its hold on the link: a group that is still referred to outlives its end."""
+    handed.put(None)
+    if thread is not current_thread():  # where garbage is collected, which may be here
+        thread.join(timeout=1.0)
 
 
 class _Direct:

@@ -358,7 +358,6 @@ def drops_its_sender() -> list[bool]:
             sender.flush()
         reference = weakref.ref(channel)
         del channel, sender
-        courier.join(timeout=10)
         ended.append(not courier.is_alive() and reference() is None)
         dist.barrier()
     return ended
