@@ -77,6 +77,9 @@ class Link:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
+    def packet(self, format: Format, trailer: bool) -> Packet:
+        return Packet(self.buffer(Packet.nbytes(format, trailer)), format, trailer)
+
     def arrived(self, packet: Packet) -> list[Tensor]:
         """The tensors in a packet that has come, where this stage computes."""
         return unpack(packet.buffer.to(self.device), packet.format) if self.is_staged else packet.tensors
@@ -139,7 +142,8 @@ def _post_all(link: Link, handed: SimpleQueue[Tensor | None], posted: SimpleQueu
 
 
 def _end(thread: Thread, handed: SimpleQueue[Tensor | None]) -> None:
-    """End a courier's thread, and with it its hold on the link: a group that is still referred to outlives its end."""
+    """End a courier's thread, and with it its hold on the link: destroying a group joins gloo's threads only if nothing
+    refers to it any more."""
     handed.put(None)
     if thread is not current_thread():  # where garbage is collected, which may be here
         thread.join(timeout=1.0)
@@ -238,12 +242,12 @@ class Sender:
         """One that is idle, or else a new one in the place of the longest idle: there are never more than have been in
         flight at a time."""
         for i, packet in enumerate(self._idle):
-            if packet.has_trailer == trailer and packet.format == format:
+            if packet.fits(format, trailer):
                 del self._idle[i]
                 return packet
         if self._idle:
             self._idle.popleft()
-        return Packet(self._link.buffer(Packet.nbytes(format, trailer)), format, trailer)
+        return self._link.packet(format, trailer)
 
 
 class Receiver:
@@ -306,10 +310,10 @@ class Receiver:
 
     def _packet(self, format: Format, trailer: bool) -> Packet:
         prepared, self._prepared = self._prepared, None
-        if prepared is not None and prepared.has_trailer == trailer and prepared.format == format:
+        if prepared is not None and prepared.fits(format, trailer):
             return prepared
         del prepared  # its memory, before there is more
-        return Packet(self._link.buffer(Packet.nbytes(format, trailer)), format, trailer)
+        return self._link.packet(format, trailer)
 
     def _post(self, packet: Packet, place: Hashable) -> None:
         assert self._posted is None, "one receive at a time"

@@ -84,6 +84,10 @@ class Packet:
     def has_trailer(self) -> bool:
         return self._words is not None
 
+    def fits(self, format: Format, trailer: bool) -> bool:
+        """Is it laid out like this?"""
+        return self.has_trailer == trailer and self.format == format
+
     def fill(self, tensors: Sequence[Tensor]) -> None:
         for place, tensor in zip(self.tensors, tensors, strict=True):
             place.copy_(tensor.detach())
