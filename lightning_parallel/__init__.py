@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from lightning_parallel.strategies.data import DataParallelStrategy
+from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.fully_sharded import FullyShardedStrategy
 from lightning_parallel.strategies.pipeline import PipelineStrategy
 from lightning_parallel.strategies.pipeline_async import AsyncPipelineStrategy

@@ -1,95 +1,144 @@
-"""Which rank does what: axis sizes, coordinates, neighbours and process groups.
+"""Which rank does what: the axes of parallelism, this rank's coordinate on each, and its peers.
 
-Three axes, the tensor axis running fastest, then data, then pipeline, so that tensor groups, which talk most, stay
-inside a node. The pipeline axis is numbered backwards: the LAST stage is on global rank 0, because the loss, the
-progress bar, the loggers and predictions are made there, and Lightning wants them on rank 0.
+An axis is one way to divide the work over the ranks. Axes are ordered from the fastest-running to the slowest, so the
+ranks of a tensor group, which communicate most, stay inside a node::
 
-    pipeline=2, data=2, tensor=2:
+    Layout.resolve(8, tensor=2, data=2, pipeline=2)
 
-        rank      0 1 2 3   4 5 6 7
-        stage     1 1 1 1   0 0 0 0
-        data      0 0 1 1   0 0 1 1
-        tensor    0 1 0 1   0 1 0 1
+        rank       0 1 2 3   4 5 6 7
+        tensor     0 1 0 1   0 1 0 1
+        data       0 0 1 1   0 0 1 1
+        pipeline   1 1 1 1   0 0 0 0      (counted backwards)
 
-Everything else in the package asks a :class:`Layout`, and knows nothing of ranks.
+The pipeline axis is counted backwards: the last stage is on global rank 0. The loss, the logs and the predictions are
+computed on the last stage, and Lightning expects them on rank 0.
+
+A new axis is one more entry of :data:`AXES`. Sizes, coordinates, peers, process groups (``groups.py``), names in errors
+and in checkpoints follow from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
-import torch.distributed as dist
-
-Axis = Literal["pipeline", "data", "tensor"]
 Size = int | Literal["auto"]
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Axis sizes and this rank's place among them. Make one with :meth:`resolve`."""
+class Axis:
+    """One way to divide the work over ranks.
 
-    pipeline: int
-    data: int
-    tensor: int
+    Attributes:
+        name: the axis's name, and that of the argument of :meth:`Layout.resolve` which gives its size.
+        short: its abbreviation in a coordinate, such as ``pp0.dp1.tp0``.
+        member: what the ranks along the axis are called in messages: "stage", "replica", "shard".
+        splits_model: True if ranks along the axis hold different parts of the model, False if each holds a copy.
+        backwards: True if the axis's last coordinate has the lowest rank.
+    """
+
+    name: str
+    short: str
+    member: str
+    splits_model: bool
+    backwards: bool = False
+
+
+AXES = (
+    Axis("tensor", "tp", "shard", splits_model=True),
+    Axis("data", "dp", "replica", splits_model=False),
+    Axis("pipeline", "pp", "stage", splits_model=True, backwards=True),
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes of all axes, and one rank's place on them. Made by :meth:`resolve`.
+
+    Attributes:
+        sizes: the number of ranks along each axis, in the order of ``axes``.
+        rank: the global rank whose place this is.
+        axes: the axes, the fastest-running first.
+    """
+
+    sizes: tuple[int, ...]
     rank: int
+    axes: tuple[Axis, ...] = AXES
 
     @classmethod
-    def resolve(cls, world_size: int, rank: int = 0, *, pipeline: Size = 1, data: Size = 1, tensor: Size = 1) -> Layout:
-        """Fill in ``"auto"`` sizes: such an axis takes the ranks that the others leave.
+    def resolve(cls, world_size: int, rank: int = 0, *, axes: tuple[Axis, ...] = AXES, **sizes: Size) -> Layout:
+        """Fill in the sizes that are ``"auto"``: such an axis takes the ranks that the other axes leave.
 
-        Where several are ``"auto"``, the data axis gives way: it becomes 1.
+        If several sizes are ``"auto"``, the data axis becomes 1.
+
+        Args:
+            world_size: the number of ranks.
+            rank: the rank whose place is wanted.
+            axes: the axes, the fastest-running first.
+            **sizes: the size of each axis by its name; 1 where none is given.
 
         Raises:
-            ValueError: a size is not a positive integer, or the axes don't multiply to ``world_size``.
+            ValueError: a size is not a positive integer, or the product of the sizes is not ``world_size``.
         """
-        sizes: dict[Axis, Size] = {"pipeline": pipeline, "data": data, "tensor": tensor}
-        for axis, size in sizes.items():
+        given: dict[str, Size] = {axis.name: sizes.pop(axis.name, 1) for axis in axes}
+        if sizes:
+            raise ValueError(f"There is no axis {next(iter(sizes))!r}: the axes are {', '.join(given)}.")
+        for name, size in given.items():
             if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-                raise ValueError(f"The size of the {axis} axis is {size!r}: it must be a positive integer or 'auto'.")
-        automatic = [axis for axis, size in sizes.items() if size == "auto"]
+                raise ValueError(f"The size of the {name} axis is {size!r}: it must be a positive integer or 'auto'.")
+        automatic = [name for name, size in given.items() if size == "auto"]
         if len(automatic) > 1 and "data" in automatic:
-            sizes["data"] = 1
+            given["data"] = 1
             automatic.remove("data")
         if len(automatic) > 1:
             raise ValueError(
-                f"The sizes of the {' and '.join(automatic)} axes are both 'auto', which {world_size} processes can "
-                f"fill in several ways: give one of them a number."
+                f"The sizes of the {' and '.join(reversed(automatic))} axes are both 'auto', which {world_size} "
+                f"processes can fill in several ways: give one of them a number."
             )
-        given = 1
-        for size in sizes.values():
-            given *= size if isinstance(size, int) else 1
-        asked = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-        if world_size % given or (not automatic and world_size != given):
-            wanted = f"a multiple of {given}" if automatic else str(given)
+        product = math.prod(size for size in given.values() if isinstance(size, int))
+        asked = " x ".join(f"{name} {size}" for name, size in reversed(given.items()))
+        if world_size % product or (not automatic and world_size != product):
+            wanted = f"a multiple of {product}" if automatic else str(product)
             raise ValueError(
                 f"The layout {asked} does not fill {world_size} processes: set `devices` (x `num_nodes`) to {wanted}, "
                 f"or change the axis sizes so that their product is {world_size}."
             )
-        for axis in automatic:
-            sizes[axis] = world_size // given
-        resolved = {axis: size for axis, size in sizes.items() if isinstance(size, int)}
-        return cls(**resolved, rank=rank)
+        left = world_size // product
+        return cls(tuple(left if size == "auto" else int(size) for size in given.values()), rank, axes)
+
+    # -- sizes and coordinates -----------------------------------------------------------------------------------
 
     @property
     def world_size(self) -> int:
-        return self.pipeline * self.data * self.tensor
+        return math.prod(self.sizes)
+
+    def size(self, axis: str) -> int:
+        """The number of ranks along an axis."""
+        return self.sizes[self._position(axis)]
+
+    def index(self, axis: str) -> int:
+        """This rank's coordinate on an axis."""
+        position = self._position(axis)
+        stride, size = math.prod(self.sizes[:position]), self.sizes[position]
+        index = self.rank // stride % size
+        return size - 1 - index if self.axes[position].backwards else index
+
+    def _position(self, axis: str) -> int:
+        names = [each.name for each in self.axes]
+        if axis not in names:
+            raise ValueError(f"There is no axis {axis!r}: the axes are {', '.join(names)}.")
+        return names.index(axis)
+
+    @property
+    def stages(self) -> int:
+        """The number of pipeline stages."""
+        return self.size("pipeline")
 
     @property
     def stage(self) -> int:
-        """This rank's pipeline stage, 0 being the one that sees the input."""
-        return self.pipeline - 1 - self.rank // (self.data * self.tensor)
-
-    @property
-    def data_rank(self) -> int:
-        return self.rank // self.tensor % self.data
-
-    @property
-    def tensor_rank(self) -> int:
-        return self.rank % self.tensor
+        """This rank's pipeline stage. Stage 0 sees the input."""
+        return self.index("pipeline")
 
     @property
     def is_first_stage(self) -> bool:
@@ -97,146 +146,56 @@ class Layout:
 
     @property
     def is_last_stage(self) -> bool:
-        return self.stage == self.pipeline - 1
+        return self.stage == self.stages - 1
+
+    # -- other ranks ---------------------------------------------------------------------------------------------
+
+    def at(self, rank: int) -> Layout:
+        """The same layout, seen from another rank."""
+        return replace(self, rank=rank)
+
+    def rank_at(self, **indices: int) -> int:
+        """The global rank at a coordinate, given by axis name. On axes that aren't given, it is this rank's."""
+        rank, stride = 0, 1
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            index = indices.pop(axis.name, None)
+            if index is None:
+                index = self.index(axis.name)
+            rank += stride * (size - 1 - index if axis.backwards else index)
+            stride *= size
+        if indices:
+            self._position(next(iter(indices)))
+        return rank
+
+    def peers(self, axis: str) -> list[int]:
+        """The global ranks that differ from this one along ``axis`` only, itself included, by their coordinate."""
+        return [self.rank_at(**{axis: index}) for index in range(self.size(axis))]
+
+    def model_peers(self) -> list[int]:
+        """The global ranks that hold one copy of the model together, this one included, in ascending order."""
+        ranks = {self.rank}
+        for axis in self.axes:
+            if axis.splits_model:
+                ranks = {peer for rank in ranks for peer in self.at(rank).peers(axis.name)}
+        return sorted(ranks)
+
+    def everyone(self) -> list[Layout]:
+        """The layout as each rank sees it, in the order of ranks."""
+        return [self.at(rank) for rank in range(self.world_size)]
+
+    # -- names ---------------------------------------------------------------------------------------------------
 
     @property
     def coordinate(self) -> str:
-        """This rank's place as a word, for file names and logs: ``pp0.dp1.tp0``."""
-        return f"pp{self.stage}.dp{self.data_rank}.tp{self.tensor_rank}"
-
-    def rank_of(self, *, stage: int | None = None, data: int | None = None, tensor: int | None = None) -> int:
-        """The global rank at a coordinate; what isn't given is as on this rank."""
-        stage = self.stage if stage is None else stage
-        data = self.data_rank if data is None else data
-        tensor = self.tensor_rank if tensor is None else tensor
-        return ((self.pipeline - 1 - stage) * self.data + data) * self.tensor + tensor
-
-    def at(self, rank: int) -> Layout:
-        """The same layout seen from another rank."""
-        return Layout(self.pipeline, self.data, self.tensor, rank)
-
-    def peers(self, axis: Axis) -> list[int]:
-        """Global ranks that differ from this one along ``axis`` only, this one included, in the axis's order."""
-        if axis == "pipeline":
-            return [self.rank_of(stage=stage) for stage in range(self.pipeline)]
-        if axis == "data":
-            return [self.rank_of(data=data) for data in range(self.data)]
-        return [self.rank_of(tensor=tensor) for tensor in range(self.tensor)]
-
-    def model_ranks(self) -> list[int]:
-        """Global ranks that together hold the model of this one's replica, this one included, in ascending order."""
-        return sorted(
-            self.rank_of(stage=stage, tensor=tensor) for stage in range(self.pipeline) for tensor in range(self.tensor)
-        )
+        """This rank's place as a word, for checkpoints and logs: ``pp0.dp1.tp0``."""
+        return ".".join(f"{axis.short}{self.index(axis.name)}" for axis in reversed(self.axes))
 
     def describe(self, rank: int) -> str:
-        """``stage 0 (rank 3)``: how a rank is named in errors."""
-        place = self.at(rank)
-        others = f", replica {place.data_rank}" if self.data > 1 else ""
-        others += f", shard {place.tensor_rank}" if self.tensor > 1 else ""
-        return f"stage {place.stage}{others} (rank {rank})"
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The process groups of a layout, as this rank holds them.
-
-    Attributes:
-        pipeline, data, tensor: the group of this rank along each axis.
-        model: of the ranks that hold one replica of the model: all stages, all tensor shards.
-        forward_in, forward_out: the links to the previous and next stage for activations.
-        backward_in, backward_out: the links from the next and to the previous stage for gradients.
-            Over NCCL a group of its own for each pair and direction. Over gloo the pipeline's own group, where the
-            two kinds run in opposite directions between any two ranks, and so never meet.
-    """
-
-    pipeline: dist.ProcessGroup
-    data: dist.ProcessGroup
-    tensor: dist.ProcessGroup
-    model: dist.ProcessGroup
-    forward_in: dist.ProcessGroup | None
-    forward_out: dist.ProcessGroup | None
-    backward_in: dist.ProcessGroup | None
-    backward_out: dist.ProcessGroup | None
-
-
-def make_groups(layout: Layout, timeout: timedelta | None = None, device: torch.device | None = None) -> Groups:
-    """Create every group of the layout. All ranks call it, and all create all groups in the same order, which
-    ``torch.distributed.new_group`` demands.
-
-    Links are used once, by a first message, in that order too: NCCL connects two ranks at their first message, and
-    both wait for it; left to the first step, stages would wait for each other in a circle.
-
-    Args:
-        layout: the axes, as this rank sees them.
-        timeout: of each group.
-        device: of this rank, where the backend is NCCL.
-    """
-    mine: dict[str, dist.ProcessGroup | None] = {}
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    everyone = [layout.at(rank) for rank in range(layout.world_size)]
-
-    def make(name: str, ranks: Sequence[int]) -> None:
-        """The same ranks, the same group: each group of gloo's costs a thread that wakes a hundred times a second."""
-        key = tuple(sorted(ranks))
-        if key not in made:
-            made[key] = dist.new_group(list(ranks), timeout=timeout)
-        if layout.rank in ranks:
-            mine[name] = made[key]
-
-    axes: tuple[Axis, ...] = ("pipeline", "data", "tensor")
-    for axis in axes:
-        for place in everyone:
-            if place.peers(axis)[0] == place.rank:  # each group is made once, by its first member's turn
-                make(axis, place.peers(axis))
-    for place in everyone:
-        if place.model_ranks()[0] == place.rank:
-            make("model", place.model_ranks())
-    if dist.get_backend(mine["pipeline"]) == "nccl":
-        _make_links(layout, timeout, device, mine)
-    else:
-        names = {"forward_in": not layout.is_first_stage, "forward_out": not layout.is_last_stage}
-        names |= {"backward_in": not layout.is_last_stage, "backward_out": not layout.is_first_stage}
-        mine |= {name: mine["pipeline"] for name, exists in names.items() if exists}
-    return Groups(
-        pipeline=_present(mine, "pipeline"),
-        data=_present(mine, "data"),
-        tensor=_present(mine, "tensor"),
-        model=_present(mine, "model"),
-        forward_in=mine.get("forward_in"),
-        forward_out=mine.get("forward_out"),
-        backward_in=mine.get("backward_in"),
-        backward_out=mine.get("backward_out"),
-    )
-
-
-def _make_links(
-    layout: Layout,
-    timeout: timedelta | None,
-    device: torch.device | None,
-    mine: dict[str, dist.ProcessGroup | None],
-) -> None:
-    """A group of its own for each pair and direction, into ``mine``: NCCL runs what is posted on one group in the order
-    in which it was posted, so messages of one kind would queue behind another."""
-    for place in (layout.at(rank) for rank in range(layout.world_size)):
-        if place.is_last_stage:
-            continue
-        pair = [place.rank, place.rank_of(stage=place.stage + 1)]
-        for name, sender in (("forward", pair[0]), ("backward", pair[1])):
-            group = dist.new_group(pair, timeout=timeout)
-            if layout.rank not in pair:
-                continue
-            direction = "out" if layout.rank == sender else "in"
-            mine[f"{name}_{direction}"] = group
-            greeting = torch.zeros(1, device=device)
-            receiver = pair[1] if sender == pair[0] else pair[0]
-            if direction == "out":
-                dist.send(greeting, receiver, group=group)
-            else:
-                dist.recv(greeting, sender, group=group)
-
-
-def _present(groups: dict[str, dist.ProcessGroup | None], name: str) -> dist.ProcessGroup:
-    group = groups[name]
-    assert group is not None
-    return group
+        """How errors name a rank: ``stage 0, replica 1 (rank 3)``."""
+        there = self.at(rank)
+        named = [
+            f"{axis.member} {there.index(axis.name)}"
+            for axis, size in zip(reversed(self.axes), reversed(self.sizes), strict=True)
+            if size > 1 or axis.name == "pipeline"
+        ]
+        return f"{', '.join(named)} (rank {rank})"

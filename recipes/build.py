@@ -1,4 +1,4 @@
-"""Objects from a resolved config: data, model, strategy, loggers, callbacks, Trainer."""
+"""Objects from a resolved config: launcher, data, model, strategy, loggers, callbacks, Trainer."""
 
 from __future__ import annotations
 
@@ -16,21 +16,28 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
 from lightning_parallel.strategies.base import LayoutStrategy
-from lightning_parallel.strategies.data import DataParallelStrategy
+from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from recipes.data import DATA
+from recipes.launchers.launcher import Launcher
 from recipes.models import MODELS
 
 Config = Mapping[str, Any]
 
 
 def built(node: Mapping[str, Any]) -> Any:
-    """What a node with ``_target_`` describes. A refusal by its maker is raised as it is, not in Hydra's wrapping."""
+    """What a node with ``_target_`` describes. If the class refuses it, its own error is raised, not Hydra's."""
     try:
         return instantiate(node, _convert_="all")
     except InstantiationException as error:
         if isinstance(error.__cause__, ValueError | MisconfigurationException):
             raise error.__cause__ from None
         raise
+
+
+def launcher(config: Config) -> Launcher:
+    """What starts the workers of the run."""
+    chosen: Launcher = built(config["cluster"])
+    return chosen
 
 
 def data(config: Config) -> L.LightningDataModule:

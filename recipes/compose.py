@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from recipes.validate import Problem, closest, kind_of, validate
+from recipes.problem import Problem, closest
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
@@ -39,12 +39,14 @@ def resolved(config: DictConfig, output_dir: str) -> dict[str, Any]:
 
 
 def check(overrides: Sequence[str], *, multirun: bool = False, config_dir: Path = CONF) -> list[Problem | str]:
-    """All problems of a command line: unknown options and keys first, else those of the composed values."""
+    """All problems of a command line: unknown options and keys; if there are none, those of the composed values."""
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     with initialize_config_dir(str(config_dir), version_base="1.3", job_name="check"):
         problems = list(_unknown(parsed, config_dir))
         if problems:
             return list(problems)
+        from recipes.validate import validate  # here: it imports torch, which takes seconds
+
         found: dict[str, Problem | str] = {}  # jobs of a sweep share most of theirs
         for job in _jobs(parsed) if multirun else [list(overrides)]:
             try:
@@ -70,7 +72,7 @@ def _values(override: Override) -> list[Any]:
 
 
 def _unknown(parsed: Sequence[Override], config_dir: Path) -> Iterator[Problem]:
-    """Options that a group has not, and keys that the config has not once the right options are chosen."""
+    """Options that a group doesn't have, and keys that the config doesn't have with the chosen options."""
     groups = {
         folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
         for folder in config_dir.iterdir()
@@ -118,5 +120,7 @@ def _unknown_key(config: DictConfig, key: str, override: Override) -> Iterator[P
 
 
 def _optional(group: str, node: Mapping[Any, Any]) -> set[str]:
+    from recipes.validate import kind_of  # here, as above
+
     kind = kind_of(group, node)
     return {field.name for field in fields(kind)} if kind is not None else set()

@@ -1,37 +1,23 @@
-"""Types and limits of every value in conf/: one dataclass per kind of node, read by :mod:`recipes.validate`.
+"""Types and limits of every value in conf/: a dataclass for each kind of node, read by :mod:`recipes.validate`.
 
-A node of a class that is not known here (a user's own ``_target_``) is left to that class.
+The settings of this package's strategies are declared in the package itself, once. A node of a class that isn't known
+here (a user's own ``_target_``) is left to that class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """Limits of a number, both included."""
-
-    low: float | None = None
-    high: float | None = None
-
-    def __contains__(self, value: float) -> bool:
-        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
-
-    def __str__(self) -> str:
-        if self.high is None:
-            return f"of at least {self.low:g}"
-        return f"from {self.low:g} to {self.high:g}" if self.low is not None else f"of at most {self.high:g}"
-
-
-Count = Annotated[int, Range(1)]
-Natural = Annotated[int, Range(0)]
-NotNegative = Annotated[float, Range(0)]
-Share = Annotated[float, Range(0, 1)]
-Auto = Literal["auto"]
+from lightning_parallel.settings import Auto, Count, Fraction, Natural, NotNegative, Range
+from lightning_parallel.strategies.data_parallel import DataParallelOptions
+from lightning_parallel.strategies.fully_sharded import FullyShardedOptions
+from lightning_parallel.strategies.pipeline import PipelineOptions
+from lightning_parallel.strategies.pipeline_async import AsyncPipelineOptions
+from lightning_parallel.strategies.tensor import TensorParallelOptions
 
 
 @dataclass
@@ -59,34 +45,31 @@ class Run:
     paths: dict[str, Any]
 
 
-# ------------------------------------------------------------ model, data
+# -- model, data -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class GPT:
-    name: Literal["gpt"]
     vocab_size: Annotated[int, Range(2)]
     context: Count
     layers: Count
     heads: Count
     width: Count
-    dropout: Share
+    dropout: Fraction
     tie_embeddings: bool
 
 
 @dataclass
 class MLP:
-    name: Literal["mlp"]
     features: Count
     classes: Annotated[int, Range(2)]
     width: Count
     layers: Count
-    dropout: Share
+    dropout: Fraction
 
 
 @dataclass
 class LeNet:
-    name: Literal["lenet"]
     channels: Count
     size: Annotated[int, Range(4)]
     classes: Annotated[int, Range(2)]
@@ -94,7 +77,6 @@ class LeNet:
 
 @dataclass
 class Stdlib:
-    name: Literal["stdlib"]
     directory: str
     context: Count
     val_windows: Count | None
@@ -104,7 +86,6 @@ class Stdlib:
 
 @dataclass
 class Text:
-    name: Literal["text"]
     path: str | None
     context: Count
     val_windows: Count | None
@@ -114,102 +95,35 @@ class Text:
 
 @dataclass
 class Digits:
-    name: Literal["digits"]
     batch_size: Count
     workers: Natural
 
 
-# ------------------------------------------------------------ strategy
+# -- strategy --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Single:
-    _target_: None
+    """One process: nothing to set."""
 
 
 @dataclass
 class DDP:
-    _target_: str
-    bucket_cap_mb: Annotated[float, Range(0)]
+    bucket_cap_mb: NotNegative
     gradient_as_bucket_view: bool
     static_graph: bool
     find_unused_parameters: bool
-    timeout: dict[str, Any]
+    timeout: timedelta
     process_group_backend: str | None
 
 
-@dataclass
-class DataParallel:
-    _target_: str
-    loss_on: Literal["replicas", "output_device"]
-
-
-@dataclass
-class FullySharded:
-    _target_: str
-    data_parallel: Count | Auto
-    reshard_after_forward: bool
-    cpu_offload: bool
-    units: list[str] | None
-    process_group_backend: str | None
-
-
-@dataclass
-class TensorParallel:
-    _target_: str
-    data_parallel: Count | Auto
-    tensor_parallel: Count | Auto
-    plan: dict[str, str] | None
-    sequence_parallel: bool
-    process_group_backend: str | None
-
-
-@dataclass
-class Pipeline:
-    _target_: str
-    stages: Count | Auto
-    schedule: Literal["naive", "gpipe", "1f1b"]
-    microbatches: Count | Auto
-    layers: list[str] | None
-    balance: Literal["parameters", "layers"] | list[Count]
-    activation_checkpointing: bool
-    data_parallel: Count | Auto
-    data_parallel_kind: Literal["replicate", "shard"]
-    tensor_parallel: Count | Auto
-    plan: dict[str, str] | None
-    sequence_parallel: bool
-    timeline: bool
-    process_group_backend: str | None
-
-
-@dataclass
-class AsyncPipeline:
-    _target_: str
-    stages: Count | Auto
-    microbatches: Count | Auto
-    weights: Literal["stash", "2bw", "latest"]
-    correction: Literal["error_feedback", "second_order"] | NotNegative | None
-    lr_discount: Count | None
-    layers: list[str] | None
-    balance: Literal["parameters", "layers"] | list[Count]
-    activation_checkpointing: bool
-    extra_in_flight: Natural
-    data_parallel: Count | Auto
-    tensor_parallel: Count | Auto
-    plan: dict[str, str] | None
-    sequence_parallel: bool
-    timeline: bool
-    process_group_backend: str | None
-
-
-# ------------------------------------------------------------ optimizer, schedule
+# -- optimizer, schedule ---------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Adam:
-    _target_: str
     lr: NotNegative
-    betas: list[Share]
+    betas: list[Fraction]
     weight_decay: NotNegative
     eps: NotNegative = 1e-8
     amsgrad: bool = False
@@ -219,9 +133,8 @@ class Adam:
 
 @dataclass
 class NAdam:
-    _target_: str
     lr: NotNegative
-    betas: list[Share]
+    betas: list[Fraction]
     weight_decay: NotNegative
     decoupled_weight_decay: bool
     momentum_decay: NotNegative
@@ -231,16 +144,14 @@ class NAdam:
 
 @dataclass
 class Muon:
-    _target_: str
     lr: NotNegative
-    betas: list[Share]
+    betas: list[Fraction]
     weight_decay: NotNegative
-    momentum: Share
+    momentum: Fraction
 
 
 @dataclass
 class SGD:
-    _target_: str
     lr: NotNegative
     momentum: NotNegative
     weight_decay: NotNegative
@@ -252,21 +163,19 @@ class SGD:
 
 @dataclass
 class Constant:
-    name: Literal["constant"]
     warmup_steps: Natural
 
 
 @dataclass
 class Cosine:
-    name: Literal["cosine"]
     warmup_steps: Natural
     total_steps: int
-    floor: Share
+    floor: Fraction
 
 
-# ------------------------------------------------------------ trainer, cluster, paths
+# -- trainer, cluster, paths -----------------------------------------------------------------------------------------
 
-Limit = Natural | Share | None
+Limit = Natural | Fraction | None
 
 
 @dataclass
@@ -317,7 +226,7 @@ TRAINER_SET_ELSEWHERE: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass
-class Cluster:
+class LocalCluster:
     devices: Count
     threads: Count
 
@@ -329,7 +238,7 @@ class Paths:
     output_dir: str
 
 
-# Which dataclass a node has: by its `name`, by its `_target_`, or by the group.
+# Which dataclass a node has: by its `name`, by its `_target_`, or by its group.
 BY_NAME: Mapping[str, Mapping[str, type]] = MappingProxyType(
     {
         "model": {"gpt": GPT, "mlp": MLP, "lenet": LeNet},
@@ -337,23 +246,28 @@ BY_NAME: Mapping[str, Mapping[str, type]] = MappingProxyType(
         "scheduler": {"constant": Constant, "cosine": Cosine},
     }
 )
-BY_TARGET: Mapping[str | None, type] = MappingProxyType(
+BY_TARGET: Mapping[str, Mapping[str | None, type]] = MappingProxyType(
     {
-        None: Single,
-        "lightning.pytorch.strategies.DDPStrategy": DDP,
-        "lightning_parallel.DataParallelStrategy": DataParallel,
-        "lightning_parallel.FullyShardedStrategy": FullySharded,
-        "lightning_parallel.TensorParallelStrategy": TensorParallel,
-        "lightning_parallel.PipelineStrategy": Pipeline,
-        "lightning_parallel.AsyncPipelineStrategy": AsyncPipeline,
-        "torch.optim.Adam": Adam,
-        "torch.optim.AdamW": Adam,
-        "torch.optim.NAdam": NAdam,
-        "torch.optim.SGD": SGD,
-        "recipes.models.muon.MuonAdamW": Muon,
+        "strategy": {
+            None: Single,
+            "lightning.pytorch.strategies.DDPStrategy": DDP,
+            "lightning_parallel.DataParallelStrategy": DataParallelOptions,
+            "lightning_parallel.FullyShardedStrategy": FullyShardedOptions,
+            "lightning_parallel.TensorParallelStrategy": TensorParallelOptions,
+            "lightning_parallel.PipelineStrategy": PipelineOptions,
+            "lightning_parallel.AsyncPipelineStrategy": AsyncPipelineOptions,
+        },
+        "optimizer": {
+            "torch.optim.AdamW": Adam,
+            "torch.optim.Adam": Adam,
+            "torch.optim.NAdam": NAdam,
+            "torch.optim.SGD": SGD,
+            "recipes.models.muon.MuonAdamW": Muon,
+        },
+        "cluster": {"recipes.launchers.local.LocalLauncher": LocalCluster},
     }
 )
-BY_GROUP: Mapping[str, type] = MappingProxyType({"trainer": Trainer, "cluster": Cluster, "paths": Paths})
+BY_GROUP: Mapping[str, type] = MappingProxyType({"trainer": Trainer, "paths": Paths})
 
 # What example models take and example data give.
 TAKES: Mapping[str, str] = MappingProxyType({"gpt": "tokens", "mlp": "images", "lenet": "images"})

@@ -19,13 +19,11 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_parallel.torch_private import TorchDispatchMode, boxed_group, group_by_name, tree_leaves
 
 POINT_TO_POINT, SCALARS = "point-to-point", "scalars"
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", POINT_TO_POINT, SCALARS)
@@ -103,7 +101,7 @@ class Traffic(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def _nbytes(tensors: list[Tensor]) -> int:
@@ -112,8 +110,5 @@ def _nbytes(tensors: list[Tensor]) -> int:
 
 def _group(args: tuple[Any, ...]) -> dist.ProcessGroup:
     """The operator's: an object of TorchScript's, or for the functional collectives its name."""
-    for arg in reversed(args):
-        if isinstance(arg, torch.ScriptObject) and str(arg._type()).endswith(".ProcessGroup"):
-            return dist.ProcessGroup.unbox(arg)
-    # Private: the functional collectives give names, and nothing public takes them back.
-    return c10d._resolve_process_group(args[-1])  # type: ignore[attr-defined]
+    found = next((group for group in map(boxed_group, reversed(args)) if group is not None), None)
+    return group_by_name(args[-1]) if found is None else found

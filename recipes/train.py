@@ -1,7 +1,7 @@
 """``python -m recipes.train``: composes a config with Hydra, checks it, and launches the workers that run it.
 
-This process builds no model and touches no device; torch is imported only to launch. ``--help`` lists the
-groups.
+This process builds no model and touches no device. torch is imported only to check values and to launch, so ``--help``
+and a misspelt name are answered at once.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rich.tree import Tree
 
 from recipes import record
 from recipes.compose import CONF, check, resolved
-from recipes.launch import WorkersFailed, launch
-from recipes.validate import ConfigError, validate, world_size
+from recipes.launchers.launcher import WorkersFailed
+from recipes.problem import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,9 @@ class UnknownMetric(CompactHydraException):
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def run(cfg: DictConfig) -> float | None:
     """One job: returns the metric that a sweep optimises, None if the config names none."""
+    from recipes.build import launcher  # here: they import torch
+    from recipes.validate import validate, world_size
+
     job = HydraConfig.get()
     folder = Path(job.runtime.output_dir)
     config = resolved(cfg, str(folder))
@@ -59,7 +62,7 @@ def run(cfg: DictConfig) -> float | None:
         return None
     record.start(folder, config, choices)
     try:
-        launch(config_file, processes, config["cluster"]["threads"])
+        launcher(config).launch(config_file, processes)
     except WorkersFailed as error:
         record.end(folder, "failed", error.failure.as_dict())
         log.error("failed; all about it is in %s", folder / record.RUN)
@@ -105,7 +108,7 @@ def config_tree(config: Mapping[str, Any], choices: Mapping[str, str]) -> Tree:
 
 
 def main() -> None:
-    """The command line: everything that is wrong with it is told at once, before the first job starts."""
+    """The command line: everything that is wrong with it is told before the first job starts."""
     args = get_args_parser().parse_args()
     own = args.config_dir or args.config_path or args.config_name or args.experimental_rerun
     asks = args.help or args.hydra_help or args.info or args.shell_completion

@@ -21,9 +21,9 @@ from lightning.pytorch.callbacks import Callback
 from torch.distributed.elastic.multiprocessing.errors import record as record_error
 
 from lightning_parallel.layout import Layout
-from lightning_parallel.strategies.base import leave_the_group
+from lightning_parallel.parts import process_group
 from recipes import build, record
-from recipes.launch import LAUNCHED
+from recipes.launchers.launcher import LAUNCHED
 
 
 class RecordLayout(Callback):
@@ -49,15 +49,15 @@ class RecordLayout(Callback):
 
 
 def coordinates(trainer: L.Trainer) -> dict[str, int]:
-    """This rank's place on the data, tensor and pipeline axes."""
+    """This rank's place on every axis."""
     layout = getattr(trainer.strategy, "layout", None)
-    if isinstance(layout, Layout):
-        return {"data": layout.data_rank, "tensor": layout.tensor_rank, "stage": layout.stage}
-    return {"data": trainer.global_rank, "tensor": 0, "stage": 0}
+    if not isinstance(layout, Layout):  # of Lightning's strategies
+        layout = Layout.resolve(trainer.world_size, trainer.global_rank, data=trainer.world_size)
+    return {axis.name: layout.index(axis.name) for axis in layout.axes}
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Trains, tests if asked; leaves ``metrics.json``, ``run.json``, logs and checkpoints behind."""
+    """Train, and test if asked. It leaves ``metrics.json``, ``run.json``, logs and checkpoints in the run's folder."""
     folder = Path(config["paths"]["output_dir"])
     L.seed_everything(config["seed"], workers=True, verbose=False)
     datamodule, model = build.data(config), build.model(config)
@@ -77,7 +77,7 @@ def run(config: Mapping[str, Any]) -> None:
 
 @record_error
 def main(config_file: str) -> None:
-    """Runs a resolved config; how it ended is in ``run.json`` whatever happens."""
+    """Run a resolved config. Whatever happens, ``run.json`` says how it ended."""
     _end_with_the_launcher()
     _quiet()
     config: dict[str, Any] = yaml.safe_load(Path(config_file).read_text())
@@ -88,17 +88,17 @@ def main(config_file: str) -> None:
         record.start(folder, config, choices={})
     try:
         run(config)
-    except BaseException as error:  # noqa: B036 (Ctrl-C too is told, and raised again)
+    except BaseException as error:  # noqa: B036 (Ctrl-C too is recorded, and raised again)
         if first:
             status = "failed" if isinstance(error, Exception) else "interrupted"
             message = "".join(traceback.format_exception_only(error)).strip()
             record.end(folder, status, {"rank": 0, "message": message, "traceback": traceback.format_exc()})
         raise
-    leave_the_group()  # Lightning's own strategies leave it to the end of the process
+    process_group.leave()  # Lightning's own strategies leave it to the end of the process
 
 
 def _end_with_the_launcher() -> None:
-    """Asks the kernel to kill this process when its launcher dies, however that dies (Linux)."""
+    """Ask the kernel to kill this process when its launcher dies, however that dies (Linux)."""
     if LAUNCHED in os.environ and sys.platform == "linux":
         parent_death_signal = 1  # PR_SET_PDEATHSIG, <linux/prctl.h>
         ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
@@ -107,7 +107,7 @@ def _end_with_the_launcher() -> None:
 
 
 def _quiet() -> None:
-    """Leaves out hints of Lightning's that do not apply to the example data, and its advertising."""
+    """Leave out hints of Lightning's that don't apply to the example data, and its advertising."""
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*smaller than the logging interval.*")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")

@@ -1,6 +1,77 @@
-"""``python -m lightning_parallel.pipeline`` draws a schedule."""
+"""``python -m lightning_parallel.pipeline``: draws a schedule; prints its bubble, by theory and simulated, and the
+activations that each stage holds."""
 
-from lightning_parallel.pipeline.simulate import main
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB, asynchronous
+from lightning_parallel.pipeline.clock_table import clock_table
+from lightning_parallel.pipeline.schedule import SCHEDULES, validate
+from lightning_parallel.pipeline.simulate import asynchronous_utilisation, ideal_bubble, simulate
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_parallel.pipeline",
+        description="Draw a pipeline schedule as text and print its bubble and the activations held.",
+    )
+    parser.add_argument("schedule", choices=[*SCHEDULES, "async"])
+    parser.add_argument("--stages", type=int, required=True)
+    parser.add_argument("--microbatches", type=int, help="per update (default: 1 for async, else 2 x stages)")
+    parser.add_argument("--forward", type=float, default=1.0, help="duration of a forward (default: 1)")
+    parser.add_argument("--backward", type=float, default=2.0, help="duration of a backward (default: 2)")
+    parser.add_argument("--step", type=float, default=0.0, help="duration of an optimizer step (default: 0)")
+    parser.add_argument("--latency", type=float, default=0.0, help="time a message takes (default: 0)")
+    parser.add_argument("--updates", type=int, help="async: updates until the drain (default: 3 x stages)")
+    parser.add_argument("--extra-in-flight", type=int, help="async: more forwards ahead on each link (default: 0)")
+    parser.add_argument("--unit", type=float, help="time per column (default: that of the shortest action)")
+    parser.add_argument("--width", type=int, help="cut the table at so many characters")
+    options = parser.parse_args(arguments)
+    try:
+        print(_described(options))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _described(options: argparse.Namespace) -> str:
+    name, stages = options.schedule, options.stages
+    if name == "async":
+        microbatches = 1 if options.microbatches is None else options.microbatches
+        updates = 3 * stages if options.updates is None else options.updates
+        extra = options.extra_in_flight or 0
+        schedule = asynchronous(stages, microbatches, updates, extra)
+    else:
+        if options.updates is not None or options.extra_in_flight is not None:
+            raise ValueError(f"schedule={name}: --updates and --extra-in-flight belong to async.")
+        microbatches = 2 * stages if options.microbatches is None else options.microbatches
+        schedule = SCHEDULES[name](stages, microbatches)
+    validate(schedule)
+    simulation = simulate(schedule, options.forward, options.backward, options.step, options.latency)
+    theory = 0.0 if name == "async" else ideal_bubble(schedule)
+    lines = [
+        f"{name}: {stages} stages, {microbatches} microbatches per update",
+        "",
+        clock_table(simulation, unit=options.unit, width=options.width),
+        "",
+        f"makespan          {simulation.makespan:g}",
+        f"bubble            {simulation.bubble:.3f} simulated, {theory:.3f} by theory"
+        + (" (steady state; simulated with fill and drain)" if name == "async" else ""),
+        f"activations held  {' '.join(map(str, simulation.peak_activations))} microbatches, stage by stage",
+    ]
+    if name == "async":
+        steady = simulation.steady
+        simulated = "(too few updates)" if steady is None else f"{simulation.utilisation(*steady):.3f}"
+        expected = asynchronous_utilisation(stages, extra, options.forward, options.backward, options.latency)
+        means = [AsyncOneFOneB(stages, s, extra).warmup / microbatches for s in range(stages)]
+        lines += [
+            f"stages busy       {simulated} simulated in the steady state, {expected:.3f} by theory",
+            f"mean staleness    {' '.join(f'{mean:.3g}' for mean in means)} updates, stage by stage",
+        ]
+    return "\n".join(lines)
+
 
 if __name__ == "__main__":
     main()

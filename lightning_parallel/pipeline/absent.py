@@ -1,26 +1,43 @@
 """Tensors that live on another stage: their shape is known here, their values are not.
 
-The user's ``training_step`` runs on every stage, so it meets layers whose parameters are elsewhere. Such a
-parameter, and whatever an absent layer would have computed, is an :class:`AbsentTensor`: shape, dtype and device are
-right, so masks, position ids and reshapes go on as ever; values don't exist, and every operation on it is done on the
-meta device, with no memory and no arithmetic. What depends on an absent tensor is absent too. So a value that crosses
-stages outside the pipeline's own messages (a skip connection over the cut, a penalty on all parameters) can't end in
-a silent zero: it arrives at a stage's output or at the loss as an absent tensor, which names where it came from. What
-depends on its shape alone (``torch.zeros_like(hidden)``) has values, and is an ordinary tensor.
+The user's ``training_step`` runs on every stage, so it meets layers whose parameters are elsewhere. Such a parameter,
+and whatever an absent layer would have computed, is an :class:`AbsentTensor`. Shape, dtype and device are right, so
+masks, position ids and reshapes work. Values don't exist: every operation on it is done on the meta device, without
+memory and without arithmetic. What depends on an absent tensor is absent too::
 
-Made with ``torch.Tensor._make_wrapper_subclass``, the constructor that torch documents for subclasses with
-``__torch_dispatch__`` ("Extending PyTorch"); ``tests/pipeline/test_absent.py`` pins what is used of it.
+    hidden = embed(ids)           absent on stage 1: the output of 'embed'
+    mask = torch.ones_like(hidden)[..., 0]          depends on the shape alone: an ordinary tensor
+    penalty = hidden.pow(2).mean()                  absent, with the origin 'embed'
+
+So a value that crosses stages outside the pipeline's messages can't end in a silent zero. It arrives at a stage's
+output or at the loss as an absent tensor, which names where it came from.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from lightning_parallel.torch_private import (
+    buffers_of,
+    dispatch_disabled,
+    make_parameter,
+    parameters_of,
+    subclass_functions_disabled,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+    wrapper_tensor,
+    written_arguments,
+)
+
+ANSWERS_KEPT = 32  # of one module, for the inputs that came last
 
 
 class AbsentValueError(RuntimeError):
@@ -39,7 +56,7 @@ class AbsentTensor(Tensor):
     """A tensor without values.
 
     Attributes:
-        origins: what it was computed from, in words for an error ("the output of 'blocks.1'").
+        origins: what it was computed from, in words for an error: "the output of 'blocks.1'".
     """
 
     origins: frozenset[str]
@@ -48,7 +65,7 @@ class AbsentTensor(Tensor):
     def __new__(
         cls, like: Tensor, device: torch.device, origins: frozenset[str], requires_grad: bool = False
     ) -> AbsentTensor:
-        self: AbsentTensor = Tensor._make_wrapper_subclass(
+        self = wrapper_tensor(
             cls, like.size(), strides=like.stride(), dtype=like.dtype, device=device, requires_grad=requires_grad
         )
         self.origins = origins
@@ -80,8 +97,8 @@ class AbsentTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentTensor:
         copy = AbsentTensor(self, self.device, self.origins, self.requires_grad)
-        if getattr(self, "_is_param", False):
-            copy._is_param = True
+        if isinstance(self, nn.Parameter):
+            make_parameter(copy)
         return copy
 
     @classmethod
@@ -89,7 +106,7 @@ class AbsentTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         # Tensor's own would make every result an AbsentTensor, also those that have values.
-        with torch._C.DisableTorchFunctionSubclass():
+        with subclass_functions_disabled():
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -102,18 +119,18 @@ class AbsentTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        flat, spec = pytree.tree_flatten((args, kwargs))
+        flat, spec = tree_flatten((args, kwargs))
         absent = [x for x in flat if isinstance(x, AbsentTensor)]
         origins = absent[0].origins.union(*(x.origins for x in absent[1:]))
-        _refuse_writes_into_real_tensors(func, args, kwargs, absent[0].origin, origins)
-        if torch.Tag.inplace_view in func.tags:  # x.unsqueeze_(0) changes nothing but what a tensor says of its shape
-            with torch._C._DisableTorchDispatch():
+        _refuse_writes_into_present_tensors(func, args, kwargs, absent[0].origin, origins)
+        if torch.Tag.inplace_view in func.tags:  # x.unsqueeze_(0) changes only what a tensor says of its shape
+            with dispatch_disabled():
                 return func(*args, **kwargs)
 
         to_meta = [_meta_of(x) for x in flat]
-        meta_args, meta_kwargs = pytree.tree_unflatten(to_meta, spec)
+        meta_args, meta_kwargs = tree_unflatten(to_meta, spec)
         device = absent[0].device
-        if "device" in meta_kwargs:  # x.to("cuda"): the result says so, and still has no values
+        if "device" in meta_kwargs:  # x.to("cuda"): the result is said to be there, and still has no values
             device = torch.device(meta_kwargs["device"] or device)
             meta_kwargs["device"] = torch.device("meta")
         try:
@@ -132,16 +149,16 @@ class AbsentTensor(Tensor):
         def wrap(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            if id(value) in known:  # in-place: the same object
+            if id(value) in known:  # in place: the same object
                 same = known[id(value)]
                 same.origins = origins
                 return same
             return AbsentTensor(value, device, origins)
 
-        return pytree.tree_map(wrap, out)
+        return tree_map(wrap, out)
 
 
-# Operations that ask a tensor for its shape only: with what they fill theirs.
+# Operations that ask a tensor for its shape only, with what they fill theirs with.
 _FILLED: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten.zeros_like.default: lambda like: 0,
     torch.ops.aten.ones_like.default: lambda like: 1,
@@ -160,26 +177,29 @@ def _meta_of(value: Any) -> Any:
     return value
 
 
-def _refuse_writes_into_real_tensors(
+def _refuse_writes_into_present_tensors(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], origin: str, origins: frozenset[str]
 ) -> None:
-    """``real[mask] = absent`` would leave ``real`` looking like a value that it isn't."""
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        written = args[i] if i < len(args) else kwargs.get(argument.name)
-        if any(isinstance(x, Tensor) and not isinstance(x, AbsentTensor) for x in pytree.tree_leaves(written)):
+    """After ``present[mask] = absent``, the tensor would look like a value that it isn't."""
+    for written in written_arguments(func, args, kwargs):
+        if any(isinstance(x, Tensor) and not isinstance(x, AbsentTensor) for x in tree_leaves(written)):
             raise AbsentValueError(
                 f"{func} writes {origin}, which lives on another pipeline stage, into a tensor of this one.", origins
             )
 
 
 def absent_like(tensor: Tensor, origin: str, device: torch.device | None = None) -> AbsentTensor:
-    """A tensor like ``tensor`` (a parameter stays one, trainable or frozen as it was), without its values."""
+    """A tensor like ``tensor`` without its values. A parameter stays one, trainable or frozen as it was.
+
+    Args:
+        tensor: gives shape, strides and dtype.
+        origin: what the new tensor is, in words for an error.
+        device: where it is said to be; by default the tensor's.
+    """
     absent = AbsentTensor(tensor, device or tensor.device, frozenset([origin]))
     if isinstance(tensor, nn.Parameter):
         absent.requires_grad_(tensor.requires_grad)
-        absent._is_param = True  # what nn.Parameter's isinstance asks of subclasses
+        make_parameter(absent)
     return absent
 
 
@@ -187,80 +207,90 @@ def first_absent(value: Any) -> AbsentTensor | None:
     """The first absent tensor in a nested structure, or None."""
     if isinstance(value, Tensor):
         return value if isinstance(value, AbsentTensor) else None
-    if type(value) in (tuple, list, dict):  # pytree is slow, and every layer's input is looked at
+    if type(value) in (tuple, list, dict):  # torch's walk is slow, and every layer's input is looked at
         inside = value.values() if type(value) is dict else value
         return next((x for x in map(first_absent, inside) if x is not None), None)
-    return next((x for x in pytree.tree_leaves(value) if isinstance(x, AbsentTensor)), None)
+    return next((x for x in tree_leaves(value) if isinstance(x, AbsentTensor)), None)
 
 
 def make_absent(module: nn.Module, origin: Callable[[str], str], device: torch.device) -> None:
-    """Replace every parameter and buffer of ``module`` by an absent one. What it held is freed with its last user."""
+    """Replace every parameter and buffer of ``module`` by an absent one. The memory is freed with its last user.
+
+    Args:
+        module: with all its submodules.
+        origin: gives the words for a tensor's name.
+        device: where the absent tensors are said to be.
+    """
     for prefix, submodule in module.named_modules():
-        for name, tensor in [*submodule._parameters.items(), *submodule._buffers.items()]:
+        for name, tensor in [*parameters_of(submodule).items(), *buffers_of(submodule).items()]:
             if tensor is not None and not isinstance(tensor, AbsentTensor):
                 absent = absent_like(tensor, origin(f"{prefix}.{name}" if prefix else name), device)
-                setattr(submodule, name, absent)  # not into the dicts: an RNN keeps a second list of its weights
+                setattr(submodule, name, absent)  # not into the dictionaries: an RNN keeps a second list of its weights
 
 
 class AbsentForward:
-    """``forward`` of a module that another stage owns: answers with absent tensors of the right structure.
+    """The ``forward`` of a module that another stage owns: it answers with absent tensors in the right structure.
 
-    The module's own forward is asked once for each signature of its inputs, on absent tensors; from then on a call
-    costs a look-up. Nothing is drawn from the random number generators that the stage's own layers use.
+    The module's own forward is asked once for each signature of its inputs, on absent tensors. After that, a call costs
+    a look-up. Nothing is drawn from the generators that the stage's own layers use.
+
+    Args:
+        module: whose forward it is.
+        name: of the module.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module = module
         self._forward = module.forward
         self._name = name
-        # By signature: the leaves of the answer, tensors as meta tensors; their device; the structure.
-        self._answers: dict[Any, tuple[list[Any], torch.device, Any]] = {}
+        # By signature: the answer's leaves, tensors as meta tensors; their device; the structure.
+        self._answers: OrderedDict[Any, tuple[list[Any], torch.device, Any]] = OrderedDict()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.answer(args, kwargs)
 
     @torch.compiler.disable
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: int = 0) -> Any:
-        """What the ``call``-th call (in its step) returns."""
-        key = (_signature(args), _signature(kwargs), self._module.training, _autocast())
-        origins = frozenset([origin_of(self._name, call)])
+        """What the module's call number ``call`` in a step returns."""
+        # Autocast decides about the dtypes of operations, on any device.
+        autocast = [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda")]
+        key = (_signature(args), _signature(kwargs), self._module.training, *autocast)
         if key not in self._answers:
             self._answers[key] = self._ask(args, kwargs)
+            if len(self._answers) > ANSWERS_KEPT:  # a number that counts up is part of the signature
+                self._answers.popitem(last=False)
+        self._answers.move_to_end(key)
         kept, device, structure = self._answers[key]
-        # A new one each time: an in-place operation of the caller must not reach the next answer.
+        origins = frozenset([origin_of(self._name, call)])
+        # A new tensor each time: an in-place operation of the caller must not reach the next answer.
         fresh = [AbsentTensor(x, device, origins) if isinstance(x, Tensor) else x for x in kept]
-        return pytree.tree_unflatten(fresh, structure)
+        return tree_unflatten(fresh, structure)
 
     def _ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], torch.device, Any]:
         with torch.no_grad():
             out = self._forward(*_absentees(args), **_absentees(kwargs))
-        leaves, structure = pytree.tree_flatten(out)
-        tensors = [x for x in pytree.tree_leaves((args, kwargs, leaves)) if isinstance(x, Tensor)]
+        leaves, structure = tree_flatten(out)
+        tensors = [x for x in tree_leaves((args, kwargs, leaves)) if isinstance(x, Tensor)]
         device = tensors[0].device if tensors else torch.device("cpu")
         return [_meta_of(x) for x in leaves], device, structure
 
 
 def origin_of(module: str, call: int) -> str:
-    """How the output of a module is named, as an origin."""
+    """How the output of a module's call is named, as an origin."""
     return f"the output of '{module}'" + (f" (call {call + 1})" if call else "")
 
 
 def _absentees(tree: Any) -> Any:
-    return pytree.tree_map(
+    return tree_map(
         lambda x: absent_like(x, "an input") if isinstance(x, Tensor) and not isinstance(x, AbsentTensor) else x, tree
     )
 
 
-def _autocast() -> tuple[Any, ...]:
-    """What autocast would make of an operation's dtypes, on any device."""
-    return tuple(torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda"))
-
-
 def _signature(x: Any) -> Any:
     """Equal for inputs of equal structure, shapes and plain values. A deep model has many absent layers, each of which
-    asks for it in every microbatch: so not by pytree, which takes three times as long."""
+    asks for it in every microbatch; torch's walk through containers takes three times as long."""
     if isinstance(x, Tensor):
-        with torch._C.DisableTorchFunctionSubclass():
+        with subclass_functions_disabled():
             return (x.shape, x.dtype, x.device)
     if isinstance(x, (tuple, list)):
         return (type(x), *map(_signature, x))
@@ -268,5 +298,5 @@ def _signature(x: Any) -> Any:
         return (type(x), *((key, _signature(value)) for key, value in x.items()))
     if isinstance(x, (int, float, str, bool, type(None), torch.dtype, torch.device, Enum)):
         return (type(x), x)  # 1 == True == 1.0
-    leaves, spec = pytree.tree_flatten(x)
+    leaves, spec = tree_flatten(x)
     return type(x) if spec.is_leaf() else (str(spec), *map(_signature, leaves))

@@ -1,11 +1,11 @@
 """The asynchronous pipeline without a pipeline: the same late gradients, in one process.
 
-All that asynchrony does to the numbers is that a microbatch's forward reads each stage's weights as that stage's list
-of actions has them by then, and that corrections say what it reads. So one process that keeps the last versions of all
-stages' weights computes what p processes compute, and answers what a choice costs in quality before anyone owns p
-devices. In float64 the two are equal to the bit, where what crosses the cuts is contiguous and read on one stage (else
-sums differ in their order). It takes the lists from the schedule, and shares no code with the engine and the weight
-versions that do it in processes, for which it is the reference.
+Asynchrony changes the numbers in one way only: a microbatch's forward reads each stage's weights as that stage's list
+of actions has them by then, or what a correction makes of them. So one process that keeps the last versions of all
+stages' weights computes what p processes compute. It tells what a choice costs in quality before anyone owns p devices.
+In float64 the two are equal to the bit where what crosses the cuts is contiguous and read on one stage; otherwise sums
+differ in their order. This module takes the lists from the schedule, and shares no code with the engine and the weight
+versions that do it in processes, for which it is the reference::
 
     asynchronous = Delayed([dict(stage.named_parameters()) for stage in stages], weights="stash")
     optimizers = [torch.optim.AdamW(stage.parameters()) for stage in stages]
@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.pipeline.schedule import AsyncOneFOneB, Forward, Step
+from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB
+from lightning_parallel.pipeline.schedule import Forward, Step
 from lightning_parallel.pipeline.staleness import Correction, Stashing, correction_weight, extrapolate, is_second_order
 
 
@@ -34,8 +35,8 @@ class Reading:
     """What one microbatch reads.
 
     Attributes:
-        stages: for each stage, its parameters by name: leaves, in whose ``grad`` gradients gather. Microbatches that
-            read one version of a stage share them.
+        stages: for each stage, its parameters by name: leaves, in whose ``grad`` gradients accumulate. Microbatches
+            that read one version of a stage share them.
         versions: for each stage, the number of updates that made what is read.
     """
 
@@ -44,7 +45,7 @@ class Reading:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Those of all stages together, as ``torch.func.functional_call`` takes them."""
+        """The leaves of all stages together, as ``torch.func.functional_call`` takes them."""
         return {name: leaf for stage in self.stages for name, leaf in stage.items()}
 
 
@@ -60,13 +61,13 @@ class _Stage:
 
 
 class Delayed:
-    """Late gradients of an asynchronous pipeline.
+    """The late gradients of an asynchronous pipeline.
 
-    Every stage makes all its updates when :meth:`update` is called, earlier than in the pipeline, and the versions kept
-    say what is read when. Nothing reads an update early.
+    Every stage makes each of its updates when :meth:`update` is called, which is earlier than in the pipeline. The
+    versions kept say what is read when, so nothing reads an update early.
 
     Args:
-        stages: each stage's parameters, by name; names are unique over the stages.
+        stages: each stage's parameters, by name. Names are unique over the stages.
         weights, correction, extra_in_flight: see :class:`~lightning_parallel.AsyncPipelineStrategy`.
 
     Raises:
@@ -93,14 +94,15 @@ class Delayed:
 
     @property
     def updates(self) -> int:
-        """Made so far."""
+        """The number of updates made so far."""
         return self._updates
 
     def feed(self, microbatches: int, *, ends_update: bool = True) -> list[Reading]:
-        """What the next microbatches read, in their order. Those before that end an update must have been updated.
+        """What the next microbatches read, in their order. Call :meth:`update` before, if the last ones ended one.
 
         Args:
-            ends_update: else the update goes on with the next call, as with gradient accumulation.
+            microbatches: how many.
+            ends_update: if False, the update goes on with the next call, as with gradient accumulation.
         """
         assert self._begun == self._updates, "update() comes between the updates' microbatches"
         columns: list[list[int]] = []
@@ -126,15 +128,17 @@ class Delayed:
         ]
 
     def backward(self, reading: Reading, loss: Tensor, weight: float = 1.0) -> None:
-        """Add a microbatch's gradients to those of the update under way. Microbatches come in their order.
+        """Add a microbatch's gradients to those of the update under way. Call it in the order of the microbatches.
 
         Args:
+            reading: what the microbatch read.
+            loss: of the microbatch.
             weight: of its loss in the update.
         """
         if self._weights != "latest":
             torch.autograd.backward(loss, torch.full_like(loss, weight))
             return
-        # What the graph has saved of the weights is the leaves' memory: for the backward it holds the newest values.
+        # The graph has saved the leaves' memory as its weights: during the backward it holds the newest values.
         newest = [stage.versions[self._updates] for stage in self._stages]
         before = [{name: leaf.detach().clone() for name, leaf in stage.items()} for stage in reading.stages]
         _write(reading.stages, newest)
@@ -145,7 +149,7 @@ class Delayed:
         """Make the update whose microbatches have run.
 
         Args:
-            step: called with every stage's number, its parameters' gradients in ``grad``, to change its parameters.
+            step: called with every stage's number, to change its parameters. Their gradients are in ``grad``.
         """
         assert self._begun == self._updates + 1, "feed() has not ended an update"
         for number, stage in enumerate(self._stages):
@@ -158,7 +162,7 @@ class Delayed:
                 parameter.grad = None
             weight = correction_weight(self._correction, self._weights, stage.actions.warmup, self._fed)
             stage.versions[self._updates + 1] = _leaves(stage, self._values(stage, before, weight))
-            # What the list's next forward reads is the oldest still wanted; of 2BW the version before the newest.
+            # The version that the list's next forward reads is the oldest still wanted; with 2BW, the last but one.
             oldest = self._updates if self._weights == "2bw" else stage.steps
             stage.versions = {version: leaves for version, leaves in stage.versions.items() if version >= oldest}
         self._updates += 1
@@ -193,7 +197,7 @@ class Delayed:
 
 
 def _take_gradients(stage: _Stage) -> dict[str, Tensor]:
-    """Those of the update under way, summed over versions, the oldest first."""
+    """The gradients of the update under way, summed over versions, the oldest first."""
     gradients, stage.kept = stage.kept, {}
     for _, leaves in sorted(stage.versions.items()):
         for name, leaf in leaves.items():

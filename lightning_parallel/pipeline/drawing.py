@@ -1,49 +1,19 @@
-"""A recorded run as a picture, and as a trace for Perfetto."""
+"""A recorded run as a picture. matplotlib is imported when one is drawn."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_parallel.pipeline.timeline import COMPUTE, Span, report
+from lightning_parallel.pipeline.trace_file import row_labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def write_perfetto(rows: Sequence[Sequence[Span]], path: str | Path, *, labels: Sequence[str] | None = None) -> None:
-    """Write the recording in Chrome's trace format, which https://ui.perfetto.dev opens: a thread a row."""
-    begin = min((span.start for row in rows for span in row), default=0.0)
-    events: list[dict[str, object]] = []
-    for s, (row, label) in enumerate(zip(rows, _labels(rows, labels), strict=True)):
-        thread = {"pid": 0, "tid": s}
-        events.append({"ph": "M", "name": "thread_name", "args": {"name": label}, **thread})
-        events.append({"ph": "M", "name": "thread_sort_index", "args": {"sort_index": s}, **thread})
-        for span in row:
-            arguments = {"update" if span.kind == "step" else "microbatch": span.microbatch}
-            if span.version is not None:
-                arguments["version"] = span.version
-            events.append(
-                {
-                    "ph": "X",
-                    "name": span.kind if span.kind == "omitted" else f"{span.kind} {span.microbatch}",
-                    "cat": span.kind,
-                    "ts": (span.start - begin) * 1e6,  # microseconds
-                    "dur": (span.end - span.start) * 1e6,
-                    "args": arguments,
-                    **thread,
-                }
-            )
-    Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))
-
-
-def _labels(rows: Sequence[Sequence[Span]], labels: Sequence[str] | None) -> Sequence[str]:
-    return labels if labels is not None else [f"stage {s}" for s in range(len(rows))]
-
-
-# Okabe and Ito's palette, which readers of all kinds of colour vision tell apart.
+# Okabe and Ito's palette: readers with any kind of colour vision can tell the colours apart.
 _LOOKS: dict[str, dict[str, Any]] = {
     "begin": {"facecolor": "#0072B2"},
     "forward": {"facecolor": "#0072B2", "edgecolor": "white", "linewidth": 0.4},
@@ -54,7 +24,7 @@ _LOOKS: dict[str, dict[str, Any]] = {
 }
 _TEXT_COLOURS = {"forward": "white", "backward": "black", "evaluate": "black"}
 _WHOLE = 100  # forwards and backwards that a row can show legibly
-_EACH_END = 32  # of a longer run: as many of its first and of its last
+_EACH_END = 32  # of a longer run, that many of its first and of its last are shown
 
 
 def write_png(
@@ -65,20 +35,24 @@ def write_png(
     theory: float | None,
     labels: Sequence[str] | None = None,
 ) -> None:
-    """Draw the timeline: a row a stage, a box a span with the number of its microbatch where it fits.
+    """Draw the timeline: a row for each stage, a box for each span, with the number of its microbatch where it fits.
 
-    Of a long run the beginning and the end are drawn, side by side. Above: `title`, and `report` of the whole
-    run. `labels` names the rows, "stage 0" and so on by default.
+    Of a long run the beginning and the end are drawn, side by side.
+
+    Args:
+        rows: one for each stage.
+        path: of the picture.
+        title: written above, with `report` of the whole run.
+        theory: the bubble by theory, for `report`.
+        labels: the names of the rows; by default "stage 0" and so on.
 
     Raises:
-        RuntimeError: matplotlib is not installed.
+        ModuleNotFoundError: matplotlib is not installed.
         ValueError: no forward or backward was recorded.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise RuntimeError("drawing a timeline needs matplotlib: pip install matplotlib") from error
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     windows = _windows(rows)
     zero = windows[0][0]
     lengths = [end - begin for begin, end in windows]
@@ -92,7 +66,7 @@ def write_png(
         panel.spines[["top", "right", "left"]].set_visible(False)
         panel.xaxis.set_major_formatter("{x:,.0f}")
         panel.set_xlabel("time (ms)")
-    panels[0].set_yticks(range(len(rows)), _labels(rows, labels))
+    panels[0].set_yticks(range(len(rows)), row_labels(rows, labels))
     panels[0].set_title(title, loc="left", fontweight="bold", pad=20)
     panels[0].annotate(
         report(rows, theory), (0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points"
@@ -101,7 +75,7 @@ def write_png(
     legend = [
         Patch(label="waiting for a message" if kind == "receive" else kind, **look)
         for kind, look in _LOOKS.items()
-        if kind in drawn and kind != "begin"  # of a forward, whose colour it has
+        if kind in drawn and kind != "begin"  # it is part of a forward, and has its colour
     ]
     figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), frameon=False)
     figure.draw_without_rendering()  # lays out, so that a box's width is known
@@ -111,10 +85,10 @@ def write_png(
 
 
 def _windows(rows: Sequence[Sequence[Span]]) -> list[tuple[float, float]]:
-    """The times to draw: the whole run, or of a long one its beginning and its end, cut between updates."""
+    """The times to draw: the whole run, or the beginning and the end of a long one, cut between updates."""
     passes = [[span for span in row if span.kind in ("forward", "backward")] for row in rows]
     if not any(passes):
-        raise ValueError("the timeline has no forward or backward: record at least one training step")
+        raise ValueError("The timeline has no forward or backward: record at least one training step.")
     computed = [span for row in rows for span in row if span.kind in COMPUTE]
     begin, end = min(span.start for span in computed), max(span.end for span in computed)
     if max(map(len, passes)) <= _WHOLE:
@@ -132,7 +106,7 @@ def _windows(rows: Sequence[Sequence[Span]]) -> list[tuple[float, float]]:
 
 def _draw(panel: Axes, rows: Sequence[Sequence[Span]], begin: float, end: float, zero: float) -> None:
     """The boxes and numbers of one window, whose limits and layout are set."""
-    points = panel.get_window_extent().width / panel.figure.dpi * 72 / (end - begin)  # for each second
+    points = panel.get_window_extent().width / panel.figure.dpi * 72 / (end - begin)  # a second
 
     def fitting_size(span: Span) -> float:
         width = min(span.end, end) - max(span.start, begin)
@@ -141,7 +115,7 @@ def _draw(panel: Axes, rows: Sequence[Sequence[Span]], begin: float, end: float,
     shown = [[span for span in row if span.end > begin and span.start < end] for row in rows]
     for kind, look in _LOOKS.items():
         sizes = sorted(fitting_size(span) for row in shown for span in row if span.kind == kind)
-        # One size for all numbers of a kind, which most of them fit.
+        # One size for all numbers of a kind, at which most of them fit.
         size = min(9.0, sizes[len(sizes) // 10]) if sizes else 0.0
         for s, row in enumerate(shown):
             spans = [span for span in row if span.kind == kind]

@@ -1,19 +1,19 @@
 """Runs a schedule on a stage.
 
 The schedule says what is computed and when; the messages follow from it. A forward waits for the activation that the
-stage before sent, a backward for the gradient that the stage after sent, and each receive is posted as soon as the
-one before has been read, so it is in flight while the stage computes. The engine knows no Lightning: what a
-microbatch's step is, what an update does and which weights a forward uses are given to it.
+previous stage sent, a backward for the gradient that the next stage sent. Each receive is posted as soon as the one
+before has been read, so it is in flight while the stage computes. The engine knows no Lightning: what a microbatch's
+step is, what an update does and which weights a forward uses are given to it::
 
     on stage s, 1F1B:   F(k)                                B(k - w)
-                        begin the user's step
+                        begin the user's step               set up the weights
                         take activation k      <-- s-1      take gradient k - w          <-- s+1
                         post activation k + 1               post gradient k - w + 1
                         run this stage's layers             run autograd
                         send the output        --> s+1      send the input's gradient    --> s-1
 
-A forward waits within the user's step, at the first absent layer that something arrives of. What comes before, in a
-deep model a millisecond of asking absent layers for their shapes, runs while the message is on its way.
+A forward waits within the user's step, at the first absent layer of which something arrives. What comes before that, in
+a deep model a millisecond of asking absent layers for their shapes, runs while the message is on its way.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lightning_parallel.layout import Groups, Layout
+from lightning_parallel.groups import Links
+from lightning_parallel.layout import Layout
+from lightning_parallel.pipeline.arrival import Arrival, Departure
 from lightning_parallel.pipeline.channel import Link, Receiver, Sender
-from lightning_parallel.pipeline.crossing import Arrival, Departure
 from lightning_parallel.pipeline.message import Format, gradient_format
-from lightning_parallel.pipeline.random import kept, reseed
 from lightning_parallel.pipeline.schedule import Action, Backward, Forward, Step
+from lightning_parallel.pipeline.seeding import TorchGenerators
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.timeline import Timeline
 from lightning_parallel.pipeline.weights import CurrentWeights, Weights
@@ -44,12 +45,12 @@ from lightning_parallel.pipeline.weights import CurrentWeights, Weights
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One microbatch's work.
+    """The work of one microbatch.
 
     Attributes:
-        step: the user's step, bound to this microbatch. Its result on the last stage is given to ``loss_of``.
-        weight: factor of its loss in the update (its share of the batch, accumulation, loss scale).
-        place: its index within its batch: where in the schedule the formats of its messages are remembered.
+        step: the user's step, bound to this microbatch. On the last stage its result is given to ``loss_of``.
+        weight: the factor of its loss in the update: its part of the batch, accumulation, and loss scale.
+        place: its index within its batch: the place in the schedule for which formats of messages are remembered.
         seed: of the random numbers that its forward draws.
     """
 
@@ -61,13 +62,23 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class _InFlight:
-    """What a forward leaves for its backward. Edges of the graph, not tensors: an output's memory is free once sent."""
+    """What a forward leaves for its backward: edges of the graph, not tensors, so an output's memory is free once sent.
+
+    Attributes:
+        number: of the microbatch.
+        edges: where the backward begins.
+        seeds: on the last stage, what it begins with: the weight of the loss.
+        gradients: elsewhere, the format of what it begins with, which the next stage will send.
+        sent: the number of activation messages sent, this one included.
+        arrival: what arrived.
+        token: for ``Weights.backward``.
+    """
 
     number: int
     edges: list[GradientEdge]
-    seeds: list[Tensor]  # what the backward starts from, on the last stage: the weight of the loss
-    gradients: Format  # elsewhere: what the next stage will send
-    sent: int  # activation messages sent, this one included
+    seeds: list[Tensor]
+    gradients: Format
+    sent: int
     arrival: Arrival | None
     token: Any
 
@@ -77,18 +88,20 @@ class Engine:
 
     Args:
         stage: what runs here.
-        layout, groups: where the neighbours are.
+        layout: where the neighbours are.
+        links: to them.
+        device: of this rank.
         loss_of: takes the loss out of what the user's step returned, on the last stage.
-        weights: which weights a forward uses.
+        weights: which weights a forward uses; by default the module's own.
         timeline: records what ran when.
-        completing: called before a backward that is followed by a step: it completes the gradients.
+        completing: called before a backward that is followed by a step, which completes the update's gradients.
     """
 
     def __init__(
         self,
         stage: Stage,
         layout: Layout,
-        groups: Groups,
+        links: Links,
         device: torch.device,
         *,
         loss_of: Callable[[Any], Tensor],
@@ -97,31 +110,32 @@ class Engine:
         completing: Callable[[], None] | None = None,
     ) -> None:
         self._stage = stage
-        self._completing = completing
         self._device = device
         self._loss_of = loss_of
         self._weights: Weights = weights or CurrentWeights()
         self._timeline = timeline or Timeline(enabled=False)
+        self._completing = completing
+        self._generators = TorchGenerators(device)
         self._in_flight: deque[_InFlight] = deque()
         self._streaming = False  # endless: every stage but the first has posted a receive for a batch yet to come
         self._gradients_taken = 0  # gradient messages, empty ones included
+        self._rounded_off = 0.0  # of the weights of the batch's losses
 
         def link(group: dist.ProcessGroup | None, neighbour: int) -> Link | None:
             if group is None:
                 return None
-            peer = layout.rank_of(stage=neighbour)
+            peer = layout.rank_at(pipeline=neighbour)
             return Link(group, peer, layout.describe(peer), device)
 
         before, after = layout.stage - 1, layout.stage + 1
-        # The first stage has no stage before it, the last none after it.
-        self._activations_in = _maybe(Receiver, link(groups.forward_in, before))
-        self._activations_out = _maybe(Sender, link(groups.forward_out, after))
-        self._gradients_in = _maybe(Receiver, link(groups.backward_in, after))
-        self._gradients_out = _maybe(Sender, link(groups.backward_out, before))
+        self._activations_in = _over(link(links.forward_in, before), Receiver)
+        self._activations_out = _over(link(links.forward_out, after), Sender)
+        self._gradients_in = _over(link(links.backward_in, after), Receiver)
+        self._gradients_out = _over(link(links.backward_out, before), Sender)
 
     @property
     def activations_held(self) -> int:
-        """Microbatches whose forward has run here and whose backward hasn't."""
+        """The microbatches whose forward has run here and whose backward hasn't."""
         return len(self._in_flight)
 
     # -- training ------------------------------------------------------------------------------------------------
@@ -140,7 +154,7 @@ class Engine:
             actions: what to do, in order.
             microbatches: by number, those whose forward is among ``actions``.
             update: what a ``Step`` does.
-            endless: more forwards will come in another call (or :meth:`end_stream`): the first one's activation is
+            endless: more forwards will come in another call (or :meth:`end_stream`), so the first one's activation is
                 received ahead.
 
         Returns:
@@ -149,14 +163,14 @@ class Engine:
         actions = list(actions)
         forwards = deque(a.microbatch for a in actions if isinstance(a, Forward))
         outputs: list[Any] = []
-        if forwards and self._activations_in is not None and not self._activations_in.is_posted:
+        if forwards and self._activations_in is not None:
             self._activations_in.post(microbatches[forwards[0]].place)
         self._streaming = endless and (self._streaming or bool(forwards))
-        with kept(self._device):  # backwards and updates may draw too
+        with self._generators.kept():  # backwards and updates may draw too
             for action, following in zip_longest(actions, actions[1:]):
                 if isinstance(action, Forward):
                     forwards.popleft()
-                    # Of a batch that has yet to come, the first place is expected.
+                    # Of a batch that is yet to come, the first place is expected.
                     next_place = microbatches[forwards[0]].place if forwards else 0 if endless else None
                     outputs += self._forward(action.microbatch, microbatches[action.microbatch], next_place)
                 elif isinstance(action, Backward):
@@ -173,14 +187,14 @@ class Engine:
         return outputs
 
     def flush(self) -> None:
-        """Wait until every message has arrived. Messages of a process that ends before are lost."""
+        """Wait until every message has arrived. Messages of a process that ends before that are lost."""
         for sender in (self._activations_out, self._gradients_out):
             if sender is not None:
                 sender.flush()
 
     def _forward(self, number: int, microbatch: Microbatch, next_place: int | None) -> list[Any]:
         """What the user's step returned, on the last stage; nothing on the others."""
-        reseed(microbatch.seed, self._device)
+        self._generators.seed(microbatch.seed)
         run = partial(self._run, "forward", number, microbatch.step, next_place)
         (output, arrival), token = self._weights.forward(run)
         tensors = output.tensors if isinstance(output, Departure) else [self._loss_of(output)]
@@ -188,24 +202,36 @@ class Engine:
         gradients: Format = ()
         sent = 0
         if self._activations_out is None:
-            seeds = [torch.full_like(t, microbatch.weight) for t in tensors]
-        else:  # before all else: the next stage may be waiting
+            seeds = [self._loss_weight(tensors[0], microbatch)]
+        else:  # before all else, since the next stage may be waiting
             gradients = gradient_format(self._activations_out.send(tensors, microbatch.place, self._gradients_taken))
             sent = self._activations_out.sent
-            if not gradients:  # none will come back to confirm the message, nor hold this stage back
+            if not gradients:  # no gradient will come back to confirm the message, nor hold this stage back
                 self._activations_out.flush(keep=2)
         edges = [get_gradient_edge(t) for t in tensors if t.requires_grad]
         self._in_flight.append(_InFlight(number, edges, seeds, gradients, sent, arrival, token))
-        self._post_gradient()
+        self._post_gradients()
         return [output] if self._stage.is_last else []
+
+    def _loss_weight(self, loss: Tensor, microbatch: Microbatch) -> Tensor:
+        """The weight of a loss, as a gradient of its dtype.
+
+        In 16 bits 1/24 is 0.2 % too large, and so would be every gradient. So what one microbatch's weight was rounded
+        by is made up for by the next one's, and the weights of a batch have the right sum.
+        """
+        weight = microbatch.weight
+        if torch.finfo(loss.dtype).bits < 32:
+            weight += 0.0 if microbatch.place == 0 else self._rounded_off
+            self._rounded_off = weight - torch.tensor(weight, dtype=loss.dtype).item()
+        return torch.full_like(loss, weight)
 
     def _run(
         self, kind: str, number: int, step: Callable[[], Any], next_place: int | None
     ) -> tuple[Any, Arrival | None]:
-        """Run a step on this stage: what came of it, and what had arrived."""
-        timeline = self._timeline
+        """Run a step on this stage. Returns what came of it, and what had arrived."""
+        timeline, receiver = self._timeline, self._activations_in
         version = self._weights.reading if kind == "forward" else None
-        if self._activations_in is None:
+        if receiver is None:
             with timeline.span(kind, number, version):
                 return self._stage.run(step, None), None
         arrived: list[Arrival] = []
@@ -214,63 +240,45 @@ class Engine:
 
             def arrive() -> Arrival:
                 recording.close()
-                arrived.append(self._take_activation(number, next_place))
+                with timeline.span("receive", number):
+                    arrival = receiver.take(then=next_place)
+                assert arrival is not None, "a stream ends between batches"
+                arrived.append(arrival)
                 recording.enter_context(timeline.span(kind, number, version))
-                return arrived[0]
+                return arrival
 
-            output = self._stage.run(step, arrive, self._activations_in.expected)
+            output = self._stage.run(step, arrive, receiver.expected)
         return output, arrived[0]
 
     def _backward(self, number: int) -> None:
         flight = self._in_flight[0]
         assert flight.number == number, "schedules run backwards in the order of the forwards"
         with self._weights.backward(flight.token), self._stage.backward():  # before it waits
-            seeds = self._take_gradients(number, flight)
+            gradients = flight.seeds
+            if self._gradients_in is not None:
+                if flight.gradients:
+                    following = self._in_flight[1].gradients if len(self._in_flight) > 1 else ()
+                    with self._timeline.span("receive", number):
+                        gradients = self._gradients_in.take_gradients(then=following)
+                    self._activations_out.confirm(flight.sent)
+                self._gradients_taken += 1
             self._in_flight.popleft()
-            self._post_gradient()
+            self._post_gradients()
             with self._timeline.span("backward", number):
                 if flight.edges:
-                    torch.autograd.backward(flight.edges, seeds)
+                    torch.autograd.backward(flight.edges, gradients)
             if self._gradients_out is not None:
                 assert flight.arrival is not None
                 self._gradients_out.send_gradients(flight.arrival.gradients(self._device))
                 self._gradients_out.confirm(self._activations_in.acknowledged)
 
-    # -- messages ------------------------------------------------------------------------------------------------
-
-    def _take_activation(self, number: int, next_place: int | None) -> Arrival:
-        """Wait for what the stage before sent, and post the receive of what it sends next, if it will."""
-        if next_place is not None:
-            self._activations_in.prepare(next_place)
-        with self._timeline.span("receive", number):
-            arrival = self._activations_in.take()
-        assert arrival is not None, "a stream ends between batches"
-        if next_place is not None:
-            self._activations_in.post(next_place)
-        return arrival
-
-    def _post_gradient(self) -> None:
+    def _post_gradients(self) -> None:
         """Post the receive for the next backward, if its forward has run."""
-        if self._gradients_in is None or self._gradients_in.is_posted or not self._in_flight:
-            return
-        if self._in_flight[0].gradients:
+        if self._gradients_in is not None and self._in_flight and self._in_flight[0].gradients:
             self._gradients_in.post_gradients(self._in_flight[0].gradients)
 
-    def _take_gradients(self, number: int, flight: _InFlight) -> list[Tensor]:
-        if self._gradients_in is None:
-            return flight.seeds
-        gradients: list[Tensor] = []
-        if flight.gradients:
-            if len(self._in_flight) > 1 and self._in_flight[1].gradients:
-                self._gradients_in.prepare_gradients(self._in_flight[1].gradients)
-            with self._timeline.span("receive", number):
-                gradients = self._gradients_in.take_gradients()
-            self._activations_out.confirm(flight.sent)
-        self._gradients_taken += 1
-        return gradients
-
     def end_stream(self) -> None:
-        """End an endless list, after its last backward: receives posted on speculation are answered."""
+        """End an endless list, after its last backward: answer the receives that were posted on speculation."""
         assert not self._in_flight, "drain before the stream ends"
         if not self._streaming:
             return
@@ -279,14 +287,18 @@ class Engine:
             self._activations_out.end(0, self._gradients_taken)
         if self._activations_in is not None:
             arrival = self._activations_in.take()
-            assert arrival is None, "the stage before ends its stream at the same microbatch"
+            assert arrival is None, "the previous stage ends its stream at the same microbatch"
         self.flush()
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     def evaluate(self, step: Callable[[], Any], number: int = 0) -> Any:
-        """Forward only: one message a batch. Each stage is one batch ahead of the next: it waits until its output has
-        arrived, so that a process which ends after its last batch takes no message with it.
+        """Forward only: one message a batch. Each stage is one batch ahead of the next. It waits until its output has
+        arrived, so a process that ends after its last batch takes no message with it.
+
+        Args:
+            step: the user's step, bound to a batch.
+            number: of the batch, for the timeline.
 
         Returns:
             What the step returned, on the last stage; None on the others.
@@ -302,5 +314,6 @@ class Engine:
         return None
 
 
-def _maybe(kind: type[Any], link: Link | None) -> Any:
+def _over(link: Link | None, kind: type[Any]) -> Any:
+    """A sender or a receiver over a link; None where there is no neighbour."""
     return None if link is None else kind(link)

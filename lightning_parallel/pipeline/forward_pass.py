@@ -1,99 +1,126 @@
-"""One forward pass of the user's step through a stage: what arrives, which units are called, what departs.
+"""One forward pass of the user's step through a stage: which units are called, what arrives, what departs.
 
-A stage's hooks (``stage.py``) tell it of each call. It knows of which calls the stage before has sent something, waits
-for that when the first of them is made, and keeps what later stages need.
+A stage's hooks (``stage.py``) tell it of each call. It knows of which calls the previous stage has sent the output,
+waits for the message when the first of them is made, and keeps what later stages need.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lightning_parallel.pipeline.absent import first_absent
-from lightning_parallel.pipeline.crossing import Arrival, Departure
-from lightning_parallel.pipeline.flow import Flow, order_checked, tensors_of
+from lightning_parallel.pipeline.arrival import Arrival, Departure
+from lightning_parallel.pipeline.flow import Call, Cargo, Flow, check_order, tensors_of
 from lightning_parallel.pipeline.partition import Partition
-
-Call = tuple[str, int]  # of a unit: its name, and which of its calls in a step
+from lightning_parallel.torch_private import tree_leaves
 
 
 class ArrivalFailedError(BaseException):
-    """For its cause there is nothing to go on with, in the midst of the user's step. A BaseException, so that ``except
-    Exception`` in the user's code lets it pass."""
+    """In the middle of the user's step, there is nothing to go on with. Its cause says why. It is a BaseException, so
+    that ``except Exception`` in the user's code lets it pass."""
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """What crosses the cuts around one stage.
+
+    Attributes:
+        partition: gives the layers' order.
+        stage: whose cuts they are.
+        before: the call of the layer before the stage's first; None on the first stage.
+        cargo_in: what arrives besides that layer's output, in the order of the message.
+        cargo_out: what departs besides the output of the stage's last layer.
+        due: the calls whose output arrives.
+        wanted: the calls whose output a later stage needs.
+    """
+
+    partition: Partition
+    stage: int
+    before: Call | None
+    cargo_in: tuple[Cargo, ...]
+    cargo_out: tuple[Cargo, ...]
+    due: frozenset[Call]
+    wanted: frozenset[Call]
+
+    @classmethod
+    def of(cls, flow: Flow, partition: Partition, stage: int) -> Cuts:
+        """Those of a stage in a step with this flow."""
+        cargo_in, cargo_out = flow.into(stage), flow.out_of(stage)
+        first = partition.bounds[stage]
+        before = None if stage == 0 else (partition.layers[first - 1], 0)
+        due = {(cargo.module, cargo.call) for cargo in cargo_in} | ({before} if before else set())
+        wanted = {(cargo.module, cargo.call) for cargo in cargo_out}
+        return cls(partition, stage, before, cargo_in, cargo_out, frozenset(due), frozenset(wanted))
 
 
 class ForwardPass:
     """Begun with the gradient and inference modes that hold then.
 
     Args:
-        partition: who owns what.
-        flow: what crosses the cuts.
-        index: the stage.
-        arrive: gives what the stage before sent; called once. None on the first stage.
+        cuts: around the stage.
+        arrive: gives what the previous stage sent; called once. None on the first stage.
+        expect: gives what ``arrive`` will most likely give, before its values have come, or None.
 
     Attributes:
         grad: the pass began with gradients on.
-        lost: why there is nothing to go on with behind the wait for what arrives.
+        lost: why there is nothing to go on with after the wait for what arrives.
     """
 
-    def __init__(self, partition: Partition, flow: Flow, index: int, arrive: Callable[[], Arrival] | None) -> None:
+    def __init__(
+        self, cuts: Cuts, arrive: Callable[[], Arrival] | None, expect: Callable[[], Arrival | None] | None = None
+    ) -> None:
         self.grad = torch.is_grad_enabled()
         self.lost: BaseException | None = None
         self._inference = torch.is_inference_mode_enabled()
-        self._partition = partition
-        owned = partition.layers_of(index)
-        self._before = None if arrive is None else (partition.layers[owned.start - 1], 0)  # the layer before the cut
-        self._last = partition.layers[owned.stop - 1]
-        self._index = index
+        self._cuts = cuts
         self._next_layer = 0
         self._calls: dict[str, int] = {}
-        self._arrive = arrive  # None: it has given what it gives
-        self._cargo_in, self._cargo_out = flow.into(index), flow.out_of(index)
-        self._due: set[Call] = {(cargo.module, cargo.call) for cargo in self._cargo_in}
-        if self._before is not None:
-            self._due.add(self._before)
-        self._wanted: set[Call] = {(cargo.module, cargo.call) for cargo in self._cargo_out}
+        self._arrive = arrive  # None once it has given what it gives
         self._unloaded: Arrival | None = None
         self._arrived: dict[Call, list[Tensor]] = {}
         self._kept: dict[Call, list[Tensor]] = {}
+        # What is expected is shared out now, unless it has to be copied, for which its values must be there.
+        expected = None if expect is None or cuts.due & cuts.wanted else expect()
+        if expected is not None and len(expected.format) >= tensors_of(cuts.cargo_in):
+            self._unload(expected)  # with fewer tensors it would be that of another step, with another flow
 
-    # -- calls ---------------------------------------------------------------------------------------------------
+    def called(self, name: str, layer: int | None) -> Call:
+        """Note the call of a unit.
 
-    def count(self, name: str, layer: int | None) -> Call:
-        """A unit is called. Is it its turn, if it is a layer (of that index)?"""
+        Args:
+            name: of the unit.
+            layer: its index among the layers, if it is one.
+
+        Raises:
+            LayerOrderError: another layer is due.
+        """
         if layer is not None:
-            self._next_layer = order_checked(self._partition, self._next_layer, layer)
+            check_order(self._cuts.partition, self._next_layer, layer)
+            self._next_layer += 1
         call = self._calls.get(name, 0)
         self._calls[name] = call + 1
         return name, call
 
-    def latest(self, name: str) -> Call:
-        """The call of a unit that was counted last."""
-        return name, self._calls[name] - 1
-
     def check_complete(self) -> None:
         """The step has come to its end: were all layers called?"""
-        order_checked(self._partition, self._next_layer, None)
+        check_order(self._cuts.partition, self._next_layer, None)
 
     # -- what arrives --------------------------------------------------------------------------------------------
 
-    def unload_ahead(self, expect: Callable[[], Arrival | None]) -> None:
-        """Share out what is expected before its values have come, if none of them has to be copied."""
-        expected = None if self._due & self._wanted else expect()
-        if expected is not None and len(expected) >= tensors_of(self._cargo_in):
-            self._unload(expected)  # fewer would be those of another step, another flow
-
     def arrived(self, call: Call) -> list[Tensor] | None:
-        """What the stage before sent of a call, or None. The first that it sent something of waits for it."""
-        if call not in self._due:
+        """The output of a call that the previous stage sent, or None if it sent none. The first call of which it sent
+        something waits for the message."""
+        if call not in self._cuts.due:
             return None
         if self._arrive is not None:
             arrive, self._arrive = self._arrive, None
-            # As where the step began, whatever the user's code has switched here: not all of it is for this call.
+            # In the modes in which the step began, whatever the user's code has switched: a message holds more than
+            # this call's output.
             with torch.inference_mode(self._inference), torch.set_grad_enabled(self.grad):
                 try:
                     arrival = arrive()
@@ -108,47 +135,47 @@ class ForwardPass:
 
     def _unload(self, arrival: Arrival) -> None:
         """Share out what arrived over the calls that it comes from: the cargo, then the layer before the cut."""
-        assert self._before is not None
+        cuts = self._cuts
+        assert cuts.before is not None
         tensors = iter(arrival.receive())
-        live = {(c.module, c.call): [next(tensors) for _ in range(c.tensors)] for c in self._cargo_in}
-        live[self._before] = list(tensors)
-        for call in live.keys() & self._wanted:  # further on, as it came, whatever this stage does to it
+        live = {(c.module, c.call): [next(tensors) for _ in range(c.tensors)] for c in cuts.cargo_in}
+        live[cuts.before] = list(tensors)
+        for call in live.keys() & cuts.wanted:  # it goes further on as it came, whatever this stage does to it
             self._kept[call] = live[call]
             live[call] = [t.clone() for t in live[call]]
         self._unloaded, self._arrived = arrival, live
 
     # -- what departs --------------------------------------------------------------------------------------------
 
-    def is_wanted(self, call: Call) -> bool:
-        """Does a later stage need what it returns?"""
-        return call in self._wanted
-
     def keep(self, call: Call, output: Any) -> None:
-        """For later stages, as it is now: the step may go on to change it in place, and will do so on the others."""
+        """Keep a call's output for later stages as it is now: the step may go on to change it in place, and will do so
+        on the others too."""
         self._kept[call] = [t.clone() for t in _tensors_in(output)]
 
     def departure(self, output: Any) -> Departure:
-        """What the stage sends on, when its last layer has returned ``output``."""
+        """What the stage sends on when its last layer has returned ``output``."""
+        cuts = self._cuts
         tensors: list[Tensor] = []
-        for cargo in self._cargo_out:
+        for cargo in cuts.cargo_out:
             kept = self._kept.get((cargo.module, cargo.call))
             if kept is None or len(kept) != cargo.tensors:
                 raise RuntimeError(
-                    f"'{cargo.module}' was called otherwise than in the first step (call {cargo.call + 1}): what a "
-                    f"pipeline's stages hand on must not change from batch to batch."
+                    f"'{cargo.module}' was not called as in the first step (call {cargo.call + 1}): what a pipeline's "
+                    f"stages hand on must not change from batch to batch."
                 )
             tensors += kept
         tensors += _tensors_in(output)
         absent = first_absent(tensors)
         if absent is not None:
+            last = cuts.partition.layers[cuts.partition.bounds[cuts.stage + 1] - 1]
             raise RuntimeError(
-                f"The output of '{self._last}' on stage {self._index} depends on {absent.origin}, which lives on "
-                f"another stage."
+                f"The output of '{last}' on stage {cuts.stage} depends on {absent.origin}, which lives on another "
+                f"stage."
             )
         return Departure(tensors)
 
 
 def _tensors_in(output: Any) -> list[Tensor]:
-    if isinstance(output, Tensor):  # as most are; pytree is slow
+    if isinstance(output, Tensor):  # as most outputs are; torch's walk through containers is slow
         return [output]
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]

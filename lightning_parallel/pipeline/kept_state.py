@@ -1,7 +1,7 @@
-"""What a step writes to its modules beside parameters, undone: a counter, lists of outputs, a meter, a metric's state.
+"""What a step writes to its modules besides parameters, undone: a counter, a list of outputs, a metric's state.
 
-For a step that is only looked at (``flow.py``): it doesn't count, and its values are absent. Not undone is what can't
-be found or copied in general: slots, iterators, files, very large tensors, what libraries' objects hold.
+For a step that is only looked at (``flow.py``): it doesn't count, and its values are absent. Some things can't be found
+or copied in general, and are not undone: slots, iterators, files, very large tensors, what libraries' objects hold.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lightning_parallel.pipeline.absent import AbsentTensor
+from lightning_parallel.torch_private import parameters_of, tree_leaves
 
 _LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_parallel", *sys.stdlib_module_names}
 _MANY = 10_000  # items; those of a longer container are put back, but not looked into
@@ -28,18 +28,18 @@ _Held = dict[Any, Any] | list[Any]
 
 
 class StateKept:
-    """A context that leaves as they were: attributes of ``module`` and of its parts, and the tensors, arrays, lists,
-    dictionaries, sets and objects (other than libraries') that are found there, to any depth.
+    """A context after which things are as before: attributes of a module and of its parts, and the tensors, arrays,
+    lists, dictionaries, sets and objects (other than libraries') that are found there, to any depth.
 
     Args:
-        module: all its submodules too.
+        module: with all its submodules.
         apart: parts of it whose writings stay with them: :meth:`written` doesn't look there.
     """
 
     def __init__(self, module: nn.Module, apart: Iterable[nn.Module] = ()) -> None:
         self._modules = {id(m): m for m in module.modules()}
         self._apart = {id(m) for part in apart for m in part.modules()}
-        self._containers: list[tuple[Any, _Held, bool]] = []  # with what they held; is it looked at by `written`?
+        self._containers: list[tuple[Any, _Held, bool]] = []  # with what they held; does `written` look at it?
         self._tensors: list[tuple[Tensor, Tensor]] = []
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         self._generators: list[tuple[torch.Generator, Tensor]] = []
@@ -53,7 +53,7 @@ class StateKept:
                 continue
             seen.add(id(value))
             if isinstance(value, Tensor):
-                # One of another layout can't be compared, and is hardly written to.
+                # A tensor of another layout can't be compared, and is hardly ever written to.
                 plain = value.layout is torch.strided and not (value.is_meta or value.is_nested)
                 if plain and not isinstance(value, AbsentTensor) and value.nbytes <= _LARGE:
                     self._tensors.append((value, value.detach().clone()))
@@ -67,13 +67,13 @@ class StateKept:
                     self._containers.append((value, held, looked_at))
                 if isinstance(held, dict) and isinstance(value, nn.Module):
                     # It may be a teacher kept from the optimizer: nobody writes to its weights.
-                    held = {name: attribute for name, attribute in held.items() if name != "_parameters"}
+                    held = {name: item for name, item in held.items() if item is not parameters_of(value)}
                 if len(held) <= _MANY:
                     waiting.extend((item, looked_at) for item in _items(held))
         return self
 
     def _contents(self, value: Any) -> _Held | None:
-        """A copy of what a container or an object holds; None: it is none."""
+        """A copy of what a container or an object holds; None if it is neither."""
         if isinstance(value, dict):
             return dict(value)
         if isinstance(value, list | tuple | set | deque):
@@ -84,15 +84,15 @@ class StateKept:
         return None if library or isinstance(value, type) or not hasattr(value, "__dict__") else dict(vars(value))
 
     def written(self) -> Iterator[AbsentTensor]:
-        """Absent tensors that have been left there so far."""
+        """The absent tensors that have been left there so far."""
         for container, held, looked_at in self._containers:
             if looked_at and (now := self._changed(container, held)) is not None:
                 before = {id(item) for item in _items(held)}
                 new = [item for item in _items(now) if id(item) not in before]
-                yield from (leaf for leaf in pytree.tree_leaves(new) if isinstance(leaf, AbsentTensor))
+                yield from (leaf for leaf in tree_leaves(new) if isinstance(leaf, AbsentTensor))
 
     def _changed(self, container: Any, held: _Held) -> _Held | None:
-        """What a container holds now, if it isn't what it held."""
+        """What a container holds now, if that isn't what it held."""
         now = self._contents(container)
         assert now is not None
         same = len(now) == len(held) and all(a is b for a, b in zip(_items(now), _items(held), strict=True))
@@ -124,6 +124,6 @@ def _put_back(container: Any, held: _Held) -> None:
     try:
         now.clear()
         now.extend(held) if isinstance(now, list | deque) else now.update(held)
-    except Exception as error:  # of a class of its own, which lets nobody do it
+    except Exception as error:  # from a class of somebody's own, which doesn't allow it
         name = type(container).__name__
         warnings.warn(f"The look at the first step has written to a {name} that can't be reset: {error}", stacklevel=2)

@@ -1,4 +1,10 @@
-"""A message between stages as bytes: tensors in one flat buffer, and a trailer of two words (``channel.py``)."""
+"""A message between stages as bytes: a packet, with tensors in one flat buffer, and a trailer of two words::
+
+    [ tensor 0 ... | tensor 1 ... | ... | word, word ]
+      ^ each begins at a multiple of 64 bytes; a word has 8 bytes
+
+``channel.py`` says when packets are sent, and what the words mean.
+"""
 
 from __future__ import annotations
 
@@ -20,98 +26,95 @@ TRAILER = _WORDS.size  # bytes
 
 
 def format_of(tensors: Sequence[Tensor]) -> Format:
-    """Of a message of these."""
+    """The format of a message with these tensors."""
     return tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
 
 
 @lru_cache
 def gradient_format(activations: Format) -> Format:
-    """The format of the gradients of a message: those of the tensors that want one."""
+    """The format of the gradients of a message: one for each tensor that wants one."""
     return tuple((shape, dtype, False) for shape, dtype, requires_grad in activations if requires_grad)
 
 
-def size_of(expected: Format) -> int:
-    """Of the tensors in a buffer, in bytes."""
-    return _layout(expected)[1]
-
-
 @lru_cache
-def _layout(expected: Format) -> tuple[list[tuple[int, int]], int]:
-    """Where each tensor lies in a buffer (start, length), and where the tensors end, in bytes."""
+def places_in(format: Format) -> tuple[list[tuple[int, int]], int]:
+    """Where each tensor lies in a packet (start and length), and where the tensors end, in bytes."""
     places: list[tuple[int, int]] = []
     end = 0
-    for shape, dtype, _ in expected:
+    for shape, dtype, _ in format:
         size = math.prod(shape) * dtype.itemsize
         places.append((end, size))
         end += -(-size // _ALIGNMENT) * _ALIGNMENT
     return places, end
 
 
-def unpack(buffer: Tensor, expected: Format) -> list[Tensor]:
-    """The tensors in a buffer: views of it."""
+class Packet:
+    """A buffer laid out for messages of one format.
+
+    Args:
+        format: of the tensors.
+        trailer: two words follow the tensors.
+        device: where the buffer is.
+        pinned: the buffer is in pinned host memory, whatever ``device`` is.
+
+    Attributes:
+        buffer: flat, uint8.
+        tensors: views of the buffer.
+    """
+
+    __slots__ = ("_words", "buffer", "format", "tensors", "trailer")
+
+    def __init__(self, format: Format, trailer: bool, device: torch.device, pinned: bool = False) -> None:
+        self.format, self.trailer = format, trailer
+        places, end = places_in(format)
+        nbytes = end + TRAILER if trailer else end
+        with torch.inference_mode(False):  # validation may make a packet that training fills again
+            if pinned:
+                self.buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            else:
+                self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self.tensors = _views(self.buffer, format)
+            self._words: Any = None
+            if trailer:
+                # On the CPU through numpy: tensor operations would take ten times as long, while a message waits.
+                last = self.buffer[-TRAILER:]
+                self._words = last.numpy().data if self.buffer.is_cpu else last.view(torch.int64)
+
+    def fill(self, tensors: Sequence[Tensor], words: tuple[int, int] | None = None) -> Packet:
+        """Copy tensors to their places, and write the words, if there is a trailer. Without tensors the places keep
+        what they hold."""
+        for place, tensor in zip(self.tensors, tensors, strict=bool(tensors)):
+            place.copy_(tensor.detach())
+        if words is not None and self.buffer.is_cpu:
+            _WORDS.pack_into(self._words, 0, *words)
+        elif words is not None:
+            self._words.copy_(torch.tensor(words))
+        return self
+
+    def words(self) -> tuple[int, int]:
+        """The words that :meth:`fill` wrote at the other end."""
+        first, second = _WORDS.unpack_from(self._words) if self.buffer.is_cpu else self._words.tolist()
+        return first, second
+
+    def on(self, device: torch.device) -> list[Tensor]:
+        """The tensors on a device; views of the buffer if it is there already."""
+        return self.tensors if self.buffer.device == device else _views(self.buffer.to(device), self.format)
+
+
+def _views(buffer: Tensor, format: Format) -> list[Tensor]:
     return [
         buffer.narrow(0, start, size).view(dtype).view(shape)
-        for (start, size), (shape, dtype, _) in zip(_layout(expected)[0], expected, strict=True)
+        for (start, size), (shape, dtype, _) in zip(places_in(format)[0], format, strict=True)
     ]
 
 
-class Packet:
-    """A buffer laid out for messages of a format, and what can be known of it before it is filled.
-
-    Args:
-        buffer: flat, of :meth:`nbytes`.
-        trailer: two words lie behind the tensors.
-    """
-
-    __slots__ = ("_words", "buffer", "format", "tensors")
-
-    def __init__(self, buffer: Tensor, format: Format, trailer: bool) -> None:
-        self.buffer = buffer
-        self.format = format
-        self._words: Any = None
-        with torch.inference_mode(False):  # in which validation may have made it, and training fills it again
-            self.tensors = unpack(buffer, format)
-            if trailer:
-                # Through numpy on the CPU: two numbers by tensor operations cost ten times as much, on a message's way.
-                last = buffer[-TRAILER:]
-                self._words = last.numpy().data if buffer.is_cpu else last.view(torch.int64)
-
-    @staticmethod
-    def nbytes(format: Format, trailer: bool) -> int:
-        return size_of(format) + (TRAILER if trailer else 0)
-
-    @property
-    def has_trailer(self) -> bool:
-        return self._words is not None
-
-    def fits(self, format: Format, trailer: bool) -> bool:
-        """Is it laid out like this?"""
-        return self.has_trailer == trailer and self.format == format
-
-    def fill(self, tensors: Sequence[Tensor]) -> None:
-        for place, tensor in zip(self.tensors, tensors, strict=True):
-            place.copy_(tensor.detach())
-
-    def write(self, words: tuple[int, int]) -> None:
-        """Two numbers, behind the tensors."""
-        if self.buffer.is_cpu:
-            _WORDS.pack_into(self._words, 0, *words)
-        else:
-            self._words.copy_(torch.tensor(words))
-
-    def read(self) -> tuple[int, int]:
-        """What :meth:`write` wrote at the other end."""
-        status, acknowledged = _WORDS.unpack_from(self._words) if self.buffer.is_cpu else self._words.tolist()
-        return status, acknowledged
-
-
-def encode(actual: Format) -> Tensor:
+def encode(format: Format) -> Tensor:
     """A format as bytes."""
-    text = json.dumps([[list(shape), str(dtype).removeprefix("torch."), grad] for shape, dtype, grad in actual])
+    text = json.dumps([[list(shape), str(dtype).removeprefix("torch."), grad] for shape, dtype, grad in format])
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def decode(description: Tensor) -> Format:
-    """Undoes :func:`encode`."""
+    """The inverse of :func:`encode`."""
     fields: list[Any] = json.loads(bytes(description.cpu().tolist()).decode())
     return tuple((tuple(shape), getattr(torch, dtype), bool(grad)) for shape, dtype, grad in fields)

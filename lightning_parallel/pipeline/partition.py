@@ -1,18 +1,25 @@
-"""From a module to stages: which layers may be cut between, and who owns which parameter.
+"""From a module to stages: between which layers it may be cut, and who owns which parameter.
 
-A model is seen as a chain of *layers*, submodules that run once each, in order, each on what the one before returned.
-A stage owns a run of layers. What else holds parameters is owned as follows:
+A model is seen as a chain of *layers*: submodules that run once each, in order, each on what the one before returned. A
+stage owns a run of layers. Everything else that holds parameters is owned as follows:
 
-- a module outside the chain, by the first stage if it was registered before the layers (embeddings), by the last one
-  if after (final norm, head), and with the layer behind the latest that was registered so far if between (an encoder's
-  final norm): a stage leaves the step behind its last layer, so there it couldn't run behind the layer before. What the
-  code around plainly calls behind layers goes there too, wherever it was registered (``source_order.py``);
-- a *loose* parameter, one that hangs directly on a module around the chain (a position embedding made with
-  ``nn.Parameter``, or a list of such), by every stage: nobody can tell before the first step where it is used. It is
-  small as a rule;
-- a parameter with several names (tied weights), by every stage that owns one of the names.
+- A module outside the chain is owned by the first stage if it was registered before the layers (embeddings), and by the
+  last one if after (final norm, head). If it was registered between layers (an encoder's final norm), it goes with the
+  layer after the last one registered so far: a stage leaves the step after its last layer, so with the layer before it
+  couldn't run. A module that the code around plainly calls after layers goes there too, wherever it was registered
+  (``source_order.py``).
+- A *loose* parameter hangs directly on a module around the chain (a position embedding made with ``nn.Parameter``, or a
+  list of such). Every stage owns it: before the first step nobody can tell where it is used. It is small as a rule.
+- A parameter with several names (tied weights) is owned by every stage that owns one of the names.
 
-Modules that hold no parameters run everywhere. Only names are decided here; ``stage.py`` acts on them.
+::
+
+    GPT:  embed            first stage      registered before the layers
+          blocks.0 .. 5    two a stage      the chain
+          norm, head       last stage       registered after the layers
+          positions        every stage      loose
+
+Modules without parameters run everywhere. Only names are decided here; ``stage.py`` acts on them.
 """
 
 from __future__ import annotations
@@ -37,12 +44,12 @@ class Partition:
     """Who owns what, by the names of the original module.
 
     Attributes:
-        layers: names of the chain's layers, in the order in which they run.
+        layers: the names of the chain's layers, in the order in which they run.
         bounds: stage s owns ``layers[bounds[s]:bounds[s + 1]]``; ``len(bounds) == stages + 1``.
-        outside: names of the modules outside the chain that hold parameters, with the stage that owns each.
-        owners: for every parameter name, tied names included, the stages that hold it.
-        aliases: for every parameter name, the first name of the same parameter: tied names share one.
-        loose: first names of the parameters that lie in no layer and in no module outside.
+        outside: the names of the modules outside the chain that hold parameters, with the stage that owns each.
+        owners: for every parameter name, tied names included, the stages that hold the parameter.
+        aliases: for every parameter name, the first name of the same parameter. Tied names share one.
+        loose: the first names of the parameters that lie in no layer and in no module outside.
     """
 
     layers: tuple[str, ...]
@@ -57,16 +64,16 @@ class Partition:
         return len(self.bounds) - 1
 
     def layers_of(self, stage: int) -> range:
-        """Indices of the layers that ``stage`` owns."""
+        """The indices of the layers that ``stage`` owns."""
         return range(self.bounds[stage], self.bounds[stage + 1])
 
-    def places(self) -> dict[str, int]:
-        """The stage of each layer and of each module outside."""
+    def stage_of_units(self) -> dict[str, int]:
+        """The stage of each unit: of each layer, and of each module outside."""
         stages = {self.layers[i]: stage for stage in range(self.stages) for i in self.layers_of(stage)}
         return stages | self.outside
 
     def shared(self) -> dict[str, tuple[int, ...]]:
-        """Parameters (by first name) that several stages hold: gradients must be summed over these stages."""
+        """The parameters (by first name) that several stages hold, whose gradients must be summed over these stages."""
         return {name: self.owners[name] for name in dict.fromkeys(self.aliases.values()) if len(self.owners[name]) > 1}
 
 
@@ -78,21 +85,21 @@ def partition(
     Args:
         module: the whole model.
         stages: how many stages.
-        layers: names or patterns of the layers, in running order; ``*`` stands for one part of a dotted name, as in
-            ``"net.blocks.*"``. ``None``: the children of the ``nn.Sequential`` or
-            ``nn.ModuleList`` that can be cut most evenly.
-        balance: ``"parameters"`` (the largest stage is as small as can be), ``"layers"`` (equal counts), or the
-            number of layers of each stage.
+        layers: names or patterns of the layers, in running order. ``*`` stands for one part of a dotted name, as in
+            ``"net.blocks.*"``. None: the children of the ``nn.Sequential`` or ``nn.ModuleList`` that can be cut most
+            evenly.
+        balance: ``"parameters"`` (the largest stage is as small as can be), ``"layers"`` (equal counts), or the number
+            of layers of each stage.
 
     Raises:
-        ValueError: no chain found, a pattern that matches nothing, more stages than layers, a stage left without
-            trainable parameters.
+        ValueError: no chain was found, a pattern matches nothing, there are more stages than layers, or a stage would
+            have no trainable parameters.
     """
     chain = resolve_layers(module, layers, stages)
     if len(chain) < stages:
         raise ValueError(
-            f"stages={stages}, but the model has only {len(chain)} layers to share out "
-            f"({_enumerate(chain)}): use at most {len(chain)} stages, or name finer layers with `layers`."
+            f"stages={stages}, but the model has only {len(chain)} layers to share out ({_enumerate(chain)}): use at "
+            f"most {len(chain)} stages, or name finer layers with `layers`."
         )
     units = _outside(module, chain)
     tensors = dict(module.named_parameters(remove_duplicate=False))
@@ -128,7 +135,17 @@ def find_layers(module: nn.Module) -> list[str]:
 def resolve_layers(
     module: nn.Module, patterns: Sequence[str] | None, stages: int, setting: str = "layers"
 ) -> list[str]:
-    """Names of the chain's layers: those that match ``patterns``, given as ``setting``, or the chain found."""
+    """The names of the chain's layers: those that match the patterns, or the chain found.
+
+    Args:
+        module: the whole model.
+        patterns: the setting's value.
+        stages: how many stages the chain is for.
+        setting: the setting's name, for errors.
+
+    Raises:
+        ValueError: a pattern matches nothing or what isn't called, or matches lie inside each other.
+    """
     if patterns is None:
         return _best_chain(module, stages)
     if isinstance(patterns, str) or not patterns:
@@ -159,6 +176,9 @@ def resolve_layers(
     return chain
 
 
+# -- the chain ---------------------------------------------------------------------------------------------------
+
+
 def _containers(module: nn.Module) -> dict[str, nn.Sequential | nn.ModuleList]:
     return {
         name: container
@@ -170,10 +190,12 @@ def _containers(module: nn.Module) -> dict[str, nn.Sequential | nn.ModuleList]:
 
 
 def _best_chain(module: nn.Module, stages: int) -> list[str]:
-    """Children of the container, among the largest few, whose cut leaves the smallest largest stage: an outer
-    ``nn.Sequential(embedding, encoder, head)`` holds more parameters than the encoder's list of blocks, but can't
-    be shared out. ``nn.Sequential`` promises to run its children in order on one value, so one nested in another is
-    opened up, and the cut may fall inside it."""
+    """The children of that container, among the largest few, whose cut leaves the smallest largest stage.
+
+    An outer ``nn.Sequential(embedding, encoder, head)`` holds more parameters than the encoder's list of blocks, but
+    can't be shared out. ``nn.Sequential`` promises to run its children in order on one value, so one that is nested in
+    another is opened up, and the cut may fall inside it.
+    """
     chains = [
         (sum(p.numel() for p in container.parameters()), list(_opened(container, f"{name}." if name else "")))
         for name, container in _containers(module).items()
@@ -200,7 +222,7 @@ def _largest_stage(module: nn.Module, chain: Sequence[str], stages: int) -> int:
 
 
 def _costs(module: nn.Module, chain: Sequence[str], units: dict[str, int]) -> tuple[list[int], list[bool]]:
-    """Parameters of each layer, with those of the outside modules that go with it; and whether any is trainable."""
+    """The parameters of each layer with those of the outside modules that go with it; and whether any is trainable."""
     costs = [0] * len(chain)
     trainable = [False] * len(chain)
     for name, position in (*((name, i) for i, name in enumerate(chain)), *units.items()):
@@ -223,11 +245,14 @@ def _runs_in_order(container: nn.Module) -> bool:
     return as_documented and len(list(container.children())) > 1
 
 
+# -- outside the chain -------------------------------------------------------------------------------------------
+
+
 def _outside(module: nn.Module, chain: Sequence[str]) -> dict[str, int]:
-    """Modules outside the chain that hold parameters, each with the index of the layer that it goes with: that behind
-    the latest registered so far, or plainly called before it; or the last."""
+    """The modules outside the chain that hold parameters, each with the index of the layer that it goes with: the one
+    after the last layer that is registered so far, or that is plainly called before it; or the last layer."""
     units: dict[str, int] = {}
-    coming = 0  # index of the layer behind the last one passed, in order of registration
+    coming = 0  # the index of the layer after the last one passed, in the order of registration
 
     def visit(parent: nn.Module, prefix: str) -> None:
         nonlocal coming
@@ -242,11 +267,11 @@ def _outside(module: nn.Module, chain: Sequence[str]) -> dict[str, int]:
             elif any(id(part) in claimed for part in child.modules()):
                 visit(child, f"{name}.")
             elif any(True for _ in child.parameters()):
-                units[name] = min(max(coming, behind(parent, short)), len(chain) - 1)
+                units[name] = min(max(coming, called_after(parent, short)), len(chain) - 1)
                 claimed.update(id(part) for part in child.modules())
 
-    def behind(parent: nn.Module, short: str) -> int:
-        """Index of the layer behind those that the parent's code calls before its child."""
+    def called_after(parent: nn.Module, short: str) -> int:
+        """The index of the layer after those that the parent's code calls before its child."""
         ends = {
             other: max(indices) + 1
             for other, sibling in parent.named_children()
@@ -254,7 +279,7 @@ def _outside(module: nn.Module, chain: Sequence[str]) -> dict[str, int]:
         }
         if max(ends.values(), default=0) <= coming:
             return 0
-        return max((end for other, end in ends.items() if order_of(parent).is_behind(short, other)), default=0)
+        return max((end for other, end in ends.items() if order_of(parent).is_after(short, other)), default=0)
 
     order_of = cache(SourceOrder)  # read once for all of a parent's children
     index = {id(module.get_submodule(name)): i for i, name in enumerate(chain)}

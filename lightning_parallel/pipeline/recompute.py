@@ -1,4 +1,4 @@
-"""Layers that keep their inputs only, and run again in the backward (activation checkpointing, arXiv:1604.06174)."""
+"""Layers that keep only their inputs, and run again in the backward (activation checkpointing, arXiv:1604.06174)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a layer's ``forward`` such that its backward runs it again."""
+    """Run a layer's ``forward`` so that its backward runs it again."""
     if torch.is_grad_enabled():
         args = tuple(None if _is_cache(x) else x for x in args)
         kwargs = {name: None if _is_cache(x) else x for name, x in kwargs.items()}
@@ -18,6 +18,7 @@ def recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_cache(x: Any) -> bool:
-    """Of keys and values. transformers' models pass one to their layers by default; training doesn't read it, and a
-    layer that runs twice would append to it twice, and attend to both. Their own checkpointing leaves it out too."""
+    """Is it a cache of keys and values? transformers' models pass one to their layers by default. Training doesn't read
+    it; a layer that runs twice would append to it twice, and attend to both. Their own checkpointing leaves it out
+    too."""
     return any(kind.__name__ == "Cache" and kind.__module__.startswith("transformers.") for kind in type(x).__mro__)

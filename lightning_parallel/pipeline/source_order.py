@@ -1,9 +1,16 @@
-"""Which of a module's children its ``forward`` calls behind others: read from its source, before anything has run.
+"""Which of a module's children its ``forward`` calls after others, read from its source before anything has run.
 
-Modules are mostly registered in the order in which they are called, and not always: OPT registers its final norm before
-its layers, a residual block its shortcut before what it is added to. Only plain calls count, all of them behind, and in
-no loop over the others. Code that uses a module otherwise too, or calls methods of its own, may hide its order: it
-tells nothing, and registration decides.
+Modules are mostly registered in the order in which they are called, but not always: OPT registers its final norm before
+its layers, and a residual block its shortcut before what the shortcut is added to. Only plain calls count: all of them
+later, and in no loop over the others::
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)          # `norm` is called after `layers`
+
+Code that also uses a module otherwise, or that calls methods of its own, may hide its order. Then this tells nothing,
+and the order of registration decides.
 """
 
 from __future__ import annotations
@@ -23,7 +30,7 @@ _LIBRARIES = ("torch", "lightning", "pytorch_lightning")
 
 
 class SourceOrder:
-    """Of one module's children.
+    """The order of one module's children.
 
     Args:
         module: whose class's ``forward`` and ``training_step`` are read.
@@ -35,27 +42,28 @@ class SourceOrder:
         own = {name for name in dir(kind) if name not in children and _is_users(getattr(kind, name, None))}
         self._read = [calls for method in methods if callable(method) and (calls := _calls(method, own))]
 
-    def is_behind(self, child: str, other: str) -> bool:
-        """Is ``child`` called, and plainly always behind ``other``?"""
-        answers = {_is_behind(calls[child], calls.get(other)) for calls in self._read if child in calls}
+    def is_after(self, child: str, other: str) -> bool:
+        """Is ``child`` called, and plainly always after ``other``?"""
+        answers = {_is_after(calls[child], calls.get(other)) for calls in self._read if child in calls}
         return answers == {True} or answers == {True, None}
 
 
 @dataclass
 class _Uses:
-    """Of one attribute.
+    """How one attribute is used.
 
     Attributes:
-        calls: places in the order of evaluation where it is called, or its items in a loop, with the loops around.
-        other: is it used otherwise too, or in a function within the method? Then it may be called anywhere.
+        calls: the places, in the order of evaluation, where it (or its items, in a loop) is called, each with the loops
+            around it.
+        other: it is also used otherwise, or in a function inside the method. Then it may be called anywhere.
     """
 
     calls: list[tuple[int, frozenset[int]]] = field(default_factory=list)
     other: bool = False
 
 
-def _is_behind(mine: _Uses, theirs: _Uses | None) -> bool | None:
-    """None: only one of both is used."""
+def _is_after(mine: _Uses, theirs: _Uses | None) -> bool | None:
+    """None: only one of the two is used."""
     if theirs is None:
         return None
     if mine.other or theirs.other:
@@ -65,15 +73,15 @@ def _is_behind(mine: _Uses, theirs: _Uses | None) -> bool | None:
 
 
 def _is_users(attribute: Any) -> bool:
-    """Is it a method that a library's base class doesn't have?"""
+    """Is it a method that doesn't come from a library's base class?"""
     return isinstance(attribute, FunctionType) and str(attribute.__module__).partition(".")[0] not in _LIBRARIES
 
 
 def _calls(method: Callable[..., Any], own: set[str]) -> dict[str, _Uses]:
-    """What a method does with the attributes of its first argument; nothing is told if it calls any of ``own``."""
+    """What a method does with the attributes of its first argument; nothing if it calls any of ``own``."""
     try:
         function = ast.parse(textwrap.dedent(inspect.getsource(method))).body[0]
-    except (OSError, TypeError, SyntaxError):  # no source to be read, as of code typed into an interpreter
+    except (OSError, TypeError, SyntaxError):  # there is no source to read, as of code typed into an interpreter
         return {}
     if not isinstance(function, ast.FunctionDef):
         return {}
@@ -87,7 +95,11 @@ def _calls(method: Callable[..., Any], own: set[str]) -> dict[str, _Uses]:
 
 
 class _Reader(ast.NodeVisitor):
-    """Visits what is evaluated first first."""
+    """Visits nodes in the order in which they are evaluated.
+
+    Args:
+        itself: the name of the method's first argument, "self" as a rule.
+    """
 
     def __init__(self, itself: str) -> None:
         self.uses: dict[str, _Uses] = {}
@@ -98,7 +110,7 @@ class _Reader(ast.NodeVisitor):
         self._nested = 0  # functions around, which may run later, or never
 
     def _child(self, node: ast.AST) -> str | None:
-        """x, of ``self.x`` and ``self.x[i]``, where i is no more than a name or a number."""
+        """``x``, of ``self.x`` and of ``self.x[i]``, where i contains no call."""
         while isinstance(node, ast.Subscript) and not any(isinstance(part, ast.Call) for part in ast.walk(node.slice)):
             node = node.value
         own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self._itself
@@ -120,7 +132,7 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Compare(self, node: ast.Compare) -> None:
         none = isinstance(node.comparators[0], ast.Constant) and isinstance(node.ops[0], ast.Is | ast.IsNot)
-        if not (none and self._child(node.left) is not None):  # asking whether it is there isn't using it
+        if not (none and self._child(node.left) is not None):  # to ask whether a module is there isn't to use it
             self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
@@ -129,11 +141,11 @@ class _Reader(ast.NodeVisitor):
         if child is None:
             self.visit(node.func)
         for part in (*node.args, *node.keywords):
-            if isinstance(part, ast.GeneratorExp):  # run by what it is given to
+            if isinstance(part, ast.GeneratorExp):  # the function that gets it runs it
                 self._comprehension(part)
             else:
                 self.visit(part)
-        if child is not None:  # called when its arguments are there
+        if child is not None:  # it is called after its arguments are computed
             self._used(child, self._loops, plainly=True)
 
     def _looped_over(self, iterable: ast.AST, target: ast.AST, body: Sequence[ast.AST], loop: int) -> None:

@@ -1,11 +1,11 @@
 """What runs on this rank: the user's own step, cut at the stage's first and last layer.
 
-The step (``training_step``, any callable) runs on every stage, from its first line. The layers of earlier stages
-answer with absent tensors (``absent.py``) and cost nothing, but for the one just before the cut: it answers with what
-arrived from the stage before, in the structure that it returns itself. So do others whose output is needed here
+The step (``training_step``, any callable) runs on every stage, from its first line. The layers of earlier stages answer
+with absent tensors (``absent.py``) and cost nothing, except the one just before the cut: it answers with what arrived
+from the previous stage, in the structure that it returns itself. So do other units whose output is needed here
 (``flow.py``). So the code between the layers (unpacking tuples, masks, residual scaling) runs as written, on live
-values. The stage's last layer doesn't return: what it computed is the stage's output, and the user's step is left
-there. On the last stage it goes on to the loss. What one such pass has to remember is in ``forward_pass.py``.
+values. The stage's last layer doesn't return: its output is the stage's output, and the user's step is left there. On
+the last stage the step goes on to the loss. ``forward_pass.py`` remembers what happens in one such pass::
 
         stage 0                stage 1                stage 2
         embed, layer 0, 1      layer 2, 3             layer 4, 5, head, loss
@@ -29,71 +29,68 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lightning_parallel.pipeline.absent import AbsentForward, AbsentTensor, first_absent, make_absent
-from lightning_parallel.pipeline.crossing import Arrival
-from lightning_parallel.pipeline.flow import Flow, chain_only, survey
-from lightning_parallel.pipeline.forward_pass import ForwardPass
+from lightning_parallel.pipeline.arrival import Arrival
+from lightning_parallel.pipeline.flow import Call, Flow, chain_only, survey
+from lightning_parallel.pipeline.forward_pass import Cuts, ForwardPass
 from lightning_parallel.pipeline.partition import Partition
-from lightning_parallel.pipeline.random import draw_seed, reseed
 from lightning_parallel.pipeline.recompute import recomputed
+from lightning_parallel.pipeline.seeding import TorchGenerators, draw_seed
+from lightning_parallel.torch_private import tree_flatten, tree_unflatten
 
 
 class _LeaveStep(BaseException):
-    """Raised by the hook behind the stage's last layer. A BaseException, so that ``except Exception`` in the user's
-    code lets it pass."""
-
-    def __init__(self, output: Any) -> None:
-        self.output = output
+    """Raised after the stage's last layer, with its output. It is a BaseException, so that ``except Exception`` in the
+    user's code lets it pass."""
 
 
 class Stage:
-    """One stage of a partitioned module: makes the rest absent, and runs steps cut at its bounds.
+    """One stage of a partitioned module: it makes the rest absent, and runs steps cut at its bounds.
 
     Args:
         module: the whole module. Its other stages' parameters and buffers are made absent here.
         partition: who owns what.
         index: the stage to be.
-        device: where absent tensors claim to be.
+        device: where absent tensors are said to be.
+
+    Attributes:
+        layers: the names of this stage's layers, in order.
+        is_first, is_last: its place in the pipeline.
     """
 
     def __init__(self, module: nn.Module, partition: Partition, index: int, device: torch.device) -> None:
         self.module = module
         self.partition = partition
         self.index = index
-        self.flow = chain_only(partition)  # what crosses the cuts; set it to that of the step to be run
-        self._owned = partition.layers_of(index)
-        self._last = self._owned.stop - 1
-        self._layers = {name: i for i, name in enumerate(partition.layers)}
-        owned = {partition.layers[i] for i in self._owned}
-        owned |= {name for name, stage in partition.outside.items() if stage == index}
+        self.layers = [partition.layers[i] for i in partition.layers_of(index)]
+        self.is_first, self.is_last = index == 0, index == partition.stages - 1
+        self.flow = chain_only(partition)
+        owned = {*self.layers, *(name for name, stage in partition.outside.items() if stage == index)}
         self._units = {name: module.get_submodule(name) for name in (*partition.layers, *partition.outside)}
-        self._device = device
-        self._seeds: dict[str, int] = {}  # of units that run: for the generators behind them
+        self._layer_indices = {name: i for i, name in enumerate(partition.layers)}
         self._absent = {name: AbsentForward(unit, name) for name, unit in self._units.items()}
         self._elsewhere = [name for name in self._units if name not in owned]
+        self._generators = TorchGenerators(device)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._in_backward = False
         self._patched: list[tuple[nn.Module, Callable[..., Any] | None]] = []
         self._pass: ForwardPass | None = None  # outside a run the hooks do nothing
+        self._in_backward = False
+        self._running: dict[str, tuple[int, Call | None]] = {}  # units: the seed for after it, and which call it is
         for name in self._elsewhere:
             make_absent(self._units[name], partial("parameter '{}.{}'".format, name), device)
 
     @property
-    def is_first(self) -> bool:
-        return self.index == 0
+    def flow(self) -> Flow:
+        """What crosses the cuts. Set it to that of the step to be run."""
+        return self._flow
 
-    @property
-    def is_last(self) -> bool:
-        return self.index == self.partition.stages - 1
-
-    def layers(self) -> list[str]:
-        """The layers of this stage, by name, in order."""
-        return [self.partition.layers[i] for i in self._owned]
+    @flow.setter
+    def flow(self, flow: Flow) -> None:
+        self._flow, self._cuts = flow, Cuts.of(flow, self.partition, self.index)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters held here, under their original (first) names: tied names once."""
+        """The parameters held here, under their original (first) names; tied ones once."""
         return {
             self.partition.aliases[name]: parameter
             for name, parameter in self.module.named_parameters()
@@ -101,7 +98,7 @@ class Stage:
         }
 
     def named_buffers(self) -> dict[str, Tensor]:
-        """The buffers held here that belong into a checkpoint."""
+        """The buffers held here that belong in a checkpoint."""
         persistent = self.module.state_dict(keep_vars=True)
         return {
             name: buffer
@@ -114,24 +111,24 @@ class Stage:
         return survey(self.module, self.partition, self._absent, step, logged)
 
     # -- hooks ---------------------------------------------------------------------------------------------------
-    # Where the user compiles a step, a model or a layer, torch.compile gets what is between them.
+    # Where the user compiles a step, a model or a layer, torch.compile gets what is between the hooks.
 
     def install(self, recompute: bool = False) -> None:
-        """Hook the module: from now on a step run by :meth:`run` is cut. :meth:`remove` undoes it.
+        """Hook the module. From now on a step that :meth:`run` runs is cut. :meth:`remove` undoes it.
 
         Args:
-            recompute: activation checkpointing: the layers of this stage keep their inputs only, and run again in the
+            recompute: activation checkpointing: the layers of this stage keep only their inputs, and run again in the
                 backward, where ``Weights.backward`` gives them the weights of their forward.
         """
         for name in self._elsewhere:
-            # There is no hook that answers in a module's place; an instance attribute hides the class's `forward`.
+            # No hook answers in a module's place. An instance attribute hides the class's `forward`.
             self._patch(self._units[name], partial(self._answer, name))
         for name, unit in self._units.items():
             if name not in self._elsewhere:
                 self._hooks.append(unit.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
                 # Registered last, so it runs after the module's own forward hooks.
                 self._hooks.append(unit.register_forward_hook(partial(self._leave, name)))
-                if recompute and name in self._layers and any(True for _ in unit.parameters()):
+                if recompute and name in self._layer_indices and any(True for _ in unit.parameters()):
                     # Inside the hooks, which a second run doesn't pass. Layers without parameters are small, and may
                     # work in place (nn.ReLU(inplace=True)), which can't be run twice.
                     self._patch(unit, partial(recomputed, unit.forward))
@@ -154,22 +151,22 @@ class Stage:
 
     @torch.compiler.disable
     def _answer(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Forward of a unit on another stage: what arrived of it, or absent tensors."""
+        """The forward of a unit on another stage: what arrived of it, or absent tensors."""
         if self._pass is None:
             return self._absent[name].answer(args, kwargs)
         seed = draw_seed()
-        call = self._pass.count(name, self._layers.get(name))
+        call = self._pass.called(name, self._layer_indices.get(name))
         answer = self._absent[name].answer(args, kwargs, call[1])
-        reseed(seed, self._device)
+        self._generators.seed(seed)
         live = self._pass.arrived(call)
-        return answer if live is None else _fill(answer, live, name)
+        return answer if live is None else _filled(answer, live, name)
 
     @torch.compiler.disable
     def _enter(self, name: str, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the forward of a unit of this stage."""
         if self._pass is None and not self._in_backward:
             return
-        self._seeds[name] = draw_seed()
+        seed = draw_seed()
         absent = first_absent((args, kwargs))
         if self._in_backward and absent is not None:
             raise RuntimeError(
@@ -177,10 +174,9 @@ class Stage:
                 f"stage, where its input is: let no checkpoint span layers of two stages. Checkpoint each layer by "
                 f"itself, or use activation_checkpointing=True."
             )
-        if self._pass is None:
-            return
-        self._pass.count(name, self._layers.get(name))
-        if absent is not None:
+        call = None if self._pass is None else self._pass.called(name, self._layer_indices.get(name))
+        self._running[name] = seed, call
+        if call is not None and absent is not None:
             raise RuntimeError(
                 f"'{name}' runs on stage {self.index}, but an input of it depends on {absent.origin}, which lives on "
                 f"another stage. Outputs of modules cross between stages, parameters don't: use a parameter inside its "
@@ -189,15 +185,15 @@ class Stage:
 
     @torch.compiler.disable
     def _leave(self, name: str, unit: nn.Module, args: Any, output: Any) -> None:
-        """After the forward of a unit of this stage: keep what later stages need; behind the last layer, leave."""
+        """After the forward of a unit of this stage: keep what later stages need; after the last layer, leave."""
         if self._pass is None and not self._in_backward:
             return
-        reseed(self._seeds.pop(name), self._device)
-        if self._pass is None:
+        seed, call = self._running.pop(name)
+        self._generators.seed(seed)
+        if self._pass is None or call is None:
             return
-        call = self._pass.latest(name)
-        wanted = self._pass.is_wanted(call)
-        leaving = not self.is_last and self._layers.get(name) == self._last
+        wanted = call in self._cuts.wanted
+        leaving = not self.is_last and name == self.layers[-1]
         if (leaving or wanted) and self._pass.grad and not torch.is_grad_enabled():
             self._refuse_without_gradient(name, unit)
         if wanted:
@@ -206,8 +202,8 @@ class Stage:
             raise _LeaveStep(output)
 
     def _refuse_without_gradient(self, name: str, unit: nn.Module) -> None:
-        # A checkpoint with use_reentrant=True runs its part without gradients, and makes up for it behind the part:
-        # too late for an output that leaves the stage from inside.
+        # A checkpoint with use_reentrant=True runs its part without gradients, and makes up for it after the part: too
+        # late for an output that leaves the stage from inside.
         if any(parameter.requires_grad for parameter in unit.parameters()):
             raise RuntimeError(
                 f"'{name}' hands its output from stage {self.index} to a later one, but runs under torch.no_grad() or "
@@ -221,31 +217,30 @@ class Stage:
         self,
         step: Callable[[], Any],
         arrive: Callable[[], Arrival] | None,
-        expect: Callable[[], Arrival | None] = lambda: None,
+        expect: Callable[[], Arrival | None] | None = None,
     ) -> Any:
         """Run ``step`` on this stage.
 
         Args:
             step: the user's step with its arguments bound.
-            arrive: gives what the stage before sent; called once, when the step needs it. None on the first stage.
-            expect: gives what ``arrive`` will most likely give, if that is known before. Its values needn't have come.
+            arrive: gives what the previous stage sent; called once, when the step needs it. None on the first stage.
+            expect: gives what ``arrive`` will most likely give, if that is known before. Its values need not have come.
 
         Returns:
-            What ``step`` returned, on the last stage; a :class:`.crossing.Departure` on the others.
+            What ``step`` returned, on the last stage; a :class:`.arrival.Departure` on the others.
 
         Raises:
             RuntimeError: a layer was called twice, out of order or not at all, or a value would have to cross the cut
                 that can't.
         """
         assert (arrive is None) == self.is_first
-        self._pass = forward = ForwardPass(self.partition, self.flow, self.index, arrive)
+        self._pass = forward = ForwardPass(self._cuts, arrive, expect)
         left = False
         try:
-            forward.unload_ahead(expect)
             output = step()
         except _LeaveStep as leave:
             left = True
-            output = forward.departure(leave.output) if forward.lost is None else None
+            output = forward.departure(leave.args[0]) if forward.lost is None else None
         except BaseException:
             if forward.lost is None:
                 raise
@@ -256,7 +251,7 @@ class Stage:
             try:
                 raise lost
             finally:
-                del lost  # or its traceback would hold this frame, and it in turn the links of this stage
+                del lost  # or its traceback would hold this frame, and this frame the links of the stage
         if left:
             return output
         forward.check_complete()
@@ -264,8 +259,8 @@ class Stage:
         if absent is not None:
             raise RuntimeError(
                 f"What the step returned on stage {self.index} depends on {absent.origin}, which lives on another "
-                f"stage. Outputs of modules cross between stages if the first step shows that they are needed, and "
-                f"not what comes in only behind a value that it asks for (.item(), a mask as an index): compute that "
+                f"stage. Outputs of modules cross between stages if the first step shows that they are needed, but not "
+                f"what is used only after the step has asked for a value (.item(), a mask as an index): compute that "
                 f"before. Parameters don't cross. (Weights that are tied by hand, as in "
                 f"F.linear(x, self.embedding.weight), can be tied as a module's parameter instead: self.head.weight = "
                 f"self.embedding.weight.)"
@@ -274,7 +269,8 @@ class Stage:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """In its backward a step's layers may run again (activation checkpointing), drawing the same numbers."""
+        """Around a backward: a step's layers may run again in it (activation checkpointing), drawing the same
+        numbers."""
         self._in_backward = True
         try:
             yield
@@ -282,17 +278,17 @@ class Stage:
             self._in_backward = False
 
 
-def _fill(answer: Any, live: list[Tensor], name: str) -> Any:
+def _filled(answer: Any, live: list[Tensor], name: str) -> Any:
     """``answer`` with live tensors in the place of absent ones."""
     if isinstance(answer, Tensor) and len(live) == 1:
         return live[0]
-    leaves, spec = pytree.tree_flatten(answer)
+    leaves, spec = tree_flatten(answer)
     holes = [j for j, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if len(holes) != len(live):
         raise RuntimeError(
-            f"'{name}' returned {len(live)} tensors on its own stage, but {len(holes)} by the reckoning of another: "
-            f"the number of its outputs must not depend on values."
+            f"'{name}' returned {len(live)} tensors on its own stage, but {len(holes)} on another, where it was asked "
+            f"on absent tensors: the number of its outputs must not depend on values."
         )
     for j, tensor in zip(holes, live, strict=True):
         leaves[j] = tensor
-    return pytree.tree_unflatten(leaves, spec)
+    return tree_unflatten(leaves, spec)

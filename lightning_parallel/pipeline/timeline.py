@@ -1,7 +1,7 @@
 """What ran when: recorded on each rank, and measured against theory. ``drawing.py`` makes pictures of it.
 
-A row is what one stage recorded, a list of `Span` in the order of time. Rows can be compared where the ranks
-share a clock, as the processes of one host share `time.monotonic`.
+A row is what one stage recorded, a list of `Span` in the order of time. Rows can be compared where the ranks share a
+clock, as the processes of one host share `time.monotonic`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,18 @@ _NOTHING = nullcontext()
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that one stage did for one microbatch (for a step: the number of the update).
+    """Something that one stage did for one microbatch, or for one update.
 
-    `kind` is "forward", "backward" or "step" (computing), "begin" (of a forward: what the step does before it needs a
-    message), "receive" (waiting for a message), "evaluate" (validation, test, prediction), or "omitted" (recording
-    that was dropped). `start` and `end` are in seconds. Computing spans of a row do not overlap. `version` is the
-    number of updates that made the weights of an asynchronous pipeline's forward.
+    Computing spans of a row don't overlap.
+
+    Attributes:
+        kind: "forward", "backward" or "step" (computing); "begin" (the part of a forward before it needs a message);
+            "receive" (waiting for a message); "evaluate" (validation, test, prediction); or "omitted" (recording that
+            was dropped).
+        microbatch: its number; for a step, that of the update.
+        start: in seconds.
+        end: in seconds.
+        version: of an asynchronous pipeline's forward, the number of updates that made its weights.
     """
 
     kind: str
@@ -41,11 +47,15 @@ class Span:
 class Timeline:
     """Recorder of one rank's spans.
 
-    A long run keeps its first and its last `limit` spans; an "omitted" span stands for what was between.
+    A long run keeps its first and its last spans; an "omitted" span stands for those between.
 
         timeline = Timeline(enabled=True)
         with timeline.span("forward", microbatch):
             ...
+
+    Args:
+        enabled: False records nothing.
+        limit: the number of first, and of last, spans that are kept.
     """
 
     def __init__(self, enabled: bool, limit: int = 20_000) -> None:
@@ -56,7 +66,7 @@ class Timeline:
         self._omitted_from: float | None = None
 
     def span(self, kind: str, microbatch: int, version: int | None = None) -> AbstractContextManager[None]:
-        """Record what runs in the `with` block; if it raises, too. Costs next to nothing when disabled."""
+        """Record what runs in the `with` block, also if it raises. It costs next to nothing when disabled."""
         return _Recording(self, kind, microbatch, version) if self.enabled else _NOTHING
 
     @property
@@ -76,7 +86,7 @@ class Timeline:
 
 
 class _Recording:
-    """One `with timeline.span(...)`; a class, since `contextlib.contextmanager` costs several times more."""
+    """One `with timeline.span(...)`. It is a class, since `contextlib.contextmanager` costs several times more."""
 
     __slots__ = ("_kind", "_microbatch", "_start", "_timeline", "_version")
 
@@ -93,7 +103,7 @@ class _Recording:
 
 
 def from_simulation(simulation: Simulation, unit: float = 1e-3) -> list[list[Span]]:
-    """A simulation's rows, as if they had been recorded; `unit` seconds for each unit of its time."""
+    """A simulation's rows, as if they had been recorded. `unit` is the seconds for each unit of its time."""
     rows: list[list[Span]] = []
     for timed_row in simulation.rows:
         row: list[Span] = []
@@ -109,10 +119,13 @@ def from_simulation(simulation: Simulation, unit: float = 1e-3) -> list[list[Spa
     return rows
 
 
+# -- measuring ---------------------------------------------------------------------------------------------------
+
+
 def _phases(rows: Sequence[Sequence[Span]]) -> Iterator[list[list[Span]]]:
-    """The training between one evaluation, or omission, and the next: for each row its computing spans."""
+    """The training between one evaluation, or omission, and the next: the computing spans of each row."""
     omitted = [span for row in rows for span in row if span.kind == "omitted"]
-    # What only some rows still know is no ground to measure on: all rows drop the same time.
+    # What only some rows still know can't be measured: all rows drop the same time.
     begin = min((span.start for span in omitted), default=float("inf"))
     end = max((span.end for span in omitted), default=float("inf"))
     split = []
@@ -129,9 +142,9 @@ def _busy(row: Sequence[Span], begin: float, end: float) -> float:
 
 
 def measured_bubble(rows: Sequence[Sequence[Span]]) -> float:
-    """Fraction of the stages' time without forward, backward or step.
+    """The fraction of the stages' time without forward, backward or step.
 
-    Counted from the first forward to the last backward, without the evaluations in between.
+    It is counted from the first forward to the last backward, without the evaluations in between.
 
     Raises:
         ValueError: no forward or backward was recorded.
@@ -144,15 +157,15 @@ def measured_bubble(rows: Sequence[Sequence[Span]]) -> float:
             busy += sum(_busy(row, begin, end) for row in phase)
             total += len(rows) * (end - begin)
     if total == 0:
-        raise ValueError("the timeline has no forward or backward: record at least one training step")
+        raise ValueError("The timeline has no forward or backward: record at least one training step.")
     return 1 - busy / total
 
 
 def utilisation(rows: Sequence[Sequence[Span]], skip: int = 0) -> float | None:
-    """Fraction of the stages' time in which they compute while the pipeline is full; None if it never is.
+    """The fraction of the stages' time in which they compute while the pipeline is full; None if it never is.
 
-    It is full from when every stage has begun its backward number `skip` until the first stage ends its last
-    forward but `skip`: the steady state of the asynchronous schedule, between fill and drain.
+    It is full from when every stage has begun its backward number `skip` until the first stage ends its last forward
+    but `skip`: the steady state of the asynchronous schedule, between fill and drain.
     """
     busy = total = 0.0
     for phase in _phases(rows):
@@ -168,9 +181,12 @@ def utilisation(rows: Sequence[Sequence[Span]], skip: int = 0) -> float | None:
 
 
 def report(rows: Sequence[Sequence[Span]], theory: float | None) -> str:
-    """Measured bubble beside theory, in a line.
+    """The measured bubble beside theory, in one line.
 
-    A theory of 0 is that of a schedule that is never flushed, and speaks of its steady state.
+    Args:
+        rows: one for each stage.
+        theory: the bubble by theory; 0 stands for a schedule that is never flushed, of which only the steady state
+            counts; None for no theory.
     """
     whole = measured_bubble(rows)
     if theory is None:

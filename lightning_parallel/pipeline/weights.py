@@ -2,20 +2,20 @@
 
 A synchronous schedule has one version of the weights between two steps, and autograd needs no help
 (:class:`CurrentWeights`). An asynchronous one steps while microbatches are in flight, whose backward must not see the
-new weights (:class:`WeightVersions`).
+new weights (:class:`WeightVersions`)::
 
     update       ----- 0 ------- 1 ------- 2 ------->
     forward 3    uses version 1                        its leaves share memory with the parameters,
     step 1                      the parameters move to a copy, and the optimizer changes the copy
     backward 3                            uses version 1, kept alive by the leaves
 
-A microbatch's forward runs on *leaves*: detached tensors that share the parameters' memory. A step that finds a
-version in flight first moves the parameters (``p.data = p.data.clone()``), so the optimizer's in-place update leaves
-the version whole: one copy an update, none a microbatch, and the forward is free. The rivals fail, most of them
-silently: changing ``p.data`` alone gives wrong input gradients in every layer but a few, of which Linear is one.
+A microbatch's forward runs on *leaves*: detached tensors that share the parameters' memory. A step that finds a version
+in flight first moves the parameters (``p.data = p.data.clone()``), so the optimizer's in-place update leaves the
+version whole. That is one copy an update and none a microbatch, and the forward costs nothing. Other ways fail, most of
+them silently: changing ``p.data`` alone gives wrong input gradients in every layer but a few, of which Linear is one.
 
-With a correction (``staleness.py``) leaves have memory of their own, for they hold other values than the parameters:
-one copy more than without.
+With a correction (``staleness.py``) the leaves have memory of their own, since they hold other values than the
+parameters: one copy more than without.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.pipeline.staleness import Stashing, extrapolate
+from lightning_parallel.torch_private import parameters_of
 
 
 class Weights(Protocol):
     """How the engine asks for weights."""
 
     def forward(self, step: Callable[[], Any]) -> tuple[Any, Any]:
-        """Run ``step`` with the weights that a forward starting now uses: its result, and a token for the backward."""
+        """Run ``step`` with the weights that a forward starting now uses. Returns its result, and a token for the
+        backward."""
         ...
 
     def backward(self, token: Any) -> AbstractContextManager[None]:
-        """A context for the backward of a forward, which gives its token back."""
+        """A context for the backward of the forward that returned ``token``."""
         ...
 
     @property
     def reading(self) -> int | None:
-        """The number of updates that made what the next forward uses; None: not counted."""
+        """The number of updates that made the weights which the next forward uses; None if they aren't counted."""
         ...
 
 
 class CurrentWeights:
-    """Synchronous schedules: the module's own parameters; gradients accumulate in ``p.grad``."""
+    """Synchronous schedules: the module's own parameters. Gradients accumulate in ``p.grad``."""
+
+    reading = None
 
     def forward(self, step: Callable[[], Any]) -> tuple[Any, None]:
         return step(), None
 
     def backward(self, token: None) -> AbstractContextManager[None]:
         return nullcontext()
-
-    @property
-    def reading(self) -> None:
-        return None
 
 
 @dataclass(eq=False)
@@ -70,9 +70,9 @@ class Version:
 
     Attributes:
         updates: the number of updates that made it.
-        leaves: by parameter name, what forwards of this version read. Gradients gather in the leaves' ``grad``.
-        copied: names of the leaves that have memory of their own. Others share the parameters'.
-        in_flight: forwards whose backward is still to come.
+        leaves: by parameter name, what forwards of this version read. Gradients accumulate in the leaves' ``grad``.
+        copied: the names of the leaves that have memory of their own. Others share the parameters'.
+        in_flight: the number of forwards whose backward is yet to come.
     """
 
     updates: int
@@ -90,12 +90,15 @@ class WeightVersions:
     Args:
         module: the partitioned module. Its parameters are swapped for leaves while a step runs.
         parameters: this stage's parameters, by name.
-        stashing: ``"stash"``: a forward uses the newest weights, and its backward the same. ``"2bw"``: so it is, but
-            the forwards of update u use the version after u - 1 updates, which every stage has by then. ``"latest"``: a
-            backward uses the weights that are the newest by then, for the products with weights, while activations are
-            those of the forward; no copies, a biased gradient.
-        corrected: will :meth:`update` be given corrections?
+        stashing: ``"stash"``: a forward uses the newest weights, and its backward the same ones. ``"2bw"``: likewise,
+            but the forwards of update u use the version after u - 1 updates, which every stage has by then.
+            ``"latest"``: a backward uses the weights that are the newest by then in its products with weights, while
+            activations are those of the forward. This needs no copies, and the gradient is biased.
+        corrected: whether :meth:`update` will be given corrections.
         grown: called with the name of a parameter whenever a backward has added to its :meth:`gradient`.
+
+    Attributes:
+        staleness: for each number of updates between a forward and its backward, the number of microbatches.
     """
 
     def __init__(
@@ -113,22 +116,22 @@ class WeightVersions:
         self._corrected = corrected
         self._updates = 0
         self._drained = 0  # the version at the last drain: nothing reads an older one
-        self._wanted: int | None = None  # the version that forwards read; None: the newest
+        self._wanted: int | None = None  # the version that forwards read; None for the newest
         self._current: Version | None = None
-        self._old: list[Version] = []  # older ones: in flight, still to be read, or with gradients to be taken
-        self.staleness: Counter[int] = Counter()  # updates between forward and backward: how many microbatches
+        self._old: list[Version] = []  # older ones: in flight, yet to be read, or with gradients to be taken
+        self.staleness: Counter[int] = Counter()
         names = {id(parameter): name for name, parameter in parameters.items()}
-        # Every place in the module tree where a parameter of this stage is read from, tied names included.
-        self._slots = [
-            (submodule._parameters, key, names[id(parameter)])
+        # Every place in the module tree from which a parameter of this stage is read, tied names included.
+        self._slots: list[tuple[dict[str, Any], str, str]] = [
+            (parameters_of(submodule), key, names[id(parameter)])
             for submodule in module.modules()
-            for key, parameter in submodule._parameters.items()
+            for key, parameter in parameters_of(submodule).items()
             if id(parameter) in names
         ]
 
     @property
     def updates(self) -> int:
-        """Updates done, which is also the number of the newest version."""
+        """The number of updates done, which is also the number of the newest version."""
         return self._updates
 
     @property
@@ -137,18 +140,19 @@ class WeightVersions:
         return self._updates if self._wanted is None else self._wanted
 
     def copies(self) -> int:
-        """Copies of the stage's weights that are held beside its parameters."""
+        """The copies of the stage's weights that are held besides its parameters."""
         held = [version for version in self._versions() if version.copied]
         return min(1, len(held)) if self._stashing == "latest" else len(held)  # its versions share one
 
     # -- forwards and backwards ----------------------------------------------------------------------------------
 
     def begin(self, update: int) -> None:
-        """The forwards to come are those of ``update``, counted from 0."""
+        """The next forwards are those of ``update``, counted from 0."""
         if self._stashing == "2bw":
             self._wanted = max(update - 1, self._drained)
 
     def forward(self, step: Callable[[], Any]) -> tuple[Any, Version]:
+        """Run ``step`` on the leaves of the version that is to be read."""
         version = next((old for old in self._old if old.updates == self._wanted), None) or self._newest()
         assert version.updates == self.reading, "2bw reads a version that every stage has by now"
         with self._read_from(version):
@@ -158,6 +162,7 @@ class WeightVersions:
 
     @contextmanager
     def backward(self, version: Version) -> Iterator[None]:
+        """Around the backward of a forward that read ``version``."""
         # Activation checkpointing runs parts of the forward again here, and has to find the same weights.
         with self._read_from(version):
             yield
@@ -168,7 +173,7 @@ class WeightVersions:
     def _read_from(self, version: Version) -> Iterator[None]:
         before = [store[key] for store, key, _ in self._slots]
         for store, key, name in self._slots:
-            store[key] = version.leaves[name]  # type: ignore[assignment]  # torch.func does the same
+            store[key] = version.leaves[name]
         try:
             yield
         finally:
@@ -178,13 +183,13 @@ class WeightVersions:
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def gradient(self, name: str) -> Tensor:
-        """What has gathered for a parameter so far, over all versions. It must have some."""
+        """A parameter's gradient so far, summed over all versions. It must have one."""
         parts = [g for version in self._versions() if (g := version.leaves[name].grad) is not None]
         return reduce(torch.add, parts)
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """The gradients gathered since the last call, summed over versions, by parameter name. Where the loss didn't
-        depend on a parameter, it is missing."""
+        """The gradients accumulated since the last call, summed over versions, by parameter name. A parameter that the
+        loss didn't depend on is missing."""
         gradients: dict[str, Tensor] = {}
         for version in self._versions():
             for name, leaf in version.leaves.items():
@@ -197,10 +202,11 @@ class WeightVersions:
     # -- updates -------------------------------------------------------------------------------------------------
 
     def update(self, apply: Callable[[], None], correction: float = 0.0, second_order: bool = False) -> None:
-        """Let ``apply`` change the parameters in place, as optimizers do; versions in flight stay whole.
+        """Let ``apply`` change the parameters in place, as optimizers do. Versions in flight stay whole.
 
         Args:
-            correction, second_order: what forwards then read (:func:`~.staleness.extrapolate`).
+            apply: the optimizer's step.
+            correction, second_order: what forwards read afterwards (:func:`~.staleness.extrapolate`).
         """
         assert self._corrected or not correction
         # With a correction or "2bw" the newest version will be read, or written to.
@@ -239,7 +245,8 @@ class WeightVersions:
 
         Args:
             before: the parameters before the update.
-            read: what forwards have read, where it was not these; None: of first order.
+            read: what forwards have read, where it was something else; None for first order.
+            weight: of the update.
         """
         values: dict[str, Tensor] = {}
         for name, parameter in self._trained().items():
@@ -249,8 +256,8 @@ class WeightVersions:
         return values
 
     def refresh(self) -> None:
-        """Nothing is in flight, and others may have changed the parameters: the next forward reads them themselves.
-        Gradients of an update under way (accumulation over batches) are kept for it."""
+        """After a drain, nothing is in flight, and other code may have changed the parameters: the next forward reads
+        the parameters themselves. Gradients of an update under way (accumulation over batches) are kept for it."""
         versions = self._versions()
         assert not any(version.in_flight for version in versions)
         self._drained = self._updates
@@ -266,7 +273,7 @@ class WeightVersions:
     # -- versions ------------------------------------------------------------------------------------------------
 
     def _versions(self) -> list[Version]:
-        """All that there are, from old to new."""
+        """All versions, from old to new."""
         return [*self._old, *([self._current] if self._current else [])]
 
     def _is_needed(self, version: Version) -> bool:
@@ -274,7 +281,7 @@ class WeightVersions:
 
     def _newest(self) -> Version:
         if self._current is None:
-            # Of "latest", later values are written to the leaves; corrected ones must not reach the parameters.
+            # With "latest", later values are written to the leaves. Corrected ones must not reach the parameters.
             apart = self._corrected and self._stashing == "latest"
             self._current = self._version(
                 {name: p.data.clone() for name, p in self._trained().items()} if apart else {}
@@ -282,9 +289,9 @@ class WeightVersions:
         return self._current
 
     def _version(self, values: Mapping[str, Tensor]) -> Version:
-        """The newest version, of ``values`` where there are any, else of the parameters' own."""
-        # `.data` first: its version counter is its own, so that an in-place step doesn't invalidate graphs that
-        # "latest" means to run on the new values.
+        """The newest version, with ``values`` where there are any, otherwise with the parameters' own."""
+        # `.data` first: its version counter is its own, so an in-place step doesn't invalidate the graphs that "latest"
+        # is to run on the new values.
         leaves = {
             name: values.get(name, parameter.data).data.detach().requires_grad_(parameter.requires_grad)
             for name, parameter in self._parameters.items()
@@ -297,22 +304,3 @@ class WeightVersions:
     def _tell(self, name: str, leaf: Tensor) -> None:
         assert self._grown is not None
         self._grown(name)
-
-
-def swap_gradients(
-    parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor | None]
-) -> dict[str, Tensor | None]:
-    """Set every ``p.grad`` to what ``gradients`` holds (None if absent); return what was there. Nothing is copied."""
-    before: dict[str, Tensor | None] = {}
-    for name, parameter in parameters.items():
-        before[name] = parameter.grad
-        parameter.grad = gradients.get(name)
-    return before
-
-
-def add_gradients(parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor | None]) -> None:
-    """Add ``gradients`` (None: nothing) to what every ``p.grad`` holds."""
-    for name, gradient in gradients.items():
-        if gradient is not None:
-            grown = parameters[name].grad
-            parameters[name].grad = gradient if grown is None else grown.add_(gradient)

@@ -1,112 +1,102 @@
-"""What every multi-process strategy of the package shares: launch, ranks, groups, collectives, samplers, seeds.
+"""What every strategy has that runs a process on each device: launch, ranks and groups, collectives, checkpoints.
 
-A subclass says how large its axes are (:meth:`LayoutStrategy.axes`) and what becomes of the model. Collectives that
-Lightning and the user's code reach through the strategy (``self.all_gather``, ``sync_dist=True``) run over the data
-axis, whose ranks see different batches; decisions and barriers are world-wide.
+A strategy says how large its axes are, and writes its own ``setup`` and steps. It gives :meth:`LayoutStrategy.hold`
+what this rank holds of the model; optimizers, clipping, buffers and checkpoints follow from that.
 """
 
 from __future__ import annotations
 
-import atexit
-import gc
-import hashlib
-import os
-import random
-import time
 import warnings
 from collections.abc import Mapping
-from datetime import timedelta
-from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
-import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp,
-)
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel.layout import Groups, Layout, Size, make_groups
-from lightning_parallel.strategies.loaders import warn_of_equal_shares
+from lightning_parallel.groups import Groups
+from lightning_parallel.layout import Layout, Size
+from lightning_parallel.lightning_private import (
+    launched_by_make_launcher,
+    layer_sync_of,
+    move_optimizers,
+    script_launcher,
+)
+from lightning_parallel.local_model import LocalModel
+from lightning_parallel.parts import loaders, process_group
+from lightning_parallel.parts.checkpoints import SEVERAL_OPTIMIZERS, Checkpoints, remove_checkpoint
+from lightning_parallel.parts.collectives import Collectives
+from lightning_parallel.parts.options import ProcessOptions
+from lightning_parallel.parts.replicas import Replicas
 
 T = TypeVar("T")
 
-DEFAULT_TIMEOUT = timedelta(minutes=30)
 
-
+@launched_by_make_launcher
 class LayoutStrategy(ParallelStrategy):
-    """Base of the strategies that run a process a device.
+    """Base of the strategies that run a process on each device.
 
     Args:
-        timeout: how long a rank waits for another before it gives up.
-        process_group_backend: ``"gloo"`` or ``"nccl"``; by default NCCL where every rank has a GPU of its own, gloo
-            elsewhere.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning's
-            strategies; the Trainer fills them in. ``parallel_devices`` may name one GPU several times, for ranks that
-            share it.
+        options: what all of them take.
+        **axes: the sizes that the user gave to the axes, by name of the axis.
     """
 
-    def __init__(
-        self,
-        *,
-        timeout: timedelta = DEFAULT_TIMEOUT,
-        process_group_backend: str | None = None,
-        accelerator: pl.accelerators.Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-    ) -> None:
+    def __init__(self, options: ProcessOptions, **axes: Size) -> None:
         super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
+            accelerator=options.accelerator,
+            parallel_devices=options.parallel_devices,
+            cluster_environment=options.cluster_environment,
+            checkpoint_io=options.checkpoint_io,
+            precision_plugin=options.precision_plugin,
         )
-        self._timeout = timeout
-        self._process_group_backend = process_group_backend
+        self.options = options
+        self._axes: Mapping[str, Any] = axes
         self._num_nodes = 1
         self._layout: Layout | None = None
         self._groups: Groups | None = None
+        self._collectives: Collectives | None = None
+        self._seed = 0
+        self._local: LocalModel | None = None
+        self._replicas: Replicas | None = None
+        self._checkpoints: Checkpoints | None = None
 
-    # -- layout --------------------------------------------------------------------------------------------------
-
-    def axes(self) -> Mapping[str, Size]:
-        """The sizes that the user gave to the axes, by name of the axis."""
-        raise TypeError(f"{type(self).__name__} is abstract: it has no axes")
+    # -- which rank this is --------------------------------------------------------------------------------------
 
     @property
     def layout(self) -> Layout:
-        """Who this rank is. Known from the moment the Trainer is made."""
+        """The axes, as this rank sees them. Known from the moment the Trainer is made."""
         if self._layout is None or self._layout.rank != self.global_rank:
-            self._layout = Layout.resolve(self.num_processes * self.num_nodes, self.global_rank, **self.axes())
+            self._layout = Layout.resolve(self.num_processes * self.num_nodes, self.global_rank, **self._axes)
         return self._layout
 
     @property
     def groups(self) -> Groups:
+        """The process groups."""
         assert self._groups is not None, "the process groups are made in setup_environment"
         return self._groups
 
     @property
+    def collectives(self) -> Collectives:
+        """What ranks do together."""
+        assert self._collectives is not None, "the ranks meet from setup_environment on"
+        return self._collectives
+
+    @property
+    def seed(self) -> int:
+        """The run's seed, equal on every rank."""
+        return self._seed
+
+    @property
     def is_distributed(self) -> bool:
-        """Lightning asks for this name to decide on injecting samplers. With one replica there is nothing to divide:
-        every rank iterates the user's own loader, as a single process does."""
-        return self.layout.data > 1
+        """Lightning asks for this name to decide whether to put in distributed samplers. With one replica there is
+        nothing to divide: every rank iterates the user's own loader, as a single process does."""
+        return self.layout.size("data") > 1
 
     @property
     @override
@@ -124,190 +114,220 @@ class LayoutStrategy(ParallelStrategy):
 
     @property
     def num_processes(self) -> int:
-        """Processes on this node."""
+        """The processes on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        # Ranks of one replica see the same samples in the same order.
-        return {"num_replicas": self.layout.data, "rank": self.layout.data_rank}
+        # The ranks of one replica see the same samples in the same order.
+        return {"num_replicas": self.layout.size("data"), "rank": self.layout.index("data")}
 
     # -- launch --------------------------------------------------------------------------------------------------
 
-    @override
-    def _configure_launcher(self) -> None:
+    def make_launcher(self) -> Any:
+        """The last call while the Trainer is made: what is wrong by then is refused before any process starts."""
         assert self.cluster_environment is not None
-        Layout.resolve(self.num_processes * self.num_nodes, 0, **self.axes())  # refused before any process starts
-        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        Layout.resolve(self.num_processes * self.num_nodes, **self._axes)
+        if layer_sync_of(self) is not None:
+            raise ValueError(
+                f"sync_batchnorm=True: under {type(self).__name__} BatchNorm normalises over what a rank sees at a "
+                f"time, a microbatch or a replica's share. Leave it out, or use strategy='ddp'."
+            )
+        return script_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
+        """Tell the cluster environment, and Lightning's helpers, which rank this is."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]  # how Lightning tells its helpers
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         self.set_world_ranks()
         assert self.cluster_environment is not None
-        if not _distributed_is_initialized():
-            device: dict[str, Any] = {"device_id": self.root_device} if self._backend() == "nccl" else {}
-            _init_dist_connection(self.cluster_environment, self._backend(), timeout=self._timeout, **device)
-            atexit.unregister(leave_the_group)
-            atexit.register(leave_the_group)
-            self._groups = None
-        if dist.get_world_size() != self.layout.world_size:
-            raise RuntimeError(
-                f"A process group of {dist.get_world_size()} processes exists already, but this Trainer asks for "
-                f"{self.layout.world_size} (devices x num_nodes). End it first with "
-                f"torch.distributed.destroy_process_group(), or start this run in a fresh process."
-            )
-        if self._groups is None:
-            self._groups = make_groups(self.layout, self._timeout, self.root_device)
-        self._agree_on_seed()
-
-    def _backend(self) -> str:
-        if self._process_group_backend is not None:
-            return self._process_group_backend
-        devices = self.parallel_devices or []
-        if len(set(devices)) < len(devices):
-            return "gloo"  # NCCL can't join two ranks on one GPU
-        return _get_default_process_group_backend_for_device(self.root_device)
-
-    def _agree_on_seed(self) -> None:
-        """Ranks of one replica must draw the same samples and augmentations.
-
-        Where the user's script has left the same random state on all ranks, as ``seed_everything`` does, it stays as
-        it is, and the data come in the order of a single process. Elsewhere rank 0 chooses a seed for all.
-        """
-        seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
-        states = (torch.get_rng_state().numpy().tobytes(), np.random.get_state()[1].tobytes(), random.getstate())  # type: ignore[index,union-attr]
-        mine = (seed, hashlib.sha256(repr(states).encode()).hexdigest())
-        gathered: list[Any] = [None] * self.layout.world_size
-        dist.all_gather_object(gathered, mine)
-        self._seed = gathered[0][0]
-        if any(other != gathered[0] for other in gathered) or self.layout.data > 1:
-            seed = self._seed + self.layout.data_rank
-            torch.manual_seed(seed)
-            np.random.seed(seed % 2**32)
-            random.seed(seed)
-
-    @property
-    def seed(self) -> int:
-        """The run's seed: the same on every rank."""
-        return self._seed
-
-    # -- set-up --------------------------------------------------------------------------------------------------
+        timeout, device = self.options.wait, self.root_device
+        backend = self.options.process_group_backend or process_group.backend_for(self.parallel_devices or [], device)
+        if process_group.join(self.cluster_environment, self.layout, backend, timeout, device) or self._groups is None:
+            self._groups = Groups(self.layout, timeout, device)
+        self._collectives = Collectives(self.layout, self._groups, device)
+        self._seed = process_group.agree_on_seed(self.layout)
+        self._checkpoints = None  # of a run before, which may have failed
 
     @override
-    def setup(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None
-        if self.layout.data == 1:
-            # Right for several replicas; with one, what is logged is already the whole.
+    def process_dataloader(self, dataloader: object) -> object:
+        return loaders.prepare(dataloader, self.layout)
+
+    # -- set-up: a strategy's `setup` calls these, in this order -------------------------------------------------
+
+    def prepare(self, trainer: pl.Trainer) -> pl.LightningModule:
+        """Begin a run: the accelerator, the precision, metrics. Returns the module, whole and unmoved."""
+        assert self.accelerator is not None and self.lightning_module is not None
+        if self.layout.size("data") == 1:
+            # The warning is right for several replicas. With one, what is logged is already the whole.
             warnings.filterwarnings("ignore", message=r".*self\.log\(.*sync_dist=True")
         self.accelerator.setup(trainer)
-        self._synchronise_metrics_over_replicas()
-        self.model = self.precision_plugin.convert_module(self._module())
-        self.distribute_model(trainer)
+        for child in self.lightning_module.modules():
+            # torchmetrics' objects reduce over the world by default, where tensor ranks would count each sample again,
+            # and where stages but the last have counted none.
+            if hasattr(child, "process_group") and hasattr(child, "sync_on_compute") and child.process_group is None:
+                child.process_group = self.groups.along("data")
+        self.model = self.precision_plugin.convert_module(self.lightning_module)
+        return self.lightning_module
+
+    def hold(self, trainer: pl.Trainer, local: LocalModel) -> None:
+        """The model is divided: move this rank's part to its device, and make the optimizers for it."""
+        self._local = local
+        self._checkpoints = Checkpoints(local, self.layout.coordinate)
+        self._replicas = Replicas(local, self.groups.along("data"))
+        training = trainer.state.fn == TrainerFn.FITTING
         self.model_to_device()
-        if trainer.state.fn == TrainerFn.FITTING:
+        if training:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.FITTING:
-            _optimizers_to_device(self.optimizers, self.root_device)
-
-    def _synchronise_metrics_over_replicas(self) -> None:
-        """torchmetrics' objects reduce over the world by default, where tensor ranks would count each sample again, and
-        stages but the last have counted none."""
-        for child in self._module().modules():
-            if hasattr(child, "process_group") and hasattr(child, "sync_on_compute") and child.process_group is None:
-                child.process_group = self.groups.data
-
-    def distribute_model(self, trainer: pl.Trainer) -> None:
-        """Give this rank its part of the model: before the move to the device, and before the optimizers are made."""
+        if training:
+            move_optimizers(self.optimizers, self.root_device)
 
     @override
     def model_to_device(self) -> None:
         assert self.model is not None
         self.model.to(self.root_device)
 
-    def _module(self) -> pl.LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """``configure_optimizers`` sees the whole model's parameters; then those of other ranks are dropped."""
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            if "multiple optimizers" not in str(error):
+                raise
+            # Lightning advises manual optimization.
+            raise ValueError(SEVERAL_OPTIMIZERS) from error
+        assert self._checkpoints is not None and self.lightning_module is not None
+        self._checkpoints.take_groups(self.lightning_module, self.optimizers)
+
+    @property
+    def local_model(self) -> LocalModel:
+        """What this rank holds of the model, from set-up on."""
+        assert self._local is not None, "the model is divided in Trainer.fit, validate, test and predict"
+        return self._local
+
+    @property
+    def replicas(self) -> Replicas:
+        """This rank's replica beside the others, from set-up on."""
+        assert self._replicas is not None, "replicas are made in Trainer.fit, validate, test and predict"
+        return self._replicas
+
+    # -- buffers -------------------------------------------------------------------------------------------------
+
+    def share_buffers(self) -> None:
+        """Where buffers are used or saved, those of the first replica count."""
+        if self._checkpoints is not None and not self._checkpoints.have_failed:
+            self.replicas.copy_buffers()
 
     @override
-    def process_dataloader(self, dataloader: object) -> object:
-        if self.layout.data > 1 and isinstance(dataloader, torch.utils.data.DataLoader):
-            warn_of_equal_shares(dataloader, self.layout.data)
-        # Lightning seeds workers by global rank, which would give the stages of one replica different augmentations.
-        seeded = int(os.environ.get("PL_SEED_WORKERS", 0))
-        if isinstance(dataloader, torch.utils.data.DataLoader) and seeded and dataloader.worker_init_fn is None:
-            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.layout.data_rank)
-        return dataloader
+    def on_validation_start(self) -> None:
+        self.share_buffers()
+
+    @override
+    def on_test_start(self) -> None:
+        self.share_buffers()
+
+    @override
+    def on_predict_start(self) -> None:
+        self.share_buffers()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # each rank reads its own part, so it has to know which that is
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return False  # it is read together with the model
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """This rank's part; :meth:`save_checkpoint` joins the parts. It is the first call of a save, on all ranks."""
+        self.share_buffers()
+        return {**self.local_model.parameters, **self.local_model.buffers()}
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return {}  # save_checkpoint collects it by name
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a directory with every rank's part. All ranks call it."""
+        if self._collectives is not None:
+            self._collectives.meet("A checkpoint")
+        assert self._checkpoints is not None
+        self._checkpoints.save(checkpoint, filepath, self.optimizers, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read this rank's part of a checkpoint: of a directory written under any layout, or of a plain file."""
+        assert self._checkpoints is not None and self.lightning_module is not None
+        training = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = self.optimizers if training else []
+        return self._checkpoints.load(checkpoint_path, optimizers, weights_only, self.checkpoint_io)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """load_checkpoint has done it."""
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """load_checkpoint has done it."""
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if self.is_global_zero:
+            remove_checkpoint(filepath, self.checkpoint_io)
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the data axis (or ``group``): what differs between ranks because their batches do."""
-        group = self._data_group(group)
-        if not isinstance(tensor, Tensor) or group is None:
-            return tensor
-        return _sync_ddp(tensor, group, reduce_op=reduce_op)
+        return self.collectives.reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather over the data axis (or ``group``). One replica: the tensor as it is, as with a single process."""
-        group = self._data_group(group)
-        return tensor if group is None else super().all_gather(tensor, group, sync_grads)
-
-    def _data_group(self, group: Any | None) -> Any | None:
-        """``group``; for none, and for the world, which ``LightningModule.all_gather`` says when the user gives none,
-        that of the data axis. None: this rank alone."""
-        if group is not None and group is not dist.group.WORLD:
-            return group
-        return self.groups.data if self.layout.data > 1 else None
+        gather = super().all_gather
+        return self.collectives.all_gather(tensor, group, lambda over: gather(tensor, over, sync_grads))
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return bool(votes == self.layout.world_size) if all else bool(votes)
+        return decision if self._collectives is None else self._collectives.decide(decision, all)
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if _distributed_is_initialized():
-            dist.barrier()
+        if self._collectives is not None:  # before the processes have joined, and after an error, this rank is alone
+            self._collectives.barrier()
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        if not _distributed_is_initialized():
-            return obj
-        boxed = [obj]
-        dist.broadcast_object_list(boxed, src)
-        return boxed[0]
+        return obj if self._collectives is None else self._collectives.broadcast(obj, src)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Close this rank's connections, so that the others, wherever they wait, end within seconds."""
-        if _distributed_is_initialized():
-            dist.destroy_process_group()
-        self._groups = None
+        """Nothing is saved any more, and the connections are closed, so that the other ranks end within seconds."""
+        if self._checkpoints is not None:
+            self._checkpoints.fail()
+        self._groups = self._collectives = None
+        process_group.close()
 
-
-def leave_the_group() -> None:
-    """Destroys the process group before the interpreter is finalized.
-
-    A thread of gloo's needs Python's lock to release a collective's tensors. If it gets that only while the interpreter
-    is being finalized, the process ends with SIGABRT, "terminate called without an active exception"
-    (https://github.com/pytorch/pytorch/issues/190489). Destroying joins these threads, but for groups that something
-    still refers to, as a script's Trainer does: theirs get the lock while this one sleeps.
-    """
-    if _distributed_is_initialized():
-        gc.collect()  # a Trainer that is over is in cycles, and holds on to groups
-        dist.destroy_process_group()
-        time.sleep(0.01)
+    @override
+    def teardown(self) -> None:
+        if self._replicas is not None:
+            self._replicas.end()
+        super().teardown()

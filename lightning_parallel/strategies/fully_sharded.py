@@ -1,27 +1,27 @@
-"""Fully sharded data parallelism: a share of every batch, and a share of the model, on each rank.
+"""Fully sharded data parallelism: a share of every batch, and a part of every parameter, on each rank.
 
-The sharding is torch's own (``torch.distributed.fsdp.fully_shard``), for Lightning modules as they are. The blocks of
-the model are its units (:mod:`lightning_parallel.data.units`). What lies around them belongs to the root::
+The sharding is torch's own (``torch.distributed.fsdp.fully_shard``), for LightningModules as they are. The blocks of
+the model are its units (:mod:`lightning_parallel.fully_sharded.units`). What lies around them belongs to the root::
 
     _Root                      fully_shard: gathered for the whole step
       LightningModule          the user's class, untouched; its steps run as the root's forward
         embedding, head, ...
         block 0, 1, ...        fully_shard each: gathered while it runs, forward and backward
 
-Lightning's steps are no ``forward``, by whose hooks ``fully_shard`` works; so they are called through the root's, as
-Lightning does with DDP's wrapper. A parameter without dimensions can't be sharded: every rank keeps it whole, and the
-gradients are averaged here.
+``fully_shard`` works by the hooks of ``forward``, and Lightning's steps are no ``forward``. So they are called through
+the root's, as Lightning does with DDP's wrapper. A parameter without dimensions can't be divided: every rank keeps it
+whole, and its gradients are averaged here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,13 +30,37 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel.data.averaging import GradientAverager
-from lightning_parallel.data.copies import make_equal
-from lightning_parallel.data.units import check_dtypes, find_units, materialize
-from lightning_parallel.layout import Size
-from lightning_parallel.pipeline.weights import add_gradients, swap_gradients
-from lightning_parallel.strategies.checkpointed import CheckpointedStrategy, Held
-from lightning_parallel.strategies.clipping import clip_by_norm, install
+from lightning_parallel.collectives import broadcast_tensors
+from lightning_parallel.fully_sharded.units import check_dtypes, materialize, untied
+from lightning_parallel.gradients.averaging import GradientAverager
+from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
+from lightning_parallel.lightning_private import say_device
+from lightning_parallel.local_model import LocalModel
+from lightning_parallel.parts.clipping import install_clipping
+from lightning_parallel.parts.options import ProcessOptions
+from lightning_parallel.pipeline.partition import find_layers, resolve_layers
+from lightning_parallel.settings import Auto, Count, takes
+from lightning_parallel.strategies.base import LayoutStrategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullyShardedOptions(ProcessOptions):
+    """The settings of :class:`FullyShardedStrategy`.
+
+    Args:
+        data_parallel: the number of ranks that share the model; ``"auto"``: all of them.
+        reshard_after_forward: free a unit's parameters after its forward, and gather them again for its backward.
+            Without this, less is sent, and the whole model is in memory between the two.
+        cpu_offload: keep the shards and the optimizer state in the memory of the CPU, where the optimizer then runs.
+        units: the names of the modules that are gathered at a time; ``*`` stands for one part, as in
+            ``["net.blocks.*"]``. They have to run through their ``forward``. By default the layers between which a
+            pipeline would be cut: the children of the largest ``nn.Sequential`` or ``nn.ModuleList``.
+    """
+
+    data_parallel: Count | Auto = "auto"
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+    units: Sequence[str] | None = None
 
 
 class _Root(nn.Module):
@@ -50,61 +74,32 @@ class _Root(nn.Module):
         return self.module(*args, **kwargs)
 
 
-class FullyShardedStrategy(CheckpointedStrategy):
-    """Data parallelism with parameters, gradients and optimizer state in shards (ZeRO-3, Rajbhandari et al. 2020).
+class FullyShardedStrategy(LayoutStrategy):
+    """Data parallelism with parameters, gradients and optimizer state fully sharded (ZeRO-3, Rajbhandari et al. 2020).
 
     ::
 
         trainer = L.Trainer(devices=2, strategy=FullyShardedStrategy())
         trainer.fit(AnyLightningModule(), datamodule)
 
-    In the user's hooks parameters and their gradients are shards (DTensors); inside ``training_step`` and the other
-    steps, and there only, they are whole. All ranks have to use the same parameters in a step. Where the module has a
-    ``configure_model()``, what that builds takes no memory until it is sharded, unit by unit, and gets its values from
-    each module's ``reset_parameters()``.
+    In the user's hooks parameters and their gradients are DTensors, of which each rank has a part. Inside
+    ``training_step`` and the other steps, and only there, they are whole. All ranks have to use the same parameters in
+    a step. What the module's ``configure_model()`` builds, if it has one, takes no memory until it is sharded, unit by
+    unit; it gets its values from each module's ``reset_parameters()``.
 
-    Mixed precision is autocast's, as under DDP, whose numbers it has: parameters are gathered, and gradients reduced,
-    in the parameters' own dtype; a loss scaler finds the overflow of any shard. Gradients are reduced after each batch,
-    when several are accumulated too: a rank never holds more than its shard of them.
-
-    Args:
-        data_parallel: ranks that share the model; ``"auto"``: all of them.
-        reshard_after_forward: free a unit's parameters after its forward, and gather them again for its backward.
-            Without, less is sent, and the whole model is in memory between the two.
-        cpu_offload: keep shards and optimizer state in the memory of the CPU, where the optimizer then runs.
-        units: names of the modules that are gathered at a time, ``*`` standing for one part, as in
-            ``["net.blocks.*"]``. They have to run through their ``forward``. By default the layers that a pipeline
-            would be cut between: the children of the largest ``nn.Sequential`` or ``nn.ModuleList``.
-        **kwargs: of :class:`~lightning_parallel.strategies.base.LayoutStrategy`.
+    Mixed precision is autocast's, as under DDP, with the same numbers: parameters are gathered, and gradients reduced,
+    in the parameters' own dtype, and a loss scaler finds the overflow of any rank. Gradients are reduced after each
+    batch, also when several are accumulated: a rank never holds more than its part of them.
     """
 
-    def __init__(
-        self,
-        *,
-        data_parallel: Size = "auto",
-        reshard_after_forward: bool = True,
-        cpu_offload: bool = False,
-        units: Sequence[str] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        self._data_parallel = data_parallel
-        self._reshard_after_forward = reshard_after_forward
-        self._cpu_offload = cpu_offload
-        self._units = units
+    options: FullyShardedOptions
+
+    @takes(FullyShardedOptions)
+    def __init__(self, options: FullyShardedOptions) -> None:
+        super().__init__(options, data=options.data_parallel)
         self._sharded: pl.LightningModule | None = None
         self._root: FSDPModule | None = None
-        self._whole: dict[str, nn.Parameter] = {}  # parameters that can't be sharded
-        self._held: Held | None = None
-
-    @override
-    def axes(self) -> Mapping[str, Size]:
-        return {"data": self._data_parallel}
-
-    @override
-    def held(self) -> Held:
-        assert self._held is not None, "the model is sharded in Trainer.fit, validate, test and predict"
-        return self._held
+        self._scalars: dict[str, nn.Parameter] = {}  # parameters that can't be divided
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
@@ -117,68 +112,65 @@ class FullyShardedStrategy(CheckpointedStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        # Gathered parameters live on from evaluation to training, where tensors made in inference mode are of no use.
+        # Gathered parameters stay from evaluation to training, which can't use tensors made in inference mode.
         epochs = trainer.fit_loop.epoch_loop
         for loop in (epochs.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
-        super().setup(trainer)
-
-    @override
-    def distribute_model(self, trainer: pl.Trainer) -> None:
-        module = self._module()
-        if self._sharded is not module:
+        module = self.prepare(trainer)
+        is_new = self._sharded is not module
+        if is_new:
             self._shard(module)
-            self._sharded, self._held = module, Held.of(module)
-            self.share_buffers()
         assert isinstance(self._root, nn.Module)
         self.model = self._root
+        local = LocalModel.of(module)
+        self.hold(trainer, local)
+        if is_new:
+            self.replicas.copy_buffers()
+        install_clipping(
+            self.precision_plugin, local, replicas=self.groups.along("data"), parts=None, device=self.root_device
+        )
 
     def _shard(self, module: pl.LightningModule) -> None:
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             raise ValueError(
-                "The module's parameters are shards already, of another Trainer or of your own. Build the module anew "
+                "The module's parameters are sharded already, by another Trainer or by yourself. Build the module anew "
                 "for this Trainer, and load its weights from a checkpoint."
             )
-        units = find_units(module, self._units)
-        offload = self._cpu_offload and self.root_device.type != "cpu"
-        options: dict[str, Any] = {
-            "mesh": DeviceMesh.from_group(self.groups.data, self.root_device.type, mesh_dim_names=("data",)),
+        units = find_units(module, self.options.units)
+        offload = self.options.cpu_offload and self.root_device.type != "cpu"
+        replicas = self.groups.along("data")
+        settings: dict[str, Any] = {
+            "mesh": DeviceMesh.from_group(replicas, self.root_device.type, mesh_dim_names=("data",)),
             "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
         }
-        whole: set[nn.Parameter] = set()
+        scalars: set[nn.Parameter] = set()
         root = _Root(module)
         for name, part in (*units.items(), ("", root)):  # the root last: it takes what the others have left
             materialize(name, part if name else module, self.root_device)
-            parameters = [p for p in part.parameters() if not isinstance(p, DTensor) and p not in whole]
+            parameters = [p for p in part.parameters() if not isinstance(p, DTensor) and p not in scalars]
             for parameter in parameters:
                 parameter.data = parameter.data.to(self.root_device).contiguous()
-            # User's scripts need not seed their weights.
-            make_equal(parameters, self.layout.rank_of(data=0), self.groups.data)
-            whole.update(parameter for parameter in parameters if parameter.dim() == 0)
+            # A user's script need not seed its weights.
+            broadcast_tensors(parameters, self.layout.rank_at(data=0), replicas)
+            scalars.update(parameter for parameter in parameters if parameter.dim() == 0)
             check_dtypes(name, [parameter for parameter in parameters if parameter.dim() > 0])
             # None: the root's parameters stay, since its backward begins as soon as its forward has ended.
-            reshard = self._reshard_after_forward if part is not root else None
-            fully_shard(part, reshard_after_forward=reshard, ignored_params=whole, **options)
+            reshard = self.options.reshard_after_forward if part is not root else None
+            fully_shard(part, reshard_after_forward=reshard, ignored_params=scalars, **settings)
         assert isinstance(root, FSDPModule)
-        self._root = root
-        self._whole = {name: parameter for name, parameter in module.named_parameters() if parameter in whole}
+        self._root, self._sharded = root, module
+        self._scalars = {name: parameter for name, parameter in module.named_parameters() if parameter in scalars}
 
     @override
     def model_to_device(self) -> None:
-        # fully_shard has moved, or left on the CPU, all parameters and buffers. Metrics hold other tensors.
-        for module in self._module().modules():
+        # fully_shard has moved all parameters and buffers, or left them on the CPU. Metrics hold other tensors.
+        assert self.lightning_module is not None
+        for module in self.lightning_module.modules():
             if next(module.parameters(), None) is None:
                 module.to(self.root_device)
-        # What `module.device` says. Lightning offers no other way than to move the module.
-        _update_properties(self._module(), device=self.root_device)
+        say_device(self.lightning_module, self.root_device)
 
-    @override
-    def setup_precision_plugin(self) -> None:
-        super().setup_precision_plugin()
-        # The plugin's own see shards and whole gradients in one list, which torch refuses.
-        install(self.precision_plugin, self.clip_gradients_by_norm)
-
-    # -- training ------------------------------------------------------------------------------------------------
+    # -- a batch -------------------------------------------------------------------------------------------------
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -188,29 +180,19 @@ class FullyShardedStrategy(CheckpointedStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """As Lightning's, with the gradients of what is whole averaged before any hook sees them."""
-        module = self._module()
+        module = self.lightning_module
+        assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        accumulated = swap_gradients(self._whole, {})  # of earlier batches: averages already
+        accumulated = swap_gradients(self._scalars, {})  # of earlier batches: means already
         with _explained():
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        if self._whole:
-            fresh = GradientAverager(self._whole, self.groups.data).finish(swap_gradients(self._whole, accumulated))
-            add_gradients(self._whole, fresh)
+        if self._scalars:
+            averager = GradientAverager(self._scalars, self.groups.along("data"))
+            add_gradients(self._scalars, averager.finish(swap_gradients(self._scalars, accumulated)))
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
-
-    def clip_gradients_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """What ``gradient_clip_val`` with the algorithm "norm" does: shards make up one norm."""
-        clip_by_norm(
-            list(self.precision_plugin.main_params(optimizer)),
-            clip_val,
-            counts=lambda _: True,
-            replicas=self.groups.data,
-            parts=None,
-            device=self.root_device,
-        )
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
@@ -230,19 +212,34 @@ class FullyShardedStrategy(CheckpointedStrategy):
         with _explained():
             output = step(*args, **kwargs)
         assert self._root is not None
-        self._root.reshard()  # after training steps the backward does
+        self._root.reshard()  # after training steps the backward does it
         return output
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     @override
     def teardown(self) -> None:
-        # Lightning's, but for the move of the module to the CPU: from there fully_shard would not bring it back.
+        # Lightning's, without the move of the module to the CPU, from where fully_shard would not bring it back.
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+def find_units(module: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:
+    """The units of a model, by name.
+
+    Args:
+        module: the whole model.
+        patterns: the names of the modules that are units, ``*`` standing for one part of a dotted name. None: the
+            layers between which a pipeline would be cut, or no units if the model has no such chain.
+
+    Raises:
+        ValueError: a pattern matches nothing, or a unit is inside another.
+    """
+    names = find_layers(module) if patterns is None else resolve_layers(module, patterns, 1, "units")
+    return untied(module, names)
 
 
 @contextmanager
@@ -253,7 +250,6 @@ def _explained() -> Iterator[None]:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise RuntimeError(
-            "A parameter was used while it was in shards: its unit's `forward` was not running. A unit's weights can't "
-            "be used from outside of it, nor by its other methods: name other modules in `units`, or leave this one "
-            "out."
+            "A parameter was used while it was sharded: its unit's `forward` was not running. A unit's weights can't "
+            "be used from outside of it, nor by its other methods. Name other modules in `units`, or leave it out."
         ) from error

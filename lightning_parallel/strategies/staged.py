@@ -1,209 +1,241 @@
-"""The module in stages: which part of it a rank holds, and what that means for Lightning's set-up.
+"""What the synchronous and the asynchronous pipeline share: how the stages of a module are set up, evaluated and ended.
 
-A rank's part is made before the module is moved to a device and before the optimizer exists; tied and loose parameters
-are made equal on the stages that share them; checkpoints hold every stage's part under the whole model's names. How the
-stages then work together is the subject of ``pipeline_base.py``.
+How they are trained is a page each: ``pipeline.py`` and ``pipeline_async.py``. The parts, in the order of set-up::
+
+    TensorShards    layers divided over tensor ranks
+    Stages          this rank's stage; what several stages share
+    Replicas        copies of the stage, gradients averaged
+    LastStage       hooks and logs of the last stage, for all
+    FirstLook       what crosses the cuts in a step
+    Engine          runs a schedule on the stage
+    Evaluation      validation, test, prediction
+    Microbatches    a batch's work, and its outputs joined
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from abc import abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import nn
 from typing_extensions import override
 
-from lightning_parallel.data.copies import make_equal
-from lightning_parallel.data.fully_sharded import ShardedLayers
-from lightning_parallel.data.units import untied
-from lightning_parallel.layout import Size
-from lightning_parallel.pipeline.absent import AbsentTensor
-from lightning_parallel.pipeline.balance import Balance
-from lightning_parallel.pipeline.partition import Partition, partition
+from lightning_parallel.lightning_private import trainer_of
+from lightning_parallel.parts.clipping import install_clipping, share_overflows
+from lightning_parallel.parts.evaluation import Evaluation
+from lightning_parallel.parts.first_look import FirstLook
+from lightning_parallel.parts.last_stage import LastStage
+from lightning_parallel.parts.microbatches import Microbatches, loss_of
+from lightning_parallel.parts.options import StagedOptions
+from lightning_parallel.parts.stages import Stages, refuse_evaluation, refuse_training
+from lightning_parallel.parts.tensor_shards import TensorShards
+from lightning_parallel.parts.timelines import warn_without_pictures, write_timeline
+from lightning_parallel.pipeline.engine import Engine
+from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.strategies.checkpointed import Held
-from lightning_parallel.strategies.sharded import ShardedStrategy
+from lightning_parallel.pipeline.timeline import Timeline
+from lightning_parallel.pipeline.weights import Weights
+from lightning_parallel.strategies.base import LayoutStrategy
 
-DataParallelKind = Literal["replicate", "shard"]
 
-
-class StagedStrategy(ShardedStrategy):
-    """A strategy under which every rank holds one stage of the module.
+class StagedStrategy(LayoutStrategy):
+    """Base of the two pipelines.
 
     Args:
-        stages, layers, balance, activation_checkpointing, data_parallel_kind: see
-            :class:`~lightning_parallel.PipelineStrategy`.
-        **kwargs: of :class:`~lightning_parallel.strategies.sharded.ShardedStrategy`.
+        options: what both take.
     """
 
-    def __init__(
-        self,
-        *,
-        stages: Size,
-        layers: Sequence[str] | None,
-        balance: Balance,
-        activation_checkpointing: bool,
-        data_parallel_kind: DataParallelKind,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        if data_parallel_kind not in get_args(DataParallelKind):
-            kinds = " or ".join(map(repr, get_args(DataParallelKind)))
-            raise ValueError(f"data_parallel_kind={data_parallel_kind!r}: choose {kinds}.")
-        if data_parallel_kind == "shard" and self._tensor_parallel != 1:
-            raise ValueError(
-                f"data_parallel_kind='shard' with tensor_parallel={self._tensor_parallel!r}: shards of shards aren't "
-                f"supported. Use data_parallel_kind='replicate', or tensor_parallel=1."
-            )
-        self._data_parallel_kind = data_parallel_kind
-        self._sharded_layers: ShardedLayers | None = None
-        self._stages = stages
-        self._layers = list(layers) if layers is not None and not isinstance(layers, str) else layers
-        self._balance = balance
-        self._activation_checkpointing = activation_checkpointing
-        self._stage: Stage | None = None
-        self._parameters: dict[str, nn.Parameter] = {}  # held here, by original name
-        self._shared: list[tuple[dist.ProcessGroup, list[str]]] = []  # what several stages hold, with their group
+    options: StagedOptions
 
-    @override
-    def axes(self) -> Mapping[str, Size]:
-        return {"pipeline": self._stages, **super().axes()}
+    def __init__(self, options: StagedOptions) -> None:
+        super().__init__(options, pipeline=options.stages, data=options.data_parallel, tensor=options.tensor_parallel)
+        self._shards = TensorShards(options.plan, options.sequence_parallel)
+        self._stages = Stages(options)
+        self._timeline = Timeline(enabled=options.timeline)
+        self._last_stage: LastStage | None = None
+        self._engine: Engine | None = None
+        self._evaluation: Evaluation | None = None
+        self._microbatches: Microbatches | None = None
 
     @property
     def stage(self) -> Stage:
         """This rank's stage, from set-up on."""
-        assert self._stage is not None, "stages are made in Trainer.fit, validate, test and predict"
-        return self._stage
+        return self._stages.stage
+
+    @property
+    def timeline(self) -> Timeline:
+        """What this rank has recorded in this run."""
+        return self._timeline
+
+    @property
+    def engine(self) -> Engine:
+        """Runs this rank's stage, from set-up to the end of the run."""
+        assert self._engine is not None, "engines are made in Trainer.fit, validate, test and predict"
+        return self._engine
+
+    @property
+    def last_stage(self) -> LastStage:
+        """What the last stage does for all, from set-up to the end of the run."""
+        assert self._last_stage is not None, "made in Trainer.fit, validate, test and predict"
+        return self._last_stage
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
+    def set_up(
+        self,
+        trainer: pl.Trainer,
+        *,
+        automatic_microbatches: Callable[[int], int],
+        completing: Callable[[], None],
+        before_meeting: Callable[[str], None] = lambda hook: None,
+        check: Callable[[Partition], None] = lambda parts: None,
+        describe: Callable[[int], str] = lambda stage: "",
+        weights: Callable[[], Weights | None] = lambda: None,
+        norm_group: dist.ProcessGroup,
+        counts: Callable[[str], bool],
+        gradients_on_parameters: bool = True,
+    ) -> None:
+        """All of ``setup``, told what differs between the pipelines.
+
+        Args:
+            trainer: of the run.
+            automatic_microbatches: the number for ``microbatches="auto"``, given a batch's size.
+            completing: called before the last backward of an update.
+            before_meeting: called with the name of a hook at whose end all stages meet.
+            check: refuses a partition that can't be trained.
+            describe: what the banner says of a stage besides its layers.
+            weights: makes what the engine's forwards read; None for the module's own parameters.
+            norm_group: the ranks whose gradients make one norm.
+            counts: whether this rank's copy of a parameter enters that norm.
+            gradients_on_parameters: backwards add to ``p.grad``.
+        """
+        layout, groups, device = self.layout, self.groups, self.root_device
+        training = trainer.state.fn == TrainerFn.FITTING
+        module = self.prepare(trainer)
+
+        # The module in parts, before it takes memory on the device.
+        if training:
+            refuse_training(module)
+        refuse_evaluation(module)
+        self._stages.take(
+            module,
+            layout,
+            device,
+            check=check,
+            describe=describe,
+            divide=lambda: self._shards.divide(module, groups.along("tensor"), device),
+            replicas=groups.along("data"),
+        )
+        local = self._stages.local_model(self._shards.shards)
+        self.hold(trainer, local)
+        install_clipping(
+            self.precision_plugin,
+            local,
+            counts=counts,
+            replicas=groups.along("data"),
+            parts=norm_group,
+            device=device,
+        )
+        share_overflows(self.precision_plugin, device)
+
+        # What several ranks hold is equal on them.
+        self.replicas.copy_parameters()
+        self._shards.begin(local, groups.along("tensor"))
+        self._stages.join_shared(local, layout, groups)
+        if training:
+            self.replicas.begin(watch=gradients_on_parameters)
+
+        # What runs a batch.
+        self._timeline = Timeline(enabled=self._timeline.enabled)  # of this run alone
+        if self._timeline.enabled and training:
+            warn_without_pictures()
+        self._last_stage = LastStage(
+            trainer,
+            module,
+            layout,
+            groups,
+            device,
+            self.seed,
+            self.collectives,
+            before_meeting=before_meeting,
+            failed=self.on_exception,
+        )
+        look = FirstLook(trainer, module, self._stages, self._last_stage, groups.along("pipeline"))
+        self._engine = Engine(
+            self.stage,
+            layout,
+            groups.links,
+            device,
+            loss_of=loss_of,
+            weights=weights(),
+            timeline=self._timeline,
+            completing=completing,
+        )
+        self._evaluation = Evaluation(self._engine, self._stages, look, self._last_stage)
+        self._microbatches = Microbatches(
+            trainer,
+            module,
+            self.options.microbatches,
+            automatic_microbatches,
+            layout=layout,
+            seed=self.seed,
+            precision=self.precision_plugin,
+            shards=self._shards,
+            look=look,
+            last_stage=self._last_stage,
+            model_group=groups.model,
+            device=device,
+        )
+
+    # -- evaluation ----------------------------------------------------------------------------------------------
+
     @override
-    def distribute_model(self, trainer: pl.Trainer) -> None:
-        module = self._module()
-        if trainer.state.fn == TrainerFn.FITTING:
-            _refuse_training(module)
-        _refuse_evaluation(module)
-        if self._stage is None or self._stage.module is not module:
-            if any(isinstance(p, AbsentTensor) for p in module.parameters()):
-                raise RuntimeError(
-                    "This LightningModule holds one stage of a pipeline that another Trainer has made of it. Make a "
-                    "new one, and load it from a checkpoint."
-                )
-            parts = partition(module, self.layout.pipeline, self._layers, self._balance)
-            self.check_partition(parts)
-            self._announce(parts, module)
-            self.shard(module)  # behind the partition, which weighs whole layers, and before the others' are dropped
-            self._stage = Stage(module, parts, self.layout.stage, self.root_device)
-            self._sharded_layers = self._shard_over_replicas()
-        self.stage.install(recompute=bool(self._activation_checkpointing))
-
-    def _shard_over_replicas(self) -> ShardedLayers | None:
-        """Before the stage's hooks are there: behind its last layer they leave, and torch's have to run by then."""
-        if self._data_parallel_kind == "replicate" or self.layout.data == 1:
-            return None
-        layers = untied(self._module(), self.stage.layers())
-        return ShardedLayers(layers, self.groups.data, self.root_device)
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._evaluation is not None and self.lightning_module is not None
+        with self.precision_plugin.val_step_context():
+            return self._evaluation.run(self.lightning_module.validation_step, *args, **kwargs)
 
     @override
-    def before_last_backward(self) -> None:
-        super().before_last_backward()
-        if self._sharded_layers is not None and self._ends_update:
-            self._sharded_layers.release()
-
-    def check_partition(self, parts: Partition) -> None:
-        """Refuse what this schedule can't train."""
-
-    def _announce(self, parts: Partition, module: nn.Module) -> None:
-        parameters = dict(module.named_parameters())
-        for stage in range(parts.stages):
-            names = [parts.layers[i] for i in parts.layers_of(stage)]
-            outside = [name for name, owner in parts.outside.items() if owner == stage]
-            span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} layers)"
-            beside = f" with {', '.join(outside)}" if outside else ""
-            size = sum(p.numel() for name, p in parameters.items() if stage in parts.owners[name])
-            rank_zero_info(
-                f"{self.layout.describe(self.layout.rank_of(stage=stage))}: {span}{beside}, {size:,} parameters"
-                + self.describe_stage(stage)
-            )
-
-    def describe_stage(self, stage: int) -> str:
-        """What the banner says of a stage beside its layers."""
-        return ""
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._evaluation is not None and self.lightning_module is not None
+        with self.precision_plugin.test_step_context():
+            return self._evaluation.run(self.lightning_module.test_step, *args, **kwargs)
 
     @override
-    def setup(self, trainer: pl.Trainer) -> None:
-        super().setup(trainer)
-        self._parameters = self.stage.named_parameters()
-        self._join_shared_parameters()
-
-    def _join_shared_parameters(self) -> None:
-        """Tied and loose parameters: made equal on the stages that hold them. Kept, with their groups."""
-        by_stages: dict[tuple[int, ...], list[str]] = {}
-        for name, stages in self.stage.partition.shared().items():
-            by_stages.setdefault(stages, []).append(name)
-        self._shared = []
-        for stages, names in by_stages.items():
-            for place in (self.layout.at(rank) for rank in range(self.layout.world_size)):
-                if place.stage != stages[0]:
-                    continue
-                ranks = [place.rank_of(stage=stage) for stage in stages]
-                group = dist.new_group(ranks, timeout=self._timeout)  # by all ranks, in the same order
-                if self.layout.rank in ranks:
-                    self._shared.append((group, names))
-                    make_equal((self._parameters[name] for name in names), ranks[0], group)
-
-    @override
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """``configure_optimizers`` sees the whole model's parameters; then absent ones are dropped."""
-        super().setup_optimizers(trainer)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["params"] = [p for p in group["params"] if not isinstance(p, AbsentTensor)]
-            for parameter in list(optimizer.state):
-                if isinstance(parameter, AbsentTensor):
-                    del optimizer.state[parameter]
-
-    @override
-    def held(self) -> Held:
-        stage, shards = self.stage, self._sharding.shards
-        return Held(stage.named_parameters(), stage.named_buffers(), shards, stage.partition.aliases)
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._evaluation is not None and self.lightning_module is not None
+        with self.precision_plugin.predict_step_context():
+            return self._evaluation.run(self.lightning_module.predict_step, *args, **kwargs)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
+    @abstractmethod
+    def theoretical_bubble(self) -> float:
+        """The fraction of time for which the schedule leaves stages idle."""
+
+    def write_timeline(self, title: str, theory: float, staleness: dict[int, int] | None = None) -> None:
+        """At the end of training, if the timeline is on. All ranks call it."""
+        if self._timeline.enabled:
+            assert self.lightning_module is not None
+            trainer = self.lightning_module.trainer
+            directory = Path(trainer.log_dir or trainer.default_root_dir)
+            write_timeline(self._timeline, self.layout, directory, title=title, theory=theory, staleness=staleness)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        # The engine's links hold connections, whose end is what the neighbours notice.
+        self._engine = self._evaluation = None
+        super().on_exception(exception)
+
     @override
     def teardown(self) -> None:
-        if self._stage is not None:
-            self._stage.remove()
+        self._stages.end()
+        if self._last_stage is not None and self.lightning_module is not None:
+            if trainer_of(self.lightning_module) is not None:
+                self._last_stage.end()
+            self._last_stage = None
         super().teardown()
-
-
-def _refuse_training(module: pl.LightningModule) -> None:
-    """What no pipeline can train."""
-    if not module.automatic_optimization:
-        raise ValueError(
-            "automatic_optimization=False: a pipeline runs backward and step itself, by its schedule. Use automatic "
-            "optimization."
-        )
-    if is_overridden("backward", module):
-        raise ValueError(
-            f"{type(module).__name__}.backward is overridden, but a pipeline's schedule runs the backward, stage by "
-            f"stage. Remove the override; hooks such as on_after_backward are called as ever."
-        )
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise ValueError("training_step(dataloader_iter): a pipeline splits batches, so it needs training_step(batch).")
-
-
-def _refuse_evaluation(module: pl.LightningModule) -> None:
-    """What no pipeline can run."""
-    for step in (module.validation_step, module.test_step, module.predict_step):
-        if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
-            raise ValueError(
-                f"{step.__name__}(dataloader_iter): a pipeline looks through a step before it runs it, so the first "
-                f"batch would be lost. Take {step.__name__}(batch, batch_idx)."
-            )

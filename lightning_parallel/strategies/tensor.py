@@ -1,30 +1,63 @@
 """Tensor parallelism: every layer's matrices divided over the ranks, all of which work on each sample.
 
-The user's ``training_step`` runs on every rank, on the same batch, and comes to the same loss; what is divided, and
-where the ranks exchange sums, is the business of the layers that the plan has put in place of the user's
-(:mod:`lightning_parallel.tensor`). So there is little left to do here: gradients of what is whole, the norm of what is
-not, and checkpoints.
+The user's ``training_step`` runs on every rank, on the same batch, and comes to the same loss. What is divided, and
+where the ranks exchange sums, is up to the layers that the plan has put in the place of the user's
+(:mod:`lightning_parallel.tensor`). Little is left to do here: the gradients of what is whole, the norm of what is not,
+and checkpoints::
+
+    Lightning            here
+    training_step        the user's step, in a region of equal random numbers
+    backward             autograd, then gradients averaged over replicas and summed over shards
+    clip, step           by the norm of the whole model
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel.layout import Size
-from lightning_parallel.pipeline.weights import add_gradients, swap_gradients
-from lightning_parallel.strategies.checkpointed import Held
-from lightning_parallel.strategies.sharded import ShardedStrategy
+from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
+from lightning_parallel.local_model import LocalModel
+from lightning_parallel.parts.clipping import install_clipping, share_overflows
+from lightning_parallel.parts.loaders import check_same_batch
+from lightning_parallel.parts.options import ProcessOptions
+from lightning_parallel.parts.tensor_shards import TensorShards
+from lightning_parallel.settings import Auto, Count, takes
+from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.tensor.plan import Plan
 
 
-class TensorParallelStrategy(ShardedStrategy):
-    """Layers in shards over the ranks (Megatron-LM, Shoeybi et al. 2019), gradients those of the whole model.
+@dataclass(frozen=True, kw_only=True)
+class TensorParallelOptions(ProcessOptions):
+    """The settings of :class:`TensorParallelStrategy`.
+
+    Args:
+        tensor_parallel: the number of ranks that share a layer; ``"auto"``: all of them.
+        plan: which layers are divided, and how: ``{"blocks.*.mlp.0": "column", "blocks.*.mlp.2": "row", ...}``, see
+            :mod:`lightning_parallel.tensor.plan`. By default what the LightningModule's ``configure_tensor_parallel()``
+            returns, or the plan that its transformers model brings along.
+        sequence_parallel: between the divided layers, divide the activations too, along the sequence (Korthikanti et
+            al. 2022): less memory, the same traffic.
+        data_parallel: the number of replicas of the model, each of which gets its share of every batch; ``"auto"``: as
+            many as there are ranks for.
+    """
+
+    tensor_parallel: Count | Auto = "auto"
+    plan: Plan | None = None
+    sequence_parallel: bool = False
+    data_parallel: Count | Auto = 1
+
+
+class TensorParallelStrategy(LayoutStrategy):
+    """Layers divided over the ranks (Megatron-LM, Shoeybi et al. 2019), gradients those of the whole model.
 
     ::
 
@@ -33,72 +66,74 @@ class TensorParallelStrategy(ShardedStrategy):
 
     Every rank sees the same batches. Optimizers work on shards: elementwise ones (SGD, Adam, ...) as on the whole
     parameters; one that mixes the entries of a matrix (Muon, LAMB) takes each shard for a matrix of its own.
-
-    Args:
-        tensor_parallel: ranks that share a layer; ``"auto"``: all of them.
-        plan: which layers, and how: ``{"blocks.*.mlp.0": "column", "blocks.*.mlp.2": "row", ...}``, see
-            :mod:`lightning_parallel.tensor.plan`. By default what the LightningModule's ``configure_tensor_parallel()``
-            returns, or the plan that its transformers model brings along.
-        sequence_parallel: between the layers that are divided, activations are divided too, along the sequence
-            (Korthikanti et al. 2022): less memory, the same traffic.
-        data_parallel: replicas of the model, each with its share of every batch; ``"auto"``: as many as there are
-            ranks for.
-        **kwargs: of :class:`~lightning_parallel.strategies.base.LayoutStrategy`.
     """
 
-    def __init__(
-        self,
-        *,
-        tensor_parallel: Size = "auto",
-        plan: Plan | None = None,
-        sequence_parallel: bool = False,
-        data_parallel: Size = 1,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            tensor_parallel=tensor_parallel,
-            plan=plan,
-            sequence_parallel=sequence_parallel,
-            data_parallel=data_parallel,
-            **kwargs,
-        )
-        self._held: Held | None = None
+    options: TensorParallelOptions
+
+    @takes(TensorParallelOptions)
+    def __init__(self, options: TensorParallelOptions) -> None:
+        super().__init__(options, data=options.data_parallel, tensor=options.tensor_parallel)
+        self._shards = TensorShards(options.plan, options.sequence_parallel)
+        self._ends_update = False  # does an update follow the batch that runs?
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
     @override
-    def distribute_model(self, trainer: pl.Trainer) -> None:
-        self.shard(self._module())
-        self._held = Held.of(self._module(), self._sharding.shards)
+    def setup(self, trainer: pl.Trainer) -> None:
+        groups, device = self.groups, self.root_device
+        self._ends_update = False
+        module = self.prepare(trainer)
+        self._shards.divide(module, groups.along("tensor"), device)
+        local = LocalModel.of(module, self._shards.shards)
+        self.hold(trainer, local)
+        install_clipping(
+            self.precision_plugin,
+            local,
+            counts=self._shards.counts,
+            replicas=None,
+            parts=groups.model,
+            device=device,
+        )
+        share_overflows(self.precision_plugin, device)
+        self.replicas.copy_parameters()
+        self._shards.begin(local, groups.along("tensor"))
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.replicas.begin(watch=True)
+
+    # -- a batch -------------------------------------------------------------------------------------------------
 
     @override
-    def held(self) -> Held:
-        assert self._held is not None, "the model is divided in Trainer.fit, validate, test and predict"
-        return self._held
-
-    # -- training ------------------------------------------------------------------------------------------------
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Lightning's step of the optimizer. Its closure runs the batch; batches that only accumulate run without."""
+        self._ends_update = True
+        try:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._ends_update = False
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        if self._unchecked:
-            self.check_same_batch((*args, *kwargs.values())[0])
-        with self.sharded_region():
+        if self._shards.is_first_update:
+            check_same_batch((*args, *kwargs.values())[0], self.groups.model, self.root_device)
+        with self._shards.region():
             return super().training_step(*args, **kwargs)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """As Lightning's, with an update's gradients completed before any hook sees them."""
-        module, parameters = self._module(), self.held().parameters
+        module, parameters = self.lightning_module, self.local_model.parameters
+        assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        # Optimizing by hand, a user may step after any backward: each completes what it adds.
-        by_hand = not module.automatic_optimization
-        earlier = swap_gradients(parameters, {}) if by_hand else {}
-        self._ends_update |= by_hand
-        self.before_last_backward()
+        # With manual optimization a user may step after any backward, so each one completes what it adds.
+        manual = not module.automatic_optimization
+        earlier = swap_gradients(parameters, {}) if manual else {}
+        if manual or self._ends_update:
+            self.replicas.begin_last_backward()
         self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        if self._ends_update:
-            swap_gradients(parameters, self.complete_gradients(swap_gradients(parameters, {})))
+        if manual or self._ends_update:
+            own = swap_gradients(parameters, {})
+            swap_gradients(parameters, self._shards.completed(self.replicas.averaged(own)))
         add_gradients(parameters, earlier)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)

@@ -9,22 +9,22 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_parallel.shard import Shard
 from lightning_parallel.tensor import functions
-from lightning_parallel.tensor.layer import ParallelLayer, check_plain
-from lightning_parallel.tensor.shard import Shard, shard_parameter
+from lightning_parallel.tensor.layer import ParallelLayer, check_plain, shard_parameter
 
 
 class VocabParallelEmbedding(ParallelLayer):
     """``nn.Embedding`` with the rows of the table divided over the ranks.
 
-    Takes ids ``[...]``, equal on all ranks, and returns ``[..., embedding_dim]``, equal on all ranks: each rank looks
-    up the ids it holds, and the sum over the ranks has every row once. Weights start as the slices of
-    ``nn.Embedding``'s for the same seed, and the generator goes on as after it.
+    It takes ids ``[...]``, equal on all ranks, and returns ``[..., embedding_dim]``, equal on all ranks. Each rank
+    looks up the ids that it holds; the sum over the ranks has every row once. Weights start as the slices of
+    ``nn.Embedding``'s for the same seed, and the generator ends where it would after an ``nn.Embedding``.
 
     Args:
-        num_embeddings: size of the whole vocabulary.
+        num_embeddings: the size of the whole vocabulary.
         embedding_dim: of each row.
-        padding_idx: an id, of the whole vocabulary, whose row starts as zeros and gets no gradient.
+        padding_idx: an id of the whole vocabulary whose row starts as zeros and gets no gradient.
         group: the tensor group.
         device: of the table.
         dtype: of the table.
@@ -34,7 +34,7 @@ class VocabParallelEmbedding(ParallelLayer):
         shards: how the weight was cut.
 
     Raises:
-        ValueError: the ranks can't all get rows.
+        ValueError: a rank would get no rows.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class VocabParallelEmbedding(ParallelLayer):
     def from_embedding(
         cls, embedding: nn.Module, *, group: dist.ProcessGroup, shared: dict[int, nn.Parameter] | None = None
     ) -> Self:
-        """This rank's share of an existing table.
+        """This rank's shard of an existing table.
 
         Args:
-            embedding: an ``nn.Embedding``; it stays as it is.
+            embedding: an ``nn.Embedding``. It stays as it is.
             group: the tensor group.
             shared: as of :meth:`ColumnParallelLinear.from_linear
                 <lightning_parallel.tensor.linear.ColumnParallelLinear.from_linear>`.
@@ -69,7 +69,7 @@ class VocabParallelEmbedding(ParallelLayer):
         return self
 
     def _hold(self, whole: nn.Embedding, group: dist.ProcessGroup, shared: dict[int, nn.Parameter] | None) -> None:
-        """Become this rank's share of ``whole``."""
+        """Become this rank's shard of ``whole``."""
         super().__init__()
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
         self.padding_idx = whole.padding_idx
@@ -84,7 +84,7 @@ class VocabParallelEmbedding(ParallelLayer):
         self.train(whole.training)
 
     def reset_parameters(self) -> None:
-        """Draw this rank's rows of the table that ``nn.Embedding`` would get from the same generator."""
+        """Draw this rank's rows of the table that ``nn.Embedding`` would draw from the same generator."""
         whole = nn.Embedding(
             self.num_embeddings,
             self.embedding_dim,
@@ -96,13 +96,14 @@ class VocabParallelEmbedding(ParallelLayer):
             self.weight.copy_(self.shards["weight"].take(whole.weight))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """
+        """Look up ids.
+
         Raises:
-            IndexError: an id isn't in the vocabulary, on all ranks alike. (On a GPU the look-up's own assertion fails.)
+            IndexError: an id isn't in the vocabulary, on all ranks alike. On a GPU the look-up's own assertion fails.
         """
         if self.group.size() == 1:
             return F.embedding(ids, self.weight, self.padding_idx)
-        # Only what another rank holds is replaced: ids out of the vocabulary are out of the shard's rows, too.
+        # Only ids that another rank holds are replaced: an id outside the vocabulary is outside the shard's rows, too.
         elsewhere = ((ids >= 0) & (ids < self._start)) | ((ids >= self._stop) & (ids < self.num_embeddings))
         rows = F.embedding((ids - self._start).masked_fill(elsewhere, 0), self.weight, self._padding)
         return functions.reduce_(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)

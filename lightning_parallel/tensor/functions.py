@@ -1,6 +1,6 @@
-"""Collectives that autograd can pass through: each is a linear map, its backward the transposed map.
+"""Collectives that autograd can pass through. Each is a linear map; its backward is the transposed map.
 
-Written with t ranks, x_i the tensor on rank i, [x_0 .. x_t-1] their concatenation along ``dim``:
+With t ranks, x_i the tensor on rank i, and [x_0 .. x_t-1] their concatenation along ``dim``::
 
     function         forward on rank i            backward on rank i
     copy             y_i = x                      g = sum_j g_j                 Megatron-LM's f (2019, section 3)
@@ -10,9 +10,9 @@ Written with t ranks, x_i the tensor on rank i, [x_0 .. x_t-1] their concatenati
     reduce_scatter   y_i = piece i of sum_j x_j   g_i = [g_0 .. g_t-1]          Korthikanti et al. 2022, section 4.2.2
     gather_sum       y_i = [x_0 .. x_t-1]         g_i = piece i of sum_j g_j    the same
 
-``x`` without an index is equal on all ranks, and so is what is computed from it; that is why the backward of ``reduce``
-needs no message, and that of ``gather`` takes its piece without a sum: each rank has computed the whole loss, not a
-part of it. Sizes that t doesn't divide are cut as :func:`~lightning_parallel.tensor.shard.piece` cuts them.
+``x`` without an index is equal on all ranks, and so is all that is computed from it. That is why the backward of
+``reduce`` sends nothing, and that of ``gather`` takes its piece without a sum: each rank has computed the whole loss,
+not a part of it. Sizes that t doesn't divide are cut as :func:`~lightning_parallel.shard.piece` cuts them.
 
 Inputs are never written to. Tensors without memory (on the meta device, or standing for a value of another pipeline
 stage) get results of the right shape, and nothing is sent.
@@ -20,6 +20,7 @@ stage) get results of the right shape, and nothing is sent.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,31 +29,33 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_parallel.tensor.shard import piece
+from lightning_parallel.shard import piece
 
 Group = dist.ProcessGroup
+Map = Callable[[Tensor], Tensor]
 
 
 def copy(x: Tensor, group: Group) -> Tensor:
-    """Enter a sharded region: identity; the gradients are summed."""
-    return x if group.size() == 1 else _Copy.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+    """Enter a sharded region: the identity. The gradients are summed over the group."""
+    return _mapped(x, group, lambda t: t.view_as(t), lambda g: all_reduced(g, group))
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
-    """Leave a sharded region: the sum over the group; the gradient passes as it is."""
-    return x if group.size() == 1 else _Reduce.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+    """Leave a sharded region: the sum over the group. The gradient passes unchanged."""
+    return _mapped(x, group, lambda t: all_reduced(t, group), lambda g: g)
 
 
 def reduce_(x: Tensor, group: Group) -> Tensor:
-    """:func:`reduce` in the memory of ``x``: for a fresh, contiguous result of what doesn't keep it for a backward."""
+    """:func:`reduce` in the memory of ``x``: for a fresh, contiguous result that no backward needs."""
     if group.size() == 1 or not has_memory(x):
         return x
     return _ReduceInPlace.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def split(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's piece of a tensor that all ranks have; the gradients are joined."""
-    return x if group.size() == 1 else _Split.apply(x, dim, group)  # type: ignore[no-any-return, no-untyped-call]
+    """This rank's piece of a tensor that all ranks have. The gradients are joined."""
+    size = x.shape[dim]
+    return _mapped(x, group, lambda t: own_piece(t, dim, group), lambda g: joined(g, dim, group, size))
 
 
 def gather(x: Tensor, dim: int, group: Group, size: int | None = None) -> Tensor:
@@ -60,16 +63,17 @@ def gather(x: Tensor, dim: int, group: Group, size: int | None = None) -> Tensor
 
     Args:
         x: this rank's piece.
-        dim: along which it is one.
-        group: of the ranks.
-        size: of the whole along ``dim``; needed where the ranks don't divide it. By default all pieces are equal.
+        dim: the tensor dimension that is divided.
+        group: the ranks.
+        size: of the whole along ``dim``, needed where the ranks don't divide it. By default all pieces are equal.
     """
-    return x if group.size() == 1 else _Gather.apply(x, dim, group, size)  # type: ignore[no-any-return, no-untyped-call]
+    return _mapped(x, group, lambda t: joined(t, dim, group, size), lambda g: own_piece(g, dim, group))
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's piece of the sum over the group; the gradients are joined."""
-    return x if group.size() == 1 else _ReduceScatter.apply(x, dim, group)  # type: ignore[no-any-return, no-untyped-call]
+    """This rank's piece of the sum over the group. The gradients are joined."""
+    size = x.shape[dim]
+    return _mapped(x, group, lambda t: summed_piece(t, dim, group), lambda g: joined(g, dim, group, size))
 
 
 def gather_sum(x: Tensor, dim: int, group: Group, size: int | None = None) -> Tensor:
@@ -77,33 +81,28 @@ def gather_sum(x: Tensor, dim: int, group: Group, size: int | None = None) -> Te
 
     Args: as of :func:`gather`.
     """
-    return x if group.size() == 1 else _GatherSum.apply(x, dim, group, size)  # type: ignore[no-any-return, no-untyped-call]
+    return _mapped(x, group, lambda t: joined(t, dim, group, size), lambda g: summed_piece(g, dim, group))
 
 
 # -- the functions of autograd -----------------------------------------------------------------------------------
 
 
-class _Copy(torch.autograd.Function):
+def _mapped(x: Tensor, group: Group, forward: Map, transposed: Map) -> Tensor:
+    return x if group.size() == 1 else _Linear.apply(x, forward, transposed)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Linear(torch.autograd.Function):
+    """``forward(x)``, a linear map, with ``transposed(g)`` as its backward."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # type: ignore[override]
-        ctx.group = group
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, forward: Map, transposed: Map) -> Tensor:  # type: ignore[override]
+        ctx.transposed = transposed
+        return forward(x)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return all_reduced(g, ctx.group), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # type: ignore[override]
-        return all_reduced(x, group)
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return g, None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.transposed(g), None, None
 
 
 class _ReduceInPlace(torch.autograd.Function):
@@ -119,59 +118,11 @@ class _ReduceInPlace(torch.autograd.Function):
         return g, None
 
 
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:  # type: ignore[override]
-        ctx.dim, ctx.group, ctx.size = dim, group, x.shape[dim]
-        return own_piece(x, dim, group)
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return joined(g, ctx.dim, ctx.group, ctx.size), None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group, size: int | None) -> Tensor:  # type: ignore[override]
-        ctx.dim, ctx.group = dim, group
-        return joined(x, dim, group, size)
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return own_piece(g, ctx.dim, ctx.group), None, None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:  # type: ignore[override]
-        ctx.dim, ctx.group, ctx.size = dim, group, x.shape[dim]
-        return summed_piece(x, dim, group)
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return joined(g, ctx.dim, ctx.group, ctx.size), None, None
-
-
-class _GatherSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group, size: int | None) -> Tensor:  # type: ignore[override]
-        ctx.dim, ctx.group = dim, group
-        return joined(x, dim, group, size)
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return summed_piece(g, ctx.dim, ctx.group), None, None, None
-
-
 # -- collectives on tensors, without autograd --------------------------------------------------------------------
 
 
 def all_reduced(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """The sum over the group (or its ``op``), in memory of its own."""
+    """The sum over the group (or another ``op``), in memory of its own."""
     y = x.clone(memory_format=torch.contiguous_format)
     if has_memory(y):
         dist.all_reduce(y, op, group)
@@ -179,17 +130,17 @@ def all_reduced(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.Redu
 
 
 def own_piece(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's piece of ``x``, in memory of its own: the rest of ``x`` can be freed."""
+    """This rank's piece of ``x``, in memory of its own, so the rest of ``x`` can be freed."""
     start, stop = piece(x.shape[dim], group.rank(), group.size())
     return x.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 
 def joined(x: Tensor, dim: int, group: Group, size: int | None = None) -> Tensor:
-    """The group's pieces, concatenated along ``dim`` to ``size`` (by default: all as large as this one)."""
+    """The group's pieces, concatenated along ``dim`` to ``size``; by default all are as large as this one."""
     count = group.size()
     size = x.shape[dim] * count if size is None else size
     start, stop = piece(size, group.rank(), count)
-    assert x.shape[dim] == stop - start, f"piece of {x.shape[dim]} where {stop - start} of {size} are due"
+    assert x.shape[dim] == stop - start, f"a piece of {x.shape[dim]} where {stop - start} of {size} are due"
     x = _padded(x, dim, piece(size, 0, count)[1]).contiguous()  # messages have one size
     pieces = [torch.empty_like(x) for _ in range(count)]
     if has_memory(x):
@@ -203,14 +154,14 @@ def summed_piece(x: Tensor, dim: int, group: Group) -> Tensor:
     start, stop = piece(size, group.rank(), count)
     length = piece(size, 0, count)[1]
     pieces = [p.contiguous() for p in _padded(x, dim, length * count).split(length, dim)]
-    mine = torch.empty_like(pieces[0])
+    own = torch.empty_like(pieces[0])
     if has_memory(x):
-        dist.reduce_scatter(mine, pieces, group=group)
-    return mine.narrow(dim, 0, stop - start)
+        dist.reduce_scatter(own, pieces, group=group)
+    return own.narrow(dim, 0, stop - start)
 
 
 def has_memory(x: Tensor) -> bool:
-    """False for empty tensors and those that stand for a shape only: there is nothing to send."""
+    """False for empty tensors, and for those that stand for a shape only: there is nothing to send."""
     return x.data_ptr() != 0
 
 

@@ -1,4 +1,4 @@
-"""What all layers in shards share: a record of how they were cut, a group that isn't copied, and what can't be cut."""
+"""What all divided layers share: the record of how they were cut, a group that isn't copied, and what can't be cut."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrize
 
-from lightning_parallel.tensor.shard import Shard
+from lightning_parallel.shard import Shard
+from lightning_parallel.torch_private import has_hooks
 
 
 class ParallelLayer(nn.Module):
-    """A layer of which each rank of a group holds a share.
+    """A layer of which each rank of a group holds a shard.
 
     Attributes:
         group: the tensor group.
-        shards: how each divided parameter was cut, by its name here.
+        shards: how each divided parameter was cut, by its name in this layer.
     """
 
     group: dist.ProcessGroup
@@ -38,20 +39,46 @@ class ParallelLayer(nn.Module):
         )
 
 
-def check_plain(layer: nn.Module, kind: type[nn.Module], held: Sequence[str], problem: str | None = None) -> None:
-    """Refuse a layer that is more than its parameters and ``kind``'s forward: what is more would be lost.
+def shard_parameter(whole: nn.Parameter, shard: Shard, shared: dict[int, nn.Parameter] | None = None) -> nn.Parameter:
+    """This rank's shard of a parameter, trainable or frozen as that is. Its attribute ``shard`` tells how it was cut.
 
     Args:
-        layer: to be divided.
-        kind: the class whose forward is known, if the layer is of it.
-        held: names of the parameters.
-        problem: what else is wrong with it, in words that follow "it".
+        whole: the parameter.
+        shard: how to cut it.
+        shared: the shards made so far, by the id of the whole parameter. A tied parameter gets the one that is there.
 
     Raises:
-        ValueError: it can't be divided.
+        ValueError: a tied parameter was cut in another way.
     """
-    # torch has no public way to ask for hooks; test_linear.py and test_embedding.py pin the names.
-    hooks = [name for name, value in vars(layer).items() if name.endswith("_hooks") and value]
+    if shared is not None and id(whole) in shared:
+        tied = shared[id(whole)]
+        before: Shard = tied.shard  # type: ignore[attr-defined]
+        if before != shard:
+            raise ValueError(
+                f"A tied parameter of shape {shard.shape} can't be divided in two ways: along dimension {before.dim} "
+                f"in parts of {before.parts}, and along {shard.dim} in parts of {shard.parts}. Give the layers that "
+                f"share it styles that agree, or untie them."
+            )
+        return tied
+    parameter = nn.Parameter(shard.take(whole.detach()), whole.requires_grad)
+    parameter.shard = shard  # type: ignore[attr-defined]
+    if shared is not None:
+        shared[id(whole)] = parameter
+    return parameter
+
+
+def check_plain(layer: nn.Module, kind: type[nn.Module], held: Sequence[str], problem: str | None = None) -> None:
+    """Refuse a layer that is more than its parameters and its class's forward: what is more would be lost.
+
+    Args:
+        layer: the layer to be divided.
+        kind: the class whose forward is known, if the layer is of it.
+        held: the names of the parameters.
+        problem: what else is wrong with the layer, in words that follow "it".
+
+    Raises:
+        ValueError: the layer can't be divided.
+    """
     if parametrize.is_parametrized(layer):
         problem = "has a parametrization (weight_norm, spectral_norm, ...), which works on the whole weight"
     elif problem is not None:
@@ -60,7 +87,7 @@ def check_plain(layer: nn.Module, kind: type[nn.Module], held: Sequence[str], pr
         problem = f"is a subclass of nn.{kind.__name__} with a forward of its own"
     elif "forward" in vars(layer):
         problem = "has had its forward replaced"
-    elif hooks:
+    elif has_hooks(layer):
         problem = "has hooks (of weight_norm, spectral_norm or your own), which would be lost"
     elif extra := sorted(layer.state_dict().keys() - set(held)):
         names = " and ".join(f"a {name}" for name in held)

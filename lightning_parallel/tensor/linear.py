@@ -1,17 +1,17 @@
 """Linear layers divided over the ranks of a tensor group (Megatron-LM, Shoeybi et al. 2019, section 3).
 
-A column-wise layer holds some of the outputs, a row-wise one some of the inputs, so a pair of them with an elementwise
-function between (an MLP; with heads for pieces, attention) needs one message a direction:
+A column-wise layer holds some of the outputs, a row-wise one some of the inputs. A pair of them with an elementwise
+function between (an MLP; or attention, whose pieces are heads) needs one message in each direction::
 
-    ColumnParallelLinear   y_i = x W_i^T + b_i            x whole, y_i a piece;  backward: dL/dx summed over the ranks
-    RowParallelLinear      y = sum_i x_i W_i^T + b        x_i a piece, y whole;  backward: nothing to send
+    ColumnParallelLinear   y_i = x W_i^T + b_i            x whole, y_i a piece    backward: dx summed over the ranks
+    RowParallelLinear      y = sum_i x_i W_i^T + b        x_i a piece, y whole    backward: nothing to send
 
-"Column" and "row" are of the matrix in y = x A, the transpose of ``nn.Linear``'s weight ``[out, in]``.
+"Column" and "row" refer to the matrix A in y = x A, which is the transpose of ``nn.Linear``'s weight ``[out, in]``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.distributed as dist
@@ -19,23 +19,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from lightning_parallel.shard import Shard
 from lightning_parallel.tensor import functions
-from lightning_parallel.tensor.layer import ParallelLayer, check_plain
-from lightning_parallel.tensor.shard import Shard, shard_parameter
+from lightning_parallel.tensor.copy_linear import copy_linear
+from lightning_parallel.tensor.layer import ParallelLayer, check_plain, shard_parameter
 from lightning_parallel.tensor.siblings import Siblings
 
 if TYPE_CHECKING:
-    from lightning_parallel.tensor.random import ShardedRegion
+    from lightning_parallel.tensor.region import ShardedRegion
 
 
 class ParallelLinear(ParallelLayer):
-    """What the two have in common: a shard of the weight, and of the bias or all of it.
+    """What both kinds have in common: a shard of the weight, and of the bias or all of it.
 
     Attributes:
         in_features, out_features: of the whole layer.
-        weight: ``[out, in]``, one of the two being this rank's share; ``[in, out]`` if made from a ``Conv1D``.
-        bias: ``[out]``, this rank's share if the outputs are divided; or None.
-        region: told where what the ranks compute begins, or ends, to differ; see ``tensor/random.py``.
+        weight: ``[out, in]``, one of the two being this rank's piece; ``[in, out]`` if made from a ``Conv1D``.
+        bias: ``[out]``, this rank's piece if the outputs are divided; or None.
+        region: told where the ranks begin, or cease, to compute different things; see ``tensor/region.py``.
     """
 
     weight: nn.Parameter
@@ -51,7 +52,7 @@ class ParallelLinear(ParallelLayer):
         region: ShardedRegion | None,
         shared: dict[int, nn.Parameter] | None,
     ) -> None:
-        """Become this rank's share of ``whole``."""
+        """Become this rank's shard of ``whole``."""
         super().__init__()
         self._transposed = _is_conv1d(whole)
         assert isinstance(whole.weight, nn.Parameter)
@@ -70,7 +71,7 @@ class ParallelLinear(ParallelLayer):
         self.train(whole.training)
 
     def reset_parameters(self) -> None:
-        """Draw this rank's share of the weights that ``nn.Linear`` would get from the same generator."""
+        """Draw this rank's shard of the weights that ``nn.Linear`` would draw from the same generator."""
         whole = nn.Linear(
             self.in_features, self.out_features, self.bias is not None, self.weight.device, self.weight.dtype
         )
@@ -84,8 +85,9 @@ class ParallelLinear(ParallelLayer):
 class ColumnParallelLinear(ParallelLinear):
     """``nn.Linear`` with the outputs divided over the ranks.
 
-    Takes the whole input ``[..., in_features]``, equal on all ranks, and returns this rank's outputs ``[..., out]``.
-    Weights start as the slices of ``nn.Linear``'s for the same seed, and the generator goes on as after it.
+    It takes the whole input ``[..., in_features]``, equal on all ranks, and returns this rank's outputs
+    ``[..., out here]``. Weights start as the slices of ``nn.Linear``'s for the same seed, and the generator ends where
+    it would after an ``nn.Linear``.
 
     Args:
         in_features: of the whole layer.
@@ -93,14 +95,14 @@ class ColumnParallelLinear(ParallelLinear):
         bias: whether there is one.
         group: the tensor group.
         gather_output: return ``[..., out_features]`` on all ranks. For a layer of one part.
-        parts: sizes of fused projections, such as q, k and v in one weight; each is divided by itself.
-        copy_input: sum the input's gradients over the ranks. False where what gave the input does.
+        parts: the sizes of fused projections, such as q, k and v in one weight. Each is divided by itself.
+        copy_input: sum the input's gradients over the ranks. False where the module that gave the input does.
         region: entered after this layer when training.
         device: of the parameters.
         dtype: of the parameters.
 
     Raises:
-        ValueError: the ranks can't all get outputs, or parts are to be gathered.
+        ValueError: a rank would get no outputs, or several parts are to be gathered.
     """
 
     _divided = 0
@@ -135,14 +137,14 @@ class ColumnParallelLinear(ParallelLinear):
         siblings: Siblings | None = None,
         shared: dict[int, nn.Parameter] | None = None,
     ) -> Self:
-        """This rank's share of an ``nn.Linear`` or a transformers ``Conv1D``, in the orientation it has there.
+        """This rank's shard of an ``nn.Linear`` or a transformers ``Conv1D``, in the orientation that it has there.
 
         Args:
-            linear: the layer; it stays as it is.
+            linear: the layer. It stays as it is.
             group, gather_output, parts, copy_input, region: as of the constructor.
-            siblings: one object for all layers that are given the same input.
-            shared: shards made so far, by the id of the whole parameter, so that tied parameters stay tied; added to.
-                Keep the layers that it was filled from until it is done with: ids are used again.
+            siblings: one object for all layers that get the same input.
+            shared: the shards made so far, by the id of the whole parameter, so that tied parameters stay tied. It is
+                added to. Keep the layers that it was filled from as long as it is used, since ids are used again.
 
         Raises:
             ValueError: ``linear`` is something else, or more, than such a layer; or as the constructor.
@@ -165,21 +167,20 @@ class ColumnParallelLinear(ParallelLinear):
     ) -> None:
         if gather_output and len(parts) > 1:
             raise ValueError(
-                f"gather_output=True with parts={parts}: the ranks' outputs, joined, wouldn't be in the order of the "
-                f"parts. Use one layer for each part."
+                f"gather_output=True with parts={parts}: the joined outputs of the ranks wouldn't be in the order of "
+                f"the parts. Use one layer for each part."
             )
         self._hold(whole, group, parts, region, shared)
         self.gather_output, self.copy_input, self._siblings = gather_output, copy_input, siblings
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.t() if self._transposed else self.weight
+        weight = self.weight.t() if self._transposed else self.weight  # [out here, in]
         if self._alone:
             return F.linear(x, weight, self.bias)
-        y: Tensor
         if self.copy_input and x.requires_grad and self._siblings is not None:
             y = F.linear(self._siblings.copy(x, self.group), weight, self.bias)
         elif self.copy_input and x.requires_grad and not x.is_meta:
-            y = _CopyLinear.apply(*_autocast(x, weight, self.bias), self.group)  # type: ignore[no-untyped-call]
+            y = copy_linear(x, weight, self.bias, self.group)
         else:
             y = F.linear(x, weight, self.bias)
         if self.gather_output:
@@ -198,8 +199,8 @@ class ColumnParallelLinear(ParallelLinear):
 class RowParallelLinear(ParallelLinear):
     """``nn.Linear`` with the inputs divided over the ranks.
 
-    Takes this rank's piece of the input, ``[..., in]``, and returns the whole output ``[..., out_features]``, equal on
-    all ranks. The bias is whole on every rank, and added once, to the sum. Weights start as in
+    It takes this rank's piece of the input, ``[..., in here]``, and returns the whole output ``[..., out_features]``,
+    equal on all ranks. The bias is whole on every rank, and is added once, to the sum. Weights start as in
     :class:`ColumnParallelLinear`.
 
     Args:
@@ -207,15 +208,15 @@ class RowParallelLinear(ParallelLinear):
         out_features: of the whole layer.
         bias: whether there is one.
         group: the tensor group.
-        input_is_parallel: False: takes the whole input ``[..., in_features]``, equal on all ranks, and cuts it.
-        sequence_dim: return this rank's piece of the output along this dimension. The gradients of the bias are of
-            that piece then, and have to be summed over the ranks.
+        input_is_parallel: False: it takes the whole input ``[..., in_features]``, equal on all ranks, and cuts it.
+        sequence_dim: return this rank's piece of the output along this dimension. The bias's gradient is then that of
+            the piece, and has to be summed over the ranks.
         region: left before this layer.
         device: of the parameters.
         dtype: of the parameters.
 
     Raises:
-        ValueError: the ranks can't all get inputs.
+        ValueError: a rank would get no inputs.
     """
 
     _divided = 1
@@ -247,7 +248,7 @@ class RowParallelLinear(ParallelLinear):
         region: ShardedRegion | None = None,
         shared: dict[int, nn.Parameter] | None = None,
     ) -> Self:
-        """This rank's share of an existing layer: see :meth:`ColumnParallelLinear.from_linear`."""
+        """This rank's shard of an existing layer: see :meth:`ColumnParallelLinear.from_linear`."""
         _check_divisible(linear)
         self = cls.__new__(cls)
         self._hold(linear, group, (), region, shared)
@@ -255,7 +256,7 @@ class RowParallelLinear(ParallelLinear):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.t() if self._transposed else self.weight
+        weight = self.weight.t() if self._transposed else self.weight  # [out, in here]
         if self._alone:
             return F.linear(x, weight, self.bias)
         if self.region is not None:
@@ -267,7 +268,7 @@ class RowParallelLinear(ParallelLinear):
             y = functions.reduce_(y, self.group)
         else:
             y = functions.reduce_scatter(y, self.sequence_dim, self.group)
-        return y if self.bias is None else y + self.bias.to(y.dtype)  # of another dtype under autocast
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # their dtypes differ under autocast
 
     def extra_repr(self) -> str:
         return (
@@ -276,56 +277,16 @@ class RowParallelLinear(ParallelLinear):
         )
 
 
-class _CopyLinear(torch.autograd.Function):
-    """``F.linear(copy(x), weight, bias)``, with the sum of the input's gradients under way during the weight's."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.group = group
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:  # type: ignore[override]
-        if torch.is_grad_enabled():  # once_differentiable would refuse only where ``g`` itself has a gradient
-            raise RuntimeError("ColumnParallelLinear has no second derivative: leave out create_graph=True.")
-        x, weight = ctx.saved_tensors
-        shape = g.shape
-        g = g.reshape(-1, shape[-1])
-        grad_x = g @ weight
-        work = dist.all_reduce(grad_x, group=ctx.group, async_op=True) if functions.has_memory(grad_x) else None
-        grad_weight = grad_bias = None
-        if x is not None:
-            x = x.reshape(-1, x.shape[-1])
-            # In the layout that the weight has: its gradient is accumulated without a copy.
-            grad_weight = g.t() @ x if weight.is_contiguous() else (x.t() @ g).t()
-        if ctx.needs_input_grad[2]:
-            grad_bias = g.sum(0)
-        if work is not None:
-            work.wait()
-        return grad_x.view(*shape[:-1], weight.shape[1]), grad_weight, grad_bias, None
-
-
-def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What autocast would make of the arguments of ``F.linear``; it doesn't know functions of autograd."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
-        return x, weight, bias
-    dtype = torch.get_autocast_dtype(device)
-
-    def cast(t: Tensor) -> Tensor:
-        return t if t.dtype == torch.float64 or not t.is_floating_point() else t.to(dtype)
-
-    return cast(x), cast(weight), None if bias is None else cast(bias)
-
-
 # -- what can be divided -----------------------------------------------------------------------------------------
 
 
+def is_linear(layer: nn.Module) -> bool:
+    """Is it an ``nn.Linear``, or transformers' ``Conv1D``, the same with a transposed weight?"""
+    return isinstance(layer, nn.Linear) or _is_conv1d(layer)
+
+
 def _is_conv1d(layer: nn.Module) -> bool:
-    """Whether this is transformers' linear layer with a weight [in, out]; told without importing transformers."""
+    """Is it transformers' linear layer with a weight [in, out]? Told without importing transformers."""
     return (
         type(layer).__name__ == "Conv1D"
         and isinstance(layer.weight, Tensor)
@@ -337,6 +298,6 @@ def _check_divisible(linear: nn.Module) -> None:
     problem = None
     if isinstance(linear, NonDynamicallyQuantizableLinear):
         problem = "belongs to nn.MultiheadAttention, which uses the weight without calling the layer"
-    elif not _is_conv1d(linear) and not isinstance(linear, nn.Linear):
+    elif not is_linear(linear):
         problem = "is not nn.Linear, nor transformers' Conv1D"
     check_plain(linear, nn.Linear, ["weight", "bias"], problem)

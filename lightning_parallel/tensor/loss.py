@@ -1,12 +1,12 @@
 """Cross entropy of logits that are divided over the vocabulary (Megatron-LM, Shoeybi et al. 2019, section 3).
 
-For one row with logits z over a vocabulary of V, target c, smoothing e and m = max_j z_j:
+For one row with logits z over a vocabulary of V, target c, smoothing e and m = max_j z_j::
 
     loss   = log sum_j exp(z_j - m)  -  [ (1 - e) (z_c - m) + e / V sum_j (z_j - m) ]
     dz_j   = softmax(z)_j - (1 - e) [j = c] - e / V
 
-The maximum and the two sums over j are all that ranks exchange: three numbers a row, in two all-reduces; the gradient
-of a rank's logits needs none.
+The ranks exchange only the maximum and the two sums over j: three numbers a row, in two all-reduces. The gradient of a
+rank's logits needs no message.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_parallel.shard import Shard
 from lightning_parallel.tensor.functions import all_reduced, has_memory
-from lightning_parallel.tensor.shard import Shard
 
 
 def vocab_parallel_cross_entropy(
@@ -32,7 +32,7 @@ def vocab_parallel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """``F.cross_entropy`` of the whole logits, which are nowhere put together.
+    """``F.cross_entropy`` of the whole logits, which are never put together.
 
     Args:
         logits: ``[..., vocabulary here]``, this rank's, as a :class:`ColumnParallelLinear
@@ -40,18 +40,18 @@ def vocab_parallel_cross_entropy(
             vocabulary comes last, not second as in ``F.cross_entropy``.
         target: ``[...]`` ids in the whole vocabulary, equal on all ranks.
         group: the tensor group.
-        vocab_size: of the whole vocabulary. It tells where this rank's logits begin, and those that were gathered
-            before from those that were not: their loss would be too large by the logarithm of the ranks.
-        ignore_index: a target that counts for nothing.
+        vocab_size: of the whole vocabulary. It tells where this rank's logits begin. It also tells gathered logits from
+            divided ones; the loss of gathered ones would be too large by the logarithm of the number of ranks.
+        ignore_index: a target that doesn't count.
         reduction: "mean" over the targets that count, "sum", or "none".
-        label_smoothing: how much of the target's probability goes to all ids alike, from 0 to 1.
+        label_smoothing: the share of the target's probability that goes to all ids alike, from 0 to 1.
 
     Returns:
-        The loss, equal on all ranks: a number, or ``[...]`` for reduction "none". In float32 at least.
+        The loss, equal on all ranks: a scalar, or ``[...]`` for reduction "none". Its dtype is float32 at least.
 
     Raises:
-        ValueError: shapes that don't belong together, targets that are probabilities, or an unknown setting.
-        IndexError: a target isn't in the vocabulary. (On a GPU an assertion of the kernel fails.)
+        ValueError: shapes that don't fit each other, targets that are probabilities, or an unknown setting.
+        IndexError: a target isn't in the vocabulary. On a GPU an assertion of the kernel fails.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r}: must be 'mean', 'sum' or 'none'.")
@@ -72,7 +72,7 @@ def vocab_parallel_cross_entropy(
             f"of vocab_size={vocab_size}.{gathered}"
         )
 
-    rows, ids = logits.reshape(-1, shard.size), target.reshape(-1).long()
+    rows, ids = logits.reshape(-1, shard.size), target.reshape(-1).long()  # [rows, vocabulary here], [rows]
     if shard.count == 1:
         rows = rows.to(_at_least_float32(rows.dtype))
         loss = F.cross_entropy(
@@ -94,9 +94,9 @@ def vocab_parallel_cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Of ``logits`` [rows, vocabulary here], the loss [rows], 0 where nothing ``counts``.
+    """The loss ``[rows]`` of logits ``[rows, vocabulary here]``; 0 for rows that don't count.
 
-    ``index`` is the target's among the logits here, where it is ``here``.
+    ``index`` is the target's place among the logits here, in the rows where it is ``here``.
     """
 
     @staticmethod
@@ -111,12 +111,12 @@ class _CrossEntropy(torch.autograd.Function):
         group: dist.ProcessGroup,
     ) -> Tensor:
         peak = all_reduced(logits.amax(-1).to(_at_least_float32(logits.dtype)), group, dist.ReduceOp.MAX)
-        z = logits - peak.unsqueeze(-1)  # of the dtype of the peak
+        z = logits - peak.unsqueeze(-1)  # in the peak's dtype
         aimed = z.gather(-1, index.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0) * (1 - smoothing)
         if smoothing > 0:  # 0 times a logit of -inf is not 0
             aimed = aimed + z.sum(-1) * (smoothing / vocab_size)
         total, aimed = all_reduced(torch.stack([z.exp_().sum(-1), aimed]), group)
-        # The logits, not their softmax, which is of the same size: they are often kept by others too.
+        # The logits, not their softmax, which is as large: others often keep the logits too.
         ctx.save_for_backward(logits, peak, total, index, here, counts)
         ctx.vocab_size, ctx.smoothing = vocab_size, smoothing
         return (total.log() - aimed).masked_fill(~counts, 0)

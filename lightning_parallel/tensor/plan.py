@@ -1,20 +1,12 @@
-"""Which layers are sharded, and how: rules by name, and where they come from.
+"""Which modules are divided, and how: rules by name, and where they come from.
 
-A plan maps patterns to styles. A pattern is a dotted module name, in which ``*`` stands for one whole part of it:
-``"model.layers.*.mlp.up_proj"``. The styles:
+A plan maps patterns to styles (:mod:`~lightning_parallel.tensor.styles`). A pattern is a dotted module name in which
+``*`` stands for one whole part of it::
 
-    column                      weight divided by output features; what comes out stays divided
-    column:3                    the same for three equal projections fused in one weight, such as qkv
-    column:512,128,128          for fused projections of these sizes
-    column_gather               what comes out is gathered: every rank has all of it
-    row                         weight divided by input features; takes what a column layer left divided
-    row_split                   takes all features, of which each rank uses its own
-    embedding                   an embedding's table divided by ids
-    divide:num_heads,num_kv     not a layer: a module whose integers of these names are shared out over the ranks
-    sum_gradient                not sharded, but works on what is: each rank has a part of its gradients
+    {"model.layers.*.mlp.up_proj": "column", "model.layers.*.mlp.down_proj": "row"}
 
-Rules are strict. A model of which half a column/row pair is sharded, because a pattern matches nothing, computes
-something else without a word: so each pattern must match, each style must fit, and no module may have two rules.
+Rules are strict. If half of a column/row pair is divided because a pattern matches nothing, the model computes
+something else without an error. So each pattern must match, each style must fit, and no module may have two rules.
 """
 
 from __future__ import annotations
@@ -22,27 +14,16 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from torch import nn
 
 from lightning_parallel.tensor.layer import ParallelLayer
+from lightning_parallel.tensor.linear import is_linear
+from lightning_parallel.tensor.style import Rule, Style
+from lightning_parallel.tensor.styles import read_style
 
-Plan = Mapping[str, str]
-
-# Kinds of styles, with what may follow the colon.
-_KINDS: Mapping[str, str] = MappingProxyType(
-    {
-        "column": r"|[1-9]\d*(,[1-9]\d*)*",
-        "column_gather": "",
-        "row": "",
-        "row_split": "",
-        "embedding": "",
-        "divide": r"\w+(,\w+)*",
-        "sum_gradient": "",
-    }
-)
+Plan = Mapping[str, str | Style]
 
 # Styles of transformers' plans (5.23), with those that compute the same.
 _TRANSFORMERS: Mapping[str, str] = MappingProxyType(
@@ -75,68 +56,15 @@ _SHIPPED: Mapping[str, Plan] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True)
-class Style:
-    """A style, read.
-
-    Attributes:
-        kind: what stands before the colon.
-        parts: sizes of fused projections; one number is how many equal ones there are.
-        attributes: names of the integers to divide.
-    """
-
-    kind: str
-    parts: tuple[int, ...] = ()
-    attributes: tuple[str, ...] = ()
-
-    @classmethod
-    def read(cls, style: str) -> Style:
-        """Raises ValueError for a style that isn't one."""
-        kind, _, rest = style.partition(":")
-        if kind not in _KINDS:
-            close = difflib.get_close_matches(_TRANSFORMERS.get(kind, kind), _KINDS, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            raise ValueError(f"unknown style {style!r}: {hint}There are {', '.join(_KINDS)}.")
-        if not re.fullmatch(_KINDS[kind], rest):
-            raise ValueError(
-                f"style {style!r} can't be read: write 'column:3' (equal parts), 'column:512,128,128' (sizes of the "
-                f"parts), 'divide:num_heads' (attributes), and the other styles without a colon."
-            )
-        if kind == "divide":
-            return cls(kind, attributes=tuple(rest.split(",")))
-        return cls(kind, parts=tuple(int(size) for size in rest.split(",") if size))
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One module with its style.
-
-    Attributes:
-        module: to be sharded.
-        names: all under which it is registered.
-        pattern: that matched.
-        style: for it.
-    """
-
-    module: nn.Module
-    names: tuple[str, ...]
-    pattern: str
-    style: Style
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
-
 # -- where a plan comes from -------------------------------------------------------------------------------------
 
 
-def find_plan(module: nn.Module, given: Plan | None = None) -> dict[str, str]:
-    """The plan for ``module``: the one given, else that of its ``configure_tensor_parallel()`` hook, else those that
-    the models of transformers in it bring along or that are shipped here for them (GPT-2).
+def find_plan(module: nn.Module, given: Plan | None = None) -> dict[str, str | Style]:
+    """The plan for ``module``: the given one; else that of its ``configure_tensor_parallel()`` method; else those that
+    the transformers models in it bring along, or that are shipped here for them (GPT-2).
 
     Raises:
-        ValueError: there is none, or it holds a style of transformers that isn't known here.
+        ValueError: there is none, or it holds a style of transformers that has no counterpart here.
     """
     hook = getattr(module, "configure_tensor_parallel", None)
     if given is not None:
@@ -145,7 +73,7 @@ def find_plan(module: nn.Module, given: Plan | None = None) -> dict[str, str]:
         plan, source = dict(hook()), f"{type(module).__name__}.configure_tensor_parallel() returned {{}}"
     else:
         plan, source = _transformers_plan(module), "no plan is known for this model"
-    if not plan and not any(isinstance(m, ParallelLayer) for m in module.modules()):  # sharded by hand needs none
+    if not plan and not any(isinstance(m, ParallelLayer) for m in module.modules()):  # divided by hand needs none
         raise ValueError(
             f"Tensor parallelism needs a plan, but {source}: give plan={{'pattern': 'style'}}, or a "
             f"configure_tensor_parallel() method that returns one. The layers are {_layers_of(module)}."
@@ -153,8 +81,8 @@ def find_plan(module: nn.Module, given: Plan | None = None) -> dict[str, str]:
     return plan
 
 
-def _transformers_plan(module: nn.Module) -> dict[str, str]:
-    plan: dict[str, str] = {}
+def _transformers_plan(module: nn.Module) -> dict[str, str | Style]:
+    plan: dict[str, str | Style] = {}
     roots: list[str] = []
     for name, model in module.named_modules():
         if "PreTrainedModel" not in _bases(model) or any(f"{name}.".startswith(root) for root in roots):
@@ -172,7 +100,7 @@ def _transformers_plan(module: nn.Module) -> dict[str, str]:
     return plan
 
 
-def _translated(theirs: dict[str, str], name: str, model: nn.Module) -> dict[str, str]:
+def _translated(theirs: dict[str, str], name: str, model: nn.Module) -> dict[str, str | Style]:
     unknown = {pattern: style for pattern, style in theirs.items() if style not in _TRANSFORMERS}
     if unknown:
         # All or nothing: what remains might be one half of a pair.
@@ -184,9 +112,9 @@ def _translated(theirs: dict[str, str], name: str, model: nn.Module) -> dict[str
     return {pattern: _TRANSFORMERS[style] for pattern, style in theirs.items()}
 
 
-def _without_scaled_embeddings(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
-    """Gemma's embeddings multiply what they look up, in a forward of their own: those stay whole, and so does a head
-    that is tied to one. That breaks no pair, since both return whole outputs either way."""
+def _without_scaled_embeddings(model: nn.Module, plan: dict[str, str | Style]) -> dict[str, str | Style]:
+    """Gemma's embeddings multiply what they look up, in a forward of their own. Those stay whole, and so does a head
+    that is tied to one."""
     whole = {
         id(part.weight)
         for part in model.modules()
@@ -195,13 +123,13 @@ def _without_scaled_embeddings(model: nn.Module, plan: dict[str, str]) -> dict[s
     left = {
         rule.pattern
         for rule in (resolve(model, plan) if whole else ())
-        if rule.style.kind in ("embedding", "column_gather") and id(rule.module.weight) in whole
+        if rule.style.is_alone and id(rule.module.weight) in whole
     }
     return {pattern: style for pattern, style in plan.items() if pattern not in left}
 
 
-def _shipped_plan(model: nn.Module) -> dict[str, str]:
-    plan: dict[str, str] = {}
+def _shipped_plan(model: nn.Module) -> dict[str, str | Style]:
+    plan: dict[str, str | Style] = {}
     for name, part in model.named_modules():
         prefix = f"{name}." if name else ""
         for base in _bases(part) & _SHIPPED.keys():
@@ -210,7 +138,7 @@ def _shipped_plan(model: nn.Module) -> dict[str, str]:
 
 
 def _bases(module: nn.Module) -> set[str]:
-    """Names of the classes of transformers that a module is of. Not by isinstance, which would import it."""
+    """The names of the transformers classes that a module is of. Not by isinstance, which would import them."""
     return {base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformers.")}
 
 
@@ -221,7 +149,8 @@ def resolve(module: nn.Module, plan: Plan) -> list[Rule]:
     """The modules that the plan's patterns match, in the plan's order.
 
     Raises:
-        ValueError: a style is unknown or doesn't fit its module, a pattern matches nothing, a module has two rules.
+        ValueError: a style is unknown or doesn't fit its module, a pattern matches nothing, or a module has two rules.
+        RuntimeError: a module is divided already.
     """
     names_of: dict[int, list[str]] = {}
     modules: dict[str, nn.Module] = {}
@@ -232,7 +161,7 @@ def resolve(module: nn.Module, plan: Plan) -> list[Rule]:
     rules: dict[int, Rule] = {}
     for pattern, text in plan.items():
         try:
-            style = Style.read(text)
+            style = read_style(text, _TRANSFORMERS)
         except ValueError as error:
             raise ValueError(f"plan: {pattern!r}: {error}") from None
         regex = re.compile(r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
@@ -245,34 +174,10 @@ def resolve(module: nn.Module, plan: Plan) -> list[Rule]:
             rule = rules.setdefault(id(found), Rule(found, tuple(names_of[id(found)]), pattern, style))
             if rule.pattern != pattern:
                 raise ValueError(f"plan: both {rule.pattern!r} and {pattern!r} match {name!r}: leave one.")
-            _check_kind(rule)
+            if isinstance(found, ParallelLayer):
+                raise RuntimeError(rule.misfit(": it is divided already."))
+            style.check(rule)
     return list(rules.values())
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Is it a ``nn.Linear``, or transformers' ``Conv1D``, the same with a transposed weight?"""
-    return isinstance(module, nn.Linear) or "Conv1D" in _bases(module)
-
-
-def _check_kind(rule: Rule) -> None:
-    kind, module = rule.style.kind, rule.module
-    found = f"plan: {rule.pattern!r}: {kind!r}, but {rule.name!r} is a {type(module).__name__}"
-    if isinstance(module, ParallelLayer):
-        raise RuntimeError(f"{found}: it is sharded already.")
-    if kind == "divide":
-        for name in rule.style.attributes:
-            value = getattr(module, name, None)
-            if not isinstance(value, int) or isinstance(value, bool):
-                integers = [k for k, v in vars(module).items() if type(v) is int]
-                raise ValueError(f"{found} without an integer {name!r}. It has {_enumerate(integers)}.")
-    elif kind == "sum_gradient":
-        if not any(True for _ in module.parameters()):
-            raise ValueError(f"{found}, which has no parameters.")
-    elif kind == "embedding":
-        if not isinstance(module, nn.Embedding):
-            raise ValueError(f"{found}: it is for nn.Embedding.")
-    elif not is_linear(module):
-        raise ValueError(f"{found}: it is for nn.Linear and transformers' Conv1D.")
 
 
 def _layers_of(module: nn.Module) -> str:
@@ -282,7 +187,7 @@ def _layers_of(module: nn.Module) -> str:
         for name, layer in module.named_modules()
         if is_linear(layer) or isinstance(layer, nn.Embedding)
     }
-    return ", ".join(f"{name!r} ({kind})" for name, kind in found.items()) or "none that could be sharded"
+    return ", ".join(f"{name!r} ({kind})" for name, kind in found.items()) or "none that could be divided"
 
 
 def _close(module: nn.Module, pattern: str) -> list[str]:
@@ -292,7 +197,7 @@ def _close(module: nn.Module, pattern: str) -> list[str]:
 
 
 def _pattern_of(module: nn.Module, name: str) -> str:
-    """``name``, with a ``*`` for each part that is one of several modules of the same kind."""
+    """``name``, with a ``*`` for each part that is one of several modules of the same class."""
     parts, around = [], module
     for part in name.split("."):
         kinds = {type(child) for child in around.children()}

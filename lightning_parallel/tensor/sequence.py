@@ -1,23 +1,23 @@
 """Sequence parallelism: activations between the sharded regions are divided along the sequence.
 
 Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2. Between a row
-layer and the next column layer (norms, dropout, residual sums) all ranks of plain tensor parallelism hold and compute
-the same. Here each has a piece of the sequence instead: memory for activations falls by the number of ranks, and the
-bytes sent stay the same, since an all-reduce is a reduce-scatter and an all-gather.
+layer and the next column layer (norms, dropout, residual sums), all ranks of plain tensor parallelism hold and compute
+the same. Here each rank has a piece of the sequence instead. Memory for these activations falls by the number of ranks,
+and the bytes sent stay the same, since an all-reduce is a reduce-scatter and an all-gather::
 
-    hidden state     [batch, time, width]     before the blocks, equal on all ranks
-    split            [batch, time / t, width] at the first block
-      norm                                    position by position, on a piece
-      gather_sum     [batch, time, width]     at the attention, the MLP: what holds column layers
-        column, row                           the row layer's sum is a reduce_scatter
+    hidden state     [batch, time, width]       before the blocks, equal on all ranks
+    split            [batch, time / t, width]   at the first block
+      norm                                      position by position, on a piece
+      gather_sum     [batch, time, width]       at the attention and the MLP: the modules that hold column layers
+        column, row                             the row layer's sum is a reduce_scatter
       residual       [batch, time / t, width]
-    gather           [batch, time, width]     after the last block
+    gather           [batch, time, width]       after the last block
 
-Inside the blocks each rank's gradients come from its own piece of the computation, so those of all parameters that
-aren't sharded (norms, biases of row layers) are partial: their sum over the ranks is the gradient.
+Inside the blocks each rank's gradients come from its own piece of the computation. So the gradients of all parameters
+that aren't divided (norms, biases of row layers) are partial: their sum over the ranks is the gradient.
 
-It is done by an instance attribute ``forward`` on the blocks and on what gathers inside of them. Not by hooks: those
-are run also where a pipeline answers in an absent layer's place.
+It is done by an instance attribute ``forward`` on the blocks and on the modules inside that gather. Hooks would not do:
+they also run where a pipeline answers in the place of an absent layer.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lightning_parallel.tensor import functions
-from lightning_parallel.tensor.plan import Rule, is_linear
-from lightning_parallel.tensor.random import ShardedRegion
+from lightning_parallel.tensor.linear import is_linear
+from lightning_parallel.tensor.region import ShardedRegion
+from lightning_parallel.tensor.style import Rule
+from lightning_parallel.tensor.styles import STYLES
+from lightning_parallel.torch_private import tree_flatten, tree_unflatten
 
 _TIME = 1  # the sequence's dimension of a hidden state [batch, time, width]
-_INSIDE = ("column", "row", "divide", "sum_gradient")  # styles that a block may have
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,12 @@ def find_chains(module: nn.Module, rules: list[Rule]) -> list[Chain]:
     Raises:
         ValueError: there are none, or a block holds something that can't work on a piece of a sequence.
     """
-    found: dict[str, list[tuple[int, str]]] = {}  # by container: indices of the children that hold layers, their kinds
+    found: dict[str, list[tuple[int, bool]]] = {}  # by container: for each pair's layer its child, and is it the second
     for rule in rules:
         container, child = _block_of(module, rule.name)
-        if container is not None and rule.style.kind in ("column", "row"):
-            found.setdefault(container, []).append((child, rule.style.kind))
-    found = {container: layers for container, layers in found.items() if any(kind == "row" for _, kind in layers)}
+        if container is not None and (rule.style.leaves_divided or rule.style.takes_divided):
+            found.setdefault(container, []).append((child, rule.style.takes_divided))
+    found = {container: layers for container, layers in found.items() if any(second for _, second in layers)}
     if not found:
         raise ValueError(
             "sequence_parallel=True needs blocks, children of an nn.ModuleList or nn.Sequential, with layers of style "
@@ -93,7 +94,7 @@ def find_chains(module: nn.Module, rules: list[Rule]) -> list[Chain]:
         )
     chains = []
     for container, layers in found.items():
-        first, last = min(index for index, _ in layers), max(index for index, kind in layers if kind == "row")
+        first, last = min(child for child, _ in layers), max(child for child, second in layers if second)
         prefix = f"{container}." if container else ""
         around = module.get_submodule(container)
         assert isinstance(around, (nn.ModuleList, nn.Sequential))
@@ -110,7 +111,7 @@ def find_chains(module: nn.Module, rules: list[Rule]) -> list[Chain]:
 
 
 def _block_of(module: nn.Module, name: str) -> tuple[str | None, int]:
-    """The outermost container that ``name`` lies in, and the index of its child there; None without one."""
+    """The outermost container that ``name`` lies in, and the index of its child there; None if it lies in none."""
     parts = name.split(".")
     for i in range(len(parts)):
         container = module.get_submodule(".".join(parts[:i]))
@@ -121,19 +122,20 @@ def _block_of(module: nn.Module, name: str) -> tuple[str | None, int]:
 
 def _gathering(module: nn.Module, blocks: dict[str, nn.Module], rules: list[Rule]) -> dict[str, nn.Module]:
     """The parents of the column layers in ``blocks``."""
-    sharded: set[str] = set()
+    divided: set[str] = set()
     gathering: dict[str, nn.Module] = {}
     for rule in rules:
         inside = [name for name in rule.names if any(f"{name}.".startswith(f"{block}.") for block in blocks)]
         if not inside:
             continue
-        if rule.style.kind not in _INSIDE:
+        if not rule.style.in_sequence_blocks:
+            fitting = ", ".join(repr(name) for name, style in STYLES.items() if style.in_sequence_blocks)
             raise ValueError(
-                f"sequence_parallel=True: {rule.name!r} has the style {rule.style.kind!r}, but inside of blocks only "
-                f"{', '.join(map(repr, _INSIDE))} work on a divided sequence. Turn it off, or change the plan."
+                f"sequence_parallel=True: {rule.name!r} has the style {rule.style.text!r}, but inside of blocks only "
+                f"{fitting} work on a divided sequence. Turn it off, or change the plan."
             )
-        sharded.update(inside if rule.style.kind in ("column", "row") else ())
-        for name in inside if rule.style.kind == "column" else ():
+        divided.update(inside if rule.style.leaves_divided or rule.style.takes_divided else ())
+        for name in inside if rule.style.leaves_divided else ():
             parent = name.rpartition(".")[0]
             if name in blocks or parent in blocks:
                 block = name if name in blocks else parent
@@ -150,21 +152,21 @@ def _gathering(module: nn.Module, blocks: dict[str, nn.Module], rules: list[Rule
                 f"to gather the sequence is unclear. Turn it off."
             )
     for name, child in blocks.items():
-        _check_positionwise(name, child, gathering, sharded)
+        _check_positionwise(name, child, gathering, divided)
     return gathering
 
 
-def _check_positionwise(name: str, module: nn.Module, gathering: dict[str, nn.Module], sharded: set[str]) -> None:
+def _check_positionwise(name: str, module: nn.Module, gathering: dict[str, nn.Module], divided: set[str]) -> None:
     """What isn't gathered must work position by position: an attention that the plan forgot would see a piece."""
-    if name in gathering or name in sharded:
+    if name in gathering or name in divided:
         return
-    if any(other.startswith(f"{name}.") for other in (*gathering, *sharded)):
+    if any(other.startswith(f"{name}.") for other in (*gathering, *divided)):
         for child, submodule in module.named_children():
-            _check_positionwise(f"{name}.{child}", submodule, gathering, sharded)
+            _check_positionwise(f"{name}.{child}", submodule, gathering, divided)
     elif any(True for _ in module.parameters()) and not _is_positionwise(module):
         raise ValueError(
             f"sequence_parallel=True: {name!r} ({type(module).__name__}) is in a block, but not in the plan. It would "
-            f"see a piece of the sequence, and isn't known to work position by position. Turn it off, or shard it."
+            f"see a piece of the sequence, and isn't known to work position by position. Turn it off, or divide it."
         )
 
 
@@ -174,7 +176,7 @@ def _is_positionwise(module: nn.Module) -> bool:
 
 
 def _check_shared(module: nn.Module, chains: list[Chain]) -> None:
-    """A parameter of a block that is used outside too would get partial and whole gradients, added up."""
+    """A parameter of a block that is also used outside would get partial and whole gradients, added up."""
     blocks = [block for chain in chains for block in chain.blocks]
     inside = {id(parameter) for chain in chains for parameter in chain.parameters()}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -195,7 +197,7 @@ class _Wrapped:
         self._group = group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo[id(self._group)] = self._group  # can't be copied: the copy is of the same group
+        memo[id(self._group)] = self._group  # can't be copied: the copy has the same group
         duplicate = memo[id(self)] = self.__class__.__new__(self.__class__)
         duplicate.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return duplicate
@@ -203,15 +205,15 @@ class _Wrapped:
     def _mapped(
         self, function: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, with ``function`` applied to the hidden state: the first tensor of floating-point numbers, and
+        """The arguments with ``function`` applied to the hidden state, which is the first floating-point tensor, and to
         those of the same shape. Masks and positions stay whole."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = tree_flatten((args, kwargs))
         hidden = next((x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()), None)
         if hidden is None or hidden.dim() < 3:
-            shape = "none" if hidden is None else f"of shape {tuple(hidden.shape)}"
+            shape = "there is none" if hidden is None else f"it has the shape {tuple(hidden.shape)}"
             raise ValueError(
                 f"sequence_parallel=True: the first tensor that {self._name!r} is called with must be a hidden state "
-                f"[batch, sequence, features], but it is {shape}. Turn it off."
+                f"[batch, sequence, features], but {shape}. Turn it off."
             )
         done: dict[int, Tensor] = {}  # the same tensor may come as query, key and value
         for i, x in enumerate(leaves):
@@ -224,15 +226,15 @@ class _Wrapped:
             elif x.requires_grad and torch.is_grad_enabled():
                 raise RuntimeError(
                     f"sequence_parallel=True: {self._name!r} is called with a hidden state of shape "
-                    f"{tuple(hidden.shape)} and one of {tuple(x.shape)} that needs a gradient too (of an encoder?), "
-                    f"which would be wrong. Turn it off."
+                    f"{tuple(hidden.shape)} and with one of {tuple(x.shape)} that needs a gradient too (of an "
+                    f"encoder?), which would be wrong. Turn it off."
                 )
-        mapped: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, spec)
+        mapped: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(leaves, spec)
         return mapped
 
 
 class _Gathering(_Wrapped):
-    """Of an attention or an MLP: takes pieces, and sees the whole sequence. Its row layer returns pieces."""
+    """Of an attention or an MLP: it gets pieces, and sees the whole sequence. Its row layer returns pieces."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._mapped(lambda x: functions.gather_sum(x, _TIME, self._group), args, kwargs)
@@ -240,8 +242,8 @@ class _Gathering(_Wrapped):
 
 
 class _OnPieces(_Wrapped):
-    """Of a block: the first one divides the hidden state, the last one gathers it. What is drawn at random inside is
-    for this rank's piece, so the block is a sharded region as a whole."""
+    """Of a block. The first block divides the hidden state, the last one gathers it. Random numbers drawn inside are
+    for this rank's piece, so the block as a whole is a sharded region."""
 
     def __init__(
         self,
@@ -257,7 +259,7 @@ class _OnPieces(_Wrapped):
         self._first, self._last = first, last
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo[id(self._region)] = self._region  # the generator's
+        memo[id(self._region)] = self._region  # its state is the generator's
         return super().__deepcopy__(memo)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -279,9 +281,9 @@ class _OnPieces(_Wrapped):
         return functions.split(x, _TIME, self._group)
 
     def _gathered(self, output: Any) -> Any:
-        leaves, spec = pytree.tree_flatten(output)
+        leaves, spec = tree_flatten(output)
         i = next((i for i, x in enumerate(leaves) if isinstance(x, Tensor)), None)
         if i is None:
             raise ValueError(f"sequence_parallel=True: {self._name!r} returned no tensor to be gathered. Turn it off.")
         leaves[i] = functions.gather(leaves[i], _TIME, self._group)
-        return pytree.tree_unflatten(leaves, spec)
+        return tree_unflatten(leaves, spec)

@@ -1,7 +1,11 @@
-"""Column layers that are given one input, such as q, k and v: its gradients are summed over the ranks once for all.
+"""Column layers that get one input, such as q, k and v: its gradients are summed over the ranks once for all of them.
 
-Each by itself would send a message of the input's size in the backward, one after the other. Here they share one
-``copy`` (:mod:`~lightning_parallel.tensor.functions`): autograd adds up what comes back from the layers, then sends.
+Each layer by itself would send a message of the input's size in the backward, one after the other. Siblings share one
+``copy`` (:mod:`~lightning_parallel.tensor.functions`): autograd adds up what comes back from the layers, then sends::
+
+    x --- copy --+-- q        backward:   dx = sum over ranks of (dx_q + dx_k + dx_v)
+                 +-- k
+                 +-- v
 """
 
 from __future__ import annotations
@@ -19,17 +23,17 @@ class Siblings:
     """Layers that are usually called with the same tensor, one after the other.
 
     Args:
-        count: of the layers. After so many calls nothing is kept.
+        count: the number of layers. After that many calls nothing is kept.
     """
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._calls = 0  # with the input at hand
+        self._calls = 0  # with the current input
         self._input: weakref.ref[Tensor] | None = None
         self._copy: Tensor | None = None
 
     def copy(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """``functions.copy(x)``, the same for all layers that are called with this very tensor."""
+        """``functions.copy(x, group)``, the same tensor for all layers that are called with this very ``x``."""
         if self._copy is None or self._input is None or self._input() is not x:
             self._input, self._copy, self._calls = weakref.ref(x), functions.copy(x, group), 0
         copy = self._copy

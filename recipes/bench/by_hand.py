@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_parallel.pipeline.schedule import SYNCHRONOUS, Backward, Forward
+from lightning_parallel.pipeline.schedule import SCHEDULES, Backward, Forward
 from recipes.bench.contestants import Synchronous, place
 from recipes.bench.layers import MakeOptimizer, loss_of, sgd
 
@@ -23,22 +23,23 @@ class Bare(Synchronous):
     def __init__(
         self, layers: nn.Sequential, schedule: str, batch: Tensor, microbatches: int, optimizer: MakeOptimizer = sgd
     ) -> None:
-        layout, self._groups = place()
+        layout, groups = place()
+        self._links = groups.links
         self.is_first, self.is_last = layout.is_first_stage, layout.is_last_stage
-        each = len(layers) // layout.pipeline
+        each = len(layers) // layout.stages
         self._stage = layers[layout.stage * each : (layout.stage + 1) * each]
         self._optimizer = optimizer(self._stage.parameters())
-        self._actions = SYNCHRONOUS[schedule](layout.pipeline, microbatches)[layout.stage]
+        self._actions = SCHEDULES[schedule](layout.stages, microbatches)[layout.stage]
         self._parts = torch.tensor_split(batch, microbatches)
-        self._before = 0 if self.is_first else layout.rank_of(stage=layout.stage - 1)
-        self._after = 0 if self.is_last else layout.rank_of(stage=layout.stage + 1)
+        self._before = 0 if self.is_first else layout.rank_at(pipeline=layout.stage - 1)
+        self._after = 0 if self.is_last else layout.rank_at(pipeline=layout.stage + 1)
         self._activations = [] if self.is_first else [torch.empty_like(part) for part in self._parts]
         self._gradients = [] if self.is_last else [torch.empty_like(part) for part in self._parts]
 
     def step(self) -> None:
-        groups = self._groups
-        activations = [_work(dist.irecv(x, self._before, group=groups.forward_in)) for x in self._activations]
-        gradients = [_work(dist.irecv(g, self._after, group=groups.backward_in)) for g in self._gradients]
+        links = self._links
+        activations = [_work(dist.irecv(x, self._before, group=links.forward_in)) for x in self._activations]
+        gradients = [_work(dist.irecv(g, self._after, group=links.backward_in)) for g in self._gradients]
         in_flight: deque[tuple[Tensor, Tensor]] = deque()
         sent: list[tuple[dist.Work, Tensor]] = []
         for action in self._actions:
@@ -52,7 +53,7 @@ class Bare(Synchronous):
                 if self.is_last:
                     output = loss_of(output) / len(self._parts)
                 else:
-                    sent.append(_sent(output.detach(), self._after, groups.forward_out))
+                    sent.append(_sent(output.detach(), self._after, links.forward_out))
                 in_flight.append((x, output))
             elif isinstance(action, Backward):
                 x, output = in_flight.popleft()
@@ -61,7 +62,7 @@ class Bare(Synchronous):
                 torch.autograd.backward(output, None if self.is_last else self._gradients[action.microbatch])
                 if not self.is_first:
                     assert x.grad is not None
-                    sent.append(_sent(x.grad, self._before, groups.backward_out))
+                    sent.append(_sent(x.grad, self._before, links.backward_out))
         self._optimizer.step()
         self._optimizer.zero_grad()
         for work, _ in sent:

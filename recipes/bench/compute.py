@@ -14,7 +14,7 @@ from lightning_parallel import AsyncPipelineStrategy, PipelineStrategy
 from recipes.bench import processes
 from recipes.bench.by_hand import BareAsync
 from recipes.bench.contestants import (
-    SCHEDULES,
+    COMPARED,
     OneProcess,
     Ours,
     OursAsync,
@@ -78,7 +78,7 @@ def _beside(sizes: Sizes) -> Table:
     """The machine's speed drifts by more than the two differ: so batch by batch."""
     times = merge(processes.run(_pairs, 2, sizes))
     rows: list[list[Cell]] = []
-    for schedule in SCHEDULES:
+    for schedule in COMPARED:
         ours, theirs = times[f"{schedule}, ours"], times[f"{schedule}, torch"]
         slower = ratios(ours, theirs)
         sooner = sum(ratio < 1 for ratio in slower)
@@ -102,7 +102,7 @@ def _beside(sizes: Sizes) -> Table:
 def _pairs(sizes: Sizes) -> Times:
     batch = _batch(sizes)
     runs = {}
-    for schedule in SCHEDULES:
+    for schedule in COMPARED:
         for whose, kind in (("ours", Ours), ("torch", Torch)):
             contestant = kind(blocks(sizes.layers, sizes.width), schedule, batch, sizes.microbatches, adamw)
             contestant.step()

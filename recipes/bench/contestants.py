@@ -18,16 +18,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from lightning_parallel.layout import Groups, Layout, make_groups
+from lightning_parallel.gradients.swapping import swap_gradients
+from lightning_parallel.groups import Groups
+from lightning_parallel.layout import Layout
+from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB
 from lightning_parallel.pipeline.engine import Engine, Microbatch
 from lightning_parallel.pipeline.partition import partition
-from lightning_parallel.pipeline.schedule import SYNCHRONOUS, AsyncOneFOneB
+from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.pipeline.weights import WeightVersions, swap_gradients
+from lightning_parallel.pipeline.weights import WeightVersions
 from recipes.bench.layers import MakeOptimizer, intervals, loss_of, sgd
 
 CPU = torch.device("cpu")
-SCHEDULES = ("gpipe", "1f1b")  # those that both this package and torch have
+COMPARED = ("gpipe", "1f1b")  # the schedules that both this package and torch have
 
 
 class Contestant(Protocol):
@@ -60,11 +63,11 @@ class Synchronous:
 def place() -> tuple[Layout, Groups]:
     """Of this rank, one stage a rank; the groups are made once, by all ranks."""
     layout = Layout.resolve(dist.get_world_size(), dist.get_rank(), pipeline="auto")
-    return layout, make_groups(layout)
+    return layout, Groups(layout)
 
 
 def _stage(layers: nn.Sequential, layout: Layout) -> Stage:
-    stage = Stage(layers, partition(layers, layout.pipeline, balance="layers"), layout.stage, CPU)
+    stage = Stage(layers, partition(layers, layout.stages, balance="layers"), layout.stage, CPU)
     stage.install()
     return stage
 
@@ -86,9 +89,9 @@ class Ours(Synchronous):
         layout, groups = place()
         self.is_first, self.is_last = layout.is_first_stage, layout.is_last_stage
         stage = _stage(layers, layout)
-        self.engine = Engine(stage, layout, groups, CPU, loss_of=lambda loss: loss)
+        self.engine = Engine(stage, layout, groups.links, CPU, loss_of=lambda loss: loss)
         self._optimizer = optimizer(stage.named_parameters().values())
-        self._actions = SYNCHRONOUS[schedule](layout.pipeline, microbatches)[layout.stage]
+        self._actions = SCHEDULES[schedule](layout.stages, microbatches)[layout.stage]
         self._work = dict(enumerate(_work(layers, batch, microbatches)))
 
     def step(self) -> None:
@@ -115,9 +118,9 @@ class OursAsync:
         stage = _stage(layers, layout)
         self._parameters = stage.named_parameters()
         self.versions = WeightVersions(layers, self._parameters)
-        self.engine = Engine(stage, layout, groups, CPU, loss_of=lambda loss: loss, weights=self.versions)
+        self.engine = Engine(stage, layout, groups.links, CPU, loss_of=lambda loss: loss, weights=self.versions)
         self._optimizer = optimizer(self._parameters.values())
-        self._list = AsyncOneFOneB(layout.pipeline, layout.stage, extra_in_flight)
+        self._list = AsyncOneFOneB(layout.stages, layout.stage, extra_in_flight)
         self._work = _work(layers, batch, microbatches)
         self._fed = 0
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_parallel.pipeline.schedule import SYNCHRONOUS, AsyncOneFOneB, asynchronous
+from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB, asynchronous
+from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.pipeline.simulate import simulate
 from recipes.bench import processes
 from recipes.bench.contestants import Contestant, Ours, OursAsync, Torch
@@ -75,8 +76,8 @@ def measure(sizes: Sizes) -> list[Table]:
 
 def _theory(name: str, sizes: Sizes) -> tuple[list[int], list[int]]:
     kind, _, rest = name.partition(", ")
-    if kind in SYNCHRONOUS:
-        schedule = SYNCHRONOUS[kind](sizes.stages, sizes.microbatches)
+    if kind in SCHEDULES:
+        schedule = SCHEDULES[kind](sizes.stages, sizes.microbatches)
         return simulate(schedule).peak_activations, [0] * sizes.stages
     microbatches, extra = (int(word) for word in rest.split() if word.isdigit())
     peaks = simulate(asynchronous(sizes.stages, microbatches, 8 * sizes.stages, extra)).peak_activations

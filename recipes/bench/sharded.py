@@ -26,10 +26,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from lightning_parallel.shard import Shard as Cut
 from lightning_parallel.tensor import functions
-from lightning_parallel.tensor.apply import shard_module
-from lightning_parallel.tensor.random import ShardedRegion
-from lightning_parallel.tensor.shard import Shard as Cut
+from lightning_parallel.tensor.region import ShardedRegion
+from lightning_parallel.tensor.sharding import shard_module
 from recipes.models.gpt import Block
 
 CPU = torch.device("cpu")

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_parallel import AsyncPipelineStrategy
-from lightning_parallel.pipeline.schedule import SYNCHRONOUS
+from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.pipeline.simulate import asynchronous_utilisation, simulate
 from recipes.bench import processes
 from recipes.bench.by_hand import Bare
-from recipes.bench.contestants import SCHEDULES, Ours, Times, Torch, alternate, merge, timed_steps
+from recipes.bench.contestants import COMPARED, Ours, Times, Torch, alternate, merge, timed_steps
 from recipes.bench.layers import fit, sleeping
 from recipes.bench.report import Cell, Table, spread
 
@@ -62,7 +62,7 @@ def _synchronous(sizes: Sizes) -> Table:
         ideal = (microbatches + stages - 1) * work
         for name, seconds in times.items():
             simulation = simulate(
-                SYNCHRONOUS[name.split(", ")[0]](stages, microbatches), sizes.forward, sizes.backward, latency=LATENCY
+                SCHEDULES[name.split(", ")[0]](stages, microbatches), sizes.forward, sizes.backward, latency=LATENCY
             )
             step = median(seconds)
             rows.append(
@@ -103,7 +103,7 @@ def _steps(microbatches: int, sizes: Sizes) -> Times:
         f"{schedule}, {whose}": kind(
             sleeping(dist.get_world_size(), sizes.forward, sizes.backward), schedule, batch, microbatches
         )
-        for schedule in SCHEDULES
+        for schedule in COMPARED
         for whose, kind in (("ours", Ours), ("torch", Torch), ("by hand", Bare))
     }
     for contestant in contestants.values():

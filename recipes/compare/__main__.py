@@ -15,7 +15,7 @@ from hydra.errors import CompactHydraException, HydraException
 
 from recipes.compare.run import REFERENCE, STRATEGIES, Outcome, configs, run
 from recipes.compose import CONF, check
-from recipes.validate import ConfigError, Problem, closest
+from recipes.problem import ConfigError, Problem, closest
 
 _HELP = f"""\
 Run one model and its data under several strategies, one after the other, each in fresh processes, and write a report:
@@ -113,7 +113,7 @@ def _compare(planned: Sequence[Outcome], folder: Path, words: Sequence[str]) -> 
     if config is None:
         sys.exit("nothing could be measured")
 
-    from recipes.compare import picture, report, rows  # here: they import torch, which --help need not wait for
+    from recipes.compare import picture, report, rows  # here: they import torch, for which --help need not wait
 
     table = rows.rows(outcomes)
     head = report.headline(config, words)

@@ -20,16 +20,16 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.pipeline.absent import AbsentTensor
-from lightning_parallel.strategies.data import DataParallelStrategy
+from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.fully_sharded import FullyShardedStrategy
-from lightning_parallel.strategies.pipeline_base import PipelineBase
-from lightning_parallel.strategies.sharded import ShardedStrategy
+from lightning_parallel.strategies.staged import StagedStrategy
+from lightning_parallel.strategies.tensor import TensorParallelStrategy
 from lightning_parallel.tensor.embedding import VocabParallelEmbedding
 from lightning_parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_parallel.torch_private import tree_leaves
 from recipes.traffic import POINT_TO_POINT, wire_bytes
 
 
@@ -68,10 +68,10 @@ class Expected:
         for part in self._module.modules():
             if isinstance(part, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)):
                 self._hooks.append(part.register_forward_hook(self._divided_layer))
-        if isinstance(self._strategy, PipelineBase) and not self._strategy.stage.is_first:
+        if isinstance(self._strategy, StagedStrategy) and not self._strategy.stage.is_first:
             parts = self._strategy.stage.partition
             first = parts.layers[parts.layers_of(self._strategy.stage.index).start]
-            # Behind the stage's own hook: what came in is in the answer of the layer before, this layer's input.
+            # Called after the stage's own hook, when what came in is this layer's input.
             self._hooks.append(self._module.get_submodule(first).register_forward_pre_hook(self._first_layer))
 
     def stop(self) -> None:
@@ -87,21 +87,22 @@ class Expected:
             return ddp(trained, strategy.world_size)
         if isinstance(strategy, FullyShardedStrategy):
             return self._fsdp(strategy)
-        if not isinstance(strategy, ShardedStrategy):
+        if not isinstance(strategy, StagedStrategy | TensorParallelStrategy):
             # Copies between the GPUs of one process are no messages, but not nothing either.
             copies = isinstance(strategy, DataParallelStrategy) and strategy.root_device.type != "cpu"
             return {} if isinstance(strategy, SingleDeviceStrategy) and not copies else None
-        if strategy.layout.tensor > 1 and strategy._sequence_parallel:
+        if strategy.layout.size("tensor") > 1 and strategy.options.sequence_parallel:
             return None
         sent = {kind: nbytes / steps for kind, nbytes in self._activations.items()}
-        if strategy.layout.data > 1:
-            sent["all-reduce"] = sent.get("all-reduce", 0) + ddp(trained, strategy.layout.data)["all-reduce"]
+        replicas = strategy.layout.size("data")
+        if replicas > 1:
+            sent["all-reduce"] = sent.get("all-reduce", 0) + ddp(trained, replicas)["all-reduce"]
         if self.incoming:
             sent[POINT_TO_POINT] = self.incoming / steps
         return sent
 
     def _fsdp(self, strategy: FullyShardedStrategy) -> dict[str, float]:
-        ranks = strategy.layout.data
+        ranks = strategy.layout.size("data")
         inner = {
             parameter
             for part in self._module.modules()
@@ -114,7 +115,7 @@ class Expected:
                 padded = -(-parameter.shape[0] // ranks) * ranks * (parameter.nbytes // parameter.shape[0])
                 whole += padded
                 trained += padded * parameter.requires_grad
-                regathered += padded * (parameter in inner and strategy._reshard_after_forward)
+                regathered += padded * (parameter in inner and strategy.options.reshard_after_forward)
         return fsdp(whole, regathered, trained, ranks)
 
     def _divided_layer(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
@@ -137,4 +138,4 @@ class Expected:
         self._activations[kind] += round(wire_bytes(kind, nbytes, layer.group.size()))
 
     def _first_layer(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
-        self.incoming += sum(leaf.nbytes for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor))
+        self.incoming += sum(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor))

@@ -19,8 +19,8 @@ import torch._dynamo  # the first optimizer imports it: its memory is not the mo
 from lightning.pytorch.callbacks import Callback
 from torch.optim import Optimizer
 
-from lightning_parallel.strategies.data import DataParallelStrategy
-from lightning_parallel.strategies.pipeline_base import PipelineBase
+from lightning_parallel.strategies.data_parallel import DataParallelStrategy
+from lightning_parallel.strategies.staged import StagedStrategy
 from recipes.compare import memory
 from recipes.compare.formula import Expected
 from recipes.compare.waiting import ReplicaPhases, Times
@@ -123,9 +123,9 @@ class Measure(Callback):
             self._found["phases"] = {name: total / steps for name, total in self._phases.seconds.items()}
             self._found["replicas"] = self._phases.replicas.shares()
         strategy = trainer.strategy
-        if isinstance(strategy, PipelineBase):
+        if isinstance(strategy, StagedStrategy):
             begin, end = self._ends[0], self._ends[-1]
-            spans = [span for span in strategy._timeline.spans if begin <= span.start and span.end <= end]
+            spans = [span for span in strategy.timeline.spans if begin <= span.start and span.end <= end]
             self._found |= {"spans": [asdict(span) for span in spans], "bubble": strategy.theoretical_bubble()}
 
     def _count(self) -> None:

@@ -137,7 +137,7 @@ def _bubble(ranks: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | N
     ]
     if not staged:
         return None, None
-    staged.sort(key=lambda rank: rank["coordinates"]["stage"])
+    staged.sort(key=lambda rank: rank["coordinates"]["pipeline"])
     spans = [[Span(**span) for span in rank["spans"]] for rank in staged]
     theory = staged[0]["bubble"]
     full = utilisation(spans) if theory == 0 else None

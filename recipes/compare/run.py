@@ -15,8 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from recipes import record
 from recipes.compose import CONF, resolved
-from recipes.launch import WorkersFailed, launch
-from recipes.validate import ConfigError, validate, world_size
+from recipes.launchers.launcher import WorkersFailed
+from recipes.problem import ConfigError
 
 REFERENCE = "single"
 STRATEGIES = (
@@ -61,6 +61,8 @@ def configs(overrides: Sequence[str], strategies: Sequence[str], folder: Path) -
     Raises:
         ConfigError: what is wrong with it under every strategy.
     """
+    from recipes.validate import validate  # here: it imports torch, for which --help need not wait
+
     with initialize_config_dir(str(CONF), version_base="1.3", job_name="compare"):
         nodes = {strategy: compose("train", overrides=[f"strategy={strategy}"]).strategy for strategy in strategies}
         nowhere = [word for word in overrides if not any(_concerns(node, word) for node in nodes.values())]
@@ -120,6 +122,9 @@ def run(planned: Outcome) -> Outcome:
     Raises:
         KeyboardInterrupt: the workers have been ended.
     """
+    from recipes.build import launcher  # here: they import torch, for which --help need not wait
+    from recipes.validate import world_size
+
     if planned.error is not None or planned.config is None:
         return planned
     config = dict(planned.config)
@@ -130,7 +135,7 @@ def run(planned: Outcome) -> Outcome:
     record.start(folder, config, {"strategy": planned.strategy})
     processes = world_size(config)
     try:
-        launch(config_file, processes, config["cluster"]["threads"])
+        launcher(config).launch(config_file, processes)
     except WorkersFailed as failed:
         record.end(folder, "failed", failed.failure.as_dict())
         return Outcome(planned.strategy, config, f"rank {failed.failure.rank}: {failed.failure.message}")

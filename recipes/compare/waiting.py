@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Self
 from unittest.mock import patch
 
-from lightning_parallel.data import graphs, parallel
-from lightning_parallel.data.threads import ReplicaThreads
+from lightning_parallel.threaded_replicas import data_parallel, graphs
+from lightning_parallel.threaded_replicas.threads import ReplicaThreads
 
 
 class Times:
@@ -72,8 +72,8 @@ class ReplicaPhases:
     def start(self) -> None:
         """From here to :meth:`stop` this process's steps are timed, by wrapping the functions of each phase."""
         for owner, name, phase in (
-            (parallel, "scatter", "scatter"),
-            (parallel, "replicate", "replicate"),
+            (data_parallel, "scatter", "scatter"),
+            (data_parallel, "replicate", "replicate"),
             (graphs, "reduce", "reduce"),
         ):
             self._stack.enter_context(patch.object(owner, name, partial(self._timed, phase, getattr(owner, name))))

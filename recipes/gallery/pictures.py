@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_parallel import AsyncPipelineStrategy, PipelineStrategy
-from lightning_parallel.strategies.pipeline_base import PipelineBase
+from lightning_parallel.strategies.staged import StagedStrategy
 from recipes.bench import processes
 from recipes.bench.layers import fit, sleeping
 
@@ -31,7 +31,7 @@ def draw(directory: Path = HERE, stages: int = STAGES) -> None:
 
 def _train(name: str, scratch: str) -> None:
     layers = sleeping(dist.get_world_size(), FORWARD, BACKWARD)
-    strategy: PipelineBase
+    strategy: StagedStrategy
     if name == "gpipe":
         strategy = PipelineStrategy(microbatches=8, balance="layers", timeline=True)
         batch, batches = torch.randn(8, WIDTH, WIDTH), 2

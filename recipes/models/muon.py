@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import override
 
-from lightning_parallel.tensor.shard import Shard
+from lightning_parallel.shard import Shard
 
 
 class MuonAdamW(Optimizer):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from recipes.data.stdlib import build
-from recipes.launch import ROOT
+from recipes.launchers.launcher import ROOT
 from recipes.study import work
 from recipes.study.arms import OPTIMIZERS, STAGES, Run, Setting, arms
 from recipes.study.store import Store

@@ -17,7 +17,7 @@ from types import MappingProxyType
 # Measured with stages that sleep, by `python -m recipes.bench pipeline` (the README's tables, 1F1B and "fewest
 # microbatches in flight"). Synchronous: a step in units of the formula, by p and m. Asynchronous: share of the time
 # that stages compute, by p.
-SYNCHRONOUS: Mapping[tuple[int, int], float] = MappingProxyType({(4, 8): 1.070, (8, 8): 1.074, (8, 16): 1.080})
+SCHEDULES: Mapping[tuple[int, int], float] = MappingProxyType({(4, 8): 1.070, (8, 8): 1.074, (8, 16): 1.080})
 SYNCHRONOUS_ELSE = 1.070  # the least of them
 ASYNCHRONOUS: Mapping[int, float] = MappingProxyType({4: 0.908, 8: 0.911})
 ASYNCHRONOUS_ELSE = 0.908  # the least of them
@@ -32,7 +32,7 @@ def busy(stages: int, microbatches: int, *, synchronous: bool) -> float:
 
 def synchronous(stages: int, microbatches: int, updates: float) -> float:
     """Time of so many updates."""
-    lost = SYNCHRONOUS.get((stages, microbatches), SYNCHRONOUS_ELSE)
+    lost = SCHEDULES.get((stages, microbatches), SYNCHRONOUS_ELSE)
     return updates * lost / busy(stages, microbatches, synchronous=True)
 
 

@@ -171,7 +171,7 @@ def _rates() -> str:
 
 def _time() -> str:
     """How time was simulated, with the figures that went in."""
-    lost = ", ".join(f"{value:.3f} (p={p}, m={m})" for (p, m), value in clock.SYNCHRONOUS.items())
+    lost = ", ".join(f"{value:.3f} (p={p}, m={m})" for (p, m), value in clock.SCHEDULES.items())
     used = ", ".join(f"{value:.3f} (p={p})" for p, value in clock.ASYNCHRONOUS.items())
     return fill(
         f"In units of a batch's forward and backward on one stage, an update takes (m + p - 1) / m by synchronous "

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.pipeline.crossing import Arrival, Departure
+from lightning_parallel.pipeline.arrival import Arrival, Departure
+from lightning_parallel.pipeline.message import format_of
 from lightning_parallel.pipeline.partition import Partition, partition
 from lightning_parallel.pipeline.stage import Stage
 
@@ -53,9 +54,9 @@ def forward(stages: list[Stage], step: Step, expected: bool = False) -> tuple[An
         else:
             values = [t.detach() for t in departures[-1].tensors]
             buffers = [torch.zeros_like(t) if expected else t.clone() for t in values]
-            arrivals.append(Arrival(buffers, requires_grad(departures[-1])))
+            arrivals.append(Arrival(buffers, format_of(departures[-1].tensors)))
             arrive = partial(_come, arrivals[-1], buffers, values)
-            output = stage.run(bound, arrive, partial(arrivals.__getitem__, -1) if expected else lambda: None)
+            output = stage.run(bound, arrive, partial(arrivals.__getitem__, -1) if expected else None)
         if not stage.is_last:
             assert isinstance(output, Departure)
             departures.append(output)
@@ -77,6 +78,11 @@ def backward(stages: list[Stage], loss: Tensor, departures: list[Departure], arr
         if live:
             with stage.backward():
                 torch.autograd.backward(live, arrival.gradients(CPU))
+
+
+def arrived(tensors: list[Tensor], wanted: list[bool]) -> Arrival:
+    """What a stage gets that was sent these tensors, of some of which a gradient is wanted."""
+    return Arrival(tensors, tuple((tuple(t.shape), t.dtype, w) for t, w in zip(tensors, wanted, strict=True)))
 
 
 def requires_grad(departure: Departure) -> list[bool]:

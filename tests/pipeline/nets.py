@@ -327,7 +327,7 @@ class MultiExit(Net):
 
 
 class UnusedHead(Net):
-    """A module behind the layers that the step doesn't call; then values are asked for."""
+    """A module after the layers that the step doesn't call; then values are asked for."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,21 +1,25 @@
-"""Messages between neighbours: they arrive as they were sent, whatever they hold, and leave nothing behind."""
+"""Messages between neighbours: they arrive as they were sent, whatever they hold, and leave nothing in memory."""
 
 from __future__ import annotations
 
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.pipeline.channel import Link, PeerLostError, Receiver, Sender
-from lightning_parallel.pipeline.message import format_of
+from lightning_parallel.collectives import PeerLostError
+from lightning_parallel.pipeline import channel
+from lightning_parallel.pipeline.channel import Link, Receiver, Sender
+from lightning_parallel.pipeline.message import Packet, format_of
 from tests.pool import WorkerPool
 
 CPU = torch.device("cpu")
@@ -71,10 +75,9 @@ def sends_and_receives() -> list[tuple[Any, list[bool], int]] | None:
     arrivals, acknowledged = [], []
     for place, _ in messages:
         receiver.post(place)
-        assert receiver.is_posted
+        receiver.post(place)  # it is posted already
         arrivals.append(receiver.take())
         acknowledged.append(receiver.acknowledged)
-        assert not receiver.is_posted
     # Read at the end only: a message must not be overwritten by those after it.
     found = []
     for arrival, count in zip(arrivals, acknowledged, strict=True):
@@ -132,11 +135,11 @@ def test_gradients_arrive_as_they_were_sent_without_a_header(pool: WorkerPool) -
 def counts_its_sends() -> list[int] | None:
     changing = [[tensor(0, 2)], [tensor(1, 2)], [tensor(2, 3)], [tensor(3, 3)], [tensor(4, 2)]]
     if dist.get_rank() == 0:
-        channel = link()
+        connection = link()
         posted: list[int] = []
-        isend = channel.isend
-        channel.isend = lambda buffer: (posted.append(buffer.numel()), isend(buffer))[1]  # type: ignore[method-assign]
-        sender = Sender(channel)
+        isend = connection.isend
+        connection.isend = lambda buffer: (posted.append(buffer.numel()), isend(buffer))[1]  # type: ignore[method-assign]
+        sender = Sender(connection)
         counts = []
         for tensors in changing:
             sender.send(tensors, 0)
@@ -184,57 +187,63 @@ def test_a_stream_ends_and_begins_again(pool: WorkerPool) -> None:
     assert pool.run(ends_its_stream, 2)[1] == [True, False, False, True, False, False, True]
 
 
-def reuses_buffers() -> list[tuple[int, int, int]] | None:
-    """Buffers made so far, those alive, and messages sent, as messages are sent and confirmed."""
-    made: list[weakref.ref[Tensor]] = []
-    channel = link()
-    make = channel.buffer
+@contextmanager
+def packets_made() -> Iterator[list[weakref.ref[Packet]]]:
+    """Those that senders and receivers make inside."""
+    made: list[weakref.ref[Packet]] = []
 
-    def recorded(nbytes: int) -> Tensor:
-        buffer = make(nbytes)
-        made.append(weakref.ref(buffer))
-        return buffer
+    class Recorded(Packet):
+        __slots__ = ("__weakref__",)
 
-    channel.buffer = recorded  # type: ignore[method-assign]
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(weakref.ref(self))
+
+    with mock.patch.object(channel, "Packet", Recorded):
+        yield made
+
+
+def reuses_packets() -> list[tuple[int, int, int]] | None:
+    """Packets made so far, those alive, and messages sent, as messages are sent and confirmed."""
     sizes = [8] * 8 + [30, 60, 90, 120, 150]  # each another number of aligned bytes
     if dist.get_rank() == 1:
-        receiver = Receiver(channel)
+        receiver = Receiver(link())
         for _ in sizes:
             receiver.post(0)
             receiver.take()
         return None
-    sender = Sender(channel)
-    found = []
+    with packets_made() as made:
+        sender = Sender(link())
+        found = []
 
-    def send(count: int) -> None:
-        for _ in range(count):
-            sender.send([tensor(sender.sent, sizes[sender.sent])], 0)
-        count_buffers()
+        def send(count: int) -> None:
+            for _ in range(count):
+                sender.send([tensor(sender.sent, sizes[sender.sent])], 0)
+            count_packets()
 
-    def count_buffers() -> None:
-        found.append((len(made), sum(ref() is not None for ref in made), sender.sent))
+        def count_packets() -> None:
+            found.append((len(made), sum(ref() is not None for ref in made), sender.sent))
 
-    send(4)  # 3 buffers for the first, whose format is new and is sent along, and one for each of the others
-    for messages in (0, 1, 3, 3, 2):  # what was confirmed before is nothing new
-        sender.confirm(messages)
-    send(1)
-    sender.flush(keep=1)
-    send(2)
-    sender.flush()
-    send(1)
-    sender.confirm(100)
-    for _ in sizes[8:]:  # of other formats, one after the other: new buffers take the place of old ones
+        send(4)  # two packets for the first, whose format is new and is announced, and one for each of the others
+        for messages in (0, 1, 3, 3, 2):  # what was confirmed before is nothing new
+            sender.confirm(messages)
         send(1)
+        sender.flush(keep=1)
+        send(2)
         sender.flush()
-    return found
+        send(1)
+        sender.confirm(100)
+        for _ in sizes[8:]:  # of other formats, one after the other: new packets take the place of old ones
+            send(1)
+            sender.flush()
+        return found
 
 
-def test_buffers_of_messages_that_arrived_are_used_again(pool: WorkerPool) -> None:
-    found = pool.run(reuses_buffers, 2)[0]
+def test_packets_of_messages_that_arrived_are_used_again(pool: WorkerPool) -> None:
+    found = pool.run(reuses_packets, 2)[0]
     assert [sent for *_, sent in found] == [4, 5, 7, 8, 9, 10, 11, 12, 13]
-    assert [made for made, *_ in found[:4]] == [6] * 4
-    # All but what described the first format; a new format's description is alive until it has arrived.
-    assert [alive for _, alive, _ in found] == [6, *[5] * 3, *[6] * 5]
+    assert [made for made, *_ in found[:4]] == [5] * 4
+    assert [alive for _, alive, _ in found] == [5] * 9
 
 
 def expects() -> list[tuple[bool, bool]] | None:
@@ -273,43 +282,39 @@ def test_what_is_expected_is_what_comes_unless_it_is_of_another_format(pool: Wor
     assert found == [nothing, same, other, same, other, same, other, nothing]
 
 
-def prepares() -> list[tuple[int, list[Any]]] | None:
-    """Buffers made in all, and what came, after each message."""
+def takes_with_the_next_posted() -> list[tuple[int, list[Any]]] | None:
+    """Packets made in all, and what came, after each message."""
     messages = [[tensor(0, 2)], [tensor(1, 2)], [tensor(2, 2)], [tensor(3, 3)]]
+    gradients = [[tensor(9, 4)], [tensor(10, 5)]]
     if dist.get_rank() == 0:
         sender = Sender(link())
         for message in messages:
             sender.send(message, 0)
-        sender.send_gradients([tensor(9, 4)])
+        for message in gradients:
+            sender.send_gradients(message)
         sender.flush()
         return None
-    channel = link()
-    make, made = channel.buffer, []
-    channel.buffer = lambda nbytes: made.append(nbytes) or make(nbytes)  # type: ignore[method-assign, func-returns-value]
-    receiver = Receiver(channel)
-    found: list[tuple[int, list[Any]]] = []
-    receiver.post(0)
-    for message in messages:
-        receiver.prepare(0)  # for the next, while this one is on its way; stale where this one's format is new
-        arrival = receiver.take()
-        assert arrival is not None
-        if len(found) < 3:
-            receiver.post(0)
-        found.append((len(made), described(arrival.receive())))
-        assert found[-1][1] == described(message)
-    receiver.prepare_gradients(format_of([tensor(9, 4)]))
-    before = len(made)
-    receiver.post_gradients(format_of([tensor(9, 4)]))
-    assert len(made) == before
-    assert described(receiver.take_gradients()) == described([tensor(9, 4)])
-    return found
+    with packets_made() as made:
+        receiver = Receiver(link())
+        found: list[tuple[int, list[Any]]] = []
+        receiver.post(0)
+        for i, message in enumerate(messages):
+            arrival = receiver.take(then=0 if i < 3 else None)
+            assert arrival is not None
+            found.append((len(made), described(arrival.receive())))
+            assert found[-1][1] == described(message)
+        receiver.post_gradients(format_of(gradients[0]))
+        assert described(receiver.take_gradients(format_of(gradients[1]))) == described(gradients[0])
+        assert described(receiver.take_gradients()) == described(gradients[1])
+        assert len(made) == found[-1][0] + 2
+        return found
 
 
-def test_a_receive_takes_what_was_prepared_for_it(pool: WorkerPool) -> None:
-    found = pool.run(prepares, 2)[1]
-    # Of each message one, made for the next while it was on its way. The first and the last are of a new format: its
-    # description and the message itself come into two more, and what the first made for its next doesn't fit.
-    assert [count for count, _ in found] == [5, 6, 7, 10]
+def test_the_next_receive_is_made_while_a_message_is_on_its_way(pool: WorkerPool) -> None:
+    found = pool.run(takes_with_the_next_posted, 2)[1]
+    # One packet for each message, made for the next one while it was on its way. The first and the last are of a new
+    # format: the message itself comes into a further packet, and what the first one made for the next doesn't fit.
+    assert [count for count, _ in found] == [4, 5, 6, 7]
 
 
 def confirms_nothing() -> list[int] | None:
@@ -338,27 +343,27 @@ def test_buffers_in_flight_are_left_alone(pool: WorkerPool) -> None:
 
 
 def drops_its_sender() -> list[bool]:
-    """Do the courier's thread and the link end with the sender, while a send is outstanding and after all arrived?"""
+    """Do the sending thread and the link end with the sender, while a send is outstanding and after all arrived?"""
     ended = []
     for flushed in (True, False):
-        channel = link()
+        connection = link()
         dist.barrier()
         if dist.get_rank() == 1:
-            receiver = Receiver(channel)
+            receiver = Receiver(connection)
             if flushed:
                 receiver.post(0)
                 receiver.take()
             dist.barrier()
             continue
         before = set(threading.enumerate())
-        sender = Sender(channel)
-        (courier,) = set(threading.enumerate()) - before
+        sender = Sender(connection)
+        (thread,) = set(threading.enumerate()) - before
         sender.send([], 0)
         if flushed:
             sender.flush()
-        reference = weakref.ref(channel)
-        del channel, sender
-        ended.append(not courier.is_alive() and reference() is None)
+        reference = weakref.ref(connection)
+        del connection, sender
+        ended.append(not thread.is_alive() and reference() is None)
         dist.barrier()
     return ended
 
@@ -389,7 +394,7 @@ def test_what_is_sent_may_be_changed_in_place_afterwards(pool: WorkerPool) -> No
 
 
 def loses_its_peer(how: str) -> str:
-    channel = link(timeout=1.0 if how == "silent" else 60.0)
+    connection = link(timeout=1.0 if how == "silent" else 60.0)
     dist.barrier()
     if dist.get_rank() == 1:
         if how == "dies":
@@ -400,16 +405,16 @@ def loses_its_peer(how: str) -> str:
         return "fine"
     try:
         if how == "silent":
-            receiver = Receiver(channel)
+            receiver = Receiver(connection)
             receiver.post(0)
             receiver.take()
         elif how == "dies":
-            sender = Sender(channel)
+            sender = Sender(connection)
             for _ in range(1000):
                 sender.send([torch.zeros(10_000)], 0)
                 sender.flush()
         else:
-            receiver = Receiver(channel)
+            receiver = Receiver(connection)
             receiver.post_gradients(format_of([torch.zeros(3)]))
             receiver.take_gradients()
     except PeerLostError as error:
@@ -434,15 +439,15 @@ def test_tensors_on_one_gpu_travel_through_pinned_memory(pool: WorkerPool) -> No
 def sends_from_the_gpu() -> list[Any] | None:
     device = torch.device("cuda", 0)
     group = dist.new_group([0, 1])
-    channel = Link(group, 1 - dist.get_rank(), "the peer", device)
+    connection = Link(group, 1 - dist.get_rank(), "the peer", device)
     tensors = [tensor(0, 5).to(device), tensor(1, 2).to(device)]
     if dist.get_rank() == 0:
-        sender = Sender(channel)
+        sender = Sender(connection)
         for _ in range(2):
             sender.send(tensors, 0)
         sender.flush()
         return None
-    receiver = Receiver(channel)
+    receiver = Receiver(connection)
     found = []
     for _ in range(2):
         receiver.post(0)

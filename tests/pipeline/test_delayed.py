@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_parallel.gradients.swapping import swap_gradients
+from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB, asynchronous, version
 from lightning_parallel.pipeline.delayed import Delayed, Reading
-from lightning_parallel.pipeline.schedule import Action, AsyncOneFOneB, Backward, Forward, asynchronous, version
+from lightning_parallel.pipeline.schedule import Action, Backward, Forward
 from lightning_parallel.pipeline.staleness import Correction, Stashing, copies, correction_weight, is_second_order
-from lightning_parallel.pipeline.weights import WeightVersions, swap_gradients
+from lightning_parallel.pipeline.weights import WeightVersions
 from tests.pipeline.nets import LAYERS
 
 ADAMW = {"lr": 0.03, "eps": 1e-3, "weight_decay": 0.1}
@@ -237,7 +239,7 @@ def scalars(stages: int) -> list[dict[str, nn.Parameter]]:
 def test_latest_multiplies_by_the_newest_weights_and_the_forwards_activations(
     weights: Stashing, stages: int, m: int, correction: Correction
 ) -> None:
-    """y = x * w0 * w1 * ..., loss y^2 / 2: by hand, dloss/dw_s = y * (what came in) * (product of the w behind)."""
+    """y = x * w0 * w1 * ..., loss y^2 / 2: by hand, dloss/dw_s = y * (what came in) * (product of the w after)."""
     parameters = scalars(stages)
     delayed = Delayed(parameters, weights=weights, correction=correction)
     reads = [[p.item() for p in stage.values()] for stage in parameters]

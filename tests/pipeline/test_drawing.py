@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from lightning_parallel.pipeline import drawing
-from lightning_parallel.pipeline.drawing import write_perfetto, write_png
+from lightning_parallel.pipeline.drawing import write_png
 from lightning_parallel.pipeline.schedule import gpipe
 from lightning_parallel.pipeline.timeline import Span, report
+from lightning_parallel.pipeline.trace_file import write_trace
 from tests.pipeline.recordings import joined, later, rows_of
 
 
 def test_perfetto_trace_has_a_named_thread_a_stage_and_microseconds(tmp_path: Path) -> None:
     rows = later(rows_of(gpipe(2, 2), forward=20.0, backward=40.0, step=3.0), 100.0)
-    write_perfetto(rows, tmp_path / "trace.json", labels=["stage 0 (rank 1)", "stage 1 (rank 0)"])
+    write_trace(rows, tmp_path / "trace.json", labels=["stage 0 (rank 1)", "stage 1 (rank 0)"])
     events: list[dict[str, Any]] = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert names == {0: "stage 0 (rank 1)", 1: "stage 1 (rank 0)"}
@@ -81,12 +82,6 @@ def test_picture_of_a_long_run_shows_its_beginning_and_its_end(monkeypatch: pyte
     assert last.get_xlim() == pytest.approx(((100 - whole) * length, 100 * length))
     numbers = [text.get_text() for text in last.texts if text.get_text().isdigit()]
     assert sorted(numbers) == sorted(list("01234") * 2 * 2 * whole)
-
-
-def test_missing_matplotlib_is_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(RuntimeError, match="pip install matplotlib"):
-        write_png(rows_of(gpipe(2, 2)), "unused.png", title="", theory=None)
 
 
 def test_a_run_without_training_is_refused_with_the_reason() -> None:

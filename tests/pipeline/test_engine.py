@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_parallel.layout import Layout, make_groups
-from lightning_parallel.pipeline.channel import PeerLostError
+from lightning_parallel.collectives import PeerLostError
+from lightning_parallel.groups import Groups
+from lightning_parallel.layout import Layout
+from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB, version
 from lightning_parallel.pipeline.engine import Engine, Microbatch
 from lightning_parallel.pipeline.partition import Partition, partition
-from lightning_parallel.pipeline.schedule import SYNCHRONOUS, AsyncOneFOneB, Forward, Step, version
+from lightning_parallel.pipeline.schedule import SCHEDULES, Forward, Step
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.timeline import Timeline
 from lightning_parallel.pipeline.weights import CurrentWeights, WeightVersions
@@ -55,7 +57,7 @@ class Rank:
         torch.set_default_dtype(torch.float64)
         self.layout = Layout.resolve(dist.get_world_size(), dist.get_rank(), pipeline="auto")
         self.model = model_of(self.kind)
-        self.partition = partition(self.model, self.layout.pipeline, **self.options)
+        self.partition = partition(self.model, self.layout.stages, **self.options)
         self.stage = Stage(self.model, self.partition, self.layout.stage, CPU)
         self.stage.install()
         self.stage.flow = self.stage.survey(lambda: self.model.step(rows(2)))
@@ -65,7 +67,7 @@ class Rank:
             WeightVersions(self.model, self.parameters, self.asynchronous) if self.asynchronous else None  # type: ignore[arg-type]
         )
         self.engine = Engine(
-            self.stage, self.layout, make_groups(self.layout), CPU, loss_of=lambda loss: loss,
+            self.stage, self.layout, Groups(self.layout).links, CPU, loss_of=lambda loss: loss,
             weights=self.versions, timeline=Timeline(enabled=True),
         )  # fmt: skip
         self.held: list[int] = []  # activations held at each forward, its own included
@@ -127,7 +129,7 @@ def synchronous(kind: str, schedule: str, batches: list[list[int]], options: dic
     rank = Rank(kind, options=options)
     results = []
     for seed, sizes in enumerate(batches):
-        actions = SYNCHRONOUS[schedule](rank.layout.pipeline, len(sizes))[rank.layout.stage]
+        actions = SCHEDULES[schedule](rank.layout.stages, len(sizes))[rank.layout.stage]
         steps: list[int] = []
         losses = rank.engine.run(
             actions, rank.work(rows(sum(sizes), seed), sizes), update=lambda steps=steps: steps.append(1)
@@ -243,7 +245,7 @@ def measures_memory(schedule: str, count: int) -> tuple[int, int]:
     """Activations held at most: as the engine counts, and as the graphs that are alive tell."""
     rank = Rank("Probed")
     Probe.most = 0
-    actions = SYNCHRONOUS[schedule](rank.layout.pipeline, count)[rank.layout.stage]
+    actions = SCHEDULES[schedule](rank.layout.stages, count)[rank.layout.stage]
     for _ in range(2):
         rank.engine.run(actions, rank.work(rows(count), [1] * count))
         assert not Probe.alive
@@ -278,7 +280,7 @@ def asynchronous(
     """Phases of endless training, each drained and followed by an evaluation; the second by two."""
     rank = Rank(kind, asynchronous=weights, options=options)
     engine, layout = rank.engine, rank.layout
-    actions = AsyncOneFOneB(layout.pipeline, layout.stage, extra)
+    actions = AsyncOneFOneB(layout.stages, layout.stage, extra)
     losses: list[float] = []
     evaluated: list[float] = []
     first = 0
@@ -464,7 +466,7 @@ def evaluates_between_steps() -> list[float]:
                 output = rank.engine.evaluate(partial(rank.model.step, rows(n, seed=i)), i)
             found += [output.item()] if output is not None else []
         sizes = [2, 2, 1]
-        actions = SYNCHRONOUS["1f1b"](rank.layout.pipeline, len(sizes))[rank.layout.stage]
+        actions = SCHEDULES["1f1b"](rank.layout.stages, len(sizes))[rank.layout.stage]
         rank.engine.run(actions, rank.work(rows(5, seed=round_), sizes), update=rank.optimizer.step)
         rank.optimizer.zero_grad()
     return found
@@ -490,7 +492,7 @@ def draws_masks() -> list[Any]:
     outputs = []
     before = torch.get_rng_state()
     for _ in range(2):
-        losses = rank.engine.run(SYNCHRONOUS["gpipe"](2, 3)[rank.layout.stage], rank.work(rows(6), [2, 2, 2]))
+        losses = rank.engine.run(SCHEDULES["gpipe"](2, 3)[rank.layout.stage], rank.work(rows(6), [2, 2, 2]))
         outputs.append([loss.item() for loss in losses])
         assert torch.equal(torch.get_rng_state(), before)
         torch.rand(3)
@@ -534,7 +536,7 @@ def draws_everywhere() -> bool:
         update()
 
     rank.model.step = drawing_step
-    actions = AsyncOneFOneB(rank.layout.pipeline, rank.layout.stage)
+    actions = AsyncOneFOneB(rank.layout.stages, rank.layout.stage)
     rank.engine.run(actions.feed(3), rank.work(rows(6), [2] * 3), update=drawing_update, endless=True)
     unmoved = torch.equal(torch.get_rng_state(), expected)
     rank.engine.run(actions.drain(), {}, update=drawing_update, endless=True)
@@ -563,7 +565,7 @@ def fails_on(stage: int, at: int) -> None:
     rank.model.step = failing
     try:
         for _ in range(50):
-            actions = SYNCHRONOUS["1f1b"](rank.layout.pipeline, 4)[rank.layout.stage]
+            actions = SCHEDULES["1f1b"](rank.layout.stages, 4)[rank.layout.stage]
             rank.engine.run(actions, rank.work(rows(4), [1] * 4))
     finally:
         rank.model.step = step  # part of a reference cycle: the connections are closed with the engine, at once
@@ -603,13 +605,13 @@ def leaves_at_once(how: str) -> list[float]:
             with torch.no_grad():
                 results.append(rank.engine.evaluate(partial(rank.model.step, rows(2)), i))
     elif how == "asynchronous":
-        actions = AsyncOneFOneB(rank.layout.pipeline, rank.layout.stage)
+        actions = AsyncOneFOneB(rank.layout.stages, rank.layout.stage)
         for k in range(4):
             results += rank.engine.run(actions.feed(1), rank.work(rows(2), [2], k), update=rank.update, endless=True)
         rank.engine.run(actions.drain(), {}, update=rank.update, endless=True)
         rank.engine.end_stream()
     else:
-        actions_ = SYNCHRONOUS[how](rank.layout.pipeline, 4)[rank.layout.stage]
+        actions_ = SCHEDULES[how](rank.layout.stages, 4)[rank.layout.stage]
         results += rank.engine.run(actions_, rank.work(rows(8), [2] * 4))
     values = [result.item() for result in results if result is not None]
     del rank, results
@@ -644,34 +646,34 @@ def posts_ahead() -> list[bool]:
 
     def looking(part: Tensor) -> Any:
         loss = step(part)  # left before its end on the first stage
-        posted.append(receiver.is_posted)
+        posted.append(receiver._posted is not None)
         return loss
 
     rank.model.step = looking
-    rank.engine.run(SYNCHRONOUS["gpipe"](2, 4)[rank.layout.stage], rank.work(rows(4), [1] * 4))
+    rank.engine.run(SCHEDULES["gpipe"](2, 4)[rank.layout.stage], rank.work(rows(4), [1] * 4))
     return posted
 
 
 @pytest.mark.parametrize("kind", ["FrozenFirst", "Mixed"])
 def test_training_uses_no_memory_of_inference_mode(pool: WorkerPool, kind: str) -> None:
-    found = joined(pool.run(trains_behind_evaluations, 2, kind))
+    found = joined(pool.run(trains_after_evaluations, 2, kind))
     with double():
         expected = whole_batch(model_of(kind), [4], 0, split=False)[1]
     assert_equal(found, {name: 2 * gradient for name, gradient in expected.items()})
 
 
-def trains_behind_evaluations(kind: str) -> dict[str, Tensor]:
+def trains_after_evaluations(kind: str) -> dict[str, Tensor]:
     """Two batches, evaluations in inference mode before and between, messages of one shape."""
     rank = Rank(kind, options={**BLOCKS, "balance": getattr(nets, kind).balance(2)})
     batch = rows(4)
     for _ in range(2):
         with torch.inference_mode():
             rank.engine.evaluate(partial(rank.model.step, batch))
-        rank.engine.run(SYNCHRONOUS["naive"](2, 1)[rank.layout.stage], rank.work(batch, [4]))
+        rank.engine.run(SCHEDULES["naive"](2, 1)[rank.layout.stage], rank.work(batch, [4]))
     return rank.gradients()
 
 
-def test_behind_a_wait_nothing_is_made_that_could_be_made_before(pool: WorkerPool) -> None:
+def test_after_a_wait_nothing_is_made_that_could_be_made_before(pool: WorkerPool) -> None:
     last, first = pool.run(prepares_ahead, 2)
     # Of the second batch on, when formats are known. The last microbatch has no next to post a receive for.
     assert last == ["expect", "memory", "wait", "post"] * 3 + ["expect", "wait"]
@@ -687,15 +689,52 @@ def prepares_ahead() -> list[str]:
 
     def noting(owner: Any, name: str, event: str) -> None:
         method = getattr(owner, name)
-        setattr(owner, name, lambda *args: (events.append(event), method(*args))[1])
+        setattr(owner, name, lambda *args, **kwargs: (events.append(event), method(*args, **kwargs))[1])
 
-    noting(link, "buffer", "memory")
+    noting(receiver, "_packet", "memory")
     noting(link, "wait", "wait")
     noting(link, "irecv", "post")
     noting(receiver, "expected", "expect")
     for _ in range(2):
-        actions = SYNCHRONOUS["gpipe"](2, 4)[rank.layout.stage]
+        actions = SCHEDULES["gpipe"](2, 4)[rank.layout.stage]
         work = rank.work(rows(4), [1] * 4)
         events.clear()
         rank.engine.run(actions, work)
-    return events[events.index("post") + 1 :]  # from behind the receive that begins the batch
+    return events[events.index("post") + 1 :]  # after the receive that begins the batch
+
+
+class HalfLoss(nn.Module):
+    """A loss in 16 bits, of a parameter in 64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Identity(), nn.Linear(1, 1, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).mean().bfloat16()
+
+
+def gradient_in_halves(count: int) -> tuple[float, float]:
+    """The gradient of 24 equal microbatches, where it should be 1, and the largest error of one microbatch."""
+    torch.set_default_dtype(torch.float64)
+    model = HalfLoss()
+    layout = Layout.resolve(1, pipeline=1)
+    stage = Stage(model, partition(model, 1), 0, CPU)
+    stage.install()
+    (weight,) = stage.named_parameters().values()
+    grown: list[float] = []
+    weight.register_hook(lambda gradient: grown.append(float(gradient)))
+    engine = Engine(stage, layout, Groups(layout).links, CPU, loss_of=lambda loss: loss)
+    work = {k: Microbatch(lambda: model(torch.ones(1, 1)), 1 / count, place=k, seed=k) for k in range(count)}
+    for _ in range(2):
+        weight.grad = None
+        engine.run(SCHEDULES["gpipe"](1, count)[0], work)
+    assert weight.grad is not None
+    return float(weight.grad), max(abs(each * count - 1) for each in grown)
+
+
+@pytest.mark.parametrize("count", [3, 24, 100])
+def test_weights_of_losses_in_16_bits_have_the_right_sum(pool: WorkerPool, count: int) -> None:
+    ((total, error),) = pool.run(gradient_in_halves, 1, count)
+    assert abs(total - 1) < 1e-4  # 1/24, rounded, would make it 1.002
+    assert error < 2**-7

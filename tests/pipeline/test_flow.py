@@ -66,7 +66,7 @@ def test_nothing_crosses_a_chain_but_the_layers_outputs(kind: type[Net]) -> None
 
 
 def test_skip_connections_cross_up_to_the_stage_that_needs_them() -> None:
-    # blocks.1 is needed by blocks.2, right behind its own cut; blocks.0 by blocks.3; the stem by the head.
+    # blocks.1 is needed by blocks.2, right after its own cut; blocks.0 by blocks.3; the stem by the head.
     assert crossing(UNet(), 4) == [{("stem", 0)}, {("stem", 0), ("blocks.0", 0)}, {("stem", 0), ("blocks.0", 0)}]
     assert crossing(UNet(), 2) == [{("stem", 0), ("blocks.0", 0)}]
 
@@ -143,7 +143,7 @@ def test_what_a_layer_keeps_for_itself_stays_on_its_stage() -> None:
     assert crossing(Maps(), 4) == [set(), set(), set()]
 
 
-def test_an_error_behind_the_layers_is_the_last_stages() -> None:
+def test_an_error_after_the_layers_is_the_last_stages() -> None:
     """What the loss can't do with absent values it may do with real ones."""
 
     class Odd(Net):
@@ -259,7 +259,7 @@ def test_an_error_of_the_users_leaves_the_module_as_it_was() -> None:
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
-def test_values_asked_for_behind_the_layers_do_not_end_a_step_that_leaves_a_module_out() -> None:
+def test_values_asked_for_after_the_layers_do_not_end_a_step_that_leaves_a_module_out() -> None:
     class TwoHeads(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -321,7 +321,7 @@ def test_a_module_that_is_needed_too_early_is_named_with_the_fix() -> None:
     class LateStem(Net):
         def __init__(self) -> None:
             super().__init__()
-            self.after = nn.Linear(3, self.width)  # registered behind the blocks, used before them
+            self.after = nn.Linear(3, self.width)  # registered after the blocks, used before them
 
         def step(self, x: Tensor) -> Tensor:
             return self.head(self.body(self.stem(x) + self.after(x))).square().mean()
@@ -336,7 +336,7 @@ def test_a_module_that_layers_share_is_named_with_the_fix() -> None:
     class Shared(Net):
         def __init__(self) -> None:
             super().__init__()
-            self.norm = nn.LayerNorm(self.width)  # registered behind the blocks, used between them
+            self.norm = nn.LayerNorm(self.width)  # registered after the blocks, used between them
 
         def step(self, x: Tensor) -> Tensor:
             x = self.stem(x)
@@ -344,7 +344,7 @@ def test_a_module_that_layers_share_is_named_with_the_fix() -> None:
                 x = self.norm(block(x))
             return self.head(x).square().mean()
 
-    with pytest.raises(RuntimeError, match="'norm' on stage 1.* if it runs several times, call it inside the layers'"):
+    with pytest.raises(RuntimeError, match="'norm' on stage 1.* If it runs several times, call it inside the layers'"):
         crossing(Shared(), 2)
 
 
@@ -362,11 +362,11 @@ def test_a_module_called_where_its_stage_has_left_is_named_with_the_fix() -> Non
         def step(self, x: Tensor) -> Tensor:
             return self.head(self.body(self.stem(x)) - self.stem(2 * x)).square().mean()
 
-    with pytest.raises(RuntimeError, match="'stem' is on stage 0, but is called behind 'blocks.1', where.*`layers`"):
+    with pytest.raises(RuntimeError, match="'stem' is on stage 0, but is called after 'blocks.1', where.*`layers`"):
         crossing(Again(), 2)
 
 
-def test_a_module_registered_before_the_layers_and_called_behind_them_is_named_on_every_rank() -> None:
+def test_a_module_registered_before_the_layers_and_called_after_them_is_named_on_every_rank() -> None:
     class Criterion(Net):
         def __init__(self) -> None:
             super().__init__()

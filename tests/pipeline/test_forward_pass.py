@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.pipeline.channel import PeerLostError
-from lightning_parallel.pipeline.crossing import Arrival
+from lightning_parallel.collectives import PeerLostError
+from lightning_parallel.pipeline.arrival import Arrival
 from lightning_parallel.pipeline.flow import Cargo, Flow, LayerOrderError
-from lightning_parallel.pipeline.forward_pass import ArrivalFailedError, ForwardPass
-from lightning_parallel.pipeline.partition import partition
+from lightning_parallel.pipeline.forward_pass import ArrivalFailedError, Cuts, ForwardPass
+from lightning_parallel.pipeline.partition import Partition, partition
 
 PARTS = partition(nn.Sequential(*(nn.Linear(1, 1) for _ in range(3))), 3, balance="layers")
 SKIP = Cargo("0", 0, 2)  # two tensors of the first layer, over both cuts
@@ -21,7 +21,17 @@ CHAIN = Flow(((), ()))
 
 
 def arrival(*values: float) -> Arrival:
-    return Arrival([torch.full((1,), value) for value in values], [True] * len(values))
+    return Arrival([torch.full((1,), value) for value in values], (((1,), torch.float32, True),) * len(values))
+
+
+def begun(
+    parts: Partition,
+    flow: Flow,
+    stage: int,
+    arrive: Callable[[], Arrival] | None,
+    expect: Callable[[], Arrival | None] | None = None,
+) -> ForwardPass:
+    return ForwardPass(Cuts.of(flow, parts, stage), arrive, expect)
 
 
 def values(tensors: list[Tensor] | None) -> list[float] | None:
@@ -35,7 +45,7 @@ def test_the_first_call_that_something_comes_of_waits_and_no_other() -> None:
         waits.append(1)
         return arrival(1.0, 2.0, 3.0)
 
-    forward = ForwardPass(PARTS, FLOW, 2, arrive)
+    forward = begun(PARTS, FLOW, 2, arrive)
     assert forward.arrived(("1", 1)) is None and forward.arrived(("2", 0)) is None and not waits
     assert values(forward.arrived(("1", 0))) == [3.0]  # the layer before the cut
     assert values(forward.arrived(("0", 0))) == [1.0, 2.0]
@@ -43,14 +53,19 @@ def test_the_first_call_that_something_comes_of_waits_and_no_other() -> None:
 
 
 def test_the_first_stage_waits_for_nothing() -> None:
-    assert ForwardPass(PARTS, FLOW, 0, None).arrived(("0", 0)) is None
+    assert begun(PARTS, FLOW, 0, None).arrived(("0", 0)) is None
 
 
 def test_what_passes_through_is_handed_on_as_it_came() -> None:
     parts = partition(nn.Sequential(*(nn.Linear(1, 1) for _ in range(4))), 4, balance="layers")
     skip = (Cargo("0", 0, 1),)
-    forward = ForwardPass(parts, Flow((skip, skip, skip)), 2, lambda: arrival(1.0, 3.0))
-    forward.unload_ahead(lambda: pytest.fail("its values are to be copied"))
+    forward = begun(
+        parts,
+        Flow((skip, skip, skip)),
+        2,
+        lambda: arrival(1.0, 3.0),
+        lambda: pytest.fail("its values are to be copied"),
+    )
     (mine,) = forward.arrived(("0", 0)) or []
     with torch.no_grad():
         mine += 10.0
@@ -58,10 +73,10 @@ def test_what_passes_through_is_handed_on_as_it_came() -> None:
 
 
 def test_what_a_later_stage_needs_is_handed_on_as_it_was_returned() -> None:
-    forward = ForwardPass(PARTS, FLOW, 0, None)
+    forward = begun(PARTS, FLOW, 0, None)
     output = (torch.ones(1), torch.full((1,), 2.0))
-    call = forward.count("0", 0)
-    assert call == forward.latest("0") == ("0", 0) and forward.is_wanted(call)
+    call = forward.called("0", 0)
+    assert call == ("0", 0)
     forward.keep(call, output)
     output[0].zero_()
     assert values(forward.departure(torch.full((1,), 5.0)).tensors) == [1.0, 2.0, 5.0]
@@ -69,24 +84,22 @@ def test_what_a_later_stage_needs_is_handed_on_as_it_was_returned() -> None:
 
 @pytest.mark.parametrize("keep", [None, torch.ones(1)])
 def test_cargo_that_is_missing_or_of_another_number_is_refused(keep: Tensor | None) -> None:
-    forward = ForwardPass(PARTS, FLOW, 0, None)
+    forward = begun(PARTS, FLOW, 0, None)
     if keep is not None:
         forward.keep(("0", 0), keep)
-    with pytest.raises(RuntimeError, match=r"'0' was called otherwise than in the first step \(call 1\)"):
+    with pytest.raises(RuntimeError, match=r"'0' was not called as in the first step \(call 1\)"):
         forward.departure(torch.ones(1))
 
 
 @pytest.mark.parametrize("expected", [lambda: None, lambda: arrival(7.0), lambda: arrival(7.0, 7.0, 7.0)])
 def test_what_came_counts_whatever_was_expected(expected: Callable[[], Arrival | None]) -> None:
-    forward = ForwardPass(PARTS, Flow(((), (SKIP,))), 2, lambda: arrival(1.0, 2.0, 3.0))
-    forward.unload_ahead(expected)
+    forward = begun(PARTS, Flow(((), (SKIP,))), 2, lambda: arrival(1.0, 2.0, 3.0), expected)
     assert values(forward.arrived(("1", 0))) == [3.0]
 
 
 def test_an_arrival_that_is_expected_is_shared_out_once() -> None:
     expected = arrival(0.0)
-    forward = ForwardPass(PARTS, CHAIN, 2, lambda: expected)
-    forward.unload_ahead(lambda: expected)
+    forward = begun(PARTS, CHAIN, 2, lambda: expected, lambda: expected)
     assert values(forward.arrived(("1", 0))) == [0.0] == values(forward.arrived(("1", 0)))
 
 
@@ -96,8 +109,7 @@ def test_after_a_failed_arrival_there_is_nothing_to_go_on_with() -> None:
     def arrive() -> Arrival:
         raise error
 
-    forward = ForwardPass(PARTS, CHAIN, 2, arrive)
-    forward.unload_ahead(lambda: arrival(0.0))
+    forward = begun(PARTS, CHAIN, 2, arrive, lambda: arrival(0.0))
     with pytest.raises(ArrivalFailedError):
         forward.arrived(("1", 0))
     assert forward.lost is error
@@ -106,14 +118,14 @@ def test_after_a_failed_arrival_there_is_nothing_to_go_on_with() -> None:
 
 
 def test_layers_come_in_order_each_once_and_all() -> None:
-    forward = ForwardPass(PARTS, CHAIN, 0, None)
-    forward.count("0", 0)
+    forward = begun(PARTS, CHAIN, 0, None)
+    forward.called("0", 0)
     with pytest.raises(LayerOrderError):
         forward.check_complete()
     with pytest.raises(LayerOrderError):
-        forward.count("2", 2)
-    forward = ForwardPass(PARTS, CHAIN, 0, None)
+        forward.called("2", 2)
+    forward = begun(PARTS, CHAIN, 0, None)
     for layer in range(3):
-        assert forward.count(str(layer), layer) == (str(layer), 0)
-    assert [forward.count("loose", None) for _ in range(2)] == [("loose", 0), ("loose", 1)]
+        assert forward.called(str(layer), layer) == (str(layer), 0)
+    assert [forward.called("loose", None) for _ in range(2)] == [("loose", 0), ("loose", 1)]
     forward.check_complete()

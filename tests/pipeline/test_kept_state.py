@@ -1,4 +1,4 @@
-"""A step that is only looked at leaves nothing behind."""
+"""A step that is only looked at leaves no trace."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_it_is_put_back_after_an_error_too() -> None:
     assert module.steps == 0 and module.by_loader == [[], []]
 
 
-def test_absent_tensors_left_behind_are_told_but_those_of_parts_that_stay_apart() -> None:
+def test_absent_tensors_left_there_are_told_but_those_of_parts_that_stay_apart() -> None:
     module = Keeps()
     value: Tensor = absent_like(torch.ones(()), "the output of 'far'")
     module.layer.weight = absent_like(module.layer.weight, "a parameter")  # type: ignore[assignment]

@@ -11,7 +11,7 @@ from lightning_parallel.pipeline.message import (
     encode,
     format_of,
     gradient_format,
-    unpack,
+    places_in,
 )
 
 TENSORS = [
@@ -26,38 +26,42 @@ TENSORS = [
 ]
 
 
+CPU = torch.device("cpu")
+
+
 @pytest.mark.parametrize("count", range(len(TENSORS) + 1))
-def test_tensors_come_out_as_they_went_in_with_the_trailer_behind_them(count: int) -> None:
+def test_tensors_come_out_as_they_went_in_with_the_words_after_them(count: int) -> None:
     tensors = TENSORS[:count]
-    kind = format_of(tensors)
-    sent, received = (
-        Packet(torch.full((Packet.nbytes(kind, trailer=True),), 255, dtype=torch.uint8), kind, trailer=True)
-        for _ in range(2)
-    )
-    sent.fill(tensors)
-    sent.write((-1, 2**40))
+    sent, received = (Packet(format_of(tensors), True, CPU) for _ in range(2))
+    received.buffer.fill_(255)
+    sent.fill(tensors, (-1, 2**40))
     received.buffer.copy_(sent.buffer)
-    assert received.has_trailer and received.read() == (-1, 2**40)
-    for found in (received.tensors, unpack(received.buffer, kind)):
-        assert [(t.dtype, t.tolist()) for t in found] == [(t.dtype, t.tolist()) for t in tensors]
+    assert received.words() == (-1, 2**40)
+    assert [(t.dtype, t.tolist()) for t in received.tensors] == [(t.dtype, t.tolist()) for t in tensors]
+    assert received.on(CPU) is received.tensors
 
 
 def test_a_packet_without_a_trailer_is_its_tensors_alone() -> None:
-    kind = format_of([torch.ones(16)])
-    packet = Packet(torch.empty(Packet.nbytes(kind, trailer=False), dtype=torch.uint8), kind, trailer=False)
-    packet.fill([torch.ones(16)])
-    assert not packet.has_trailer and packet.buffer.view(torch.float32).tolist() == [1.0] * 16
+    packet = Packet(format_of([torch.ones(16)]), False, CPU).fill([torch.ones(16)])
+    assert packet.buffer.view(torch.float32).tolist() == [1.0] * 16
+
+
+def test_words_alone_leave_the_tensors_as_they_are() -> None:
+    packet = Packet(format_of([torch.ones(2)]), True, CPU).fill([torch.ones(2)], (0, 0))
+    assert packet.fill((), (3, 4)).words() == (3, 4) and packet.tensors[0].tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])  # of both kinds of memory, as far as inference mode goes
 def test_a_packet_made_in_inference_mode_may_be_filled_outside(device: str) -> None:
-    kind = format_of([torch.ones(3)])
     with torch.inference_mode():  # as in validation; training uses it again
-        buffer = torch.empty(Packet.nbytes(kind, trailer=True), dtype=torch.uint8, device=device)
-        packet = Packet(buffer, kind, trailer=True)
-    packet.fill([torch.ones(3)])
-    packet.write((1, 2))
-    assert device == "meta" or (packet.tensors[0].tolist(), packet.read()) == ([1.0] * 3, (1, 2))
+        packet = Packet(format_of([torch.ones(3)]), True, torch.device(device))
+    packet.fill([torch.ones(3)], (1, 2))
+    assert device == "meta" or (packet.tensors[0].tolist(), packet.words()) == ([1.0] * 3, (1, 2))
+
+
+def test_every_tensor_begins_at_a_multiple_of_64_bytes() -> None:
+    places, end = places_in(format_of(TENSORS))
+    assert all(start % 64 == 0 for start, _ in places) and end % 64 == 0
 
 
 def test_a_format_comes_out_of_its_bytes() -> None:

@@ -195,7 +195,7 @@ def test_lightnings_demo_transformer_is_cut_between_its_layers() -> None:
 
 
 def test_modules_between_layers_go_with_the_next() -> None:
-    """The stage of the layer before leaves the step behind it."""
+    """The stage of the layer before leaves the step after it."""
     net = nn.Module()
     net.before, net.first, net.between, net.second, net.after = (nn.Linear(2, 2) for _ in range(5))
     parts = partition(net, 2, layers=["first", "second"])

@@ -1,27 +1,31 @@
+"""pipeline/schedule.py: lists that can run, count every microbatch once and hold what they promise."""
+
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 
 import pytest
 
+from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB, asynchronous, version
+from lightning_parallel.pipeline.clock_table import clock_table
 from lightning_parallel.pipeline.schedule import (
-    SYNCHRONOUS,
+    SCHEDULES,
     Action,
-    AsyncOneFOneB,
     Backward,
     Forward,
+    Generator,
     Schedule,
     Step,
-    asynchronous,
     dependency_order,
     gpipe,
     naive,
+    of_one_update,
     one_f_one_b,
     validate,
-    version,
 )
-from lightning_parallel.pipeline.simulate import render, simulate
+from lightning_parallel.pipeline.simulate import simulate
 
 STAGES = range(1, 6)
 MICROBATCHES = (1, 2, 3, 4, 5, 8)
@@ -56,11 +60,11 @@ def versions(actions: list[Action]) -> tuple[dict[int, int], dict[int, int]]:
     return before_forward, before_backward
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("microbatches", MICROBATCHES)
 @pytest.mark.parametrize("stages", STAGES)
 def test_synchronous_schedules_are_valid_with_one_step_at_the_end(name: str, stages: int, microbatches: int) -> None:
-    schedule = SYNCHRONOUS[name](stages, microbatches)
+    schedule = SCHEDULES[name](stages, microbatches)
     validate(schedule)
     assert len(schedule) == stages
     for s, actions in enumerate(schedule):
@@ -68,10 +72,10 @@ def test_synchronous_schedules_are_valid_with_one_step_at_the_end(name: str, sta
         assert [a for a in actions if isinstance(a, Step)] == [actions[-1]] == [Step(s, 0)]
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_synchronous_backwards_run_in_the_order_of_the_microbatches(name: str) -> None:
     # The order of summation, hence the rounding, of the gradients is the same in all of them.
-    for actions in SYNCHRONOUS[name](4, 6):
+    for actions in SCHEDULES[name](4, 6):
         assert [a.microbatch for a in actions if isinstance(a, Backward)] == list(range(6))
 
 
@@ -216,8 +220,8 @@ def test_bad_sizes_are_refused_by_name(make: Callable[[], object], setting: str)
         ("F0 B0 F1 B1 S0 S1", r"stage 1: Step\(stage=1, update=1\) has no backward"),
         ("F0 B0 S0 F1 B1 S0", r"stage 1: Step\(stage=1, update=0\) comes where update 1 is due"),
         ("F0 B0 S0 F1 B1 S1", r"stage 1: update by microbatches \[0\] comes where stage 0 has \[0, 1\]"),
-        ("F1 F0 B0 B1 S0", "stage 1: forward of microbatch 1 comes where stage 0 has 0"),
-        ("F0 F1 B1 B0 S0", "stage 1: backward of microbatch 1 comes where stage 0 has 0"),
+        ("F1 F0 B1 B0 S0", "stage 1: forward of microbatch 1 comes where stage 0 has 0"),
+        ("F0 F1 B1 B0 S0", r"stage 1: backwards run in the order \[1, 0\], forwards \[0, 1\]"),
         ("F0 B0 S0", "stage 1: forward of microbatch none comes where stage 0 has 1"),
     ],
 )
@@ -263,4 +267,24 @@ def test_dependency_order_keeps_every_stage_in_order_and_messages_before_their_u
 )
 def test_documented_clock_tables_are_what_the_generators_yield(documented: object, schedule: Schedule) -> None:
     documented_rows = re.findall(r"stage \d \|.*", documented.__doc__ or "")
-    assert documented_rows == render(simulate(schedule, backward=1.0)).splitlines()
+    assert documented_rows == clock_table(simulate(schedule, backward=1.0)).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda stages, count: one_f_one_b(stages + 1, count), "there are 3 lists for 2 stages"),
+        (lambda stages, count: one_f_one_b(stages, count - 1), r"the forwards are of \[0, 1\], not of 3"),
+        (lambda stages, count: asynchronous(stages, 1, count), "an update has one Step, at its end"),
+        (lambda stages, count: [[], []], "stage 0: after no action a Step is missing"),
+    ],
+)
+def test_a_generator_that_is_not_of_one_update_is_refused_by_name(made: Generator, said: str) -> None:
+    with pytest.raises(ValueError, match=f"schedule=<lambda>, 2 stages, 3 microbatches: .*{said}"):
+        of_one_update(made, 2, 3)
+
+
+@pytest.mark.parametrize("generator", SCHEDULES.values())
+def test_every_named_schedule_is_of_one_update(generator: Generator) -> None:
+    for stages, count in itertools.product(range(1, 5), range(1, 7)):
+        assert of_one_update(generator, stages, count) == generator(stages, count)

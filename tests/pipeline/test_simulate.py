@@ -1,30 +1,19 @@
+"""What a schedule costs on paper is what theory says."""
+
 from __future__ import annotations
 
 import re
-import runpy
-import sys
 from collections.abc import Callable
 
 import pytest
 
-from lightning_parallel.pipeline.schedule import (
-    SYNCHRONOUS,
-    Backward,
-    Forward,
-    Schedule,
-    Step,
-    asynchronous,
-    gpipe,
-    naive,
-    one_f_one_b,
-)
+from lightning_parallel.pipeline.async_schedule import asynchronous
+from lightning_parallel.pipeline.schedule import SCHEDULES, Backward, Forward, Schedule, Step, gpipe, naive, one_f_one_b
 from lightning_parallel.pipeline.simulate import (
     Simulation,
     Timed,
     asynchronous_utilisation,
-    bubble,
-    main,
-    render,
+    ideal_bubble,
     simulate,
 )
 
@@ -40,11 +29,18 @@ def test_flushing_schedules_reach_the_flush_ideal(
     assert simulation.makespan == pytest.approx((microbatches + stages - 1) * (1.5 + 2.25))
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
-def test_simulated_bubble_equals_theory(name: str, stages: int, microbatches: int) -> None:
-    simulation = simulate(SYNCHRONOUS[name](stages, microbatches), forward=20.0, backward=40.0)
-    assert simulation.bubble == pytest.approx(bubble(name, stages, microbatches))
+def test_the_simulated_bubble_is_the_formula_s(stages: int, microbatches: int) -> None:
+    formulas = {
+        "naive": (stages - 1) / stages,
+        "gpipe": (stages - 1) / (microbatches + stages - 1),
+        "1f1b": (stages - 1) / (microbatches + stages - 1),
+    }
+    assert formulas.keys() == SCHEDULES.keys()
+    for name, formula in formulas.items():
+        schedule = SCHEDULES[name](stages, microbatches)
+        assert simulate(schedule, forward=20.0, backward=40.0).bubble == pytest.approx(formula)
+        assert ideal_bubble(schedule) == pytest.approx(formula)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
@@ -130,76 +126,3 @@ def test_one_round_of_a_synchronous_schedule_has_no_steady_state() -> None:
 def test_bad_durations_are_refused_by_name(arguments: dict[str, float], setting: str) -> None:
     with pytest.raises(ValueError, match=re.escape(setting)):
         simulate(gpipe(2, 2), **arguments)
-
-
-def test_unknown_schedule_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="schedule='zigzag': give one of naive, gpipe, 1f1b, async"):
-        bubble("zigzag", 2, 2)
-
-
-def test_render_draws_columns_in_proportion_to_time() -> None:
-    assert render(gpipe(2, 2)).splitlines() == [
-        "stage 0 | F0 F1  .  .  . B0 == B1 ==|",
-        "stage 1 |  . F0 F1 B0 == B1 ==| .  .",
-    ]
-    assert render(simulate(gpipe(2, 1), step=1.0)).splitlines() == [
-        "stage 0 | F0  .  .  . B0 ==  S|",
-        "stage 1 |  . F0 B0 ==  S| .  .",
-    ]
-    assert render(simulate(gpipe(1, 1)), unit=0.5).splitlines() == ["stage 0 | F0 == B0 == == ==|"]
-
-
-def test_render_shows_every_action_when_times_fall_between_columns() -> None:
-    simulation = simulate(asynchronous(4, 1, 12), 1.0, 2.3, latency=0.37)
-    for line in render(simulation).splitlines():
-        words = line.replace("|", " ").split()
-        assert [w for w in words if w[0] == "F"] == [f"F{k}" for k in range(12)]
-        assert [w for w in words if w[0] == "B"] == [f"B{k}" for k in range(12)]
-        assert line.count("|") == 1 + 12
-
-
-def test_render_keeps_to_the_width() -> None:
-    lines = render(asynchronous(12, 1, 30), width=60).splitlines()
-    assert {len(line) for line in lines} == {60}
-    assert lines[0].startswith("stage 0  |")
-    assert lines[11].startswith("stage 11 |")
-    assert lines[0].endswith(" ...")
-
-
-def test_command_line_prints_table_bubble_and_activations(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["1f1b", "--stages", "4", "--microbatches", "8"])
-    printed = capsys.readouterr().out
-    assert render(one_f_one_b(4, 8)) in printed
-    assert "0.273 simulated, 0.273 by theory" in printed
-    assert "activations held  4 3 2 1" in printed
-
-
-def test_command_line_describes_the_asynchronous_schedule(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["async", "--stages", "3", "--microbatches", "2", "--updates", "20"])
-    printed = capsys.readouterr().out
-    assert render(asynchronous(3, 2, 20)) in printed
-    assert "1.000 simulated in the steady state, 1.000 by theory" in printed
-    assert "mean staleness    1 0.5 0 updates" in printed
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("gpipe --stages 0", "stages=0"),
-        ("gpipe --stages 2 --microbatches 0", "microbatches=0"),
-        ("gpipe --stages 2 --updates 3", "belong to async"),
-        ("async --stages 2 --extra-in-flight -1", "extra_in_flight=-1"),
-    ],
-)
-def test_command_line_refuses_bad_sizes_without_a_traceback(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(arguments.split())
-    assert message in capsys.readouterr().err
-
-
-def test_schedule_runs_as_a_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["pipeline", "naive", "--stages", "2", "--microbatches", "1"])
-    runpy.run_module("lightning_parallel.pipeline", run_name="__main__")
-    assert render(naive(2)) in capsys.readouterr().out

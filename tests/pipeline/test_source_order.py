@@ -1,4 +1,4 @@
-"""What a module plainly calls behind others, as its source has it."""
+"""What a module plainly calls after others, as its source has it."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class OfAStep(Plain):
 
 
 @pytest.mark.parametrize("kind", [Plain, Nested, InComprehensions, OfAStep])
-def test_what_is_called_behind_is_told(kind: type[nn.Module]) -> None:
+def test_what_is_called_after_is_told(kind: type[nn.Module]) -> None:
     order = SourceOrder(kind())
-    assert order.is_behind("head", "blocks")
-    assert not order.is_behind("stem", "blocks") and not order.is_behind("blocks", "head")
+    assert order.is_after("head", "blocks")
+    assert not order.is_after("stem", "blocks") and not order.is_after("blocks", "head")
 
 
 class Elsewhere(L.LightningModule):
@@ -169,10 +169,10 @@ class ALambda(Plain):
     LoopsWithoutCalling, ByAMethodToo, CallsItself, OtherwiseToo, InASubscript, AGenerator,
 ])  # fmt: skip
 def test_what_may_be_called_otherwise_is_not(kind: type[nn.Module]) -> None:
-    assert not SourceOrder(kind()).is_behind("head", "blocks")
+    assert not SourceOrder(kind()).is_after("head", "blocks")
 
 
 def test_code_without_source_tells_nothing() -> None:
     space: dict[str, Any] = {"nn": nn}
     exec("class Typed(nn.Module):\n    def forward(self, x):\n        return self.b(self.a(x))", space)
-    assert not SourceOrder(space["Typed"]()).is_behind("b", "a")
+    assert not SourceOrder(space["Typed"]()).is_after("b", "a")

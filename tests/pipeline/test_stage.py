@@ -31,13 +31,14 @@ from transformers import (
     ResNetForImageClassification,
 )
 
+from lightning_parallel.collectives import PeerLostError
 from lightning_parallel.pipeline.absent import AbsentTensor, AbsentValueError
-from lightning_parallel.pipeline.channel import PeerLostError
-from lightning_parallel.pipeline.crossing import Arrival, Departure
+from lightning_parallel.pipeline.arrival import Arrival, Departure
+from lightning_parallel.pipeline.message import format_of
 from lightning_parallel.pipeline.partition import partition
 from lightning_parallel.pipeline.stage import Stage, _LeaveStep
 from tests.pipeline import by_hand
-from tests.pipeline.by_hand import CPU, backward, forward, stages_of
+from tests.pipeline.by_hand import CPU, arrived, backward, forward, stages_of
 from tests.pipeline.nets import (
     BLOCKS,
     Attention,
@@ -306,7 +307,7 @@ class PenaltyOnAll(Net):
 
 
 class ParameterElsewhere(Net):
-    """A block's parameter, used outside the block, behind the cut."""
+    """A block's parameter, used outside the block, after the cut."""
 
     def step(self, x: Tensor) -> Tensor:
         x = self.body(self.stem(x))
@@ -340,7 +341,7 @@ def test_a_value_of_another_stage_cannot_be_looked_at() -> None:
     stage = Stage(model, partition(model, 2, **BLOCKS), 1, CPU)  # type: ignore[arg-type]
     stage.install()
     with pytest.raises(AbsentValueError, match="the output of 'stem', which lives on another pipeline stage"):
-        stage.run(lambda: step(model), lambda: Arrival([torch.ones(5, 6)], [True]))
+        stage.run(lambda: step(model), lambda: arrived([torch.ones(5, 6)], [True]))
 
 
 # -- calls out of order ------------------------------------------------------------------------------------------------
@@ -432,7 +433,7 @@ def test_a_call_that_no_longer_comes_is_named() -> None:
 
     made = stages_of(Forgets(), step, 2, **BLOCKS)
     made[0].module.twice = False  # type: ignore[assignment]
-    with pytest.raises(RuntimeError, match=r"'stem' was called otherwise than in the first step \(call 2\)"):
+    with pytest.raises(RuntimeError, match=r"'stem' was not called as in the first step \(call 2\)"):
         forward(made, step)
 
 
@@ -510,7 +511,7 @@ def test_a_stage_waits_for_what_arrives_where_its_step_needs_it() -> None:
 
     def arrive() -> Arrival:
         events.append("arrives")
-        return Arrival([torch.ones(5, 3, dtype=torch.float64)], [True])
+        return arrived([torch.ones(5, 3, dtype=torch.float64)], [True])
 
     stage = stages_of(nn.Sequential(*(nn.Linear(3, 3) for _ in range(3))), watched, 3)[2]
     events.clear()
@@ -521,10 +522,10 @@ def test_a_stage_waits_for_what_arrives_where_its_step_needs_it() -> None:
 @pytest.mark.parametrize(
     "expected",
     [
-        lambda: Arrival([torch.zeros(5, 6)], [True]),  # of the right format, and not what came
-        lambda: Arrival([torch.zeros(2, 6)], [False]),
-        lambda: Arrival([torch.zeros(5, 6), torch.zeros(1)], [True, True]),
-        lambda: Arrival([], []),
+        lambda: arrived([torch.zeros(5, 6)], [True]),  # of the right format, and not what came
+        lambda: arrived([torch.zeros(2, 6)], [False]),
+        lambda: arrived([torch.zeros(5, 6), torch.zeros(1)], [True, True]),
+        lambda: arrived([], []),
     ],
 )
 @pytest.mark.parametrize("kind", [Net, UNet])
@@ -559,7 +560,7 @@ def test_an_expected_arrival_is_shared_out_before_the_step_begins() -> None:
 
     stage = stages_of(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), watched, 2)[1]
     buffer = torch.zeros(5, 3)
-    expected = Watched([buffer], [True])
+    expected = Watched([buffer], format_of([buffer.clone().requires_grad_()]))
     events.clear()
     found = stage.run(lambda: watched(stage.module), arrive, lambda: expected)
     assert events == ["shared out", "begins", "arrives"]
@@ -567,7 +568,7 @@ def test_an_expected_arrival_is_shared_out_before_the_step_begins() -> None:
 
 
 class FrozenInside(Net):
-    """A first layer that is frozen and called without gradients, and needed behind the layers that have some."""
+    """A first layer that is frozen and called without gradients, and needed after the layers that have some."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -639,7 +640,7 @@ def test_a_lost_arrival_ends_the_step_whatever_it_makes_of_it(
     link = Link()
     held = weakref.ref(link)
     with pytest.raises(error) as lost:
-        stage.run(lambda: step(stage.module), link.arrive, lambda: Arrival([torch.zeros(5, 6)] * 2, [True] * 2))
+        stage.run(lambda: step(stage.module), link.arrive, lambda: arrived([torch.zeros(5, 6)] * 2, [True] * 2))
     del link, lost
     assert held() is None
 
@@ -736,7 +737,7 @@ def test_hooks_of_the_users_run_before_the_cut() -> None:
 
 
 class Noisy(Net):
-    """Dropout in the layers, noise of the step's own before, between and behind them."""
+    """Dropout in the layers, noise of the step's own before, between and after them."""
 
     together: tuple[int, ...] = ()  # numbers of layers in a checkpoint
 
@@ -878,7 +879,7 @@ def test_what_a_stage_computed_is_freed_even_if_no_backward_runs() -> None:
 @pytest.mark.usefixtures("without_garbage_collection")
 def test_what_arrived_belongs_to_the_step_that_received_it() -> None:
     message = torch.ones(2)
-    arrival, held = Arrival([message], [True]), weakref.ref(message)
+    arrival, held = arrived([message], [True]), weakref.ref(message)
     live = arrival.receive()
     del message
     assert held() is None and live[0].requires_grad
@@ -886,6 +887,6 @@ def test_what_arrived_belongs_to_the_step_that_received_it() -> None:
 
 @pytest.mark.parametrize("use", [lambda x: x * 2, lambda x: x.t() * 2, lambda x: x + x, lambda x: x.mul_(2)])
 def test_the_gradient_of_an_arrival_is_the_sum_over_its_uses(use: Callable[[Tensor], Tensor]) -> None:
-    arrival = Arrival([torch.ones(2, 2)], [True])
+    arrival = arrived([torch.ones(2, 2)], [True])
     use(arrival.receive()[0]).sum().backward()
     assert torch.equal(arrival.gradients(CPU)[0], torch.full((2, 2), 2.0))

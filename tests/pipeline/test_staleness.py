@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_parallel.pipeline.schedule import AsyncOneFOneB, Backward, Forward, Step, asynchronous, version
+from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB, asynchronous, version
+from lightning_parallel.pipeline.schedule import Backward, Forward, Step
 from lightning_parallel.pipeline.staleness import (
     Correction,
     copies,
@@ -17,7 +18,6 @@ from lightning_parallel.pipeline.staleness import (
     discount,
     extrapolate,
     is_second_order,
-    known_cost,
     mean_staleness,
 )
 
@@ -172,14 +172,6 @@ def test_copies_are_those_in_flight_and_those_of_the_correction() -> None:
         assert copies("stash", correction, 0, 4) == 0  # the last stage
     assert copies("stash", None, 3, 1) == 3
     assert copies("stash", "second_order", 3, 1) == 4  # of first order
-
-
-def test_only_gradients_that_are_late_have_a_known_cost() -> None:
-    assert known_cost("second_order", 0.9) is None
-    assert known_cost(None, 0.25) is None
-    for correction in (None, "error_feedback"):
-        assert "%" in (known_cost(correction, 7.0) or "")
-    assert "%" in (known_cost(None, 0.9) or "")
 
 
 def test_the_discount_of_late_stages_wears_off() -> None:

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_parallel.pipeline.weights import Stashing, WeightVersions, swap_gradients
+from lightning_parallel.gradients.swapping import swap_gradients
+from lightning_parallel.pipeline.staleness import Stashing
+from lightning_parallel.pipeline.weights import WeightVersions
 from tests.pipeline.nets import LAYERS
 
 ADAMW = {"lr": 0.05, "eps": 1e-3}  # with a small eps, gradients that are zero but for rounding become updates

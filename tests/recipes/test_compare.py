@@ -25,8 +25,10 @@ from recipes.compare.__main__ import main
 from recipes.compare.findings import findings
 from recipes.compare.rows import Row, rows
 from recipes.compare.run import Outcome, configs
-from recipes.launch import ROOT, Failure, WorkersFailed
-from recipes.validate import ConfigError, world_size
+from recipes.launchers.launcher import ROOT, Failure, WorkersFailed
+from recipes.launchers.local import LocalLauncher
+from recipes.problem import ConfigError
+from recipes.validate import world_size
 from tests.pool import WorkerPool
 from tests.recipes.test_launch import processes_of, runs
 
@@ -178,7 +180,7 @@ def measured_by_hand(seconds: list[float], peak: int, **more: Any) -> dict[str, 
     thread = {"computing": 0.5, "queued": 0.2, "blocked": 0.3}
     held = {"parameters": 4 * MIB, "gradients": 4 * MIB, "optimizer": 8 * MIB}
     empty: dict[str, Any] = {"sent": {}, "received": 0, "expected": {}}
-    place = {"coordinates": {"data": 0, "tensor": 0, "stage": 0}}
+    place = {"coordinates": {"data": 0, "tensor": 0, "pipeline": 0}}
     return place | empty | {"seconds": seconds, "peaks": [peak], "held": held, "thread": thread} | more
 
 
@@ -280,10 +282,10 @@ def test_a_strategy_s_own_values_are_left_out_of_the_others(tmp_path: Path) -> N
 
 
 def test_a_failed_run_is_told_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def launch(config_file: Path, processes: int, threads: int) -> None:
+    def launch(launcher: LocalLauncher, config_file: Path, processes: int) -> None:
         raise WorkersFailed(Failure(1, "ValueError: no luck today", None), processes)
 
-    monkeypatch.setattr(run, "launch", launch)
+    monkeypatch.setattr(LocalLauncher, "launch", launch)
     (planned,) = configs(TINY, ["ddp"], tmp_path)
     assert run.run(planned).error == "rank 1: ValueError: no luck today"
     (refused,) = configs([*TINY, "strategy.microbatches=13"], ["pipeline_sync"], tmp_path)

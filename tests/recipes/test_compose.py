@@ -35,7 +35,7 @@ def test_keys_are_looked_up_in_the_chosen_option() -> None:
 def test_every_job_of_a_sweep_is_checked_before_the_first() -> None:
     assert told("strategy=ddp,pipeline_sync", "cluster.devices=2,3", multirun=True) == []
     (problem,) = told("strategy=ddp,single", "cluster.devices=2,5", multirun=True)
-    assert problem.startswith("data.batch_size=24: cannot be shared equally by cluster.devices=5")
+    assert problem.startswith("data.batch_size=24: can't be shared equally by cluster.devices=5")
     (problem,) = told("strategy=ddp,sngle", "cluster.devices=2,5", multirun=True)
     assert problem.startswith("strategy=sngle: no such strategy; did you mean single?")
 

@@ -13,12 +13,14 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import get_class
 
+from lightning_parallel.settings import settings_of
 from recipes import schema
 from recipes.compose import CONF, resolved
 from recipes.data import DATA
 from recipes.models import MODELS
 from recipes.models.muon import MuonAdamW
-from recipes.validate import Problem, validate
+from recipes.problem import Problem
+from recipes.validate import validate
 
 GROUPS = {
     folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
@@ -32,7 +34,7 @@ def composed(*overrides: str) -> dict[str, Any]:
         return resolved(compose("train", overrides=list(overrides)), "OUT")
 
 
-def problems(*overrides: str) -> list[Problem]:
+def problems(*overrides: str) -> list[Problem | str]:
     return validate(composed(*overrides))
 
 
@@ -81,13 +83,22 @@ def test_help_names_every_option_of_every_group() -> None:
         assert {group, *options} <= words, group
 
 
-@pytest.mark.parametrize("strategy", [option for option in GROUPS["strategy"] if option != "single"])
-def test_strategies_take_every_key_of_their_config(strategy: str) -> None:
+CHOSEN = {
+    "pipeline_naive": {"schedule": "naive", "microbatches": 1},
+    "pipeline_sync": {"schedule": "gpipe"},
+    "tensor_pipeline": {"tensor_parallel": 2},
+    "hybrid": {"tensor_parallel": 2, "data_parallel": 2},
+}
+
+
+@pytest.mark.parametrize("strategy", [option for option in GROUPS["strategy"] if option not in ("single", "ddp")])
+def test_a_strategy_s_config_has_every_setting_of_the_strategy_with_its_default(strategy: str) -> None:
     node = composed(f"strategy={strategy}")["strategy"]
-    kind = get_class(node.pop("_target_"))
-    taken = {name for base in kind.__mro__ for name in inspect.signature(base.__init__).parameters}
-    lightnings_own = kind.__module__.startswith("lightning.")  # its DDP passes what it does not name on to torch's
-    assert lightnings_own or set(node) <= taken
+    target = node.pop("_target_")
+    options = schema.BY_TARGET["strategy"][target]
+    defaults = {field.name: field.default for field, _ in settings_of(options)}
+    assert node == defaults | CHOSEN.get(strategy, {})
+    assert set(node) <= set(inspect.signature(get_class(target)).parameters)
 
 
 def test_the_experiment_is_a_recipe_whose_every_choice_can_be_overridden() -> None:
@@ -118,7 +129,7 @@ def test_the_experiment_is_valid_under_what_it_is_compared_with() -> None:
 
 def test_schemas_know_only_arguments_that_the_classes_take() -> None:
     def keys(kind: type) -> set[str]:
-        return {field.name for field in fields(kind)} - {"_target_", "name"}
+        return {field.name for field in fields(kind)}
 
     assert keys(schema.Trainer) <= set(inspect.signature(L.Trainer).parameters)
     assert set(schema.TRAINER_SET_ELSEWHERE) <= set(inspect.signature(L.Trainer).parameters)

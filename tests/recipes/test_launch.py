@@ -19,7 +19,8 @@ import torch.distributed as dist
 import yaml
 
 from recipes import record
-from recipes.launch import ROOT, WorkersFailed, launch
+from recipes.launchers.launcher import ROOT, WorkersFailed
+from recipes.launchers.local import LocalLauncher
 from tests.recipes.test_configs import composed
 
 TINY = [
@@ -79,7 +80,7 @@ def test_every_job_of_a_sweep_gets_workers_and_a_world_of_its_own(tmp_path: Path
     assert [run["layout"]["world_size"] for run in found.values()] == [2, 3, 2, 3]
     assert {run["status"] for run in found.values()} == {"completed"}
     for job, run in found.items():
-        axis, other = ("data", "stage") if run["choices"]["strategy"] == "ddp" else ("stage", "data")
+        axis, other = ("data", "pipeline") if run["choices"]["strategy"] == "ddp" else ("pipeline", "data")
         ranks = run["layout"]["ranks"]
         assert [rank["rank"] for rank in ranks] == list(range(len(ranks)))
         assert sorted(rank["coordinates"][axis] for rank in ranks) == list(range(len(ranks)))
@@ -128,7 +129,7 @@ def test_a_failing_rank_is_named_and_the_launcher_is_left_as_it_was(
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     started = time.monotonic()
     with pytest.raises(WorkersFailed, match="ValueError: no luck today") as raised:
-        launch(tmp_path / record.CONFIG, processes=2, threads=1)
+        LocalLauncher(devices=2, threads=1).launch(tmp_path / record.CONFIG, processes=2)
     assert time.monotonic() - started < 60  # rank 0 waited in a collective without an end
     assert raised.value.failure.rank == 1
     assert dict(os.environ) == environment

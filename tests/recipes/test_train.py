@@ -10,7 +10,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from recipes.launch import ROOT, Failure, WorkersFailed
+from recipes.launchers.launcher import ROOT, Failure, WorkersFailed
 from recipes.train import UnknownMetric, _optimized, config_tree
 from tests.recipes.test_configs import GROUPS, composed
 

@@ -16,7 +16,7 @@ import yaml
 
 from lightning_parallel import PipelineStrategy
 from recipes import record, worker
-from recipes.launch import LAUNCHED
+from recipes.launchers.launcher import LAUNCHED
 from tests.pool import Failure, WorkerPool
 from tests.recipes.test_configs import composed
 from tests.recipes.test_launch import TINY
@@ -104,7 +104,7 @@ def test_under_torchrun_a_run_is_recorded_from_its_start_to_its_end(pool: Worker
     run = recorded(config_file)
     assert (run["status"], run["error"], run["steps"], run["choices"]) == ("completed", None, 2, {})
     (rank,) = run["layout"]["ranks"]
-    assert rank["rank"] == 0 and rank["coordinates"] == {"data": 0, "tensor": 0, "stage": 0}
+    assert rank["rank"] == 0 and rank["coordinates"] == {"data": 0, "tensor": 0, "pipeline": 0}
     assert rank["device"] == "cpu" and rank["host"]
     assert run["metrics"] == record.read_metrics(config_file.parent / "run")
     assert {"train_loss", "val_loss", "test_loss"} <= run["metrics"].keys()
@@ -155,7 +155,7 @@ def place_in_pipeline() -> dict[str, int]:
 
 def test_coordinates_are_the_layout_s(pool: WorkerPool) -> None:
     last, first = pool.run(place_in_pipeline, 2, init=False)
-    assert last == {"data": 0, "tensor": 0, "stage": 1} and first == {"data": 0, "tensor": 0, "stage": 0}
+    assert last == {"data": 0, "tensor": 0, "pipeline": 1} and first == {"data": 0, "tensor": 0, "pipeline": 0}
 
 
 # -- its end -------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def collectives_threads() -> int:
 
 
 def threads_of_a_run(config_file: str) -> tuple[int, int, int]:
-    """Those before it, while it tests, and behind it."""
+    """Those before it, while it tests, and after it."""
     before, during = collectives_threads(), 0
     test = L.Trainer.test
 
@@ -185,8 +185,7 @@ def threads_of_a_run(config_file: str) -> tuple[int, int, int]:
     return before, during, collectives_threads()
 
 
-# "fsdp" leaves a group, which torch's caches of DTensor hold on to; the process may have those of tests before.
 @pytest.mark.parametrize("strategy", ["ddp", "tensor_parallel", "pipeline_1f1b"])
 def test_no_thread_of_the_collectives_outlives_a_run(pool: WorkerPool, tmp_path: Path, strategy: str) -> None:
     ranks = pool.run(threads_of_a_run, 2, str(resolved(tmp_path, strategy)), init=False)
-    assert all(before < during and behind <= before for before, during, behind in ranks)
+    assert all(before < during and after <= before for before, during, after in ranks)

@@ -25,5 +25,5 @@ def assert_lost(failures: list[Any]) -> None:
         assert isinstance(text, Failure)
         assert "PeerLostError" in text, text
         last = text[text.rindex("PeerLostError: ") :]
-        assert "The link to stage " in last or "A collective of all stages broke" in last, last
+        assert "The link to stage " in last or "A collective of several ranks broke" in last, last
         assert "The cause is in its own output" in last

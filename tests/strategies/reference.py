@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from lightning_parallel.batch import batch_size, split
+from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB
 from lightning_parallel.pipeline.delayed import Delayed
-from lightning_parallel.pipeline.microbatch import batch_size, split
 from lightning_parallel.pipeline.partition import partition
-from lightning_parallel.pipeline.schedule import AsyncOneFOneB
 from lightning_parallel.pipeline.staleness import discount, mean_staleness
 from tests.strategies.harness import Report
 from tests.strategies.models import MODELS, Base

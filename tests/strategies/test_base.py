@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import inspect
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_parallel.batch import split
 from lightning_parallel.pipeline.absent import AbsentTensor
-from lightning_parallel.pipeline.microbatch import split
 from tests.pool import WorkerPool
 from tests.strategies.harness import here
 from tests.strategies.models import Rows
@@ -196,7 +195,7 @@ def test_dropout_is_the_same_in_every_run_and_for_any_number_of_stages(pool: Wor
 def train_dropping(strategy: str, recomputed: bool) -> dict[str, Tensor]:
     L.seed_everything(5, verbose=False)
     module = Dropping(lr=0.5)
-    options = {"microbatches": 2, "layers": ["net.*"], "activation_checkpointing": recomputed or None}
+    options = {"microbatches": 2, "layers": ["net.*"], "activation_checkpointing": recomputed}
     make_trainer(strategy, [], options, max_epochs=1).fit(module, loader())
     return {name: p.detach() for name, p in here(module).items()}
 
@@ -349,7 +348,7 @@ def fit_again(strategy: str, folder: Path) -> tuple[bool, int]:
     with pytest.raises(RuntimeError, match="no luck today"):
         trainer.fit(module, loader())
     trainer.fit(module, loader())
-    spans = [span for span in trainer.strategy._timeline.spans if span.kind == "forward"]
+    spans = [span for span in trainer.strategy.timeline.spans if span.kind == "forward"]
     return (folder / "again.ckpt").exists(), len(spans)
 
 
@@ -378,81 +377,6 @@ def group_at_exit() -> tuple[bool, bool]:
 
 def test_no_process_group_is_left_to_the_interpreter_s_finalization(pool: WorkerPool) -> None:
     assert pool.run(group_at_exit, 2, init=False) == [(True, False)] * 2
-
-
-# -- what of Lightning's is relied upon ----------------------------------------------------------------------
-
-
-def test_lightning_broadcasts_before_every_batch_by_the_method_that_is_replaced() -> None:
-    """Otherwise no stage could start a batch before the last one does: no asynchrony, and no error to tell."""
-    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-
-    assert "torch.distributed.broadcast" in inspect.getsource(_TrainingEpochLoop._broadcast_sigterm_tensor)
-    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop.advance)
-    assert inspect.getsource(_TrainingEpochLoop).count("distributed.broadcast") == 1
-
-
-def test_checkpoint_callbacks_keep_their_triggers_where_they_are_looked_up() -> None:
-    """Otherwise a monitor of a training metric would be read on a stage that doesn't have it."""
-    from datetime import timedelta
-
-    assert ModelCheckpoint(every_n_train_steps=3)._every_n_train_steps == 3
-    assert ModelCheckpoint()._every_n_train_steps == 0
-    assert ModelCheckpoint(train_time_interval=timedelta(seconds=1))._train_time_interval == timedelta(seconds=1)
-    assert ModelCheckpoint()._train_time_interval is None
-
-
-def test_lightning_s_process_group_helpers_take_what_they_are_given() -> None:
-    """Private functions of Fabric that the base strategy calls."""
-    from lightning.fabric.utilities import distributed, optimizer, seed
-
-    def parameters(function: Any) -> list[str]:
-        return list(inspect.signature(function).parameters)
-
-    assert parameters(distributed._init_dist_connection)[:2] == ["cluster_environment", "torch_distributed_backend"]
-    assert parameters(distributed._sync_ddp) == ["result", "group", "reduce_op"]
-    assert parameters(distributed._get_default_process_group_backend_for_device) == ["device"]
-    assert parameters(distributed._distributed_is_initialized) == []
-    assert parameters(optimizer._optimizers_to_device) == ["optimizers", "device"]
-    assert parameters(seed.pl_worker_init_function) == ["worker_id", "rank"]
-
-
-def test_lightning_has_the_private_parts_that_strategies_reach_into() -> None:
-    """Each with what would break, silently as a rule."""
-    from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-    from lightning_utilities.core.rank_zero import rank_zero_only
-
-    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    # The publisher of metrics is put before all other callbacks, and taken out again.
-    assert isinstance(trainer.callbacks, list)  # type: ignore[attr-defined]
-    # Metrics of the other stages would stay behind.
-    assert isinstance(trainer.callback_metrics, dict)
-    assert trainer._active_loop is None
-    assert trainer._results is None
-    assert isinstance(type(trainer._logger_connector).metrics, property)
-    # A module that is in no Trainer can still be taken out of its hooks.
-    assert Net()._trainer is None
-    # Clipping by norm would be that of one stage.
-    assert "self.clip_grad_by_norm(" in inspect.getsource(type(trainer.precision_plugin).clip_gradients)
-    # Processes of a script would not start.
-    launcher = list(inspect.signature(_SubprocessScriptLauncher).parameters)
-    assert launcher == ["cluster_environment", "num_processes", "num_nodes"]
-    # All ranks would print.
-    assert isinstance(rank_zero_only.rank, int)  # type: ignore[attr-defined]
-
-
-def test_workers_are_seeded_where_no_init_function_is_given() -> None:
-    """The strategy gives one, seeded by data rank, before Lightning would give its own, seeded by global rank."""
-    from lightning.pytorch.trainer.connectors import data_connector
-
-    source = inspect.getsource(data_connector._process_dataloader)
-    assert source.index("strategy.process_dataloader") < source.index("_auto_add_worker_init_fn")
-
-
-def test_absent_parameters_are_parameters_to_torch() -> None:
-    absent = AbsentTensor(torch.zeros(2), torch.device("cpu"), frozenset(["x"]), requires_grad=True)
-    absent._is_param = True
-    assert isinstance(absent, nn.Parameter)
 
 
 class Hooks(Callback):

@@ -35,12 +35,12 @@ def fit(
     given = {"max_epochs": 3, "enable_checkpointing": True, "gradient_clip_val": 0.5, **given}
     trainer = make_trainer(strategy, [Witness(report), keeper], options, **given)
     layout = getattr(trainer.strategy, "layout", None)
-    replicas = layout.data if layout is not None else 1
+    replicas = layout.size("data") if layout is not None else 1
     share = trainer.distributed_sampler_kwargs if replicas > 1 else None
     torch.manual_seed(11)
     trainer.fit(module, ALL[model].loader(False, BATCH // replicas, 20, share), ALL[model].loader(), ckpt_path=resume)
     report.weights = {name: complete(p.detach()) for name, p in here(module).items()}
-    report.shards = dict(trainer.strategy.held().shards) if strategy != "single" else {}  # type: ignore[attr-defined]
+    report.shards = dict(trainer.strategy.local_model.shards) if strategy != "single" else {}  # type: ignore[attr-defined]
     return report
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_parallel import PipelineStrategy
+from lightning_parallel.pipeline.schedule import Action, Backward, Forward, Schedule, Step, one_f_one_b
 from tests.pool import WorkerPool
 from tests.strategies.harness import Report, joined, largest_difference, train
 from tests.strategies.models import MODELS
@@ -58,3 +62,49 @@ def test_activation_checkpointing_changes_no_number(pool: WorkerPool, single: An
 def test_tied_weights_count_once_in_the_norm(pool: WorkerPool, single: Any) -> None:
     reports = pool.run(train, 3, "GPT2", "sync", {"microbatches": 2}, init=False, gradient_clip_val=0.05)
     assert_equal(reports, single("GPT2", gradient_clip_val=0.05))
+
+
+def test_the_default_schedule_is_1f1b() -> None:
+    assert PipelineStrategy().options.schedule == "1f1b"
+
+
+# -- a schedule of the user's own ------------------------------------------------------------------------------------
+
+
+def eager(stages: int, microbatches: int) -> Schedule:
+    """1F1B, with one warm-up forward more on every stage but the last."""
+    schedule: Schedule = []
+    for stage in range(stages):
+        warmup = min(stages - stage if stage < stages - 1 else 0, microbatches)
+        actions: list[Action] = [Forward(stage, k) for k in range(warmup)]
+        for k in range(warmup, microbatches):
+            actions += [Forward(stage, k), Backward(stage, k - warmup)]
+        actions += [Backward(stage, k) for k in range(microbatches - warmup, microbatches)]
+        schedule.append([*actions, Step(stage, 0)])
+    return schedule
+
+
+def forgetful(stages: int, microbatches: int) -> Schedule:
+    return one_f_one_b(stages, microbatches - 1)
+
+
+def test_a_schedule_of_one_s_own_is_a_function_that_makes_lists(pool: WorkerPool, single: Any) -> None:
+    options = {"schedule": eager, "microbatches": 4}
+    assert_equal(pool.run(train, 3, "LeNet", "sync", options, init=False), single("LeNet"))
+
+
+def test_a_schedule_of_one_s_own_is_checked_before_it_runs(pool: WorkerPool) -> None:
+    options = {"schedule": forgetful, "microbatches": 4}
+    for failure in pool.run(train, 2, "LeNet", "sync", options, init=False, expect_errors=True):
+        assert "ValueError: schedule=forgetful, 2 stages, 4 microbatches: stage 0: the forwards are of" in failure
+
+
+# -- the timeline ----------------------------------------------------------------------------------------------------
+
+
+def test_a_timeline_is_that_of_rank_0_s_replica_and_shard(pool: WorkerPool, tmp_path: Path) -> None:
+    options = {"stages": 2, "tensor_parallel": 2, "microbatches": 2, "timeline": True}
+    pool.run(train, 4, "ShardableGPT2", "sync", options, init=False, default_root_dir=tmp_path)
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["ph"] == "M" and event["name"] == "thread_name"]
+    assert names == ["stage 0 (rank 2)", "stage 1 (rank 0)"]

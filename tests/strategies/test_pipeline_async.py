@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_parallel.pipeline.schedule import version
+from lightning_parallel.pipeline.async_schedule import version
 from lightning_parallel.pipeline.weights import WeightVersions
 from tests.pool import WorkerPool
 from tests.strategies.harness import Report, here, joined, largest_difference, make_trainer, train
@@ -203,7 +203,7 @@ def test_a_setting_that_trains_badly_is_warned_of_once_with_figures(
 ) -> None:
     told, *others = pool.run(warnings_of, 3, options, init=False)
     assert len(told) == warns and not any(others)
-    assert all("%" in text and "microbatches='auto' with at least 6 samples" in text for text in told)
+    assert all("updates late" in text and "microbatches='auto' with at least 6 samples" in text for text in told)
 
 
 def too_few_for_two_versions() -> str:
@@ -239,3 +239,61 @@ def test_a_small_batch_among_others_trains_as_in_one_process(pool: WorkerPool, w
     reports = pool.run(train_unevenly, 4, {"microbatches": 4, "weights": weights}, init=False)
     reference = pool.run(delayed, 1, Uneven, 4, 4, init=False, weights=weights)[0]
     assert largest_difference(joined(reports, "weights"), reference.weights) == 0
+
+
+# -- what follows an update late -------------------------------------------------------------------------------------
+
+
+class UsedLate(MODELS["LeNet"]):  # type: ignore[misc]
+    """A loose parameter whose first gradient comes after the first update."""
+
+    def build(self) -> None:
+        super().build()
+        self.late = torch.nn.Parameter(torch.ones(()))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        loss = super().loss(batch)
+        return loss * self.late if self.trainer.global_step > 1 else loss
+
+
+def train_used_late() -> dict[str, float]:
+    torch.set_default_dtype(torch.float64)
+    module = UsedLate()
+    make_trainer("async", [], {"microbatches": 2}).fit(module, UsedLate.loader(), UsedLate.loader())
+    return {"late": float(module.late.detach())}
+
+
+def test_a_loose_parameter_first_used_after_the_first_update_is_equal_on_all_stages(pool: WorkerPool) -> None:
+    last, *others = pool.run(train_used_late, 3, init=False)
+    assert last["late"] != 1
+    assert all(other == last for other in others)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, as schedule-free optimizers do."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        for group in self.param_groups:
+            group["k"] = 0
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] += 1
+        return super().step(closure)
+
+
+class Counted(MODELS["LeNet"]):  # type: ignore[misc]
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Counting(self.parameters(), lr=0.01)
+
+
+def count_updates() -> tuple[int, int]:
+    trainer = make_trainer("async", [], {"microbatches": 2})
+    trainer.fit(Counted(), Counted.loader())
+    return trainer.optimizers[0].param_groups[0]["k"], trainer.global_step
+
+
+def test_what_an_optimizer_writes_to_its_groups_is_kept(pool: WorkerPool) -> None:
+    for counted, updates in pool.run(count_updates, 3, init=False):
+        assert counted == updates > 1

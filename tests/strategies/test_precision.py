@@ -69,7 +69,7 @@ def train(strategy: str, precision: Any, **options: Any) -> dict[str, Any]:
         "gradients": watch.gradients,
         "weights": {name: p.detach() for name, p in here(module).items()},
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-        "shards": trainer.strategy.held().shards if strategy == "tensor" else {},  # type: ignore[attr-defined]
+        "shards": trainer.strategy.local_model.shards if strategy == "tensor" else {},  # type: ignore[attr-defined]
         "dtypes": module.dtypes,
         "logged": str(trainer.callback_metrics["train_loss"].dtype),
     }

@@ -32,20 +32,23 @@ BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
 
 @pytest.mark.parametrize(("make", "words"), [
     (lambda: lp.PipelineStrategy(schedule="zigzag"), ["schedule='zigzag'", "'gpipe'", "'1f1b'", "'naive'"]),  # type: ignore[arg-type]
-    (lambda: lp.PipelineStrategy(microbatches=2.5), ["microbatches=2.5", "positive integer", "'auto'"]),  # type: ignore[arg-type]
-    (lambda: lp.PipelineStrategy(microbatches=0), ["microbatches=0", "positive integer"]),
-    (lambda: lp.PipelineStrategy(microbatches=True), ["microbatches=True", "positive integer"]),
+    (lambda: lp.PipelineStrategy(microbatches=2.5), ["microbatches=2.5", "integer of at least 1", "'auto'"]),  # type: ignore[arg-type]
+    (lambda: lp.PipelineStrategy(microbatches=0), ["microbatches=0", "integer of at least 1"]),
+    (lambda: lp.PipelineStrategy(microbatches=True), ["microbatches=True", "integer of at least 1"]),
     (lambda: lp.PipelineStrategy(microbatches="many"), ["microbatches='many'", "'auto'"]),  # type: ignore[arg-type]
-    (lambda: lp.PipelineStrategy(schedule="naive", microbatches=4), ["microbatches=4", "naive", "'gpipe'"]),
+    (lambda: lp.PipelineStrategy(schedule="naive", microbatches=4), ["microbatches=4", "naive", "'1f1b'"]),
     (lambda: lp.AsyncPipelineStrategy(microbatches="many"), ["microbatches='many'", "'auto'"]),  # type: ignore[arg-type]
     (lambda: lp.AsyncPipelineStrategy(correction="some"), ["correction='some'", "'second_order'", "None"]),  # type: ignore[arg-type]
     (lambda: lp.AsyncPipelineStrategy(correction=-0.5), ["correction=-0.5", "'error_feedback'", "at least 0"]),
     (lambda: lp.AsyncPipelineStrategy(correction=True), ["correction=True", "number"]),
-    (lambda: lp.AsyncPipelineStrategy(lr_discount=0), ["lr_discount=0", "positive number of updates"]),
-    (lambda: lp.AsyncPipelineStrategy(lr_discount=1.5), ["lr_discount=1.5", "positive number"]),  # type: ignore[arg-type]
-    (lambda: lp.AsyncPipelineStrategy(microbatches=-1), ["microbatches=-1", "positive integer"]),
+    (lambda: lp.AsyncPipelineStrategy(lr_discount=0), ["lr_discount=0", "integer of at least 1"]),
+    (lambda: lp.AsyncPipelineStrategy(lr_discount=1.5), ["lr_discount=1.5", "integer of at least 1"]),  # type: ignore[arg-type]
+    (lambda: lp.AsyncPipelineStrategy(microbatches=-1), ["microbatches=-1", "integer of at least 1"]),
     (lambda: lp.AsyncPipelineStrategy(weights="old"), ["weights='old'", "'stash'", "'2bw'", "'latest'"]),  # type: ignore[arg-type]
-    (lambda: lp.AsyncPipelineStrategy(extra_in_flight=-1), ["extra_in_flight=-1", "positive integer"]),
+    (lambda: lp.AsyncPipelineStrategy(extra_in_flight=-1), ["extra_in_flight=-1", "integer of at least 0"]),
+    (lambda: lp.PipelineStrategy(timeout=0), ["timeout=0", "a number of at least 1, or a timedelta"]),
+    (lambda: lp.TensorParallelStrategy(plan={"net.0": 3}), ["plan=", "a dictionary"]),  # type: ignore[dict-item]
+    (lambda: lp.FullyShardedStrategy(process_group_backend="mpi"), ["'mpi'", "'gloo' or 'nccl'"]),  # type: ignore[arg-type]
 ])  # fmt: skip
 def test_wrong_options_are_refused_by_the_constructor(make: Any, words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
@@ -53,10 +56,24 @@ def test_wrong_options_are_refused_by_the_constructor(make: Any, words: list[str
     assert all(word in str(caught.value) for word in words), caught.value
 
 
+def test_a_setting_that_there_is_not_is_refused_with_the_one_that_was_meant() -> None:
+    with pytest.raises(TypeError, match="PipelineStrategy has no setting 'microbatch'. Did you mean 'microbatches'?"):
+        lp.PipelineStrategy(microbatch=4)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("strategy", [
+    lp.PipelineStrategy, lp.AsyncPipelineStrategy, lp.TensorParallelStrategy, lp.FullyShardedStrategy,
+    lp.DataParallelStrategy,
+])  # fmt: skip
+def test_synchronised_batchnorm_is_refused_before_processes_start(strategy: Any) -> None:
+    with pytest.raises(ValueError, match="sync_batchnorm=True"):
+        L.Trainer(accelerator="cpu", devices=2, strategy=strategy(), sync_batchnorm=True, logger=False)
+
+
 @pytest.mark.parametrize(("stages", "words"), [
     (3, ["pipeline 3", "does not fill 2 processes", "devices", "a multiple of 3"]),
-    (0, ["pipeline", "0", "positive integer or 'auto'"]),
-    ("half", ["pipeline", "'half'", "positive integer or 'auto'"]),
+    (0, ["stages=0", "integer of at least 1, or 'auto'"]),
+    ("half", ["stages='half'", "integer of at least 1, or 'auto'"]),
 ])  # fmt: skip
 def test_stages_that_do_not_fill_the_world_are_refused_before_processes_start(stages: Any, words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
@@ -141,7 +158,7 @@ class NoTensors(Net):
 CASES: dict[str, tuple[type[Net], dict[str, Any], str, list[str]]] = {
     "stages": (Net, {"layers": ["net.0", "net.2"]}, "ValueError", ["stages=3", "only 2 layers", "at most 2 stages"]),
     "layers": (Net, {"layers": ["nett.*"]}, "ValueError", ["'nett.*' matches no module", "Did you mean"]),
-    "layers-text": (Net, {"layers": "net.*"}, "ValueError", ["layers='net.*'", "list of module names"]),
+    "layers-text": (Net, {"layers": "net.*"}, "ValueError", ["layers='net.*'", "give a list"]),
     "balance": (Net, {"balance": [1, 1]}, "ValueError", ["balance=[1, 1]", "3 positive layer counts", "sum to 5"]),
     "balance-text": (Net, {"balance": "weight"}, "ValueError", ["balance='weight'", "'parameters'", "'layers'"]),
     "no-chain": (NoChain, {}, "ValueError", ["stages=3", "nn.Sequential or nn.ModuleList", "layers="]),
@@ -370,7 +387,7 @@ def fit_by_name(name: str) -> tuple[str, int, int]:
     )  # fmt: skip
     trainer.fit(Net(), loader())
     strategy: Any = trainer.strategy
-    return getattr(strategy, "_schedule", "asynchronous"), strategy.layout.pipeline, trainer.global_step
+    return getattr(strategy.options, "schedule", "asynchronous"), strategy.layout.stages, trainer.global_step
 
 
 @pytest.mark.parametrize(("name", "schedule"), [

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_parallel.pipeline.absent import AbsentTensor, absent_like
+from lightning_parallel.shard import Shard
 from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.loss import vocab_parallel_cross_entropy
-from lightning_parallel.tensor.shard import Shard
 from tests.pool import WorkerPool
 from tests.tensor.messages import Messages
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from lightning_parallel.tensor.apply import shard_module
-from lightning_parallel.tensor.plan import Style, find_plan, resolve
-from tests.tensor.test_apply import LLAMA, Loss, gpt, gpt2, lenet, llama, mlp, phi3, qwen3, ranks
+from lightning_parallel.tensor.plan import find_plan, resolve
+from lightning_parallel.tensor.sharding import shard_module
+from lightning_parallel.tensor.styles import Column, Divide, Row, read_style
+from tests.tensor.test_sharding import LLAMA, Loss, gpt, gpt2, lenet, llama, mlp, phi3, qwen3, ranks
 
 
 class Hooked(nn.Module):
@@ -135,8 +136,10 @@ def test_rules_that_do_not_fit_are_refused(plan: dict[str, str], message: str) -
         resolve(Hooked(), plan)
 
 
-def test_styles_are_read() -> None:
-    assert Style.read("row") == Style("row")
-    assert Style.read("column:3") == Style("column", parts=(3,))
-    assert Style.read("column:512,128,128") == Style("column", parts=(512, 128, 128))
-    assert Style.read("divide:num_heads,split_size") == Style("divide", attributes=("num_heads", "split_size"))
+def test_styles_are_read_and_written() -> None:
+    assert type(read_style("row")) is Row
+    assert read_style("column:3") == Column(parts=(3,))
+    assert read_style("column:512,128,128") == Column(parts=(512, 128, 128))
+    assert read_style("divide:num_heads,split_size") == Divide(attributes=("num_heads", "split_size"))
+    for text in ("column", "column:3", "column_gather", "row", "row_split", "embedding", "divide:a,b", "sum_gradient"):
+        assert read_style(text).text == text

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_parallel.pipeline.absent import absent_like, make_absent
-from lightning_parallel.tensor.apply import shard_module
 from lightning_parallel.tensor.plan import find_plan
-from lightning_parallel.tensor.random import ShardedRegion
+from lightning_parallel.tensor.region import ShardedRegion
+from lightning_parallel.tensor.sharding import shard_module
 from tests.pipeline import by_hand
 from tests.pool import WorkerPool
-from tests.tensor.test_apply import TIME, Loss, batch, close, gpt, gpt2, lenet, llama, mlp, phi3, ranks, seeded
+from tests.tensor.test_sharding import TIME, Loss, batch, close, gpt, gpt2, lenet, llama, mlp, phi3, ranks, seeded
 
 CPU = torch.device("cpu")
 
@@ -220,7 +220,7 @@ def test_a_sequence_that_the_ranks_do_not_divide_is_refused() -> None:
     block = model.get_submodule("blocks.0")
     with pytest.raises(ValueError, match="'blocks.0' got a sequence of 10 positions, which 4 tensor ranks don't divi"):
         block(torch.zeros(2, 10, 24))
-    with pytest.raises(ValueError, match=r"hidden state \[batch, sequence, features\], but it is of shape \(8, 24\)"):
+    with pytest.raises(ValueError, match=r"hidden state \[batch, sequence, features\], but it has the shape \(8, 24\)"):
         block(torch.zeros(8, 24))
 
 
@@ -229,5 +229,7 @@ def test_a_second_hidden_state_is_refused() -> None:
     model = gpt()
     shard_module(model, find_plan(model), ranks(2), sequence_parallel=True)
     encoded = torch.zeros(2, 7, 24, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"'blocks.1' is called with a hidden state of shape \(2, 6, 24\) and one"):
+    with pytest.raises(
+        RuntimeError, match=r"'blocks.1' is called with a hidden state of shape \(2, 6, 24\) and with one"
+    ):
         model.get_submodule("blocks.1")(torch.zeros(2, 6, 24), encoded)

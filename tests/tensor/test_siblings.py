@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_parallel.tensor.apply import shard_module
+from lightning_parallel.tensor.sharding import shard_module
 from tests.pool import WorkerPool
 from tests.tensor.messages import Messages
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_parallel.pipeline.schedule import asynchronous, one_f_one_b
+from lightning_parallel.pipeline.async_schedule import asynchronous
+from lightning_parallel.pipeline.schedule import one_f_one_b
 from lightning_parallel.pipeline.simulate import simulate
 from recipes.study import clock
 

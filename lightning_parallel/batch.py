@@ -1,0 +1,263 @@
+"""Batches: divided into microbatches or replicas' shares, and their outputs joined into those of the whole batch.
+
+A batch is any nesting of tuples, lists, mappings and dataclasses that holds tensors. The samples lie along dimension 0
+of every tensor. Named tuples, ``transformers.BatchEncoding`` and ``ModelOutput`` keep their types::
+
+    {"ids": [5, T], "mask": [5, T], "name": [5 strings]}   split into 2
+
+        {"ids": [3, T], "mask": [3, T], "name": [3 strings]}
+        {"ids": [2, T], "mask": [2, T], "name": [2 strings]}
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+
+def sizes(n: int, count: int) -> list[int]:
+    """The sizes of ``count`` microbatches of ``n`` samples. They differ by at most one; the larger ones come first.
+
+    Raises:
+        ValueError: a microbatch would have no sample.
+    """
+    if not 1 <= count <= n:
+        raise ValueError(
+            f"{n} samples can't be split into {count} microbatches: each needs at least one sample. Use between 1 and "
+            f"{n} microbatches, or a larger batch."
+        )
+    small, large = divmod(n, count)
+    return [small + 1] * large + [small] * (count - large)
+
+
+def batch_size(batch: Any) -> int:
+    """The number of samples: the size of dimension 0, in which all tensors of the batch must agree.
+
+    Tensors without dimensions don't count.
+
+    Raises:
+        ValueError: the batch holds no tensor with a dimension, or tensors of different sizes, which are named.
+    """
+    found: int | None = None
+    for size in _first_sizes(batch):
+        if found is None:
+            found = size
+        elif size != found:
+            named = ", ".join(f"{path} has {size}" for path, size in _named_sizes(batch, "batch"))
+            raise ValueError(
+                f"The tensors of the batch disagree about the number of samples (dimension 0): {named}. Give every "
+                f"tensor of the batch its samples along dimension 0."
+            )
+    if found is None:
+        raise ValueError(
+            f"The batch, a {type(batch).__name__}, holds no tensor that could be split along dimension 0: it has to be "
+            f"nested tuples, lists, dicts or dataclasses of tensors."
+        )
+    return found
+
+
+def split(batch: Any, count: int) -> list[Any]:
+    """The batch as ``count`` batches of the sizes that :func:`sizes` gives. Tensors are views; nothing is copied.
+
+    Tensors are split along dimension 0. So are lists of other things that are as long as the batch, and tuples of
+    strings, as torch's default collate function makes them. All else is repeated in every part: tensors without
+    dimensions, numbers, None.
+
+    Raises:
+        ValueError: as :func:`batch_size` and :func:`sizes`.
+    """
+    return _split(batch, sizes(batch_size(batch), count))
+
+
+def join_outputs(outputs: Sequence[Any], weights: Sequence[int]) -> Any:
+    """What a step returned for each microbatch, as it would have returned it for the whole batch.
+
+    Numbers and tensors without dimensions become their mean, weighted by size. Tensors whose dimension 0 is the size of
+    their microbatch are concatenated. Mappings, tuples and lists are joined element by element. Microbatches that
+    returned None don't count. Of anything else, the last one is taken. Tensors are detached.
+
+    Args:
+        outputs: one for each microbatch.
+        weights: the sizes of the microbatches.
+    """
+    assert len(outputs) == len(weights), f"{len(outputs)} outputs of {len(weights)} microbatches"
+    parts = [output for output in outputs if output is not None]
+    counts = [weight for output, weight in zip(outputs, weights, strict=True) if output is not None]
+    if not parts:
+        return None
+    last = parts[-1]
+    if all(isinstance(part, Tensor) for part in parts):
+        return _join_tensors([part.detach() for part in parts], counts)
+    if all(isinstance(part, Real) and not isinstance(part, bool) for part in parts):
+        return sum(part * count for part, count in zip(parts, counts, strict=True)) / sum(counts)
+    structure = members(last)
+    if structure is None or any(type(part) is not type(last) for part in parts):
+        return last
+    columns = [members(part) for part in parts]
+    if any(column is None or column[0] != structure[0] for column in columns):
+        return last
+    values = [column[1] for column in columns if column is not None]
+    return rebuild(last, structure[0], [join_outputs(column, counts) for column in zip(*values, strict=True)])
+
+
+def _join_tensors(parts: list[Tensor], counts: list[int]) -> Tensor:
+    if all(part.dim() == 0 for part in parts):
+        return weighted_mean(parts, counts)
+    if all(part.dim() > 0 and part.shape[0] == count for part, count in zip(parts, counts, strict=True)):
+        return torch.cat(parts)
+    return parts[-1]
+
+
+def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The mean of tensors of one shape. 16-bit and integer tensors are averaged in float32."""
+    exact = [value if value.dtype in (torch.float32, torch.float64) else value.float() for value in values]
+    if len(exact) == 1:
+        return exact[0]  # to the bit
+    total = exact[0] * weights[0]
+    for value, weight in zip(exact[1:], weights[1:], strict=True):
+        total = total + value * weight
+    return total / sum(weights)
+
+
+def fingerprint(batch: Any) -> int:
+    """A number of 56 bits that differs between batches whose tensors differ."""
+    digest = hashlib.blake2b(digest_size=7)  # 56 bits: a signed word holds its negative too
+    for tensor in tensors(batch):
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little")
+
+
+# -- walking through a batch -------------------------------------------------------------------------------------
+
+
+def tensors(node: Any) -> Iterator[Tensor]:
+    """The tensors of a batch, in order."""
+    if isinstance(node, Tensor):
+        yield node
+        return
+    children = members(node)
+    if children is not None:
+        for child in children[1]:
+            yield from tensors(child)
+
+
+def mapped(node: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The batch with ``function`` applied to its tensors. Containers in which nothing changes stay the same objects."""
+    if isinstance(node, Tensor):
+        return function(node)
+    children = members(node)
+    if children is None:
+        return node
+    keys, values = children
+    changed = [mapped(value, function) for value in values]
+    if all(new is old for new, old in zip(changed, values, strict=True)):
+        return node
+    return rebuild(node, keys, changed)
+
+
+def members(node: Any) -> tuple[Sequence[Any], Sequence[Any]] | None:
+    """Keys and values of a container; None for anything else. :func:`rebuild` puts other values into one like it."""
+    if type(node) is dict or isinstance(node, Mapping):
+        return list(node), list(node.values())
+    if isinstance(node, PackedSequence):
+        raise ValueError(
+            "A PackedSequence can't be split into microbatches: its samples lie interleaved. Put the padded tensor and "
+            "the lengths into the batch, and pack them in training_step."
+        )
+    if isinstance(node, tuple | list):
+        return range(len(node)), node
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        names = [field.name for field in dataclasses.fields(node)]
+        return names, [getattr(node, name) for name in names]
+    return None
+
+
+def rebuild(node: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
+    """A container like ``node`` with other values. A dataclass's ``__init__`` and ``__post_init__`` don't run."""
+    if isinstance(node, MutableMapping):  # first: a ModelOutput is a dataclass too, and keeps both in step
+        result = copy.copy(node)
+        for key, value in zip(keys, values, strict=True):
+            result[key] = value
+        return result
+    if isinstance(node, Mapping):
+        return type(node)(dict(zip(keys, values, strict=True)))  # type: ignore[call-arg]
+    if isinstance(node, tuple) and hasattr(node, "_make"):
+        return node._make(values)
+    if isinstance(node, tuple | list):
+        return type(node)(values)
+    result = copy.copy(node)
+    for key, value in zip(keys, values, strict=True):
+        object.__setattr__(result, key, value)  # frozen ones too
+    return result
+
+
+def _first_sizes(node: Any) -> Iterator[int]:
+    return (tensor.shape[0] for tensor in tensors(node) if tensor.dim())
+
+
+def _named_sizes(node: Any, path: str) -> Iterator[tuple[str, int]]:
+    """The path of each tensor, as the user would write it, and its size."""
+    if isinstance(node, Tensor):
+        if node.dim():
+            yield path, node.shape[0]
+        return
+    children = members(node)
+    if children is None:
+        return
+    attributes = not isinstance(node, Mapping | tuple | list)
+    for key, child in zip(*children, strict=True):
+        yield from _named_sizes(child, f"{path}.{key}" if attributes else f"{path}[{key!r}]")
+
+
+def _split(node: Any, lengths: list[int]) -> list[Any]:
+    if isinstance(node, Tensor):
+        if not node.dim():
+            return [node] * len(lengths)
+        pieces = torch.split(node, lengths)
+        # `.data` gives each view a version counter of its own: a step that changes its microbatch in place must not
+        # invalidate what autograd has saved of the others.
+        return list(pieces) if node.requires_grad else [piece.data for piece in pieces]
+    children = members(node)
+    if children is None:
+        return [node] * len(lengths)
+    keys, values = children
+    if _one_per_sample(node, sum(lengths)):
+        return _slices(node, lengths)
+    parts = [_split(value, lengths) for value in values]
+    if not parts:
+        return [node] * len(lengths)
+    if type(node) is dict:
+        return [dict(zip(keys, row, strict=True)) for row in zip(*parts, strict=True)]
+    result = [rebuild(node, keys, row) for row in zip(*parts, strict=True)]
+    # The tokenizer's own record of the samples, which a BatchEncoding keeps beside its tensors.
+    encodings = getattr(node, "_encodings", None)
+    if isinstance(encodings, list) and len(encodings) == sum(lengths):
+        for part, piece in zip(result, _slices(encodings, lengths), strict=True):
+            part._encodings = piece
+    return result
+
+
+def _one_per_sample(node: Any, n: int) -> bool:
+    if type(node) is list and len(node) == n:
+        return not any(_holds_tensor(value) for value in node)
+    return type(node) is tuple and len(node) == n and all(isinstance(value, str) for value in node)
+
+
+def _holds_tensor(node: Any) -> bool:
+    return next(tensors(node), None) is not None
+
+
+def _slices(node: Any, lengths: list[int]) -> list[Any]:
+    result, start = [], 0
+    for length in lengths:
+        result.append(node[start : start + length])
+        start += length
+    return result

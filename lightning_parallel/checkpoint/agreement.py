@@ -1,0 +1,168 @@
+"""What the ranks that write one checkpoint must agree on. The first rank compares what the others send it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_parallel.checkpoint.slices import Slices
+
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+_SHOWN = 5  # names in an error message
+
+
+def first_few(names: Iterable[str]) -> str:
+    """Some of the names, for an error message."""
+    names = list(names)
+    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+@dataclass(frozen=True, slots=True)
+class RankSummary:
+    """What the first rank has to know of a rank that saves.
+
+    Attributes:
+        coordinate: its place in the layout.
+        shapes: of its tensors, by key.
+        scalars: its optimizer's state that is no tensor, by parameter.
+        param_groups: its optimizer's groups: options, and the names of the parameters under "params".
+    """
+
+    coordinate: str
+    shapes: dict[str, Shape]
+    scalars: dict[str, dict[str, Any]]
+    param_groups: list[dict[str, Any]]
+
+    @classmethod
+    def of(
+        cls,
+        coordinate: str,
+        tensors: Mapping[str, Tensor],
+        scalars: dict[str, dict[str, Any]],
+        param_groups: Sequence[Mapping[str, Any]],
+    ) -> RankSummary:
+        """The summary of a rank that holds these tensors."""
+        shapes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
+        return cls(coordinate, shapes, scalars, [dict(options) for options in param_groups])
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What the ranks' summaries say together.
+
+    Attributes:
+        scalars: the whole model's optimizer state that is no tensor, by parameter.
+        param_groups: the whole model's parameter groups.
+        copied: the parameters that several ranks hold.
+    """
+
+    scalars: dict[str, dict[str, Any]]
+    param_groups: list[dict[str, Any]]
+    copied: list[str]
+
+
+def agree(ranks: Sequence[RankSummary], order: Sequence[str]) -> Agreement:
+    """Join the summaries of all ranks.
+
+    Args:
+        ranks: in the order of ranks. Where several ranks hold one value, the lowest rank's is taken.
+        order: the whole model's parameters in their order; see :func:`merge_groups`.
+
+    Raises:
+        ValueError: two ranks share a coordinate, or disagree about a shape or about the parameter groups.
+    """
+    twice = [place for place, count in Counter(rank.coordinate for rank in ranks).items() if count > 1]
+    if twice:
+        raise ValueError(f"coordinate={twice[0]!r} is given by several ranks: each needs its own.")
+    known: dict[str, Shape] = {}
+    for rank in ranks:
+        for key, shape in rank.shapes.items():
+            if known.setdefault(key, shape) != shape:
+                raise ValueError(
+                    f"{key} is {known[key]} on one rank and {shape} on another: a checkpoint holds one tensor of each "
+                    f"name."
+                )
+    groups = merge_groups([rank.param_groups for rank in ranks], order)
+    names = {name for group in groups for name in group["params"]}
+    holders = Counter(name for name in names for rank in ranks if f"model/{name}" in rank.shapes)
+    scalars = {name: values for rank in reversed(ranks) for name, values in rank.scalars.items()}
+    return Agreement(scalars, groups, [name for name, count in holders.items() if count > 1])
+
+
+def digests(model: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, bytes]:
+    """A digest of each named tensor that is here as a whole. A rank's shard is no copy of another's."""
+    here = ((name, model[name]) for name in names if name in model)
+    return {name: _digest(tensor) for name, tensor in here if not isinstance(tensor, (DTensor, Slices))}
+
+
+def _digest(tensor: Tensor) -> bytes:
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(raw.tobytes(), digest_size=16).digest()
+
+
+def check_copies(ranks: Sequence[Mapping[str, bytes]]) -> None:
+    """Refuse copies of a parameter that have drifted apart: all but one would be lost without a word.
+
+    Args:
+        ranks: the digests of each rank.
+
+    Raises:
+        RuntimeError: it names the parameters.
+    """
+    known: dict[str, bytes] = {}
+    differing = [name for rank in ranks for name, digest in rank.items() if known.setdefault(name, digest) != digest]
+    if differing:
+        raise RuntimeError(f"Copies of one parameter differ between ranks, nothing is saved: {first_few(differing)}.")
+
+
+def merge_groups(ranks: list[list[dict[str, Any]]], order: Sequence[str]) -> list[dict[str, Any]]:
+    """The optimizer's parameter groups as one process with the whole model would have them.
+
+    Args:
+        ranks: the groups of each rank: options, and the names of the parameters under "params".
+        order: all names in the order of the model. Names that it lacks come last, rank after rank.
+
+    Raises:
+        ValueError: the ranks have different numbers of groups, or different values of an option.
+    """
+    counts = [len(groups) for groups in ranks]
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"The optimizers of the ranks have {counts} parameter groups: configure_optimizers has to make the same "
+            f"groups on every rank, empty where a rank holds none of a group's parameters."
+        )
+    position = {name: place for place, name in enumerate(order)}
+    merged = []
+    for index, copies in enumerate(zip(*ranks, strict=True)):
+        options = {key: value for key, value in copies[0].items() if key != "params"}
+        for copy in copies[1:]:
+            other = {key: value for key, value in copy.items() if key != "params"}
+            differing = [key for key in options.keys() | other.keys() if not _equal(options, other, key)]
+            if differing:
+                key = min(differing)
+                raise ValueError(
+                    f"parameter group {index} has {key}={options.get(key)!r} on one rank and {other.get(key)!r} on "
+                    f"another: a checkpoint holds one value of each option."
+                )
+        names = list(dict.fromkeys(name for copy in copies for name in copy["params"]))
+        names.sort(key=lambda name: position.get(name, len(position)))
+        merged.append({**options, "params": names})
+    return merged
+
+
+def _equal(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
+    if key not in one or key not in other:
+        return False
+    a, b = one[key], other[key]
+    if isinstance(a, Tensor) or isinstance(b, Tensor):  # a learning rate for compiled or captured optimizers
+        return float(a) == float(b)
+    return bool(a == b)

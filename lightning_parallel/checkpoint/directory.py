@@ -1,0 +1,79 @@
+"""Directories that are replaced as a whole: a crash at any moment leaves the old one or the new one.
+
+The new one is written at :func:`beside` its place, and :func:`replace` moves it there. In between, the old one is at
+``<path>.old``, where :func:`find` looks too.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import secrets
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def beside(path: Path) -> Path:
+    """A fresh name next to ``path``, for a directory that is to replace it."""
+    return path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+
+
+def begin(path: Path, new: Path) -> None:
+    """Make the empty directory ``new``, which :func:`beside` has named, and delete what crashes have left of others."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _delete_unfinished(path)
+    new.mkdir()
+
+
+def replace(new: Path, path: Path) -> None:
+    """Move a directory to its place so that it survives a crash. Its files have been synchronised to disk."""
+    sync(new)
+    if path.exists():
+        delete(_old(path))
+        os.rename(path, _old(path))
+    os.rename(new, path)
+    sync(path.parent)
+    delete(_old(path))
+
+
+def find(path: Path, files: Sequence[str]) -> Path | None:
+    """The directory that holds all the files: ``path``, or where :func:`replace` left the old one; None for neither."""
+    for place in (path, _old(path)):
+        if all((place / name).is_file() for name in files):
+            return place
+    return None
+
+
+def remove(path: Path) -> None:
+    """Delete a directory and what crashes may have left of it. At no time is half of it at its place."""
+    if path.exists():
+        os.rename(path, beside(path))
+    delete(_old(path))
+    _delete_unfinished(path)
+
+
+def delete(path: Path) -> None:
+    """Delete a file or a directory, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Write the names in a directory to disk, as fsync does with the content of a file."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _old(path: Path) -> Path:
+    return path.with_name(f"{path.name}.old")
+
+
+def _delete_unfinished(path: Path) -> None:
+    for left in path.parent.glob(f"{glob.escape(path.name)}.tmp-*"):
+        delete(left)

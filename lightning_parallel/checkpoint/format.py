@@ -1,0 +1,326 @@
+"""The format of a checkpoint: a directory with torch's distributed checkpoint and one file of plain values.
+
+Tensors are saved under names in which no layout shows::
+
+    model/<parameter or buffer>              as the whole model's state_dict() calls it
+    optimizer/0/<parameter>/<state>          for example optimizer/0/net.0.weight/exp_avg
+    rank/<coordinate>/<name>                 what belongs to one place in the layout: states of random generators
+
+All else is in trainer.pt, which the first rank writes. Each rank passes the names it holds, and reads the names it
+wants. All ranks must see one file system. A crash leaves a whole checkpoint there, the old one or the new one.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.distributed.tensor import DTensor
+
+from lightning_parallel.checkpoint import directory
+from lightning_parallel.checkpoint.agreement import (
+    Agreement,
+    RankSummary,
+    agree,
+    check_copies,
+    digests,
+    first_few,
+)
+from lightning_parallel.checkpoint.reading import METADATA, TRAINER, Found, Reader, read_trainer
+from lightning_parallel.checkpoint.slices import Slices
+from lightning_parallel.collectives import (
+    Group,
+    decided_by_first,
+    gather_objects_on_first,
+    together,
+)
+
+PathLike = str | os.PathLike[str]
+_FILES = (METADATA, TRAINER)  # a checkpoint that has both is whole: they are written last
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a checkpoint holds besides the model.
+
+    Attributes:
+        trainer: what was given to :func:`save` as ``trainer``.
+        optimizer: the optimizer state of each wanted parameter that has any. Tensors are on the CPU.
+        param_groups: of the whole model: options, and the names of the parameters under "params".
+        rank_state: what was saved at this coordinate; empty if the layout that saved had no such coordinate.
+    """
+
+    trainer: dict[str, Any]
+    optimizer: dict[str, dict[str, Any]]
+    param_groups: list[dict[str, Any]]
+    rank_state: dict[str, Tensor]
+
+
+def save(
+    path: PathLike,
+    *,
+    model: Mapping[str, Tensor],
+    optimizer: Mapping[str, Mapping[str, Any]],
+    param_groups: Sequence[Mapping[str, Any]],
+    trainer: Mapping[str, Any],
+    rank_state: Mapping[str, Tensor],
+    coordinate: str,
+    group: Group = None,
+    order: Sequence[str] = (),
+) -> None:
+    """Write a checkpoint, replacing the one at ``path``. Every rank of the group calls it.
+
+    A name that several ranks hold (a tied weight, a buffer outside the stages) is written once, as the lowest of these
+    ranks has it. Slices and DTensors are written shard by shard.
+
+    Args:
+        path: the directory to be written.
+        model: parameters and buffers held here, by their names in the whole model.
+        optimizer: the state of each parameter held here: tensors, and plain values.
+        param_groups: the optimizer's groups: options, and the names held here under "params". Every rank has the same
+            groups with the same options; groups of which it holds no parameter are empty.
+        trainer: everything else. The first rank's is saved.
+        rank_state: tensors that belong to this coordinate.
+        coordinate: of this rank in the layout, such as "pp0.dp0.tp0".
+        group: the ranks that save; None for all, or for a single process.
+        order: the whole model's parameters in their order, for the groups' "params". By default the ranks' parameters
+            follow one another.
+
+    Raises:
+        ValueError: the ranks disagree about shapes or groups, or share a coordinate.
+        RuntimeError: copies of one parameter differ, or a rank could not write. What was at ``path`` is untouched.
+    """
+    path = Path(path)
+    tensors, scalars = _by_key(model, optimizer, rank_state, coordinate)
+    summaries = gather_objects_on_first(RankSummary.of(coordinate, tensors, scalars, param_groups), group)
+    agreement: Agreement | None = None
+
+    def begin() -> tuple[str, list[str]]:
+        nonlocal agreement
+        assert summaries is not None
+        agreement = agree(summaries, order)
+        return str(directory.beside(path)), agreement.copied
+
+    unfinished, copied = decided_by_first(group, begin)
+    everyones = gather_objects_on_first(digests(model, copied), group)
+    decided_by_first(group, lambda: check_copies(everyones or []))
+
+    new = Path(unfinished)
+    try:
+        decided_by_first(group, lambda: directory.begin(path, new))
+        together(group, lambda: _write_tensors(new, tensors, group))
+        decided_by_first(group, lambda: _write_trainer(new, trainer, agreement))
+        decided_by_first(group, lambda: directory.replace(new, path))
+    finally:
+        if agreement is not None:
+            directory.delete(new)
+
+
+def load(
+    path: PathLike,
+    *,
+    model: Mapping[str, Tensor],
+    parameters: Sequence[str],
+    coordinate: str,
+    group: Group = None,
+    strict: bool = True,
+    weights_only: bool = True,
+) -> Loaded:
+    """Read a checkpoint of any layout. Every rank of the group calls it.
+
+    Args:
+        path: the directory.
+        model: the tensors held here, by their names in the whole model. They are filled in place and keep their dtypes.
+            Those of which this rank holds a shard are :class:`~lightning_parallel.checkpoint.slices.Slices`.
+        parameters: the names whose optimizer state is wanted here; of a shard, the shard's.
+        coordinate: of this rank in the layout.
+        group: the ranks that load; None for all, or for a single process.
+        strict: every tensor in ``model`` must be in the checkpoint, and every tensor there must be in the ``model`` of
+            some rank. Otherwise tensors without a counterpart stay as they are.
+        weights_only: refuse a checkpoint whose trainer state holds anything but tensors and plain containers:
+            unpickling other objects can run code. Turn it off for files that you trust.
+
+    Raises:
+        ValueError: on every rank, if there is no checkpoint, or some rank lacks names or finds other shapes.
+    """
+    reader, found = together(group, lambda: _open(Path(path)))
+    state = together(group, lambda: read_trainer(Path(reader.path), weights_only))
+    reports = gather_objects_on_first((_differences(model, found, strict), list(model) if strict else []), group)
+    decided_by_first(group, lambda: _refuse_misfits(path, found, reports or [], strict))
+
+    optimizer = _empty_optimizer(found, parameters, model)
+    prefix = f"rank/{coordinate}/"
+    rank_state = {key.removeprefix(prefix): _empty(found, key) for key in found if key.startswith(prefix)}
+    wanted = {f"model/{name}": tensor for name, tensor in model.items() if f"model/{name}" in found}
+    tensors, _ = _by_key({}, optimizer, rank_state, coordinate)
+    together(group, lambda: _read_tensors(reader, wanted | tensors))
+    for values in optimizer.values():
+        values.update({key: value.local for key, value in values.items() if isinstance(value, Slices)})
+    for name in parameters:
+        if name in state["optimizer_scalars"]:
+            optimizer.setdefault(name, {}).update(state["optimizer_scalars"][name])
+    return Loaded(state["trainer"], optimizer, state["param_groups"], rank_state)
+
+
+def read_full(path: PathLike) -> dict[str, Tensor]:
+    """The whole model's state dict, on the CPU, in one process, without a model or a process group.
+
+    Args:
+        path: the checkpoint's directory.
+
+    Raises:
+        ValueError: there is no checkpoint, or it holds other things than tensors.
+    """
+    reader, found = _open(Path(path))
+    tensors = {key: _empty(found, key) for key in found if key.startswith("model/")}
+    _read_tensors(reader, tensors)
+    return {key.removeprefix("model/"): tensor for key, tensor in tensors.items()}
+
+
+def is_checkpoint(path: PathLike) -> bool:
+    """Can a checkpoint be loaded from ``path``?"""
+    return directory.find(Path(path), _FILES) is not None
+
+
+def remove(path: PathLike) -> None:
+    """Delete a checkpoint, and what crashes may have left of it. One rank calls it."""
+    directory.remove(Path(path))
+
+
+# -- names and shapes --------------------------------------------------------------------------------------------
+
+
+def _by_key(
+    model: Mapping[str, Tensor],
+    optimizer: Mapping[str, Mapping[str, Any]],
+    rank_state: Mapping[str, Tensor],
+    coordinate: str,
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """All tensors by their keys in the file, and the optimizer's other values by parameter."""
+    tensors = {f"model/{name}": tensor for name, tensor in model.items()}
+    scalars: dict[str, dict[str, Any]] = {}
+    for name, values in optimizer.items():
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer/0/{name}/{key}"] = value
+            else:
+                scalars.setdefault(name, {})[key] = value
+    tensors |= {f"rank/{coordinate}/{key}": tensor for key, tensor in rank_state.items()}
+    return tensors, scalars
+
+
+def _refuse_misfits(path: PathLike, found: Found, reports: Sequence[tuple[list[str], list[str]]], strict: bool) -> None:
+    """Refuse a checkpoint in which ranks have found differences, or that has tensors which no rank holds."""
+    problems = [problem for report, _ in reports for problem in report]
+    if strict:
+        held = {name for _, names in reports for name in names}
+        names = [key.removeprefix("model/") for key in found if key.startswith("model/")]
+        problems += [f"{name} is in no rank's model" for name in names if name not in held]
+    if problems:
+        raise ValueError(f"The checkpoint {path} does not fit the model: {first_few(dict.fromkeys(problems))}.")
+
+
+def _differences(model: Mapping[str, Tensor], found: Found, strict: bool) -> list[str]:
+    problems = []
+    for name, tensor in model.items():
+        entry = found.get(f"model/{name}")
+        if entry is None:
+            problems += [f"{name} is missing in it"] if strict else []
+        elif entry.size != tensor.shape:
+            problems.append(f"{name} has shape {tuple(entry.size)} in it and {tuple(tensor.shape)} in the model")
+    return problems
+
+
+def _empty(found: Found, key: str) -> Tensor:
+    return torch.empty(found[key].size, dtype=found[key].properties.dtype)
+
+
+def _empty_optimizer(found: Found, parameters: Iterable[str], model: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """Tensors to read the wanted parameters' optimizer state into; of a shard, one of the shard's shape."""
+    wanted, result = set(parameters), dict[str, dict[str, Any]]()
+    for key, entry in found.items():
+        if not key.startswith("optimizer/0/"):
+            continue
+        name, state = key.removeprefix("optimizer/0/").rsplit("/", 1)
+        if name not in wanted:
+            continue
+        like = model.get(name)
+        if isinstance(like, Slices) and entry.size == like.shape:
+            empty: Tensor = Slices(torch.empty(like.local.shape, dtype=entry.properties.dtype), like.shard)
+        elif isinstance(like, DTensor) and entry.size == like.shape:
+            empty = torch.empty_like(like, dtype=entry.properties.dtype)
+        else:
+            empty = _empty(found, key)
+        result.setdefault(name, {})[state] = empty
+    return result
+
+
+# -- files -------------------------------------------------------------------------------------------------------
+
+
+def _open(path: Path) -> tuple[Reader, Found]:
+    """The reader, and the shape and dtype of each tensor by its key."""
+    source = directory.find(path, _FILES)
+    if source is None:
+        raise ValueError(f"There is no checkpoint at {path}: it would be a directory with {' and '.join(_FILES)}.")
+    reader = Reader(source)
+    return reader, reader.found()
+
+
+def _read_tensors(reader: Reader, tensors: dict[str, Tensor]) -> None:
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    # no_dist: each rank knows from the metadata what it needs, so there is nothing to agree on.
+    with _plain_errors("read"):
+        load_tensors(tensors, storage_reader=reader, planner=planner, no_dist=True)
+
+
+def _write_tensors(new: Path, tensors: dict[str, Tensor], group: Group) -> None:
+    planner = DefaultSavePlanner(
+        flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
+    )
+    with _plain_errors("write"):
+        save_tensors(
+            tensors,
+            storage_writer=FileSystemWriter(new, sync_files=True),
+            planner=planner,
+            process_group=group,
+            no_dist=not dist.is_initialized(),
+        )
+
+
+@contextmanager
+def _plain_errors(verb: str) -> Iterator[None]:
+    """torch's CheckpointException is a BaseException, which clean-up code doesn't expect: raise a RuntimeError."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        try:
+            yield
+        except CheckpointException as error:
+            reasons = [f"rank {rank}: {failure[0]!r}" for rank, failure in error.failures.items()]
+            raise RuntimeError(f"Cannot {verb} the checkpoint's tensors: {first_few(reasons)}.") from error
+
+
+def _write_trainer(new: Path, trainer: Mapping[str, Any], agreement: Agreement | None) -> None:
+    assert agreement is not None, "the first rank has agreed"
+    state = {
+        "trainer": dict(trainer),
+        "optimizer_scalars": agreement.scalars,
+        "param_groups": agreement.param_groups,
+    }
+    with open(new / TRAINER, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,194 @@
+"""What one rank writes into a checkpoint, and how it is filled from one: its tensors under the whole model's names.
+
+A trainer's state is one dictionary, equal on all ranks. Its ``state_dict`` and ``optimizer_states`` are replaced by
+this rank's tensors, which go into the directory of :mod:`lightning_parallel.checkpoint.format`. A plain ``.ckpt`` file
+of a single process can be loaded too; each rank takes its part of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from lightning_parallel.checkpoint import format as format_
+from lightning_parallel.checkpoint.random_state import random_state, restore_random_state
+from lightning_parallel.checkpoint.slices import Slices
+from lightning_parallel.local_model import LocalModel
+
+PathLike = str | Path
+
+
+class RankCheckpoint:
+    """Saves and loads what one rank holds.
+
+    Args:
+        local: the rank's part of the model.
+        group_names: for each parameter group of the optimizer, the whole model's names in it, in order.
+        coordinate: of this rank in the layout.
+    """
+
+    def __init__(self, local: LocalModel, group_names: Sequence[Sequence[str]], coordinate: str) -> None:
+        self._parameters, self._shards, self._names = local.parameters, local.shards, local.names
+        tensors = {**{name: p.data for name, p in local.parameters.items()}, **local.buffers()}
+        self._model = {n: Slices(t, self._shards[n]) if n in self._shards else t for n, t in tensors.items()}
+        self._group_names = group_names
+        self._coordinate = coordinate
+
+    # -- save ----------------------------------------------------------------------------------------------------
+
+    def save(self, checkpoint: Mapping[str, Any], path: PathLike, optimizers: Sequence[Optimizer]) -> None:
+        """Write the directory. A collective over all ranks.
+
+        Args:
+            checkpoint: the trainer's state, as Lightning's ``dump_checkpoint`` makes it.
+            path: the directory.
+            optimizers: none, or the one whose state is saved.
+        """
+        trainer = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        with_optimizer = "optimizer_states" in checkpoint and len(optimizers) == 1
+        state, groups = self._optimizer_state(optimizers[0]) if with_optimizer else ({}, [])
+        format_.save(
+            path,
+            model=self._model,
+            optimizer=state,
+            param_groups=groups,
+            trainer=trainer,
+            rank_state=random_state(),
+            coordinate=self._coordinate,
+            order=[name for names in self._group_names for name in names],
+        )
+
+    def _optimizer_state(self, optimizer: Optimizer) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+        names = self._names
+        state = {
+            names[id(p)]: self._placed(names[id(p)], values) for p, values in optimizer.state.items() if id(p) in names
+        }
+        groups = [
+            {**group, "params": [names[id(p)] for p in group["params"] if id(p) in names]}
+            for group in optimizer.param_groups
+        ]
+        return state, groups
+
+    def _placed(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """A parameter's optimizer state. That of a shard is marked with its place in the whole."""
+        if name not in self._shards:
+            return dict(values)
+        placed = {}
+        for key, value in values.items():
+            if isinstance(value, Tensor) and value.shape == self._parameters[name].shape:
+                value = Slices(value, self._shards[name])
+            elif isinstance(value, Tensor) and value.numel() > 1:
+                raise ValueError(
+                    f"The optimizer keeps {key!r} of shape {tuple(value.shape)} for '{name}', of which each rank holds "
+                    f"a shard of shape {tuple(self._parameters[name].shape)}: how to divide it is not known. Use an "
+                    f"optimizer whose state has its parameters' shapes, or ModelCheckpoint(save_weights_only=True)."
+                )
+            placed[key] = value
+        return placed
+
+    # -- load ----------------------------------------------------------------------------------------------------
+
+    def load(self, path: PathLike, optimizers: Sequence[Optimizer], weights_only: bool) -> dict[str, Any]:
+        """Fill this rank's tensors and its optimizer from a directory. A collective over all ranks.
+
+        Args:
+            path: the directory, written under any layout.
+            optimizers: none, or the one to be filled.
+            weights_only: see :func:`lightning_parallel.checkpoint.load`.
+
+        Returns:
+            The trainer's state, with empty ``state_dict`` and ``optimizer_states``.
+        """
+        loaded = format_.load(
+            path,
+            model=self._model,
+            parameters=list(self._parameters) if optimizers else [],
+            coordinate=self._coordinate,
+            weights_only=weights_only,
+        )
+        if optimizers and loaded.param_groups:
+            self._fill_optimizer(optimizers[0], loaded.optimizer, loaded.param_groups)
+            restore_random_state(loaded.rank_state)
+        return {**loaded.trainer, "state_dict": {}, "optimizer_states": []}
+
+    def take(self, loaded: Mapping[str, Any], path: PathLike, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """The same from a plain checkpoint of a single process.
+
+        Args:
+            loaded: the content of the file.
+            path: the file, for errors.
+            optimizers: none, or the one to be filled.
+
+        Raises:
+            ValueError: the file lacks tensors of this rank's part of the model.
+        """
+        missing = [name for name in self._model if name not in loaded["state_dict"]]
+        if missing:
+            raise ValueError(
+                f"The checkpoint {os.fspath(path)} lacks {len(missing)} tensors of this model, such as {missing[0]!r}."
+            )
+        with torch.no_grad():
+            for name, tensor in self._model.items():
+                _fill(tensor, loaded["state_dict"][name])
+        states = loaded.get("optimizer_states") or []
+        if optimizers and states:
+            # Its states are numbered through the groups, in the order of `group_names`.
+            names = [name for group in self._group_names for name in group]
+            state = {names[index]: self._taken(names[index], values) for index, values in states[0]["state"].items()}
+            self._fill_optimizer(optimizers[0], state, states[0]["param_groups"])
+        return {**loaded, "state_dict": {}, "optimizer_states": []}
+
+    def _taken(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's shard of a parameter's optimizer state."""
+        shard, parameter = self._shards.get(name), self._parameters.get(name)
+        taken = dict(values)
+        for key, value in values.items():
+            if not isinstance(value, Tensor) or not value.dim():
+                continue
+            if shard is not None:
+                taken[key] = shard.take(value)
+            elif isinstance(parameter, DTensor) and value.shape == parameter.shape:
+                taken[key] = _distributed(value, parameter)
+        return taken
+
+    def _fill_optimizer(
+        self, optimizer: Optimizer, state: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        if len(groups) != len(optimizer.param_groups):
+            raise ValueError(
+                f"The checkpoint's optimizer has {len(groups)} parameter groups, but configure_optimizers made "
+                f"{len(optimizer.param_groups)}. A callback that adds groups during training, such as BaseFinetuning, "
+                f"can't do so before the checkpoint is read. Give configure_optimizers all parameters, frozen ones "
+                f"too, and let the callback unfreeze them."
+            )
+        held = [self._names.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
+        packed: list[dict[str, Any]] = []
+        index = 0
+        for saved, group in zip(groups, optimizer.param_groups, strict=True):
+            count = len(group["params"])
+            packed.append({**saved, "params": list(range(index, index + count))})
+            index += count
+        states = {i: dict(state[name]) for i, name in enumerate(held) if name is not None and name in state}
+        optimizer.load_state_dict({"state": states, "param_groups": packed})
+
+
+def _fill(tensor: Tensor, whole: Tensor) -> None:
+    if isinstance(tensor, Slices):
+        tensor.local.copy_(tensor.shard.take(whole))
+    elif isinstance(tensor, DTensor):
+        tensor.copy_(_distributed(whole, tensor))
+    else:
+        tensor.copy_(whole)
+
+
+def _distributed(whole: Tensor, like: DTensor) -> DTensor:
+    """``whole``, which every rank has, as a DTensor with the placements of ``like``."""
+    whole = whole.to(like.to_local().device)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

@@ -1,0 +1,170 @@
+"""What ranks do together besides training: exchange objects, copy tensors from one rank, and fail together.
+
+A collective that breaks, because a rank died or stopped, raises :class:`PeerLostError` on the others.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup | None  # None: the world, or this process alone if nothing is initialised
+T = TypeVar("T")
+
+
+class PeerLostError(RuntimeError):
+    """A rank that this one has to communicate with has stopped. The cause is in that rank's output."""
+
+
+def guarded(collective: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call one function of ``torch.distributed``; if it breaks, say that a rank was lost.
+
+    Nothing but the collective runs inside, so an error of this rank's own is never taken for a peer's. torch raises a
+    plain RuntimeError or a ``DistError`` for a broken connection; subclasses of RuntimeError are left as they are.
+    """
+    try:
+        return collective(*args, **kwargs)
+    except RuntimeError as error:
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+            raise
+        raise PeerLostError(
+            "A collective of several ranks broke: one of them stopped, or did not answer within the timeout. The cause "
+            "is in its own output."
+        ) from error
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup) -> None:
+    """Overwrite tensors with the values that rank ``source`` has. All ranks of the group pass the same tensors.
+
+    Args:
+        tensors: of any dtype and layout. Parameters are written without autograd's knowledge.
+        source: the global rank whose values count.
+        group: the ranks that hold copies.
+    """
+    if group.size() == 1:
+        return
+    for tensor in tensors:
+        raw = tensor.data.contiguous().reshape(-1).view(torch.uint8)  # backends don't know every dtype
+        guarded(dist.broadcast, raw, source, group)
+        tensor.data.copy_(raw.view(tensor.dtype).view_as(tensor))
+
+
+def broadcast_object(value: T | None, source: int, group: dist.ProcessGroup, device: torch.device) -> T:
+    """The object that rank ``source`` passes, on all ranks of the group. It is pickled before any rank waits for it.
+
+    Args:
+        value: the object on ``source``; ignored elsewhere.
+        source: the global rank whose object counts.
+        group: the ranks.
+        device: where the backend wants tensors.
+    """
+    content = pickle.dumps(value) if dist.get_rank() == source else b""
+    length = torch.tensor([len(content)], device=device)
+    guarded(dist.broadcast, length, source, group)
+    if dist.get_rank() == source:
+        buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
+    else:
+        buffer = torch.empty(int(length), dtype=torch.uint8, device=device)
+    guarded(dist.broadcast, buffer, source, group)
+    received: T = pickle.loads(buffer.cpu().numpy().tobytes())
+    return received
+
+
+def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, operation: Any) -> Tensor:
+    """Reduce a tensor over a group, in place.
+
+    Args:
+        tensor: of this rank.
+        group: the ranks.
+        operation: a ``dist.ReduceOp``, or a name as ``self.log(reduce_fx=...)`` takes it: "mean", "avg", "sum", "min",
+            "max", "product".
+    """
+    name = operation.lower() if isinstance(operation, str) else None
+    if name not in ("mean", "avg"):
+        op = operation if name is None else getattr(dist.ReduceOp, name.upper())
+        guarded(dist.all_reduce, tensor, op, group=group)
+        return tensor
+    guarded(dist.all_reduce, tensor, dist.ReduceOp.SUM, group=group)  # gloo has no average
+    mean = tensor / group.size()
+    return tensor.copy_(mean)  # an integer's mean is cut off, as Lightning's is
+
+
+def gather_objects(value: T, group: Group) -> list[T]:
+    """The objects of all ranks, in the order of ranks, on all ranks."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    guarded(dist.all_gather_object, values, value, group=group)
+    return values
+
+
+def gather_objects_on_first(value: T, group: Group) -> list[T] | None:
+    """The objects of all ranks, in the order of ranks, on the group's first rank; None on the others."""
+    if not dist.is_initialized():
+        return [value]
+    first = dist.get_rank(group) == 0
+    values: list[Any] | None = [None] * dist.get_world_size(group) if first else None
+    guarded(dist.gather_object, value, values, group=group, group_dst=0)
+    return values
+
+
+def decided_by_first(group: Group, decide: Callable[[], T]) -> T:
+    """Run ``decide`` on the group's first rank, and return its result on all ranks. Its error is raised on all.
+
+    Raises:
+        ValueError: on the other ranks, if the first one raised a ValueError.
+        RuntimeError: on the other ranks, if it raised something else.
+    """
+    if not dist.is_initialized():
+        return decide()
+    error: Exception | None = None
+    answer: Any = None
+    if dist.get_rank(group) == 0:
+        try:
+            answer = (None, decide())
+        except Exception as caught:  # any: it is raised below, when the other ranks know
+            error, answer = caught, ((isinstance(caught, ValueError), str(caught)), None)
+    boxed = [answer]
+    guarded(dist.broadcast_object_list, boxed, group=group, group_src=0)
+    if error is not None:
+        raise error
+    failure, result = boxed[0]
+    if failure is not None:
+        raise (ValueError if failure[0] else RuntimeError)(f"rank 0: {failure[1]}")
+    return result
+
+
+def together(group: Group, action: Callable[[], T]) -> T:
+    """Run ``action`` on every rank. If it fails on one, raise on all, so that none waits for a rank that has left.
+
+    Raises:
+        ValueError: on the other ranks, if the one that failed raised a ValueError.
+        RuntimeError: on the other ranks, if it raised something else.
+    """
+    error: Exception | None = None
+    try:
+        result = action()
+    except Exception as caught:  # any: it is raised below, when the other ranks know
+        error = caught
+    if not _any_failed(error is not None, group):
+        return result
+    reports = gather_objects(None if error is None else (isinstance(error, ValueError), str(error)), group)
+    if error is not None:
+        raise error
+    rank, (is_value_error, message) = next((rank, report) for rank, report in enumerate(reports) if report)
+    raise (ValueError if is_value_error else RuntimeError)(f"rank {rank}: {message}")
+
+
+def _any_failed(failed: bool, group: Group) -> bool:
+    """One number a rank, where exchanging objects would grow with the square of the ranks."""
+    if not dist.is_initialized():
+        return failed
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    votes = torch.tensor(int(failed), device=device)
+    guarded(dist.all_reduce, votes, dist.ReduceOp.MAX, group=group)
+    return bool(votes)

@@ -1,0 +1,75 @@
+"""A stage's layers, fully sharded over its replicas, through a schedule of many forwards and backwards an update.
+
+Each layer is a unit of torch's ``fully_shard``. A schedule would gather a layer for every microbatch, and send its
+gradients as often. Instead, from an update's first forward to its last backward, the layers stay gathered and add up
+their gradients. The last backward sends the gradients, and frees all but the rank's own part::
+
+    forward 0   ...   backward 0   ...   backward m-1
+    gather             add up             add up, reduce-scatter, free
+
+So between steps a rank holds its part of the parameters, and of the optimizer's state at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from lightning_parallel.collectives import broadcast_tensors
+
+
+class FullyShardedLayers:
+    """Layers of a stage, each a unit.
+
+    Args:
+        layers: by name. None is inside another, and none shares a parameter with the rest of the model.
+        group: the replicas.
+        device: where the layers are to be.
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Module], group: dist.ProcessGroup, device: torch.device) -> None:
+        mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("data",))
+        first = dist.get_global_rank(group, 0)
+        self._units: list[FSDPModule] = []
+        for layer in layers.values():
+            layer.to(device)
+            broadcast_tensors(layer.parameters(), first, group)  # a user's script need not seed its weights
+            scalars = {parameter for parameter in layer.parameters() if parameter.dim() == 0}  # can't be divided
+            fully_shard(layer, mesh=mesh, reshard_after_forward=False, ignored_params=scalars)
+            assert isinstance(layer, FSDPModule)
+            self._units.append(layer)
+
+    def hold_back(self) -> None:
+        """From here on backwards add up their gradients, and send nothing."""
+        self._end_with(False)
+
+    def release(self) -> None:
+        """The next backward is an update's last."""
+        self._end_with(True)
+
+    def _end_with(self, last: bool) -> None:
+        for unit in self._units:
+            unit.set_is_last_backward(last)
+            unit.set_reshard_after_backward(last)
+            unit.set_requires_gradient_sync(last)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, all layers are gathered."""
+        for unit in self._units:
+            unit.unshard()
+        try:
+            yield
+        finally:
+            self.free()
+
+    def free(self) -> None:
+        """Free what was gathered, where no backward is going to."""
+        for unit in self._units:
+            unit.reshard()

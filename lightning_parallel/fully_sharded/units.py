@@ -1,0 +1,97 @@
+"""The units of fully sharded data parallelism: modules that are gathered before they run, and freed after.
+
+A unit is a module whose parameters are gathered together by its ``forward`` (ZeRO-3, Rajbhandari et al. 2020; PyTorch
+FSDP, Zhao et al. 2023). Between units a rank holds only its part of each parameter; inside one, the whole unit. What
+lies in no unit belongs to the root, which is gathered for the whole step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def untied(module: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
+    """Those of the named modules that hold parameters, and share none with another part of ``module``.
+
+    A parameter that two units share (tied weights) would be freed with one of them and missing in the other. Such
+    modules are left to the root.
+
+    Args:
+        module: the whole model.
+        names: of modules in it.
+    """
+    uses = _uses(module)
+    units = {}
+    for name in names:
+        unit = module.get_submodule(name)
+        inside = _uses(unit)
+        if inside and all(uses[key] == count for key, count in inside.items()):
+            units[name] = unit
+    return units
+
+
+def _uses(module: nn.Module) -> Counter[int]:
+    """In how many places of a module each of its parameters is."""
+    return Counter(
+        id(parameter)
+        for part in module.modules()
+        for _, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
+    )
+
+
+def check_dtypes(name: str, parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse a unit whose trainable parameters have several dtypes: their gradients travel as one message.
+
+    Args:
+        name: of the unit; empty for what lies in no unit.
+        parameters: of the unit.
+
+    Raises:
+        ValueError: it names the dtypes.
+    """
+    found = sorted({str(parameter.dtype) for parameter in parameters if parameter.requires_grad})
+    if len(found) > 1:
+        what = f"The unit '{name}'" if name else "What lies in no unit"
+        raise ValueError(
+            f"{what} has trainable parameters of the dtypes {', '.join(found)}, but what is sharded together needs to "
+            f"have one: convert them, or name finer `units`, each of one dtype."
+        )
+
+
+def materialize(name: str, module: nn.Module, device: torch.device) -> None:
+    """Give memory to parameters and buffers on the meta device, and have their modules initialise them. Tied ones stay
+    tied.
+
+    Args:
+        name: of the module, for errors.
+        module: a unit, or the whole model.
+        device: where the memory is.
+
+    Raises:
+        ValueError: a module that holds some has no ``reset_parameters()``.
+    """
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the old tensor, so that its id isn't given to another
+    for path, part in module.named_modules(prefix=name):
+        own = (*part.named_parameters(recurse=False, remove_duplicate=False), *part.named_buffers(recurse=False))
+        empty_ones = {short: tensor for short, tensor in own if tensor.is_meta}
+        if not empty_ones:
+            continue
+        initialise = getattr(part, "reset_parameters", None)
+        if not callable(initialise):
+            raise ValueError(
+                f"'{path}' ({type(part).__name__}) was built on the meta device, as all that configure_model() makes "
+                f"is, and holds {', '.join(empty_ones)}, but has no reset_parameters() to give them values. Add one, "
+                f"or build it in __init__, in memory."
+            )
+        for short, tensor in empty_ones.items():
+            if id(tensor) not in made:
+                empty = torch.empty_like(tensor, device=device)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                made[id(tensor)] = (tensor, nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty)
+            setattr(part, short, made[id(tensor)][1])
+        with torch.no_grad():
+            initialise()

@@ -1,0 +1,1 @@
+"""Gradients as all strategies need them: swapped in and out of parameters, summed, averaged, and clipped."""

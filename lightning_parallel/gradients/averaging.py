@@ -1,0 +1,156 @@
+"""Gradients averaged over replicas, in buckets, while the backward goes on (PyTorch DDP, Li et al. 2020, section 3.2).
+
+Parameters are packed into buckets from the last to the first, which is about the order in which a backward completes
+their gradients. A bucket whose gradients are all complete is summed over the replicas at once, in the background::
+
+    backward     layer 3 | layer 2 | layer 1 | layer 0 |
+    all-reduce             bucket 0 (3, 2)   | bucket 1 (1, 0) |
+                                                        finish(): wait
+
+Every replica sends the same buckets in the same order, whatever the order of its gradients, and whether or not its loss
+depended on all parameters: each bucket tells how many replicas have which gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_parallel.collectives import guarded
+from lightning_parallel.gradients.swapping import Gradients
+
+BUCKET_BYTES = 25 * 2**20  # as in DDP
+
+
+@dataclass
+class _Bucket:
+    """Parameters whose gradients travel together; all of one dtype and device.
+
+    Attributes:
+        names: of the parameters.
+        sizes: the number of elements of each.
+        ready: the gradients that are complete, by name.
+        message: ``[one flag a parameter, gradient, gradient, ...]``, once it is on its way.
+        work: the message's all-reduce.
+    """
+
+    names: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    ready: dict[str, Tensor] = field(default_factory=dict)
+    message: Tensor | None = None
+    work: dist.Work | None = None
+
+
+class GradientAverager:
+    """Averages the gradients of one update at a time.
+
+    ::
+
+        averager.begin()                      # before the backward that completes the update's gradients
+        loss.backward()                       # hooks call averager.ready(name, gradient)
+        averages = averager.finish(gradients)
+
+    Args:
+        parameters: of this rank, by name, in the model's order, which is the same on every replica.
+        group: the replicas.
+        bucket_bytes: the size at which a bucket is full.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        self._parameters = dict(parameters)
+        self._group = group
+        self._bucket_bytes = bucket_bytes
+        self._buckets: list[_Bucket] = []
+        self._of: dict[str, _Bucket] = {}
+        self._grown: set[str] = set()
+        self._sent = 0  # the number of buckets on their way
+        self.begun = False  # is an update's last backward under way?
+
+    def begin(self) -> None:
+        """Call it before the backward that completes the update's gradients: from here on :meth:`ready` counts."""
+        self._buckets, self._of, self._sent, self._grown, self.begun = [], {}, 0, set(), True
+        filled = 0
+        for name, parameter in reversed(self._parameters.items()):
+            if not parameter.requires_grad:
+                continue
+            last = self._parameters[self._buckets[-1].names[-1]] if self._buckets else parameter
+            alike = (last.dtype, last.device) == (parameter.dtype, parameter.device)
+            if not self._buckets or not alike or filled >= self._bucket_bytes:
+                self._buckets.append(_Bucket())
+                filled = 0
+            self._buckets[-1].names.append(name)
+            self._buckets[-1].sizes.append(parameter.numel())
+            self._of[name] = self._buckets[-1]
+            filled += parameter.numel() * parameter.element_size()
+
+    def ready(self, name: str, gradient: Tensor) -> None:
+        """A backward has completed a parameter's gradient. Between updates this does nothing.
+
+        Raises:
+            RuntimeError: it was complete already in this update, so what was added to it may not have been averaged.
+        """
+        if not self.begun:
+            return
+        if name in self._grown:
+            raise RuntimeError(
+                f"The gradient of '{name}' grew twice in one backward, but it is averaged over the replicas as soon as "
+                f"it has grown. A checkpoint with use_reentrant=True around a layer that is used twice does this: set "
+                f"use_reentrant=False."
+            )
+        self._grown.add(name)
+        self._of[name].ready[name] = gradient
+        while self._sent < len(self._buckets):
+            bucket = self._buckets[self._sent]
+            if len(bucket.ready) < len(bucket.names):
+                return
+            self._send(bucket)
+
+    def finish(self, gradients: Mapping[str, Tensor | None]) -> Gradients:
+        """Wait for the averages.
+
+        Args:
+            gradients: this replica's. Those that :meth:`ready` was not told of are complete too, or missing.
+
+        Returns:
+            For each trainable parameter its gradient, averaged over all replicas, a missing one counting as zero; None
+            if no replica has one.
+        """
+        if not self.begun:
+            self.begin()
+        self.begun = False
+        for bucket in self._buckets[self._sent :]:
+            present = ((name, gradients.get(name)) for name in bucket.names)
+            bucket.ready = {name: gradient for name, gradient in present if gradient is not None}
+            self._send(bucket)
+        averages: Gradients = {}
+        for bucket in self._buckets:
+            assert bucket.work is not None and bucket.message is not None
+            guarded(bucket.work.wait)
+            flags, *flat = bucket.message.split([len(bucket.names), *bucket.sizes])
+            for name, has_gradient, average in zip(bucket.names, flags.tolist(), flat, strict=True):
+                averages[name] = average.view(self._parameters[name].shape) if has_gradient else None
+        self._buckets, self._of = [], {}
+        return averages
+
+    def _send(self, bucket: _Bucket) -> None:
+        like = self._parameters[bucket.names[0]]
+        share = 1 / self._group.size()
+        message = torch.empty(len(bucket.names) + sum(bucket.sizes), dtype=like.dtype, device=like.device)
+        flags, *flat = message.split([len(bucket.names), *bucket.sizes])
+        flags.copy_(torch.tensor([name in bucket.ready for name in bucket.names]))
+        for name, place in zip(bucket.names, flat, strict=True):
+            gradient = bucket.ready.get(name)
+            if gradient is None:
+                place.zero_()
+            else:
+                torch.mul(gradient.detach().reshape(-1), share, out=place)
+        bucket.message = message
+        bucket.work = guarded(dist.all_reduce, message, group=self._group, async_op=True)
+        bucket.ready = {}
+        self._sent += 1

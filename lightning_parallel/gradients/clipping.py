@@ -1,0 +1,69 @@
+"""Clipping where a rank holds shards of some gradients, a part of the model, and copies of what other ranks hold too.
+
+The result is that of clipping the whole model's gradients in one process. torch's own functions see one rank's
+gradients only, and refuse a list that mixes DTensors with plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_parallel.collectives import guarded
+from lightning_parallel.torch_private import scale_all
+
+
+def clip_by_norm(
+    parameters: Sequence[Tensor],
+    clip_val: float,
+    *,
+    counts: Callable[[Tensor], bool],
+    replicas: dist.ProcessGroup | None,
+    parts: dist.ProcessGroup | None,
+    device: torch.device,
+) -> None:
+    """Scale all gradients so that the norm of the whole model's gradient is at most ``clip_val``.
+
+    Args:
+        parameters: of this rank, with their gradients.
+        clip_val: the largest norm.
+        counts: whether this rank's gradient of a parameter enters the norm. Of the copies within ``parts``, one does.
+        replicas: the ranks over which DTensors are sharded, and which have equal copies of all else; None if no
+            parameter is a DTensor.
+        parts: the ranks that hold the model together; None if each of them holds all of it.
+        device: where the norm is computed.
+    """
+    held = [parameter for parameter in parameters if parameter.grad is not None]
+    counted = [parameter.grad for parameter in held if parameter.grad is not None and counts(parameter)]
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    if replicas is not None:
+        square += _square_of_norm([g.to_local() for g in counted if isinstance(g, DTensor)], device)
+        guarded(dist.all_reduce, square, group=replicas)
+    square += _square_of_norm([g for g in counted if not isinstance(g, DTensor)], device)
+    if parts is not None:
+        guarded(dist.all_reduce, square, group=parts)
+    scale = (clip_val / (square.sqrt() + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+    by_dtype: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for gradient in _local_gradients(held):
+        by_dtype.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+    for gradients in by_dtype.values():
+        scale_all(gradients, scale.to(gradients[0]))
+
+
+def clip_by_value(parameters: Sequence[Tensor], clip_val: float) -> None:
+    """Limit every element of the gradients to the range from ``-clip_val`` to ``clip_val``."""
+    for gradient in _local_gradients(parameters):
+        gradient.clamp_(-clip_val, clip_val)
+
+
+def _local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    gradients = [parameter.grad.detach() for parameter in parameters if parameter.grad is not None]
+    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+
+
+def _square_of_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
+    return torch.nn.utils.get_total_norm(gradients).to(device=device, dtype=torch.float64).square()

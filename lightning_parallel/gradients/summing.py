@@ -1,0 +1,50 @@
+"""Gradients summed over ranks that each hold a part of them, as one message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_parallel.collectives import guarded
+from lightning_parallel.gradients.swapping import Gradients
+
+
+def summed_over(
+    group: dist.ProcessGroup,
+    names: Sequence[str],
+    parameters: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor | None],
+) -> Gradients:
+    """The sum of each named gradient over the ranks of a group. A collective over the group.
+
+    The message is ``[one flag a parameter, gradient, gradient, ...]``: a parameter that got a gradient on no rank keeps
+    none, so an optimizer skips it as it does in a single process.
+
+    Args:
+        group: the ranks.
+        names: the parameters to sum, equal on all ranks.
+        parameters: at least the named ones; they give the shapes, the dtypes and the device.
+        gradients: this rank's gradients; a missing one counts as zero.
+
+    Returns:
+        The sums by name, in the parameters' dtypes.
+    """
+    if not names:
+        return {}
+    own = [gradients.get(name) for name in names]
+    dtype = max((parameters[name].dtype for name in names), key=lambda each: each.itemsize)
+    parts = [
+        torch.zeros_like(parameters[name]) if gradient is None else gradient
+        for name, gradient in zip(names, own, strict=True)
+    ]
+    flags = torch.tensor([gradient is not None for gradient in own], dtype=dtype, device=parts[0].device)
+    message = torch.cat([flags, *(part.to(dtype).flatten() for part in parts)])
+    guarded(dist.all_reduce, message, group=group)
+    counts, *sums = message.split([len(names), *(part.numel() for part in parts)])
+    return {
+        name: total.to(part.dtype).view_as(part) if count else None
+        for name, part, total, count in zip(names, parts, sums, counts.tolist(), strict=True)
+    }

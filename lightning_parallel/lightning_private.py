@@ -1,0 +1,143 @@
+"""Every private name of Lightning and torchmetrics that the package uses, with the reason why no public one does.
+
+``tests/test_lightning_private.py`` pins each of them: when a new version of Lightning breaks one, a test there fails
+and says what depends on it. Nothing else in the package imports or reads a private name of Lightning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from torch import Tensor
+from torch.optim import Optimizer
+
+S = TypeVar("S", bound=type[Strategy])
+
+
+# -- launching ---------------------------------------------------------------------------------------------------
+
+
+def launched_by_make_launcher(strategy: S) -> S:
+    """Class decorator: where Lightning calls the private hook ``_configure_launcher``, ``make_launcher()`` is called.
+
+    It is the last call while a Trainer is made, so it is also the place to refuse what is known by then. This includes
+    ``sync_batchnorm``, of which Lightning tells strategies that have a private attribute for it
+    (:func:`layer_sync_of`).
+    """
+
+    def _configure_launcher(self: Any) -> None:
+        self._launcher = self.make_launcher()
+
+    strategy._configure_launcher = _configure_launcher  # type: ignore[method-assign]
+    strategy._layer_sync = None  # type: ignore[attr-defined]
+    return strategy
+
+
+def script_launcher(environment: ClusterEnvironment, processes: int, nodes: int) -> Any:
+    """What starts a script once more for each further process, as Lightning's own strategies do."""
+    return _SubprocessScriptLauncher(environment, processes, nodes)
+
+
+def init_process_group(environment: ClusterEnvironment, backend: str, timeout: timedelta, **options: Any) -> None:
+    """Join the default process group that a cluster environment describes. Lightning's function also sets the
+    environment's rendezvous variables and logs the start."""
+    _init_dist_connection(environment, backend, timeout=timeout, **options)
+
+
+def layer_sync_of(strategy: Strategy) -> Any | None:
+    """The plugin that ``Trainer(sync_batchnorm=True)`` gives to a strategy; None for none."""
+    return getattr(strategy, "_layer_sync", None)
+
+
+# -- the strategy's tools ----------------------------------------------------------------------------------------
+
+
+def move_optimizers(optimizers: Sequence[Optimizer], device: torch.device) -> None:
+    """Move the state of optimizers to a device."""
+    _optimizers_to_device(list(optimizers), device)
+
+
+def say_device(module: pl.LightningModule, device: torch.device) -> None:
+    """Set what ``module.device`` returns. Publicly only ``module.to(device)`` does, which moves the module."""
+    _update_properties(module, device=device)
+
+
+def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
+    """The module's Trainer, or None. ``module.trainer`` raises where there is none."""
+    return module._trainer
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
+    """The list of a Trainer's callbacks, to add to and to remove from. A connector sets it, so it is not typed."""
+    return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
+
+
+# -- metrics and loops -------------------------------------------------------------------------------------------
+
+
+def reads_training_metric(callback: Callback, global_step: int) -> bool:
+    """Does a checkpoint callback read a training metric after this step? Its triggers are kept privately."""
+    if not isinstance(callback, ModelCheckpoint) or callback.monitor is None:
+        return False
+    every = callback._every_n_train_steps
+    return (every >= 1 and global_step % every == 0) or callback._train_time_interval is not None
+
+
+def evaluation_outputs(trainer: pl.Trainer) -> list[dict[str, Any]]:
+    """What ``trainer.validate()`` is going to return, a dictionary for each data loader: at the end of an epoch it is
+    in the loop that runs."""
+    outputs: list[dict[str, Any]] = trainer._active_loop._logged_outputs  # type: ignore[union-attr]
+    return outputs
+
+
+def metrics_of_no_loader(trainer: pl.Trainer) -> dict[str, Any]:
+    """What was logged at the end of an evaluation for no data loader in particular. Lightning adds it to the outputs
+    only after the hooks that read them here."""
+    if trainer._results is None or trainer.sanity_checking:
+        return {}
+    found: dict[str, Any] = trainer._logger_connector.metrics["log"]
+    return found
+
+
+def without_sigterm_broadcast(trainer: pl.Trainer) -> Callable[[], None]:
+    """Take the broadcast out that Lightning's training loop makes before every batch, to ask whether rank 0 received
+    SIGTERM. Every rank waits for its answer, so no rank could start a batch before the last stage does.
+
+    Returns:
+        What puts it back.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+    def put_back() -> None:
+        loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+
+    return put_back
+
+
+def step_value(metric: Any) -> Any:
+    """What the last forward of one of torchmetrics' objects returned, which Lightning logs as its value of the step."""
+    return getattr(metric, "_forward_cache", None)
+
+
+def set_step_value(metric: Any, value: Tensor) -> None:
+    """Replace :func:`step_value`."""
+    metric._forward_cache = value
+
+
+def tell_device(module: Any, tell: Callable[[str, torch.device], None], device: torch.device) -> None:
+    """Where a module keeps the device that ``module.device`` returns, have ``tell(attribute, device)`` change that, as
+    a copy of the module needs which is elsewhere."""
+    if "_device" in vars(module):
+        tell("_device", device)

@@ -1,0 +1,61 @@
+"""The part of the model that one rank holds, under the whole model's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_parallel.shard import Shard
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """What one rank holds of the model. Checkpoints, clipping and synchronisation read it.
+
+    Attributes:
+        parameters: by original name. Tied parameters appear once, under their first name.
+        buffers: returns the buffers here that belong in a checkpoint, by name. Modules replace theirs as they run.
+        shards: the parameters of which this rank holds a shard, and how each was cut.
+        aliases: for every parameter name of the whole model, tied names included, the name it is held and saved under.
+    """
+
+    parameters: dict[str, nn.Parameter]
+    buffers: Callable[[], dict[str, Tensor]]
+    shards: Mapping[str, Shard]
+    aliases: Mapping[str, str]
+
+    @classmethod
+    def of(cls, module: nn.Module, shards: Mapping[str, Shard] | None = None) -> LocalModel:
+        """A rank that holds all of ``module``, parameters in ``shards`` being shards."""
+        aliases: dict[str, str] = {}
+        first: dict[int, str] = {}
+        parameters = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            aliases[name] = first.setdefault(id(parameter), name)
+            if aliases[name] == name:
+                parameters[name] = parameter
+
+        def buffers() -> dict[str, Tensor]:
+            persistent = module.state_dict(keep_vars=True)
+            return {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+
+        return cls(parameters, buffers, shards or {}, aliases)
+
+    @cached_property
+    def replicated(self) -> dict[str, nn.Parameter]:
+        """The parameters that every replica holds as a whole: those that aren't fully sharded."""
+        return {name: p for name, p in self.parameters.items() if not isinstance(p, DTensor)}
+
+    @cached_property
+    def is_fully_sharded(self) -> bool:
+        """Are any parameters DTensors, sharded over the replicas?"""
+        return len(self.replicated) < len(self.parameters)
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """The name of each parameter, by its id."""
+        return {id(parameter): name for name, parameter in self.parameters.items()}

@@ -1,0 +1,14 @@
+"""The parts that strategies are put together from. Each has a set-up and an end of its own, and is told what it needs.
+
+::
+
+    process_group.py   joining and leaving the processes       collectives.py   what Lightning asks ranks to do together
+    loaders.py         what data loaders have to give          checkpoints.py   Lightning's side of a checkpoint
+    replicas.py        copies of the model                     clipping.py      the norm of the whole model
+    tensor_shards.py   layers divided over ranks               stages.py        the module in stages
+    first_look.py      what crosses the cuts in a step         microbatches.py  a batch's work
+    last_stage.py      what the last stage does for all        metric_board.py  metrics, the same on every stage
+    evaluation.py      forward only                            logs.py          self.log inside microbatches
+    asynchronous.py    updates without a flush                 late_gradients.py, late_options.py
+    timelines.py       what ran when
+"""

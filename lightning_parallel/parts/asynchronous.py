@@ -1,0 +1,219 @@
+"""Asynchronous training of one stage: what it owes, its updates, and where the pipeline drains.
+
+Each batch that is fed brings new actions to the stage's endless list. Some fall due at once: forwards of this batch,
+and backwards and updates of batches that this stage saw some steps ago. The rest is owed, until later batches come or
+the pipeline drains: before validation, at a checkpoint, at the end of an epoch::
+
+    fed        batch 0      batch 1      batch 2      drain
+    runs       F0 F1 F2     F3 B0 | F4   B1 | F5 B2 |  B3 | B4 | B5 |        | is an update
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_parallel.collectives import broadcast_tensors, guarded
+from lightning_parallel.gradients.swapping import Gradients, swap_gradients
+from lightning_parallel.groups import Groups
+from lightning_parallel.layout import Layout
+from lightning_parallel.local_model import LocalModel
+from lightning_parallel.parts.late_gradients import LateGradients
+from lightning_parallel.parts.late_options import LateOptions, Options
+from lightning_parallel.pipeline.engine import Engine
+from lightning_parallel.pipeline.partition import Partition
+from lightning_parallel.pipeline.schedule import Action
+from lightning_parallel.pipeline.staleness import is_second_order
+from lightning_parallel.pipeline.weights import WeightVersions
+
+
+@dataclass(frozen=True)
+class _Owed:
+    """An update whose batches have been fed.
+
+    Attributes:
+        options: of the optimizer, as they were when the last of these batches came.
+        microbatches: that it is made of.
+    """
+
+    options: Options
+    microbatches: int
+
+
+class AsynchronousTraining:
+    """One stage's updates.
+
+    Args:
+        trainer: of the run.
+        module: the LightningModule.
+        late: the settings about late gradients.
+        layout: which stage this rank is.
+        groups: of the pipeline.
+        local: what this rank holds of the model.
+        partition: which parameters are loose.
+        versions: of the weights.
+        precision: steps the optimizer.
+        completed: makes an update's gradients those of all replicas and shards.
+        device: of this rank.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        late: LateGradients,
+        *,
+        layout: Layout,
+        groups: Groups,
+        local: LocalModel,
+        partition: Partition,
+        versions: WeightVersions,
+        precision: Precision,
+        completed: Callable[[Gradients], Gradients],
+        device: torch.device,
+    ) -> None:
+        self._trainer, self._module = trainer, module
+        self._late, self._layout = late, layout
+        self._pipeline_group, self._device = groups.along("pipeline"), device
+        self._local, self.versions = local, versions
+        self._precision, self._completed = precision, completed
+        self._list = late.actions(layout.stages, layout.stage)
+        self._optimizer: Optimizer | None = trainer.optimizers[0] if trainer.optimizers else None
+        self._options = None if self._optimizer is None else LateOptions(self._optimizer)
+        self._loose = _LooseParameters(sorted(partition.loose), local, layout, self._pipeline_group, device)
+        self._owed: deque[_Owed] = deque()  # updates under way, the oldest first
+        self.fed = 0  # microbatches so far
+        self.begun = 0  # updates whose last batch has been fed
+        self._gathering = 0  # microbatches fed to the next update
+        self._last = 0  # microbatches of the last of those begun
+        self._stop = False  # has the user's step asked for the end of training?
+
+    # -- a batch -------------------------------------------------------------------------------------------------
+
+    def feed(self, engine: Engine, count: int, ends_update: bool) -> Iterator[Action]:
+        """Take note of a batch before it runs.
+
+        Args:
+            engine: of the stage.
+            count: its microbatches.
+            ends_update: an update follows it.
+
+        Returns:
+            The actions that fall due.
+        """
+        assert self._options is not None
+        if not self.fed:
+            self._late.check(self._layout.stages, count * self._trainer.accumulate_grad_batches)
+        if self._late.weights == "2bw" and 0 < self._last < self._late.ahead(self._layout.stages, 0):
+            self.drain(engine)  # this batch would ask the first stage for a version that it hasn't made yet
+        self.versions.begin(self.begun)
+        self.fed += count
+        self._gathering += count
+        if ends_update:
+            stages, stage = self._layout.stages, self._layout.stage
+            factor = self._late.factor(stages, stage, self._gathering, self._trainer.global_step)
+            self._owed.append(_Owed(self._options.now(factor), self._gathering))
+            self.begun += 1
+            self._last, self._gathering = self._gathering, 0
+        return self._list.feed(count, ends_update=ends_update)
+
+    @contextmanager
+    def stop_held_back(self) -> Iterator[None]:
+        """Around a batch: if the user's step sets ``trainer.should_stop``, which the last stage runs batches later than
+        the first, it counts from where the stages next meet, since all have to stop at the same batch."""
+        before = self._trainer.should_stop
+        yield
+        if self._layout.stages > 1 and self._trainer.should_stop and not before:
+            self._stop, self._trainer.should_stop = True, False
+
+    def update(self) -> None:
+        """One update of this stage: the hooks, the clipping and the step that Lightning would run, with the options
+        that were in force when its batch came."""
+        assert self._optimizer is not None and self._options is not None
+        optimizer, options, owed = self._optimizer, self._options, self._owed.popleft()
+        gradients = self._completed(dict(self.versions.take_gradients()))
+        self._loose.note(gradients)
+
+        def step() -> None:
+            swap_gradients(self._local.parameters, gradients)
+            with options.restored(owed.options):
+                self._precision.optimizer_step(optimizer, model=self._module, closure=_nothing)  # type: ignore[arg-type]
+            swap_gradients(self._local.parameters, {})
+
+        weight = self._late.weight(self._layout.stages, self._layout.stage, owed.microbatches)
+        self.versions.update(step, weight, is_second_order(self._late.correction, weight))
+
+    # -- where the stages meet -----------------------------------------------------------------------------------
+
+    def drain(self, engine: Engine) -> None:
+        """Run what is owed, until nothing is in flight on any stage. Every rank calls it after the same batch."""
+        # Validation, where this is called too, runs in inference mode.
+        with torch.inference_mode(False), torch.enable_grad():
+            engine.run(self._list.drain(), {}, update=self.update, endless=True)
+            engine.end_stream()
+        self.versions.refresh()
+        self._loose.copy()
+
+    def release_stop(self) -> None:
+        """All stages meet: a stop that was held back counts from now on."""
+        self._trainer.should_stop |= self._stop
+        self._stop = False
+
+
+class _LooseParameters:
+    """Parameters outside all layers, of which every stage has a copy. Asynchronously, one stage only may train each.
+    The others' copies follow when the pipeline drains.
+
+    The first update shows which stage that is, and each drain again: a parameter may be used later for the first time.
+    """
+
+    def __init__(
+        self, names: list[str], local: LocalModel, layout: Layout, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self._names = names if layout.stages > 1 else []
+        self._local, self._layout, self._group, self._device = local, layout, group, device
+        self._trained: set[str] = set()  # those that got a gradient on this stage
+        self._owners: dict[str, int] = {}
+        self._compared = False
+
+    def note(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """Take note of an update's gradients. In the first one the stages compare theirs."""
+        self._trained |= {name for name in self._names if gradients.get(name) is not None}
+        if not self._compared:
+            self._compared = True
+            self._find_owners()
+
+    def copy(self) -> None:
+        """At a drain: take over each parameter from the stage that trains it."""
+        self._find_owners()
+        for name, stage in self._owners.items():
+            broadcast_tensors((self._local.parameters[name],), self._layout.rank_at(pipeline=stage), self._group)
+
+    def _find_owners(self) -> None:
+        if not self._names:
+            return
+        table = torch.zeros(self._layout.stages, len(self._names), dtype=torch.int, device=self._device)
+        table[self._layout.stage] = torch.tensor([name in self._trained for name in self._names])
+        guarded(dist.all_reduce, table, group=self._group)
+        for name, trained in zip(self._names, table.T.tolist(), strict=True):
+            stages = [stage for stage, yes in enumerate(trained) if yes]
+            if len(stages) > 1:
+                raise ValueError(
+                    f"'{name}' gets gradients on stages {stages}: asynchronous updates of different staleness would "
+                    f"drive its copies apart. Use it in one stage, or use PipelineStrategy."
+                )
+            if stages:
+                self._owners[name] = stages[0]
+
+
+def _nothing() -> None:
+    """A closure without a step."""

@@ -1,0 +1,103 @@
+"""Lightning's side of a checkpoint: when it is written and read, and the optimizer's groups in the whole model's
+names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
+
+from lightning_parallel import checkpoint as format_
+from lightning_parallel.checkpoint.rank import RankCheckpoint
+from lightning_parallel.local_model import LocalModel
+
+SEVERAL_OPTIMIZERS = (
+    "configure_optimizers returned several optimizers: a checkpoint can't keep their states apart, and a pipeline runs "
+    "the backward itself, for one optimizer. Return one optimizer, with parameter groups if need be."
+)
+
+
+class Checkpoints:
+    """Saves and loads a run's state. A checkpoint is a directory that all ranks write.
+
+    Args:
+        local: what this rank holds of the model.
+        coordinate: of this rank in the layout.
+    """
+
+    def __init__(self, local: LocalModel, coordinate: str) -> None:
+        self._local = local
+        self._coordinate = coordinate
+        self._group_names: list[list[str]] = []  # for each parameter group, the whole model's names in it
+        self._failed = False
+
+    def take_groups(self, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
+        """Note which parameters the optimizer has, and leave it those that are on this rank.
+
+        Args:
+            module: ``configure_optimizers`` has seen the whole model's parameters.
+            optimizers: that it returned.
+
+        Raises:
+            ValueError: several optimizers, or one that needs the whole model.
+        """
+        if len(optimizers) > 1:
+            raise ValueError(SEVERAL_OPTIMIZERS)
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        elsewhere = names.keys() - self._local.names.keys()
+        self._group_names = []
+        for optimizer in optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise ValueError("LBFGS needs products over the whole model, of which a rank holds a part only.")
+            for group in optimizer.param_groups:
+                listed = [self._local.aliases[names[id(p)]] for p in group["params"] if id(p) in names]
+                self._group_names.append(list(dict.fromkeys(listed)))
+                group["params"] = [p for p in group["params"] if id(p) not in elsewhere]
+            for parameter in list(optimizer.state):
+                if id(parameter) in elsewhere:
+                    del optimizer.state[parameter]
+
+    def fail(self) -> None:
+        """After an error nothing is saved any more: that would need every rank."""
+        self._failed = True
+
+    @property
+    def have_failed(self) -> bool:
+        return self._failed
+
+    def save(
+        self, checkpoint: dict[str, Any], path: str | Path, optimizers: Sequence[Optimizer], storage_options: Any | None
+    ) -> None:
+        """Write a directory with every rank's part. All ranks call it."""
+        if self._failed:
+            rank_zero_warn(f"Not saved after an error: {path}. A checkpoint needs every rank.")
+            return
+        if storage_options is not None:
+            raise TypeError(f"storage_options={storage_options!r}: this strategy's checkpoint is a local directory.")
+        self._part().save(checkpoint, path, optimizers)
+
+    def load(
+        self, path: str | Path, optimizers: Sequence[Optimizer], weights_only: bool | None, io: CheckpointIO
+    ) -> dict[str, Any]:
+        """Read this rank's part of a checkpoint: of a directory written under any layout, or of a plain file."""
+        safe = weights_only is not False
+        if format_.is_checkpoint(path):
+            return self._part().load(path, optimizers, safe)
+        return self._part().take(io.load_checkpoint(path, weights_only=safe), path, optimizers)
+
+    def _part(self) -> RankCheckpoint:
+        return RankCheckpoint(self._local, self._group_names, self._coordinate)
+
+
+def remove_checkpoint(path: str | Path, io: CheckpointIO) -> None:
+    """Delete a checkpoint, a directory or a file. One rank calls it."""
+    if format_.is_checkpoint(path):
+        format_.remove(path)
+    else:
+        io.remove_checkpoint(path)

@@ -1,0 +1,60 @@
+"""``gradient_clip_val`` for the whole model: what a precision plugin's own clipping does to one rank's gradients
+only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim import Optimizer
+
+from lightning_parallel.gradients.clipping import clip_by_norm, clip_by_value
+from lightning_parallel.local_model import LocalModel
+
+
+def install_clipping(
+    plugin: Precision,
+    local: LocalModel,
+    *,
+    counts: Callable[[str], bool] = lambda name: True,
+    replicas: dist.ProcessGroup | None,
+    parts: dist.ProcessGroup | None,
+    device: torch.device,
+) -> None:
+    """Have the plugin clip by the norm of the whole model's gradient.
+
+    Args:
+        plugin: of the strategy.
+        local: what this rank holds.
+        counts: whether this rank's copy of a parameter, by name, enters the norm.
+        replicas: the ranks over which fully sharded parameters are divided.
+        parts: the ranks whose gradients make one norm; None if each has them all.
+        device: of this rank.
+    """
+
+    def by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_by_norm(
+            list(plugin.main_params(optimizer)),
+            clip_val,
+            counts=lambda parameter: counts(local.names[id(parameter)]),
+            replicas=replicas if local.is_fully_sharded else None,
+            parts=parts,
+            device=device,
+        )
+
+    def by_value(optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_by_value(list(plugin.main_params(optimizer)), clip_val)
+
+    plugin.clip_grad_by_norm = by_norm  # type: ignore[method-assign, assignment]
+    plugin.clip_grad_by_value = by_value  # type: ignore[method-assign]
+
+
+def share_overflows(plugin: Precision, device: torch.device) -> None:
+    """Have a loss scaler skip the step on all ranks if the gradients of one overflow."""
+    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+        state = plugin.scaler.state_dict()
+        plugin.scaler = ShardedGradScaler(device=device.type, process_group=dist.group.WORLD)
+        plugin.scaler.load_state_dict(state)

@@ -1,0 +1,53 @@
+"""Validation, test and prediction in a pipeline: batches stream through the stages, forward only.
+
+A batch is one message to the next stage, and no stage waits for the end of a batch. It is not split, so metrics see
+what they see in one process. Metrics are published at the end of the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from lightning_parallel.parts.first_look import FirstLook
+from lightning_parallel.parts.last_stage import LastStage
+from lightning_parallel.parts.stages import Stages
+from lightning_parallel.pipeline.engine import Engine
+
+
+class Evaluation:
+    """Runs the user's evaluation steps on this rank's stage.
+
+    Args:
+        engine: of the stage.
+        stages: this rank's stage.
+        look: at the first step of each kind.
+        last_stage: runs the end of the steps.
+    """
+
+    def __init__(self, engine: Engine, stages: Stages, look: FirstLook, last_stage: LastStage) -> None:
+        self._engine = engine
+        self._stages = stages
+        self._look = look
+        self._last_stage = last_stage
+        self._batches = 0
+
+    def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run one batch.
+
+        Args:
+            step: ``validation_step``, ``test_step`` or ``predict_step`` of the module.
+            *args, **kwargs: the step's arguments, the batch first.
+
+        Returns:
+            What the step returned, on the last stage; None on the others.
+        """
+        self._batches += 1
+        bound = partial(step, *args, **kwargs)
+        self._look.follow(f"{step.__name__} {args[2:]}", bound)  # each loader may have a step of its own
+        with self._last_stage.alone(step.__name__, *(index for index in args[1:] if isinstance(index, int))):
+            output = self._engine.evaluate(bound, self._batches)
+        if self._stages.fully_sharded is not None:
+            self._stages.fully_sharded.free()
+        return output

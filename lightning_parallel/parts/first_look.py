@@ -1,0 +1,119 @@
+"""The look at the first step of a kind: what crosses the cuts between stages in it, besides the chain of layers.
+
+Before the first step of each kind (training, the validation step of each loader, ...) is run, every rank runs it once
+on absent tensors (:func:`lightning_parallel.pipeline.flow.survey`). Their views are compared; the last stage's counts,
+which runs the end of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_parallel.checkpoint.agreement import first_few
+from lightning_parallel.collectives import gather_objects
+from lightning_parallel.parts.last_stage import LastStage
+from lightning_parallel.parts.logs import logging_through
+from lightning_parallel.parts.stages import Stages
+from lightning_parallel.pipeline.flow import Flow, tensors_of
+
+MANY = 4  # tensors that may cross a cut besides the chain without a warning, as a U-Net's skip connections do
+
+
+class FirstLook:
+    """Sets the stage to the flow of the step that is to be run.
+
+    Args:
+        trainer: of the run.
+        module: whose steps they are.
+        stages: this rank's stage.
+        last_stage: runs the end of the steps.
+        group: the ranks of this pipeline.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        stages: Stages,
+        last_stage: LastStage,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._trainer, self._module = trainer, module
+        self._stages = stages
+        self._last_stage = last_stage
+        self._group = group
+        self._flows: dict[str, Flow] = {}  # by the kind of step
+        self._warned = False
+
+    def follow(self, kind: str, step: Callable[[], Any]) -> None:
+        """Before a step: set what crosses the cuts in steps of its kind.
+
+        Args:
+            kind: of step; the name of the user's method first.
+            step: the user's step, bound to a batch.
+
+        Raises:
+            RuntimeError: on all ranks, if the step can't be run in stages.
+        """
+        if self._group.size() == 1:
+            return
+        if kind not in self._flows:
+            layers = self._stages.fully_sharded
+            with layers.gathered() if layers is not None else nullcontext():  # or their hooks would do it, in the look
+                flow = self._flows[kind] = self._agreed(lambda: self._look(kind, step))
+            self._warn_of_cargo(flow)
+        self._stages.stage.flow = self._flows[kind]
+
+    def _look(self, kind: str, step: Callable[[], Any]) -> Flow:
+        logged: list[tuple[Any, ...]] = []
+
+        def keep(*args: Any, **kwargs: Any) -> None:
+            logged.append((args, kwargs))
+
+        stop = self._trainer.should_stop
+        try:
+            with logging_through(self._module, keep), self._last_stage.alone(kind.split()[0]):
+                return self._stages.stage.survey(step, logged)
+        finally:
+            self._trainer.should_stop = stop  # the step itself will set it again
+
+    def _agreed(self, look: Callable[[], Flow]) -> Flow:
+        """The last stage's view. An error on one rank is raised on all, since none may wait for what another won't
+        send."""
+        flow: Flow | None = None
+        failed: Exception | None = None
+        try:
+            flow = look()
+        except Exception as error:  # any: it is raised below, when the other ranks know
+            failed = error
+        words = None if failed is None else f"{type(failed).__name__}: {failed}"
+        views = gather_objects((self._stages.stage.index, flow, words), self._group)
+        if failed is not None:
+            raise failed
+        for stage, _, theirs in views:
+            if theirs is not None:
+                raise RuntimeError(f"stage {stage}: {theirs}")
+        last = max(views, key=lambda view: view[0])[1]
+        assert last is not None, "no rank failed"
+        return last
+
+    def _warn_of_cargo(self, flow: Flow) -> None:
+        """A residual sum between the layers is computed again on each stage, from all its terms: O(layers) of them."""
+        stage = flow.heaviest()
+        cargo = flow.out_of(stage)
+        if self._warned or tensors_of(cargo) <= MANY:
+            return
+        self._warned = True
+        rank_zero_warn(
+            f"{tensors_of(cargo)} tensors cross the cut between stages {stage} and {stage + 1} besides the output of "
+            f"the last layer before it, for each microbatch, and their gradients come back: the outputs of "
+            f"{first_few([repr(item.module) for item in cargo])}. Later stages use them. If training_step or forward "
+            f"adds them up between the layers, as in `x = x + layer(x)`, move this into the layer's forward: then its "
+            f"output is all that crosses."
+        )

@@ -1,0 +1,197 @@
+"""What happens on the last stage alone, and what it means for the others.
+
+Only the last stage reaches the end of the user's steps. So the user's hooks on what the steps made run there, and what
+they and the steps log is published to the other stages (``metric_board.py`` says when)::
+
+    hook                                 runs on       because it works on
+    on_..._epoch_end                     last stage    what the steps gathered: a list of outputs, a metric
+    on_validation_batch_end, ...         last stage    what the step returned
+    on_train_batch_end                   all stages    perhaps the weights: a moving average
+
+Of what ``training_step`` returned, the other stages have the loss. Code that runs on one rank can't meet the others: a
+collective there is refused before any rank waits for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from lightning_parallel.groups import Groups
+from lightning_parallel.layout import Layout
+from lightning_parallel.lightning_private import callbacks_of, reads_training_metric
+from lightning_parallel.parts.collectives import Collectives
+from lightning_parallel.parts.metric_board import MetricBoard
+from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_kept, mix, seed_host_generators
+
+EPOCH_END_HOOKS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end")
+OUTPUT_HOOKS = ("on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end")
+WRAPPED_HOOKS = (*EPOCH_END_HOOKS, *OUTPUT_HOOKS, "on_train_batch_end")
+
+
+class LastStage:
+    """The last stage of a pipeline, as this rank sees it.
+
+    Args:
+        trainer: of the run.
+        module: whose hooks they are.
+        layout: which stage this rank is.
+        groups: of the pipeline.
+        device: of this rank.
+        seed: of the run.
+        collectives: refused where code runs on the last stage only.
+        before_meeting: called with the name of a hook at whose end all stages meet.
+        failed: called with an exception, before other callbacks see it.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        layout: Layout,
+        groups: Groups,
+        device: torch.device,
+        seed: int,
+        collectives: Collectives,
+        *,
+        before_meeting: Callable[[str], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._trainer, self._module, self._layout = trainer, module, layout
+        self._seed = seed
+        self._collectives = collectives
+        self._before_meeting = before_meeting
+        self._generators = TorchGenerators(device)
+        last = layout.rank_at(pipeline=layout.stages - 1)
+        self._board = MetricBoard(trainer, groups.along("pipeline"), last, device)
+        self._publisher = _PublishMetrics(self._publish, failed)
+        if layout.stages > 1:
+            _wrap_hooks(module, self._run_hook)
+            callbacks_of(trainer).insert(0, self._publisher)
+        if not layout.is_last_stage:
+            module.log = _discard  # type: ignore[method-assign]  # until the end
+
+    def end(self) -> None:
+        """Give the module its hooks and its ``log`` back."""
+        for name in (*WRAPPED_HOOKS, "log"):
+            vars(self._module).pop(name, None)
+        if self._publisher in callbacks_of(self._trainer):
+            callbacks_of(self._trainer).remove(self._publisher)
+
+    # -- code that runs on the last stage only -------------------------------------------------------------------
+
+    @contextmanager
+    def alone(self, name: str, *indices: int) -> Iterator[None]:
+        """Inside, the user's code may run on the last stage only, and draws numbers of its own.
+
+        Args:
+            name: of the hook or step that runs.
+            indices: what the numbers depend on, besides the run and the update.
+        """
+        seed = mix(self._seed, self._layout.index("data"), self._trainer.global_step, *indices)
+        with self.apart(name), self._generators.seeded(seed):
+            seed_host_generators(seed)
+            yield
+
+    @contextmanager
+    def apart(self, name: str) -> Iterator[None]:
+        """Inside, the user's code can't meet the other ranks, and what it draws on the host doesn't move the generators
+        that the data come from."""
+        with self._collectives.refused_in(name), host_generators_kept():
+            yield
+
+    def _run_hook(self, name: str, hook: Callable[..., Any], *args: Any) -> None:
+        """The user's hook on what the steps made: on the last stage, which has it."""
+        if name == "on_train_batch_end":
+            outputs, *rest = args
+            hook(outputs if self._layout.is_last_stage else _LossOnly(outputs or {}), *rest)
+            return
+        if self._layout.is_last_stage:
+            with self.alone(name):
+                hook(*args)
+        if name not in OUTPUT_HOOKS:
+            self._publish(name)
+
+    # -- metrics -------------------------------------------------------------------------------------------------
+
+    def publish_step(self, loss: Tensor | None) -> Tensor:
+        """After a synchronous step: its loss, and what callbacks read after it (:meth:`.MetricBoard.publish_step`)."""
+        return self._board.publish_step(loss)
+
+    def _publish(self, hook: str) -> None:
+        if hook == "on_train_batch_end" and not self._is_read_now():
+            return
+        self._before_meeting(hook)
+        if hook in ("on_train_batch_end", "on_train_epoch_end"):
+            self._board.publish()
+        elif hook in ("on_validation_epoch_end", "on_test_epoch_end"):
+            self._board.publish_evaluation()
+
+    def _is_read_now(self) -> bool:
+        """Does a callback or a scheduler of Lightning's read a training metric after this batch, and act on it?"""
+        trainer = self._trainer
+        if any(reads_training_metric(callback, trainer.global_step) for callback in trainer.checkpoint_callbacks):
+            return True
+        batch_number = trainer.fit_loop.epoch_loop.batch_idx + 1
+        return any(
+            config.reduce_on_plateau and config.interval == "step" and batch_number % config.frequency == 0
+            for config in trainer.lr_scheduler_configs
+        )
+
+
+class _PublishMetrics(Callback):
+    """The first of the callbacks: when the others read metrics at the end of an epoch, every stage has them."""
+
+    def __init__(self, publish: Callable[[str], None], failed: Callable[[BaseException], None]) -> None:
+        self._publish = publish
+        self._failed = failed
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._publish("on_train_batch_end")
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._publish("on_train_epoch_end")
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._publish("on_validation_epoch_end")
+
+    def on_test_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._publish("on_test_epoch_end")
+
+    def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
+        # Before the other callbacks', one of which may want to save a checkpoint, for which all ranks would meet.
+        self._failed(exception)
+
+
+class _LossOnly(dict[str, Any]):
+    """What ``training_step`` returned, on a stage that isn't the last."""
+
+    def __missing__(self, key: str) -> Any:
+        raise RuntimeError(
+            f"on_train_batch_end looks at {key!r} of what training_step returned, which exists on the last pipeline "
+            f"stage only (global rank 0). Do this in training_step, or under `if self.trainer.is_global_zero:`."
+        )
+
+
+def _discard(*args: Any, **kwargs: Any) -> None:
+    """``self.log`` on a stage that isn't the last, which logs for all: a step is cut before its end here, and what
+    hooks find here (a norm of gradients) may be another value."""
+
+
+def _wrap_hooks(module: pl.LightningModule, wrapper: Callable[..., None]) -> None:
+    """Let ``wrapper(name, hook, *args)`` decide about the module's hooks that work on what its steps made."""
+    for name in WRAPPED_HOOKS:
+        hook = getattr(module, name)
+
+        def wrapped(*args: Any, name: str = name, hook: Callable[..., Any] = hook) -> None:
+            wrapper(name, hook, *args)
+
+        # `wraps` lets Lightning see whether the user has overridden the hook, and which arguments it takes.
+        setattr(module, name, functools.wraps(hook)(wrapped))

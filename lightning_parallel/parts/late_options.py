@@ -1,0 +1,75 @@
+"""An optimizer's options, such as learning rates, as they were when an update's batch came.
+
+An asynchronous stage makes update u when schedulers have already gone on, by as many batches as the stage lags behind::
+
+    batch fed         0     1     2     3
+    scheduler sets    lr0   lr1   lr2   lr3
+    first stage's                 update 0, with lr0
+
+Some optimizers write to their parameter groups themselves: schedule-free ones count their steps there, Prodigy
+estimates its step size. What an optimizer writes is its state, not an option, and stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+Options = list[dict[str, Any]]  # a dictionary for each parameter group
+
+
+class LateOptions:
+    """The options of an optimizer, then and now.
+
+    Args:
+        optimizer: whose they are.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._written: set[str] = set()  # keys that the optimizer has written to
+
+    def now(self, factor: float = 1.0) -> Options:
+        """A copy of the options.
+
+        Args:
+            factor: of the learning rate.
+        """
+        groups = [
+            {key: _copied(value) for key, value in group.items() if key != "params"}
+            for group in self._optimizer.param_groups
+        ]
+        return [{**group, "lr": group["lr"] * factor} if factor != 1 else group for group in groups]
+
+    @contextmanager
+    def restored(self, options: Options) -> Iterator[None]:
+        """Inside, the optimizer has these options. Afterwards it has those of now, except what it wrote itself."""
+        groups = self._optimizer.param_groups
+        given = [{k: v for k, v in values.items() if k not in self._written} for values in options]
+        # The objects themselves: a scheduler changes a rate that is a tensor in place.
+        current = [{key: group[key] for key in values} for group, values in zip(groups, given, strict=True)]
+        for group, values in zip(groups, given, strict=True):
+            group.update({key: _copied(value) for key, value in values.items()})
+        try:
+            yield
+        finally:
+            for group, values, before in zip(groups, given, current, strict=True):
+                self._written |= {key for key, value in values.items() if not _same(group[key], value)}
+                group.update({key: value for key, value in before.items() if key not in self._written})
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return False
+    return bool(one == other)

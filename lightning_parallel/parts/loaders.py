@@ -1,0 +1,75 @@
+"""What data loaders have to give the ranks: replicas other samples, and the ranks of one replica the same ones."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_parallel.batch import fingerprint
+from lightning_parallel.collectives import guarded
+from lightning_parallel.layout import Layout
+
+
+def prepare(dataloader: object, layout: Layout) -> object:
+    """A loader as this rank uses it: its workers are seeded by replica, and one that gives all replicas the same
+    samples is warned of."""
+    if not isinstance(dataloader, DataLoader):
+        return dataloader
+    if layout.size("data") > 1:
+        warn_of_equal_shares(dataloader, layout.size("data"))
+    # Lightning seeds workers by global rank, which would give the stages of one replica different augmentations.
+    if int(os.environ.get("PL_SEED_WORKERS", 0)) and dataloader.worker_init_fn is None:
+        dataloader.worker_init_fn = partial(pl_worker_init_function, rank=layout.index("data"))
+    return dataloader
+
+
+def warn_of_equal_shares(dataloader: DataLoader[Any], replicas: int) -> None:
+    """Warn of a loader that doesn't share its samples out over the replicas, after Lightning has done what it can."""
+    if isinstance(dataloader.dataset, IterableDataset):
+        rank_zero_warn(
+            f"{type(dataloader.dataset).__name__} is an iterable dataset: each of the {replicas} replicas iterates it "
+            f"by itself. Unless it yields other samples to every replica, by trainer.strategy.layout.index('data'), "
+            f"all of them train on the same samples."
+        )
+    elif not _is_distributed(dataloader):
+        rank_zero_warn(
+            f"The sampler {type(dataloader.sampler).__name__} isn't distributed: all {replicas} replicas draw from all "
+            f"samples. Use DistributedSampler(dataset, **trainer.distributed_sampler_kwargs), or leave "
+            f"use_distributed_sampler=True."
+        )
+
+
+def _is_distributed(dataloader: DataLoader[Any]) -> bool:
+    samplers = (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None))
+    return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
+
+
+def check_same_batch(batch: Any, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Do all ranks of a replica see the same first batch? Data shuffled differently on each would train nonsense.
+
+    Args:
+        batch: of this rank.
+        group: the ranks that hold one copy of the model together.
+        device: of this rank.
+
+    Raises:
+        RuntimeError: the batches differ, on all ranks.
+    """
+    number = fingerprint(batch)
+    both = torch.tensor([number, -number], device=device)
+    guarded(dist.all_reduce, both, dist.ReduceOp.MAX, group=group)
+    highest, lowest = both.tolist()
+    if highest != -lowest:
+        raise RuntimeError(
+            "The ranks of one replica see different batches: their first ones differ. Every stage and every tensor "
+            "rank must load the same samples in the same order: seed the sampler with `seed_everything(...)` or a "
+            "generator of its own, or leave `use_distributed_sampler=True`."
+        )

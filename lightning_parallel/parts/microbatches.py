@@ -1,0 +1,167 @@
+"""From a batch to the work of its microbatches, and from their outputs to what the batch would have given.
+
+::
+
+    batch of 10 samples, microbatches=4    sizes 3, 3, 2, 2    weights of the losses 0.3, 0.3, 0.2, 0.2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch import Tensor
+
+from lightning_parallel.batch import batch_size, join_outputs, sizes, split, weighted_mean
+from lightning_parallel.layout import Layout
+from lightning_parallel.parts.first_look import FirstLook
+from lightning_parallel.parts.last_stage import LastStage
+from lightning_parallel.parts.loaders import check_same_batch
+from lightning_parallel.parts.logs import LogRecorder, logging_through
+from lightning_parallel.parts.tensor_shards import TensorShards
+from lightning_parallel.pipeline.engine import Microbatch
+from lightning_parallel.pipeline.seeding import mix, seed_host_generators
+from lightning_parallel.settings import Auto, Count
+
+
+class Microbatches:
+    """Splits batches into microbatches, and joins what these return.
+
+    Args:
+        trainer: of the run.
+        module: whose ``training_step`` runs.
+        wanted: the setting ``microbatches``.
+        automatic: the number for ``"auto"``, given a batch's size.
+        layout: which stage this rank is.
+        seed: of the run.
+        precision: in whose context steps run.
+        shards: whose region a step leaves at its end.
+        look: at the first step.
+        last_stage: runs the end of the steps.
+        model_group: the ranks that hold one copy of the model together.
+        device: of this rank.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        wanted: Count | Auto,
+        automatic: Callable[[int], int],
+        *,
+        layout: Layout,
+        seed: int,
+        precision: Precision,
+        shards: TensorShards,
+        look: FirstLook,
+        last_stage: LastStage,
+        model_group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._trainer, self._module = trainer, module
+        self._wanted, self._automatic = wanted, automatic
+        self._layout, self._seed = layout, seed
+        self._precision, self._shards = precision, shards
+        self._look, self._last_stage = look, last_stage
+        self._model_group, self._device = model_group, device
+        self._is_first_batch = True
+
+    def of(
+        self, arguments: tuple[Any, ...], recorder: LogRecorder, *, scale: float, first: int = 0
+    ) -> tuple[dict[int, Microbatch], list[int]]:
+        """The work of a batch.
+
+        Args:
+            arguments: of ``training_step``, the batch first.
+            recorder: of what the microbatches log.
+            scale: a factor of the loss, besides the microbatch's share of the batch.
+            first: the number of the first microbatch.
+
+        Returns:
+            The work by microbatch number, and the microbatches' sizes.
+
+        Raises:
+            ValueError: the first batch can't be split like this.
+            RuntimeError: the ranks of one replica see different first batches.
+        """
+        batch, *rest = arguments
+        size = batch_size(batch)
+        wanted = self._automatic(size) if self._wanted == "auto" else self._wanted
+        if self._is_first_batch:
+            if wanted > size:
+                raise ValueError(
+                    f"microbatches={wanted}, but the first batch has only {size} samples: use at most {size} "
+                    f"microbatches, or a larger batch_size in the DataLoader."
+                )
+            check_same_batch(batch, self._model_group, self._device)
+        counts = sizes(size, min(wanted, size))  # the last batch of an epoch may be smaller
+        # Numbered through the whole run, so a resumed run draws the same random numbers.
+        number = self._trainer.fit_loop.total_batch_idx
+        work: dict[int, Microbatch] = {}
+        for k, part in enumerate(split(batch, len(counts))):
+            seed = mix(self._seed, self._layout.index("data"), number, k)
+            work[first + k] = Microbatch(
+                step=partial(self._run, (part, *rest), recorder, counts[k], seed),
+                weight=counts[k] / size * scale,
+                place=k,
+                seed=seed,
+            )
+        self._look.follow("training_step", work[first].step)
+        self._is_first_batch = False
+        return work, counts
+
+    def _run(self, arguments: tuple[Any, ...], recorder: LogRecorder, size: int, seed: int) -> Any:
+        """The user's step on one microbatch."""
+        recorder.weight = size
+        seed_host_generators(seed)
+        with self._precision.train_step_context(), self._shards.region():
+            return self._module.training_step(*arguments)
+
+    @contextmanager
+    def recorded(self, recorder: LogRecorder) -> Iterator[None]:
+        """Around the engine's run: the recorder keeps what steps log on the last stage. It is dropped on the others."""
+        log = logging_through(self._module, recorder.log) if self._layout.is_last_stage else nullcontext()
+        with log, self._last_stage.apart("training_step"):
+            yield
+
+    def joined(self, outputs: list[Any], counts: list[int], recorder: LogRecorder) -> Any:
+        """On the last stage: log what the batch would have logged, and return what its step would have returned,
+        detached."""
+        recorder.replay(self._module.log)
+        loss = weighted_mean([loss_of(output).detach().reshape(()) for output in outputs], counts)
+        output = join_outputs(outputs, counts)
+        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what ``training_step`` returned.
+
+    Raises:
+        RuntimeError: there is none, or it is no scalar, or it has no gradient.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise RuntimeError(
+            f"training_step returned {'no loss' if loss is None else type(loss).__name__}: a pipeline can't skip a "
+            f"batch, since every stage has to take part. Return a tensor, or a dict with a tensor under 'loss'."
+        )
+    if loss.numel() != 1:
+        raise RuntimeError(f"training_step returned a loss of shape {tuple(loss.shape)}: return a scalar.")
+    if not loss.requires_grad:
+        raise RuntimeError(
+            "The loss that training_step returned has no gradient: it was detached, or it depends on no trainable "
+            "parameter."
+        )
+    return loss
+
+
+def loss_scale(precision: Precision) -> float:
+    """The factor that fp16's gradient scaler wants on the loss; 1 with any other precision."""
+    scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
+    return 1.0 if scaler is None else float(scaler.get_scale())

@@ -1,0 +1,96 @@
+"""The settings that several strategies share, each declared once. Constructors, schemas and YAML files read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Annotated, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+
+from lightning_parallel.settings import SET_BY_TRAINER, Auto, Count, Range, check
+from lightning_parallel.tensor.plan import Plan
+
+Seconds = Annotated[float, Range(1)]
+DataParallelKind = Literal["replicate", "fully_shard"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessOptions:
+    """What every strategy takes that runs a process on each device.
+
+    Args:
+        timeout: how long a rank waits for another one before it gives up: seconds, or a ``timedelta``.
+        process_group_backend: ``"gloo"`` or ``"nccl"``. By default NCCL where every rank has a GPU of its own, and gloo
+            elsewhere.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning's
+            strategies; the Trainer fills them in. ``parallel_devices`` may name one GPU several times, for ranks that
+            share it.
+    """
+
+    timeout: Seconds | timedelta = 1800
+    process_group_backend: Literal["gloo", "nccl"] | None = None
+    accelerator: Accelerator | None = field(default=None, metadata=SET_BY_TRAINER)
+    parallel_devices: list[torch.device] | None = field(default=None, metadata=SET_BY_TRAINER)
+    cluster_environment: ClusterEnvironment | None = field(default=None, metadata=SET_BY_TRAINER)
+    checkpoint_io: CheckpointIO | None = field(default=None, metadata=SET_BY_TRAINER)
+    precision_plugin: Precision | None = field(default=None, metadata=SET_BY_TRAINER)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def wait(self) -> timedelta:
+        """The timeout."""
+        return self.timeout if isinstance(self.timeout, timedelta) else timedelta(seconds=self.timeout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedOptions(ProcessOptions):
+    """What both pipelines take.
+
+    Args:
+        stages: the number of pipeline stages; ``"auto"``: as many as the processes that the other axes leave.
+        microbatches: the number of parts into which a batch is split. Losses and logs are means weighted by microbatch
+            size; BatchNorm normalises over a microbatch. ``"auto"``: chosen by the schedule.
+        layers: names or patterns of the layers between which the model may be cut, such as ``["net.blocks.*"]``. By
+            default the children of the ``nn.Sequential`` or ``nn.ModuleList`` that can be shared out best.
+        balance: ``"parameters"``, ``"layers"``, or the number of layers of each stage.
+        activation_checkpointing: keep only the inputs of layers, and run the layers again in the backward: less memory,
+            for about a third more time. BatchNorm then updates its statistics twice.
+        tensor_parallel: the number of ranks that share a stage's layers; see
+            :class:`~lightning_parallel.TensorParallelStrategy`.
+        plan: which layers these ranks divide, and how; see there.
+        sequence_parallel: divide activations between these layers along the sequence; see there.
+        data_parallel: the number of replicas of the whole pipeline, each of which gets its share of every batch;
+            ``"auto"``: as many as there are ranks for, or one with ``stages="auto"``.
+        data_parallel_kind: ``"replicate"``: each replica holds all of its stage. ``"fully_shard"``: each holds a
+            part of every layer's parameters and optimizer state, and gathers the layers for a step (torch's
+            ``fully_shard``).
+        timeline: record what each rank runs when. At the end of training a picture (with matplotlib installed) and a
+            trace are written to the log directory, and the measured bubble is printed beside the theoretical one.
+    """
+
+    stages: Count | Auto = "auto"
+    microbatches: Count | Auto = "auto"
+    layers: Sequence[str] | None = None
+    balance: Literal["parameters", "layers"] | Sequence[Count] = "parameters"
+    activation_checkpointing: bool = False
+    tensor_parallel: Count | Auto = 1
+    plan: Plan | None = None
+    sequence_parallel: bool = False
+    data_parallel: Count | Auto = "auto"
+    data_parallel_kind: DataParallelKind = "replicate"
+    timeline: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.data_parallel_kind == "fully_shard" and self.tensor_parallel != 1:
+            raise ValueError(
+                f"data_parallel_kind='fully_shard' with tensor_parallel={self.tensor_parallel!r}: shards can't be "
+                f"sharded once more. Use data_parallel_kind='replicate', or tensor_parallel=1."
+            )

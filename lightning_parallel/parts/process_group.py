@@ -1,0 +1,97 @@
+"""The process group of a run: which backend it has, joining it, agreeing on a seed, and leaving it."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import hashlib
+import os
+import random
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+
+from lightning_parallel.collectives import gather_objects
+from lightning_parallel.layout import Layout
+from lightning_parallel.lightning_private import init_process_group
+from lightning_parallel.torch_private import forget_meshes
+
+
+def backend_for(devices: Sequence[torch.device], device: torch.device) -> str:
+    """The backend for ranks on these devices: NCCL where every rank has a GPU of its own."""
+    if len(set(devices)) < len(devices):
+        return "gloo"  # NCCL can't join two ranks on one GPU
+    return dist.get_default_backend_for_device(device)
+
+
+def join(
+    environment: ClusterEnvironment, layout: Layout, backend: str, timeout: timedelta, device: torch.device
+) -> bool:
+    """Join the default process group, unless this process is in one.
+
+    Returns:
+        Whether it was joined now.
+
+    Raises:
+        RuntimeError: this process is in a group of another size than the layout's.
+    """
+    forget_meshes()  # of process groups that are gone
+    joined = not dist.is_initialized()
+    if joined:
+        options: dict[str, Any] = {"device_id": device} if backend == "nccl" else {}
+        init_process_group(environment, backend, timeout, **options)
+        atexit.unregister(leave)
+        atexit.register(leave)
+    if dist.get_world_size() != layout.world_size:
+        raise RuntimeError(
+            f"A process group of {dist.get_world_size()} processes exists already, but this Trainer asks for "
+            f"{layout.world_size} (devices x num_nodes). End it first with torch.distributed.destroy_process_group(), "
+            f"or start this run in a fresh process."
+        )
+    return joined
+
+
+def agree_on_seed(layout: Layout) -> int:
+    """The run's seed, equal on all ranks. Ranks of one replica then draw the same samples and augmentations.
+
+    Where the user's script has left the same random state on all ranks, as ``seed_everything`` does, it stays as it is,
+    and the data come in the order of a single process. Otherwise rank 0 chooses a seed for all.
+    """
+    own = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
+    states = (torch.get_rng_state().numpy().tobytes(), np.random.get_state()[1].tobytes(), random.getstate())  # type: ignore[index,union-attr]
+    everyones = gather_objects((own, hashlib.sha256(repr(states).encode()).hexdigest()), None)
+    agreed = everyones[0][0]
+    if any(other != everyones[0] for other in everyones) or layout.size("data") > 1:
+        seed = agreed + layout.index("data")
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+    return agreed
+
+
+def close() -> None:
+    """After an error, close this rank's connections: the other ranks, wherever they wait, end within seconds."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def leave() -> None:
+    """Destroy the process group before the interpreter is finalized.
+
+    A thread of gloo's needs Python's lock to release a collective's tensors. If it gets the lock only while the
+    interpreter is being finalized, the process ends with SIGABRT, "terminate called without an active exception"
+    (https://github.com/pytorch/pytorch/issues/190489). Destroying the group joins these threads, except those of groups
+    that something still refers to, as a script's Trainer and DTensor's caches do. These threads get the lock while this
+    one sleeps.
+    """
+    if dist.is_initialized():
+        forget_meshes()
+        gc.collect()  # a Trainer that is over is in reference cycles, and holds on to groups
+        dist.destroy_process_group()
+        time.sleep(0.01)

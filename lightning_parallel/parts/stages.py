@@ -1,0 +1,197 @@
+"""The module in stages: which part of it this rank holds, and what several stages hold together.
+
+A rank's part is taken before the module is moved to a device, and before the optimizer exists. Parameters that several
+stages hold, tied and loose ones, are made equal on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
+
+from lightning_parallel.collectives import broadcast_tensors
+from lightning_parallel.fully_sharded.layers import FullyShardedLayers
+from lightning_parallel.fully_sharded.units import untied
+from lightning_parallel.gradients.summing import summed_over
+from lightning_parallel.gradients.swapping import Gradients
+from lightning_parallel.groups import Groups
+from lightning_parallel.layout import Layout
+from lightning_parallel.local_model import LocalModel
+from lightning_parallel.parts.options import StagedOptions
+from lightning_parallel.pipeline.absent import AbsentTensor
+from lightning_parallel.pipeline.partition import Partition, partition
+from lightning_parallel.pipeline.stage import Stage
+from lightning_parallel.shard import Shard
+
+
+class Stages:
+    """This rank's stage of a module, and what it shares with other stages.
+
+    Args:
+        options: how the module is cut.
+
+    Attributes:
+        fully_sharded: the stage's layers, if they are sharded over the replicas.
+    """
+
+    def __init__(self, options: StagedOptions) -> None:
+        self.fully_sharded: FullyShardedLayers | None = None
+        self._options = options
+        self._stage: Stage | None = None
+        self._shared: list[tuple[dist.ProcessGroup, list[str]]] = []  # names, and the group of the stages with them
+        self._local: LocalModel | None = None
+
+    @property
+    def stage(self) -> Stage:
+        """This rank's stage, from set-up on."""
+        assert self._stage is not None, "stages are made in Trainer.fit, validate, test and predict"
+        return self._stage
+
+    def take(
+        self,
+        module: pl.LightningModule,
+        layout: Layout,
+        device: torch.device,
+        *,
+        check: Callable[[Partition], None],
+        describe: Callable[[int], str],
+        divide: Callable[[], None],
+        replicas: dist.ProcessGroup,
+    ) -> None:
+        """Make this rank's stage of the module, once for a module, and hook it.
+
+        Args:
+            module: the whole model.
+            layout: which stage this rank is.
+            device: of this rank.
+            check: refuses a partition that the schedule can't train.
+            describe: what the banner says of a stage besides its layers.
+            divide: replaces layers by this rank's shards. It is called after the partition, which weighs whole layers,
+                and before the other stages' layers are dropped.
+            replicas: the ranks that hold the same stage.
+
+        Raises:
+            ValueError: the module can't be cut like this.
+            RuntimeError: another Trainer has cut it.
+        """
+        if self._stage is None or self._stage.module is not module:
+            if any(isinstance(p, AbsentTensor) for p in module.parameters()):
+                raise RuntimeError(
+                    "This LightningModule holds one stage of a pipeline that another Trainer has made of it. Make a "
+                    "new one, and load it from a checkpoint."
+                )
+            parts = partition(module, layout.stages, self._options.layers, self._options.balance)
+            check(parts)
+            _announce(parts, module, layout, describe)
+            divide()
+            self._stage = Stage(module, parts, layout.stage, device)
+            if self._options.data_parallel_kind == "fully_shard" and replicas.size() > 1:
+                # Before the stage's hooks: after its last layer they leave the step, and torch's have to run by then.
+                layers = untied(module, self._stage.layers)
+                self.fully_sharded = FullyShardedLayers(layers, replicas, device)
+        self._stage.install(recompute=self._options.activation_checkpointing)
+
+    def local_model(self, shards: Mapping[str, Shard]) -> LocalModel:
+        """What this rank holds.
+
+        Args:
+            shards: of divided layers.
+        """
+        stage = self.stage
+        return LocalModel(stage.named_parameters(), stage.named_buffers, shards, stage.partition.aliases)
+
+    # -- tied and loose parameters -------------------------------------------------------------------------------
+
+    def join_shared(self, local: LocalModel, layout: Layout, groups: Groups) -> None:
+        """Make parameters that several stages hold equal on them, as the first of these stages has them. All ranks call
+        it."""
+        self._local, self._shared = local, []
+        by_stages: dict[tuple[int, ...], list[str]] = {}
+        for name, stages in self.stage.partition.shared().items():
+            by_stages.setdefault(stages, []).append(name)
+        for stages, names in by_stages.items():
+            group = groups.joined(
+                [
+                    [place.rank_at(pipeline=stage) for stage in stages]
+                    for place in layout.everyone()
+                    if place.stage == stages[0]
+                ]
+            )
+            if group is not None:
+                self._shared.append((group, names))
+                first = layout.rank_at(pipeline=stages[0])
+                broadcast_tensors((local.parameters[name] for name in names), first, group)
+
+    def summed_shared(self, gradients: Gradients) -> Gradients:
+        """Gradients with those of shared parameters summed over the stages that hold them. One that got a gradient on
+        no stage keeps none, as in a single process, where the optimizer skips it."""
+        for group, names in self._shared:
+            assert self._local is not None
+            parameters = self._local.parameters
+            trained = [name for name in names if parameters[name].requires_grad]
+            gradients = {**gradients, **summed_over(group, trained, parameters, gradients)}
+        return gradients
+
+    def counts(self, name: str) -> bool:
+        """Is this the stage whose copy of a parameter enters a norm over all stages? It is the first one that has
+        it."""
+        return self.stage.partition.owners[name][0] == self.stage.index
+
+    def end(self) -> None:
+        """Take the hooks off the module. It stays cut."""
+        if self._stage is not None:
+            self._stage.remove()
+
+
+def _announce(parts: Partition, module: nn.Module, layout: Layout, describe: Callable[[int], str]) -> None:
+    parameters = dict(module.named_parameters())
+    for stage in range(parts.stages):
+        names = [parts.layers[i] for i in parts.layers_of(stage)]
+        outside = [name for name, owner in parts.outside.items() if owner == stage]
+        span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} layers)"
+        besides = f" with {', '.join(outside)}" if outside else ""
+        size = sum(p.numel() for name, p in parameters.items() if stage in parts.owners[name])
+        rank_zero_info(
+            f"{layout.describe(layout.rank_at(pipeline=stage))}: {span}{besides}, {size:,} parameters{describe(stage)}"
+        )
+
+
+def refuse_training(module: pl.LightningModule) -> None:
+    """Refuse what no pipeline can train.
+
+    Raises:
+        ValueError: it names the method, and the fix.
+    """
+    if not module.automatic_optimization:
+        raise ValueError(
+            "automatic_optimization=False: a pipeline runs backward and step itself, by its schedule. Use automatic "
+            "optimization."
+        )
+    if is_overridden("backward", module):
+        raise ValueError(
+            f"{type(module).__name__}.backward is overridden, but a pipeline's schedule runs the backward, stage by "
+            f"stage. Remove the override; hooks such as on_after_backward are called."
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ValueError("training_step(dataloader_iter): a pipeline splits batches, so it needs training_step(batch).")
+
+
+def refuse_evaluation(module: pl.LightningModule) -> None:
+    """Refuse what no pipeline can run.
+
+    Raises:
+        ValueError: it names the method, and the fix.
+    """
+    for step in (module.validation_step, module.test_step, module.predict_step):
+        if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+            raise ValueError(
+                f"{step.__name__}(dataloader_iter): a pipeline looks through a step before it runs it, so the first "
+                f"batch would be lost. Take {step.__name__}(batch, batch_idx)."
+            )

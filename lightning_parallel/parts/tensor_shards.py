@@ -1,0 +1,152 @@
+"""Layers divided over the tensor axis: what the strategies with such an axis do besides running the layers.
+
+The module's layers are replaced by this rank's shards of them before anything else is made of it. From then on the
+ranks of a tensor group compute one model together: they must see one batch and come to one loss. The first update
+checks that, and that parameters which the plan leaves whole get one gradient on all of them. Otherwise a plan with a
+hole in it would train on, wrong and silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_parallel.collectives import broadcast_tensors, guarded
+from lightning_parallel.gradients.summing import summed_over
+from lightning_parallel.gradients.swapping import Gradients
+from lightning_parallel.local_model import LocalModel
+from lightning_parallel.shard import Shard
+from lightning_parallel.tensor.plan import Plan, find_plan
+from lightning_parallel.tensor.region import ShardedRegion
+from lightning_parallel.tensor.sharding import Sharding, shard_module
+
+_TOLERANCE = 1e-2  # of norms: rounding differs by far less, a forgotten sum by far more
+
+
+class TensorShards:
+    """This rank's shards of a module's layers.
+
+    Args:
+        plan: which layers are divided, and how; None for the model's own.
+        sequence_parallel: divide activations between the layers along the sequence.
+    """
+
+    def __init__(self, plan: Plan | None, sequence_parallel: bool) -> None:
+        self._plan = dict(plan) if plan is not None else None
+        self._sequence_parallel = sequence_parallel
+        self._divided: nn.Module | None = None
+        self._sharding = Sharding({}, ())
+        self._region: ShardedRegion | None = None
+        self._unchecked = False  # until the gradients of the first update have been compared
+        self._local: LocalModel | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    def divide(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Replace the layers that the plan names by this rank's shards, once for a module.
+
+        Args:
+            module: the whole model.
+            group: the tensor group.
+            device: of this rank.
+
+        Raises:
+            ValueError: there is no plan, or it doesn't fit.
+        """
+        if self._divided is module or group.size() == 1:
+            return
+        plan = find_plan(module, self._plan)
+        self._region = ShardedRegion(group.rank(), device)
+        self._sharding = shard_module(
+            module, plan, group, sequence_parallel=self._sequence_parallel, region=self._region
+        )
+        self._divided = module
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """How the divided parameters were cut, by name."""
+        return self._sharding.shards
+
+    def begin(self, local: LocalModel, group: dist.ProcessGroup) -> None:
+        """A run begins: parameters and buffers that are whole on every tensor rank are made equal.
+
+        Args:
+            local: what this rank holds of the model.
+            group: the tensor group.
+        """
+        self._local, self._group = local, group
+        self._unchecked = group.size() > 1
+        whole = [parameter for name, parameter in local.replicated.items() if name not in self.shards]
+        broadcast_tensors((*whole, *local.buffers().values()), dist.get_global_rank(group, 0), group)
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """Around a step: however it ends, the tensor ranks draw the same random numbers again."""
+        try:
+            yield
+        finally:
+            if self._region is not None:
+                self._region.leave()
+
+    def counts(self, name: str) -> bool:
+        """Does this rank's copy of a parameter enter a norm over the tensor group?"""
+        assert self._group is not None
+        return name in self.shards or self._group.rank() == 0
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_first_update(self) -> bool:
+        """Have no gradients been compared yet?"""
+        return self._unchecked
+
+    def completed(self, gradients: Gradients) -> Gradients:
+        """An update's gradients, with those summed over the tensor group of which each rank has a part. A collective.
+
+        Args:
+            gradients: of this rank, by name, with the same names on all ranks of the group.
+
+        Raises:
+            RuntimeError: in the first update, if ranks have different gradients of what they hold whole.
+        """
+        assert self._local is not None and self._group is not None
+        if self._region is not None:
+            self._region.close()
+        partial = [name for name in self._sharding.partial if name in gradients]
+        gradients = {**gradients, **summed_over(self._group, partial, self._local.parameters, gradients)}
+        if self._unchecked:
+            self._unchecked = False
+            self._check_whole(gradients)
+        return gradients
+
+    def _check_whole(self, gradients: Gradients) -> None:
+        whole = [name for name in gradients if name not in self.shards]
+        if not whole:
+            return
+        assert self._local is not None and self._group is not None
+        device = self._local.parameters[whole[0]].device
+        own = torch.stack([_fingerprint(gradients[name]) for name in whole]).to(device)  # [names, 2]
+        first = own.clone()
+        guarded(dist.broadcast, first, dist.get_global_rank(self._group, 0), self._group)
+        apart = (own - first).abs().amax(1) > _TOLERANCE * torch.maximum(own[:, 0], first[:, 0])
+        votes = apart.to(torch.int32)
+        guarded(dist.all_reduce, votes, dist.ReduceOp.MAX, group=self._group)
+        differing = [name for name, vote in zip(whole, votes.tolist(), strict=True) if vote]
+        if differing:
+            raise RuntimeError(
+                f"'{differing[0]}' is whole on every tensor rank, but its gradient differs between them"
+                + (f" (so do {len(differing) - 1} others, such as '{differing[1]}')" if len(differing) > 1 else "")
+                + ". If it works on shards, give its module the style 'sum_gradient' in the plan. Otherwise the ranks "
+                "come to different losses: by random numbers of their own, or by gathered outputs that differ."
+            )
+
+
+def _fingerprint(gradient: Tensor | None) -> Tensor:
+    """Two numbers of the same size that differ where gradients do."""
+    if gradient is None:
+        return torch.zeros(2, dtype=torch.float64)
+    values = gradient.detach().double().flatten()
+    return torch.stack([values.norm(), values.sum() / max(1, values.numel()) ** 0.5])

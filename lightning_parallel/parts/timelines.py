@@ -1,0 +1,73 @@
+"""The timeline of a run: gathered at its end, reported beside theory, and written as a picture and a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_parallel.collectives import gather_objects_on_first
+from lightning_parallel.layout import Layout
+from lightning_parallel.pipeline.drawing import write_png
+from lightning_parallel.pipeline.timeline import Span, Timeline, report
+from lightning_parallel.pipeline.trace_file import write_trace
+
+
+def has_pictures() -> bool:
+    """Is matplotlib installed?"""
+    return find_spec("matplotlib") is not None
+
+
+def warn_without_pictures() -> None:
+    """Say at the start of a run what its end will lack."""
+    if not has_pictures():
+        rank_zero_warn(
+            "timeline=True, but matplotlib is not installed: only the trace and the measured bubble will be written. "
+            "For the picture: pip install 'lightning-parallel[pictures]'."
+        )
+
+
+def write_timeline(
+    timeline: Timeline,
+    layout: Layout,
+    directory: Path,
+    *,
+    title: str,
+    theory: float,
+    staleness: Mapping[int, int] | None = None,
+) -> None:
+    """Gather what the ranks recorded on rank 0, and write it there. All ranks call it.
+
+    Args:
+        timeline: of this rank.
+        layout: which stage this rank is.
+        directory: for the files.
+        title: of the picture.
+        theory: the bubble by theory.
+        staleness: of an asynchronous pipeline, for each number of updates that gradients were late, how many were.
+    """
+    own: tuple[list[Span], dict[int, int] | None] = (timeline.spans, None if staleness is None else dict(staleness))
+    everyones = gather_objects_on_first(own, None)
+    if everyones is None:
+        return
+    stages = [everyones[rank] for rank in layout.peers("pipeline")]  # of the replica and the shard of rank 0
+    rows = [spans for spans, _ in stages]
+    labels = [f"stage {stage} (rank {layout.rank_at(pipeline=stage)})" for stage in range(layout.stages)]
+    directory.mkdir(parents=True, exist_ok=True)
+    write_trace(rows, directory / "timeline.json", labels=labels)
+    if has_pictures():
+        write_png(rows, directory / "timeline.png", title=title, theory=theory, labels=labels)
+    written = "timeline.png and timeline.json" if has_pictures() else "timeline.json"
+    rank_zero_info(f"{report(rows, theory)}\nWritten: {directory}/{written}")
+    for stage, (_, late) in enumerate(stages):
+        if late is not None:
+            rank_zero_info(_lateness(stage, late))
+
+
+def _lateness(stage: int, counts: Mapping[int, int]) -> str:
+    total = max(1, sum(counts.values()))
+    shares = ", ".join(f"{late}: {100 * count / total:.0f} %" for late, count in sorted(counts.items()))
+    mean = sum(late * count for late, count in counts.items()) / total
+    return f"stage {stage}: gradients {mean:.2f} updates late in the mean ({shares})"

@@ -1,0 +1,43 @@
+"""A schedule as text: a row for each stage, time to the right."""
+
+from __future__ import annotations
+
+import math
+
+from lightning_parallel.pipeline.schedule import Forward, Schedule, Step
+from lightning_parallel.pipeline.simulate import Simulation, simulate
+
+
+def clock_table(schedule: Schedule | Simulation, *, unit: float | None = None, width: int | None = None) -> str:
+    """Draw a schedule.
+
+    `F2` starts the forward and `B2` the backward of microbatch 2, `=` continues it, `.` is waiting, and `|` ends a
+    step.
+
+    Args:
+        schedule: a simulation, or a schedule to be simulated with `simulate`'s defaults.
+        unit: the time per column; by default the shortest forward or backward, so that each has a column.
+        width: the most characters in a line. A longer table is cut, and ends with `...`.
+    """
+    simulation = schedule if isinstance(schedule, Simulation) else simulate(schedule)
+    computed = [t for row in simulation.rows for t in row if not isinstance(t.action, Step)]
+    if unit is None:
+        unit = min(t.end - t.start for t in computed)
+    digits = len(str(max(t.action.microbatch for t in computed if not isinstance(t.action, Step))))
+    columns = max(1, math.ceil(simulation.makespan / unit - 1e-6))
+    lines = []
+    for s, row in enumerate(simulation.rows):
+        cells, separators = ["."] * columns, [" "] * columns
+        for t in row:
+            # A column shows what runs at its middle: this action runs in the columns from first to beyond - 1.
+            first, beyond = (max(0, math.ceil(time / unit - 0.5 - 1e-6)) for time in (t.start, t.end))
+            if isinstance(t.action, Step):
+                label = "S"
+                separators[max(0, beyond - 1)] = "|"
+            else:
+                label = f"{'F' if isinstance(t.action, Forward) else 'B'}{t.action.microbatch}"
+            cells[first:beyond] = ([label] + ["=" * len(label)] * columns)[: beyond - first]
+        body = "".join(f"{cell:>{digits + 1}}{end}" for cell, end in zip(cells, separators, strict=True))
+        line = f"stage {s:<{len(str(len(simulation.rows) - 1))}} | {body}".rstrip()
+        lines.append(line if width is None or len(line) <= width else line[: width - 4] + " ...")
+    return "\n".join(lines)

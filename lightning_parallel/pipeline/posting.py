@@ -1,0 +1,76 @@
+"""Where sends are posted from: a thread of their own on a CPU, the stage's thread where a GPU is involved."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Thread, current_thread
+
+import torch.distributed as dist
+from torch import Tensor
+
+Send = Callable[[Tensor], dist.Work]
+
+
+class PostsFromThread:
+    """Posts sends from a thread of its own. gloo copies a message into a socket within the call that posts it, half a
+    millisecond for a megabyte, which the stage need not wait for. The thread ends with this object.
+
+    Args:
+        send: posts a buffer.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._handed: SimpleQueue[Tensor | None] = SimpleQueue()
+        self._posted: SimpleQueue[dist.Work | BaseException] = SimpleQueue()
+        thread = Thread(target=_post_all, args=(send, self._handed, self._posted), name="send", daemon=True)
+        thread.start()
+        weakref.finalize(self, _end, thread, self._handed)
+
+    def hand(self, buffer: Tensor) -> None:
+        """Have ``buffer`` posted, after all that were handed over before."""
+        self._handed.put(buffer)
+
+    def posted(self) -> dist.Work:
+        """The next send, in the order of :meth:`hand`. Waits until it has been posted."""
+        work = self._posted.get()
+        if isinstance(work, BaseException):
+            raise work
+        return work
+
+
+def _post_all(send: Send, handed: SimpleQueue[Tensor | None], posted: SimpleQueue[dist.Work | BaseException]) -> None:
+    while (buffer := handed.get()) is not None:
+        try:
+            posted.put(send(buffer))
+        except BaseException as error:  # raised again on the stage's thread
+            posted.put(error)
+        del buffer  # its memory is the sender's to release
+
+
+def _end(thread: Thread, handed: SimpleQueue[Tensor | None]) -> None:
+    """End a sending thread, and with it its hold on the link: destroying a group joins gloo's threads only if nothing
+    refers to the group any more."""
+    handed.put(None)
+    if thread is not current_thread():  # garbage may be collected in it
+        thread.join(timeout=1.0)
+
+
+class PostsDirectly:
+    """Posts sends from the stage's thread, whose CUDA stream orders them.
+
+    Args:
+        send: posts a buffer.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._posted: deque[dist.Work] = deque()
+
+    def hand(self, buffer: Tensor) -> None:
+        self._posted.append(self._send(buffer))
+
+    def posted(self) -> dist.Work:
+        return self._posted.popleft()

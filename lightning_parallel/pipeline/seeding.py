@@ -1,0 +1,101 @@
+"""Random numbers of the model, kept apart from those of the data.
+
+Every stage loads the same batches, so the global generators, from which samplers and augmentations draw, must stay
+equal on all stages. Dropout masks are drawn on one stage only, so they must not move these generators. Therefore each
+microbatch's forward runs with generators of its own, seeded from what the microbatch is::
+
+    seed of a microbatch = mix(seed of the run, data rank, number of the batch, number of the microbatch)
+
+Its numbers depend on the seed and on how batches are split, and on nothing that ran before. A run that is resumed, or a
+forward that is repeated, draws the same numbers again.
+
+Within a step every stage runs the code between the layers, which may draw too: the noise of a diffusion model is needed
+before the first layer and again in the loss. All stages must draw the same there. So a layer leaves torch's generators
+as if it had drawn one number, whatever it draws, and also on the stages where it is absent: see :func:`draw_seed`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+def mix(*parts: int) -> int:
+    """A seed of 63 bits from integers (run, stage, batch, microbatch, ...). It differs if any of them does."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def draw_seed() -> int:
+    """The seed for the generators after a layer, drawn before the layer runs or is found absent.
+
+    It is drawn from the generator itself. So a recomputation of several layers (activation checkpointing), which starts
+    from the same state, draws the same.
+    """
+    return int(torch.empty((), dtype=torch.int64).random_())
+
+
+class TorchGenerators:
+    """torch's default generators of the CPU and of one device.
+
+    Args:
+        device: a CPU or a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: list[torch.Generator] = []
+
+    def seed(self, seed: int) -> None:
+        """Seed them."""
+        for generator in self._made or self._find():
+            generator.manual_seed(seed)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Afterwards they are as they were before."""
+        generators = self._find()
+        states = [generator.get_state() for generator in generators]
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        """:meth:`kept`, and seeded inside."""
+        with self.kept():
+            self.seed(seed)
+            yield
+
+    def _find(self) -> list[torch.Generator]:
+        if self._device.type == "cuda":
+            torch.cuda.init()  # creates the default generators
+            self._made = [torch.default_generator, torch.cuda.default_generators[self._device.index or 0]]
+        else:
+            self._made = [torch.default_generator]
+        return self._made
+
+
+@contextmanager
+def host_generators_kept() -> Iterator[None]:
+    """Python's and NumPy's generators: afterwards they are as they were. It takes a tenth of a millisecond, so it is
+    for once a batch."""
+    python, legacy = random.getstate(), np.random.get_state(legacy=False)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(legacy)
+
+
+def seed_host_generators(seed: int) -> None:
+    """Seed Python's and NumPy's generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)

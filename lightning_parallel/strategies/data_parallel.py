@@ -1,0 +1,272 @@
+"""Data parallelism in one process, with a thread for each replica: what Lightning 1 called ``dp``.
+
+::
+
+    Lightning            here
+    training_step        batch -> shares -> the user's step in every replica's thread -> outputs joined
+    backward             one node of the graph runs the replicas' backwards (threaded_replicas/graphs.py)
+    clip, step           of the one model
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from typing_extensions import override
+
+from lightning_parallel.lightning_private import launched_by_make_launcher, layer_sync_of, tell_device
+from lightning_parallel.parts.logs import LogRecorder
+from lightning_parallel.settings import SET_BY_TRAINER, check, takes
+from lightning_parallel.threaded_replicas.data_parallel import DataParallel
+from lightning_parallel.threaded_replicas.join import joined
+from lightning_parallel.threaded_replicas.metrics import in_turn, metric_itself
+from lightning_parallel.threaded_replicas.replicate import Replica
+from lightning_parallel.threaded_replicas.scatter import Share
+
+LossOn = Literal["replicas", "output_device"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallelOptions:
+    """The settings of :class:`DataParallelStrategy`.
+
+    Args:
+        loss_on: ``"replicas"`` runs the user's whole step on each replica's share, and takes the mean of the losses,
+            weighted by samples. This is the loss of the whole batch, if the user's is a mean over samples. Each replica
+            holds the memory of its outputs. ``"output_device"`` runs the step once, on the first device. The replicas
+            share the calls of ``self(...)`` in it, and their outputs are joined, as torch.nn.DataParallel does. So the
+            loss may compare samples of the whole batch (contrastive losses), and the first device holds all outputs.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning's
+            strategies; the Trainer fills them in. ``parallel_devices`` may name one GPU several times.
+    """
+
+    loss_on: LossOn = "replicas"
+    accelerator: Accelerator | None = field(default=None, metadata=SET_BY_TRAINER)
+    parallel_devices: list[torch.device] | None = field(default=None, metadata=SET_BY_TRAINER)
+    cluster_environment: ClusterEnvironment | None = field(default=None, metadata=SET_BY_TRAINER)
+    checkpoint_io: CheckpointIO | None = field(default=None, metadata=SET_BY_TRAINER)
+    precision_plugin: Precision | None = field(default=None, metadata=SET_BY_TRAINER)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@launched_by_make_launcher
+class DataParallelStrategy(SingleDeviceStrategy):
+    """A replica of the model on each device, a share of every batch for each replica, all in one process.
+
+    ::
+
+        trainer = L.Trainer(devices=2, strategy=DataParallelStrategy())   # on the CPU: two threads
+        trainer.fit(AnyLightningModule(), datamodule)
+
+    There is one model, on the first device, one optimizer and one Trainer. World size, checkpoints, samplers and
+    callbacks are those of a single process, and the replicas share the batch of the data loader.
+
+    Every step copies the model to the replicas and the gradients back, and all threads want Python's interpreter lock.
+    DDP, with a process for each device, is faster, often by far. The advantage of one process is simplicity: nothing to
+    launch, notebooks work, and a debugger sees all replicas.
+
+    BatchNorm normalises over a replica's share, and its running statistics are those of replica 0. So are attributes
+    that a step sets. Metrics are updated in the order of the samples. Each replica's dropout draws other numbers, the
+    same ones in every run.
+    """
+
+    strategy_name = "data_parallel"
+
+    @takes(DataParallelOptions)
+    def __init__(self, options: DataParallelOptions) -> None:
+        super().__init__(
+            accelerator=options.accelerator,
+            checkpoint_io=options.checkpoint_io,
+            precision_plugin=options.precision_plugin,
+        )
+        self.parallel_devices = options.parallel_devices
+        self.cluster_environment = options.cluster_environment
+        self._loss_on = options.loss_on
+        self._num_nodes = 1
+        self._parallel: DataParallel | None = None
+        self._forward_calls = 0  # those that the replicas shared, in the step that runs
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        """The output device, which has the model."""
+        return self.parallel_devices[0] if self.parallel_devices else super().root_device
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        if num_nodes != 1:
+            raise ValueError(f"num_nodes={num_nodes}: {_ONE_PROCESS} Use num_nodes=1, or strategy='ddp'.")
+
+    # -- set-up --------------------------------------------------------------------------------------------------
+
+    def make_launcher(self) -> None:
+        """Nothing is launched. This is the last call while the Trainer is made, so all that can be refused is known."""
+        _check_devices(self.parallel_devices or [])
+        if self.cluster_environment is not None and self.cluster_environment.world_size() > 1:
+            size = self.cluster_environment.world_size()
+            raise ValueError(f"{size} processes were launched: {_ONE_PROCESS} Launch one, or use strategy='ddp'.")
+        if layer_sync_of(self) is not None:
+            raise ValueError(
+                "sync_batchnorm=True: replicas in threads normalise by the statistics of their share. Leave it out, or "
+                "use strategy='ddp'."
+            )
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.parallel_devices
+        _check_module(self._module(), self._loss_on, trainer.state.fn == TrainerFn.FITTING)
+        super().setup(trainer)
+        self._parallel = DataParallel(self.parallel_devices)
+
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    # -- a batch -------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._forward_calls = 0
+        with self.precision_plugin.train_step_context():
+            output = self._step("training_step", *args, *kwargs.values())
+        if self._loss_on == "output_device" and not self._forward_calls:
+            raise ValueError(
+                "loss_on='output_device': training_step never called self(...), whose calls the replicas share, so one "
+                "device did everything. Let training_step call self(...) with the inputs, or use loss_on='replicas'."
+            )
+        return output
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._step("validation_step", *args, *kwargs.values())
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._step("test_step", *args, *kwargs.values())
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._step("predict_step", *args, *kwargs.values())
+
+    def _step(self, name: str, batch: Any, *indices: int) -> Any:
+        """Run the user's step ``name`` on the replicas, or on the output device with its forwards on the replicas."""
+        if self._loss_on == "replicas":
+            return self._on_replicas(name, lambda copy, part: getattr(copy, name)(part, *indices), batch)
+
+        module = self._module()
+        own = module.__dict__.get("forward")
+
+        def shared_forward(*args: Any, **kwargs: Any) -> Any:
+            self._forward_calls += 1
+            with _forward_is(module, own):  # in the replicas, which are copied here
+                call = (args, kwargs)
+                return self._on_replicas(f"{name}.forward", lambda copy, part: copy.forward(*part[0], **part[1]), call)
+
+        with _forward_is(module, shared_forward):
+            return getattr(module, name)(batch, *indices)
+
+    def _on_replicas(self, kind: str, call: Callable[[Any, Any], Any], batch: Any) -> Any:
+        """The joined results of ``call(replica, share of the batch)``. What the replicas log is logged once."""
+        assert self._parallel is not None
+        recorders = [LogRecorder() for _ in self._parallel.devices]
+
+        def run(replica: Replica, share: Share) -> Any:
+            recorder = recorders[replica.number]
+            recorder.weight = share.samples
+            _settle(replica, recorder)
+            return call(replica.module, share.batch)
+
+        outputs, samples = self._parallel.apply(self._module(), run, batch, kind=kind, stand_in=in_turn)
+        for recorder in recorders[1:]:
+            recorders[0].extend(recorder)
+        recorders[0].replay(self._module().log)
+        return joined(outputs, samples, self.root_device)
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        if self._parallel is not None:
+            self._parallel.close()
+            self._parallel = None
+
+
+_ONE_PROCESS = "DataParallelStrategy runs all replicas in one process, on one machine."
+
+
+def _check_devices(devices: list[torch.device]) -> None:
+    kinds = {device.type for device in devices}
+    if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
+        named = ", ".join(map(str, devices))
+        raise ValueError(f"parallel_devices=[{named}]: replicas are all on the CPU or all on GPUs. Name one kind.")
+    count = torch.cuda.device_count() if "cuda" in kinds else 0
+    for device in devices:
+        if device.type == "cuda" and not (device.index is not None and device.index < count):
+            present = ", ".join(f"cuda:{i}" for i in range(count)) or "none"
+            raise ValueError(
+                f"parallel_devices names {device}, and this machine has these GPUs: {present}. Name one of them; one "
+                f"may be named several times."
+            )
+
+
+def _check_module(module: pl.LightningModule, loss_on: LossOn, training: bool) -> None:
+    if training and loss_on == "replicas" and not module.automatic_optimization:
+        raise ValueError(
+            "automatic_optimization=False with loss_on='replicas': each replica's training_step would step the "
+            "optimizer with the gradients of its share. Use loss_on='output_device', or automatic optimization."
+        )
+    if training and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ValueError(
+            "training_step(dataloader_iter): replicas share batches, so it has to be training_step(batch)."
+        )
+
+
+def _settle(replica: Replica, recorder: LogRecorder) -> None:
+    """Tell a copied LightningModule what it keeps about itself: where it is, and where it logs."""
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        recorder.log(name, metric_itself(value), *args, **kwargs)
+
+    replica.copied[0].set("log", log)
+    for each in replica.copied:
+        tell_device(each.copy, each.set, replica.device)
+
+
+@contextlib.contextmanager
+def _forward_is(module: pl.LightningModule, forward: Callable[..., Any] | None) -> Iterator[None]:
+    """Inside, ``self(...)`` is ``forward``; None: what the class defines. It is an instance attribute, which is how
+    Lightning's own strategies set it."""
+    before = module.__dict__.get("forward")
+    _set_forward(module, forward)
+    try:
+        yield
+    finally:
+        _set_forward(module, before)
+
+
+def _set_forward(module: pl.LightningModule, forward: Callable[..., Any] | None) -> None:
+    if forward is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = forward

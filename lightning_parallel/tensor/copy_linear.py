@@ -1,0 +1,72 @@
+"""A linear map whose input's gradient is summed over the ranks while the weight's gradient is computed::
+
+backward     dx = g W     all-reduce of dx ........................ wait
+                          dW = g^T x     db = sum of g's rows
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_parallel.tensor.functions import has_memory
+
+
+def copy_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> Tensor:
+    """``F.linear(copy(x, group), weight, bias)``, with communication and computation overlapped in the backward.
+
+    Args:
+        x: ``[..., in]``, equal on all ranks.
+        weight: ``[out here, in]``.
+        bias: ``[out here]``, or None.
+        group: the tensor group.
+    """
+    x, weight, bias = _autocast(x, weight, bias)
+    return _CopyLinear.apply(x, weight, bias, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _CopyLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.group = group
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        if torch.is_grad_enabled():  # once_differentiable would refuse only where ``g`` itself has a gradient
+            raise RuntimeError("ColumnParallelLinear has no second derivative: leave out create_graph=True.")
+        x, weight = ctx.saved_tensors
+        shape = g.shape
+        g = g.reshape(-1, shape[-1])
+        grad_x = g @ weight
+        work = dist.all_reduce(grad_x, group=ctx.group, async_op=True) if has_memory(grad_x) else None
+        grad_weight = grad_bias = None
+        if x is not None:
+            x = x.reshape(-1, x.shape[-1])
+            # In the weight's own memory layout, so the gradient is accumulated without a copy.
+            grad_weight = g.t() @ x if weight.is_contiguous() else (x.t() @ g).t()
+        if ctx.needs_input_grad[2]:
+            grad_bias = g.sum(0)
+        if work is not None:
+            work.wait()
+        return grad_x.view(*shape[:-1], weight.shape[1]), grad_weight, grad_bias, None
+
+
+def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What autocast would make of the arguments of ``F.linear``. It doesn't know functions of autograd."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(t: Tensor) -> Tensor:
+        return t if t.dtype == torch.float64 or not t.is_floating_point() else t.to(dtype)
+
+    return cast(x), cast(weight), None if bias is None else cast(bias)

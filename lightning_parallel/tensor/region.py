@@ -1,0 +1,76 @@
+"""Dropout under tensor parallelism: different masks inside a sharded region, equal ones outside.
+
+Outside, all ranks of a tensor group compute the same, so they must draw the same numbers: for dropout between blocks,
+for the noise of a loss, and for what samplers draw from the global generator. Between a column layer and its row layer
+each rank has values of its own; equal masks there would be one mask repeated over the heads::
+
+    dropout        column   dropout        row   dropout
+    equal masks  |        different masks      | equal masks
+
+Megatron-LM (2019, appendix B.2) draws the masks inside from a second generator. Here the one generator is reseeded
+inside and put back afterwards. So whatever draws from it draws the right numbers, and activation checkpointing works,
+which restores this generator and no other.
+
+A generator's own seed tells whether it is inside, and nothing else does: a recomputation may begin inside, end inside,
+or be broken off there (``use_reentrant=False`` stops as soon as it has all that the backward needs).
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+
+class ShardedRegion:
+    """The region between column and row layers, as the device's global generator sees it.
+
+    It is entered and left many times in a step, once for each pair of layers.
+
+    Args:
+        index: this rank's coordinate on the tensor axis.
+        device: of the model, a CPU or a CUDA device.
+    """
+
+    def __init__(self, index: int, device: torch.device) -> None:
+        self._index = index
+        self._device = device
+        # The generator's state outside, by its seed inside. 5 KB each on a CPU, 16 bytes on a GPU.
+        self._outside: dict[int, Tensor] = {}
+
+    def enter(self) -> None:
+        """Reseed with the generator's state and this rank's index. Inside the region this does nothing."""
+        generator = self._generator()
+        if generator.initial_seed() in self._outside:
+            return
+        state = generator.get_state()
+        number = hashlib.blake2b(state.numpy().tobytes(), salt=self._index.to_bytes(8, "little"), digest_size=8)
+        seed = int.from_bytes(number.digest(), "little") >> 1
+        self._outside[seed] = state
+        generator.manual_seed(seed)
+
+    def leave(self) -> None:
+        """Go on as before :meth:`enter`, one number further if any were drawn inside. So the next region draws other
+        numbers, and a model without dropout leaves the generator, from which data are shuffled, as a single process
+        would. Outside the region this does nothing."""
+        generator = self._generator()
+        seed = generator.initial_seed()
+        if seed not in self._outside:
+            return
+        drawn = not torch.equal(generator.get_state(), generator.manual_seed(seed).get_state())
+        generator.set_state(self._outside[seed])
+        if drawn:
+            torch.empty((), device=self._device).random_()  # not read, or a GPU would have to be waited for
+
+    def close(self) -> None:
+        """At the end of a step, after its backward: leave, and forget what only a recomputation could ask for."""
+        self.leave()
+        self._outside.clear()
+
+    def _generator(self) -> torch.Generator:
+        if self._device.type != "cuda":
+            return torch.default_generator
+        torch.cuda.init()  # creates the default generators
+        index = self._device.index
+        return torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]

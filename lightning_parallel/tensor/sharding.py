@@ -1,0 +1,153 @@
+"""Dividing a model in place, as a plan says: layers are replaced by their parallel counterparts.
+
+Everything is checked, and every new layer made, before the first one is put in its place. So a plan that is refused
+leaves the model as it was.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+
+from lightning_parallel.shard import Shard
+from lightning_parallel.tensor.layer import ParallelLayer
+from lightning_parallel.tensor.plan import Plan, resolve
+from lightning_parallel.tensor.region import ShardedRegion
+from lightning_parallel.tensor.sequence import Chain, find_chains
+from lightning_parallel.tensor.siblings import Siblings
+from lightning_parallel.tensor.style import Rule, Site
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What a rank holds of a divided model's parameters.
+
+    Attributes:
+        shards: how the divided ones were cut, by full name; of tied parameters, by each name.
+        partial: the names of parameters that are whole on every rank, and of whose gradient each rank gets a part. The
+            parts have to be summed over the tensor group after a backward. Each parameter appears once, under its first
+            name.
+    """
+
+    shards: dict[str, Shard]
+    partial: tuple[str, ...]
+
+
+def shard_module(
+    module: nn.Module,
+    plan: Plan,
+    group: dist.ProcessGroup,
+    *,
+    sequence_parallel: bool = False,
+    region: ShardedRegion | None = None,
+) -> Sharding:
+    """Replace layers of ``module`` by this rank's shards of them, wherever they are registered.
+
+    Args:
+        module: the model, equal on all ranks of the group. Its parameters are new objects afterwards, so make
+            optimizers later.
+        plan: see :mod:`~lightning_parallel.tensor.plan`.
+        group: the tensor group.
+        sequence_parallel: divide the activations between the sharded regions of the model's blocks along the sequence;
+            see :mod:`~lightning_parallel.tensor.sequence`.
+        region: of the random numbers drawn where the ranks compute different things.
+
+    Raises:
+        ValueError: the plan doesn't fit the model, or the model doesn't fit the size of the group.
+        RuntimeError: the model has been divided before.
+    """
+    rules = resolve(module, plan)
+    chains = find_chains(module, rules) if sequence_parallel else []
+    _check_ties(module, rules)
+    for rule in rules:
+        try:
+            rule.style.check_division(rule, module, rules, group.size())
+        except ValueError as error:
+            raise _of_rule(rule, error) from None
+    layers = _new_layers(rules, chains, group, region)
+    partial = _partial(module, rules, chains)  # names, which stay the same
+
+    for rule, layer in layers:
+        for name in rule.names:
+            parent, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(parent), attribute, layer)
+    for rule in rules:
+        rule.style.divide_in_place(rule.module, group.size())
+    for chain in chains:
+        chain.wrap(group, region)
+    return Sharding(shards_of(module), partial)
+
+
+def shards_of(module: nn.Module) -> dict[str, Shard]:
+    """How the parameters of the parallel layers in ``module`` are cut, including layers that a user put there."""
+    return {
+        f"{name}.{parameter}" if name else parameter: shard
+        for name, layer in module.named_modules(remove_duplicate=False)
+        if isinstance(layer, ParallelLayer)
+        for parameter, shard in layer.shards.items()
+    }
+
+
+def _new_layers(
+    rules: list[Rule], chains: list[Chain], group: dist.ProcessGroup, region: ShardedRegion | None
+) -> list[tuple[Rule, nn.Module]]:
+    shared: dict[int, nn.Parameter] = {}
+    layers: list[tuple[Rule, nn.Module]] = []
+    siblings = _siblings(rules)
+    for rule in rules:
+        # A block that works on pieces of the sequence is one region as a whole.
+        in_block = any(chain.holds(rule) for chain in chains)
+        site = Site(group, None if in_block else region, in_block, siblings.get(_parent(rule)), shared)
+        try:
+            layer = rule.style.new_layer(rule, site)
+        except ValueError as error:
+            raise _of_rule(rule, error) from None
+        if layer is not None:
+            layers.append((rule, layer))
+    return layers
+
+
+def _siblings(rules: list[Rule]) -> dict[str, Siblings]:
+    """By the name of their parent: the layers of one module that usually get one input."""
+    counts = Counter(_parent(rule) for rule in rules if rule.style.shares_input)
+    return {parent: Siblings(count) for parent, count in counts.items() if count > 1}
+
+
+def _parent(rule: Rule) -> str:
+    return rule.name.rpartition(".")[0]
+
+
+def _of_rule(rule: Rule, error: ValueError) -> ValueError:
+    text = str(error)
+    if text.startswith("plan: "):
+        return error
+    named = "" if repr(rule.name) in text else f"{rule.name!r}: "
+    return ValueError(f"plan: {rule.pattern!r}: {named}{text}")
+
+
+def _check_ties(module: nn.Module, rules: list[Rule]) -> None:
+    """A parameter that has a name in a divided layer must have no name outside of them."""
+    divided = {id(rule.module): rule.style.divided_parameters(rule.module) for rule in rules}
+    taken = {
+        id(parameter): f"{rule.name}.{name}" for rule in rules for name, parameter in divided[id(rule.module)].items()
+    }
+    for name, submodule in module.named_modules():
+        if divided.get(id(submodule)):
+            continue
+        for own, parameter in submodule.named_parameters(recurse=False):
+            if id(parameter) in taken:
+                whole = f"{name}.{own}" if name else own
+                raise ValueError(
+                    f"plan: {taken[id(parameter)]!r} is divided, but it is the same parameter as {whole!r}, which the "
+                    f"plan leaves whole: add a rule for {name!r} ('embedding' and 'column_gather' go together)."
+                )
+
+
+def _partial(module: nn.Module, rules: list[Rule], chains: list[Chain]) -> tuple[str, ...]:
+    divided = {id(p) for rule in rules for p in rule.style.divided_parameters(rule.module).values()}
+    summed = {id(p) for rule in rules for p in rule.style.partial_parameters(rule.module)}
+    summed |= {id(p) for chain in chains for p in chain.parameters()}
+    return tuple(name for name, p in module.named_parameters() if id(p) in summed - divided)

@@ -1,0 +1,131 @@
+"""A style: how one module is divided over the tensor ranks, as one object that says all there is to say.
+
+A new style is a subclass of :class:`Style`, and a plan takes an instance of it. ``styles.py`` has those that there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch.distributed as dist
+from torch import nn
+
+from lightning_parallel.tensor.region import ShardedRegion
+from lightning_parallel.tensor.siblings import Siblings
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One module with its style.
+
+    Attributes:
+        module: the module to be divided.
+        names: all names under which it is registered.
+        pattern: of the plan, that matched.
+        style: for it.
+    """
+
+    module: nn.Module
+    names: tuple[str, ...]
+    pattern: str
+    style: Style
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def misfit(self, what: str) -> str:
+        """A message that says the style doesn't fit the module."""
+        return f"plan: {self.pattern!r}: {self.style.text!r}, but {self.name!r} is a {type(self.module).__name__}{what}"
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a divided layer is going to be.
+
+    Attributes:
+        group: the tensor group.
+        region: entered after a column layer and left before a row layer; None where the block as a whole is the region.
+        in_block: the layer is in a block that works on pieces of the sequence.
+        siblings: shared by the layers that get the same input; None for a layer that has none.
+        shared: the shards made so far, by the id of the whole parameter.
+    """
+
+    group: dist.ProcessGroup
+    region: ShardedRegion | None
+    in_block: bool
+    siblings: Siblings | None
+    shared: dict[int, nn.Parameter]
+
+
+class Style:
+    """How a module is divided. Override what differs from "the module stays as it is".
+
+    Attributes:
+        name: in plans, before the colon.
+        shares_input: layers of this style with one parent usually get the same input, and may sum its gradient once.
+        leaves_divided: the output is divided over the ranks, so the next layer of the pair has to take it so.
+        takes_divided: the input is what a style with ``leaves_divided`` returned.
+        is_alone: input and output are whole, so the style can be left out of a plan without breaking a pair.
+        in_sequence_blocks: it works where activations are divided along the sequence.
+    """
+
+    name: ClassVar[str] = ""
+    shares_input: ClassVar[bool] = False
+    leaves_divided: ClassVar[bool] = False
+    takes_divided: ClassVar[bool] = False
+    is_alone: ClassVar[bool] = False
+    in_sequence_blocks: ClassVar[bool] = False
+
+    @classmethod
+    def read(cls, options: str) -> Self:
+        """The style for what stands after the colon.
+
+        Raises:
+            ValueError: it can't be read.
+        """
+        if options:
+            raise ValueError(f"{cls.name!r} takes no options.")
+        return cls()
+
+    @property
+    def text(self) -> str:
+        """The style as a plan writes it."""
+        return self.name or type(self).__name__
+
+    def check(self, rule: Rule) -> None:
+        """Does the module fit?
+
+        Raises:
+            ValueError: it doesn't.
+        """
+
+    def check_division(self, rule: Rule, root: nn.Module, rules: Sequence[Rule], count: int) -> None:
+        """Can the module be divided over ``count`` ranks?
+
+        Args:
+            rule: of this style.
+            root: the whole model.
+            rules: all rules.
+            count: the number of tensor ranks.
+
+        Raises:
+            ValueError: it can't.
+        """
+
+    def new_layer(self, rule: Rule, site: Site) -> nn.Module | None:
+        """This rank's shard of the module, to be put in its place; None: the module stays."""
+        return None
+
+    def divide_in_place(self, module: nn.Module, count: int) -> None:
+        """Change a module that stays, when everything has been checked."""
+
+    def divided_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """The module's own parameters that are divided, by name."""
+        return {}
+
+    def partial_parameters(self, module: nn.Module) -> list[nn.Parameter]:
+        """Parameters that stay whole, and of whose gradient each rank gets a part, to be summed over the ranks."""
+        return []

@@ -1,0 +1,76 @@
+"""torchmetrics' objects in replicas: one object for all, updated in the order of the samples.
+
+A metric's state is no part of a replica: updates of several copies would be lost, or would have to be merged, which not
+every metric can do. So the replicas hold a stand-in in its place. The stand-in waits for its turn, until the earlier
+replicas have ended their steps, and then is the metric itself. At the end of a step the metric's state is that of a
+single process which was given the shares one after the other. What a replica does after it first touched a metric is
+not parallel any more; that is usually the end of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_parallel.batch import mapped
+
+
+class MetricInTurn:
+    """Stands for a metric in a replica. ``isinstance`` takes it for one.
+
+    Args:
+        metric: that it stands for.
+        wait: waits for the earlier replicas.
+    """
+
+    def __init__(self, metric: Metric | MetricCollection, wait: Callable[[], None]) -> None:
+        self._metric = metric
+        self._wait = wait
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # type: ignore[override]
+        return type(self._metric)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._in_turn(), name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._in_turn()(*self._here(args), **self._here(kwargs))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self(*args, **kwargs)
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        return self._in_turn().update(*self._here(args), **self._here(kwargs))
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._in_turn()[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._in_turn())
+
+    def __len__(self) -> int:
+        return len(self._in_turn())
+
+    def _in_turn(self) -> Any:
+        self._wait()
+        return self._metric
+
+    def _here(self, arguments: Any) -> Any:
+        """The arguments on the metric's device, which is the first replica's."""
+        members = self._metric.values() if isinstance(self._metric, MetricCollection) else [self._metric]
+        device = next(iter(members)).device
+        return mapped(arguments, lambda tensor: tensor.to(device))
+
+
+def in_turn(module: nn.Module, wait: Callable[[], None]) -> MetricInTurn | None:
+    """The stand-in of a metric; None for other modules."""
+    return MetricInTurn(module, wait) if isinstance(module, Metric | MetricCollection) else None
+
+
+def metric_itself(value: Any) -> Any:
+    """What a stand-in stands for. Other values are returned as they are."""
+    return value._metric if type(value) is MetricInTurn else value

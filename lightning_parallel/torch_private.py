@@ -1,0 +1,164 @@
+"""Every private name of torch that the package uses, with the reason why no public one does.
+
+``tests/test_torch_private.py`` pins each of them: when a new version of torch breaks one, a test there fails and says
+what depends on it. Nothing else in the package imports or reads a private name of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor, nn
+from torch.distributed.checkpoint import metadata
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+# Observing operators (recipes/traffic.py). Named as public by torch's own documentation, but its module is not.
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Walking nested containers. torch has no public pytree; transformers registers its outputs with this one.
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+__all__ = [
+    "TorchDispatchMode",
+    "METADATA_CLASSES",
+    "boxed_group",
+    "buffers_of",
+    "dispatch_disabled",
+    "forget_meshes",
+    "group_by_name",
+    "has_hooks",
+    "make_parameter",
+    "modules_of",
+    "parameters_of",
+    "scale_all",
+    "shallow_copy",
+    "subclass_functions_disabled",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+    "wrapper_tensor",
+    "written_arguments",
+]
+
+T = TypeVar("T", bound=Tensor)
+
+# What the metadata of a distributed checkpoint is made of: (module, class or function) of each pickled object.
+METADATA_CLASSES = frozenset(
+    {
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        *((metadata.__name__, name) for name in (*metadata.__all__, "_MEM_FORMAT_ENCODING")),
+    }
+)
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------
+
+
+def wrapper_tensor(
+    kind: type[T],
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    strides: Sequence[int] | None = None,
+    requires_grad: bool = False,
+) -> T:
+    """A tensor of a subclass, without memory of its own. "Extending PyTorch" documents this constructor for subclasses
+    with ``__torch_dispatch__``; its name is private."""
+    made: T = Tensor._make_wrapper_subclass(
+        kind, size, strides=strides, dtype=dtype, device=device, requires_grad=requires_grad
+    )
+    return made
+
+
+def make_parameter(tensor: Tensor) -> None:
+    """Have ``isinstance(tensor, nn.Parameter)`` hold for a tensor of a subclass: what nn.Parameter itself sets on
+    subclasses that it wraps. It can't wrap a tensor without memory."""
+    tensor._is_param = True  # type: ignore[attr-defined]
+
+
+def subclass_functions_disabled() -> AbstractContextManager[None]:
+    """Inside, functions on a tensor subclass don't go through its ``__torch_function__``: for that method itself, and
+    for reading a shape without the detour."""
+    disabled: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return disabled
+
+
+def dispatch_disabled() -> AbstractContextManager[None]:
+    """Inside, an operation on a tensor subclass doesn't go through its ``__torch_dispatch__``: for operations that
+    change a tensor's shape in place, whose result has to be that very tensor."""
+    disabled: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
+    return disabled
+
+
+def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """The arguments that an operator writes to. Only its schema tells."""
+    for i, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[i] if i < len(args) else kwargs.get(argument.name)
+
+
+def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors of one dtype and device in place, in one kernel on a GPU, where a loop launches one for each."""
+    torch._foreach_mul_(tensors, factor)
+
+
+# -- modules -----------------------------------------------------------------------------------------------------
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The dictionary from which a module's own parameters are read. ``setattr`` refuses a plain tensor in the place of
+    a parameter, which ``torch.func.functional_call`` puts there too, and would cost a check for each in every step."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The dictionary from which a module's own buffers are read."""
+    return module._buffers
+
+
+def modules_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The dictionary from which a module's own children are read."""
+    return module._modules
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Has anyone registered a hook on the module? torch has no public way to ask."""
+    return any(name.endswith("_hooks") and value for name, value in vars(module).items())
+
+
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """A copy of a module without parameters, buffers and children of its own, as torch.nn.DataParallel begins one.
+    Modules override the method to copy what else they need: recurrent layers do."""
+    copy: nn.Module = module._replicate_for_data_parallel()
+    return copy
+
+
+# -- process groups ----------------------------------------------------------------------------------------------
+
+
+def boxed_group(argument: Any) -> dist.ProcessGroup | None:
+    """The group that an operator of torch.distributed was given, if ``argument`` is one: an object of TorchScript's,
+    whose type only a private method tells."""
+    if isinstance(argument, torch.ScriptObject) and str(argument._type()).endswith(".ProcessGroup"):
+        return dist.ProcessGroup.unbox(argument)
+    return None
+
+
+def group_by_name(name: str) -> dist.ProcessGroup:
+    """The group that a functional collective, as DTensor calls them, names."""
+    return c10d._resolve_process_group(name)  # type: ignore[attr-defined, no-any-return, arg-type]
+
+
+def forget_meshes() -> None:
+    """Forget the device meshes that DTensor's caches of operators hold. They name process groups. Where these have been
+    destroyed, a DTensor of an equal mesh would still be computed with them, or with others of the same name."""
+    _clear_sharding_prop_cache()

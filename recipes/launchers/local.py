@@ -1,0 +1,128 @@
+"""Workers on this machine, started with torch's elastic agent.
+
+The agent gives each run its own processes, world size and port, so the jobs of a sweep don't disturb each other.
+Lightning's subprocess launcher can't do this: under ``--multirun`` each of its children runs the sweep again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recipes.launchers.launcher import LAUNCHED, ROOT, Failure, WorkersFailed
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+_SHUTDOWN_SECONDS = 10  # what workers get to end themselves after Ctrl-C or a peer's failure
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class LocalLauncher:
+    """Starts a run's workers on this machine. When they have ended, this process is as it was before.
+
+    Args:
+        devices: how many there are, one for each worker.
+        threads: OMP_NUM_THREADS of each worker, unless the environment sets it.
+    """
+
+    def __init__(self, devices: int, threads: int) -> None:
+        self.devices = devices
+        self.threads = threads
+
+    def launch(self, config_file: Path, processes: int) -> None:
+        """As :meth:`Launcher.launch <recipes.launchers.launcher.Launcher.launch>`."""
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        with (
+            _signals_and_environment_restored(),
+            _quiet_agent(),
+            tempfile.TemporaryDirectory(prefix="recipes-") as scratch,
+        ):
+            os.environ[LAUNCHED] = str(os.getpid())
+            os.environ.setdefault("OMP_NUM_THREADS", str(self.threads))
+            os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+            agent = elastic_launch(
+                LaunchConfig(
+                    min_nodes=1,
+                    max_nodes=1,
+                    nproc_per_node=processes,
+                    run_id=uuid.uuid4().hex,
+                    rdzv_backend="c10d",
+                    rdzv_endpoint="localhost:0",  # port 0: the system gives a free one
+                    local_addr="localhost",  # the machine's own name need not resolve
+                    max_restarts=0,
+                    monitor_interval=0.1,
+                    shutdown_timeout=_SHUTDOWN_SECONDS,
+                    logs_specs=DefaultLogsSpecs(log_dir=scratch),
+                ),
+                sys.executable,
+            )
+            try:
+                agent("-u", "-m", "recipes.worker", str(config_file))
+            except ChildFailedError as error:
+                raise WorkersFailed(_root_cause(error), processes) from None
+            except SignalException as error:
+                raise KeyboardInterrupt(str(error)) from None
+
+
+def _root_cause(error: ChildFailedError) -> Failure:
+    """The worker that failed first. The others often only lost their connection to it."""
+
+    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, int]:
+        _, failure = item
+        file = Path(failure.error_file)
+        # A worker killed by a signal left no file, and can't be the victim of a peer.
+        return (True, file.stat().st_mtime_ns) if file.is_file() else (failure.exitcode >= 0, 0)
+
+    rank, failure = min(error.failures.items(), key=order)
+    content: Any = failure.error_file_data.get("message")
+    if isinstance(content, dict):
+        return Failure(rank, str(content["message"]), str(content["extraInfo"]["py_callstack"]))
+    if failure.exitcode < 0:
+        hint = " (out of memory?)" if failure.exitcode == -signal.SIGKILL else ""
+        return Failure(rank, f"killed by {failure.signal_name()}{hint}", None)
+    return Failure(rank, f"ended with exit code {failure.exitcode}", None)
+
+
+@contextmanager
+def _signals_and_environment_restored() -> Iterator[None]:
+    """Undo what the agent leaves: its signal handlers and environment variables.
+
+    With its handlers, Ctrl-C would end one job of a sweep, and the sweep would go on.
+    """
+    environment = os.environ.copy()
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if handler is not None:  # None: it was not set from Python, and can't be set back from it
+                signal.signal(number, handler)
+        for name in set(os.environ) - set(environment):
+            del os.environ[name]
+        os.environ.update(environment)
+
+
+@contextmanager
+def _quiet_agent() -> Iterator[None]:
+    """Leave the agent's own account of a failure out: the worker's error says more."""
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]
+    levels = {name: logging.getLogger(name).level for name in names}
+    for name in names:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

@@ -1,0 +1,451 @@
+"""One format for every layout: any number of processes writes it, any other number reads it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_anything
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_parallel.checkpoint import Loaded, is_checkpoint, load, read_full, remove, save
+from tests.pool import WorkerError, WorkerPool
+
+
+def whole() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """A model after three updates, the same in every process."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 2))
+    decay = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    rest = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def names_of(rank: int, size: int) -> list[str]:
+    """The names that a rank holds: layers dealt out, the last ones to rank 0."""
+    names = list(nn.Module.state_dict(whole()[0]))
+    return [name for name in names if int(name.split(".")[0]) % size == size - 1 - rank]
+
+
+def held(rank: int, size: int, *, extra: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Arguments of `save` for one rank."""
+    model, optimizer = whole()
+    mine = [*names_of(rank, size), *extra]
+    by_id = {id(parameter): name for name, parameter in model.named_parameters()}
+    state = {by_id[id(parameter)]: {**values, "kind": "adamw"} for parameter, values in optimizer.state.items()}
+    groups = [
+        {**group, "params": [by_id[id(p)] for p in group["params"] if by_id[id(p)] in mine]}
+        for group in optimizer.param_groups
+    ]
+    return {
+        "model": {name: tensor for name, tensor in model.state_dict().items() if name in mine},
+        "optimizer": {name: values for name, values in state.items() if name in mine},
+        "param_groups": groups,
+        "trainer": {"epoch": 3, "by": rank},
+        "rank_state": {"rng": torch.full((3,), rank, dtype=torch.uint8)},
+        "coordinate": f"pp{rank}.dp0.tp0",
+        "order": list(by_id.values()),
+    }
+
+
+def blank(rank: int, size: int) -> dict[str, Any]:
+    """Arguments of `load` for one rank; the model is filled with something else."""
+    model = {name: torch.full_like(tensor, 9) for name, tensor in held(rank, size)["model"].items()}
+    return {
+        "model": model,
+        "parameters": [name for name in model if "running" not in name and "num_" not in name],
+        "coordinate": f"pp{rank}.dp0.tp0",
+    }
+
+
+def assert_right(loaded: Loaded, model: dict[str, Tensor], rank: int, size: int) -> None:
+    expected = held(rank, size)
+    assert model.keys() == expected["model"].keys()
+    for name, tensor in expected["model"].items():
+        assert torch.equal(model[name], tensor) and model[name].dtype == tensor.dtype, name
+    assert loaded.optimizer.keys() == expected["optimizer"].keys()
+    for name, values in expected["optimizer"].items():
+        assert loaded.optimizer[name].keys() == values.keys()
+        for key, value in values.items():
+            same = torch.equal(loaded.optimizer[name][key], value) if isinstance(value, Tensor) else True
+            assert same and type(loaded.optimizer[name][key]) is type(value), (name, key)
+    assert loaded.trainer == {"epoch": 3, "by": 0}
+    assert [group["params"] for group in loaded.param_groups] == [
+        ["0.weight", "2.weight", "3.weight"],
+        ["0.bias", "1.weight", "1.bias", "2.bias", "3.bias"],
+    ]
+    options = [(group["weight_decay"], group["lr"], group["betas"]) for group in loaded.param_groups]
+    assert options == [(0.1, 0.01, (0.8, 0.9)), (0.0, 0.01, (0.8, 0.9))]
+
+
+def save_here(path: str, **changes: Any) -> None:
+    save(path, **{**held(*place()), **changes})
+
+
+def load_here(path: str, **changes: Any) -> list[int]:
+    """Load and check; what the random generator of this coordinate was saved as."""
+    rank, size = place()
+    arguments = {**blank(rank, size), **changes}
+    loaded = load(path, **arguments)
+    assert_right(loaded, arguments["model"], rank, size)
+    return loaded.rank_state["rng"].tolist() if loaded.rank_state else []
+
+
+def place() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "runs" / "last.ckpt")
+
+
+def left_in(path: str) -> list[str]:
+    return sorted(os.listdir(Path(path).parent))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_any_layout_opens_what_three_ranks_saved(pool: WorkerPool, path: str, size: int) -> None:
+    pool.run(save_here, 3, path)
+    assert is_checkpoint(path) and left_in(path) == ["last.ckpt"]
+    states = pool.run(load_here, size, path)
+    assert states == [[rank] * 3 if rank < 3 else [] for rank in range(size)]
+
+
+def test_no_process_group_is_needed(pool: WorkerPool, path: str) -> None:
+    save_here(path)
+    assert load_here(path) == [0] * 3
+    pool.run(load_here, 2, path)
+    pool.run(save_here, 2, path)
+    assert load_here(path) == [0] * 3
+
+
+def test_the_whole_model_reads_as_a_plain_state_dict(pool: WorkerPool, path: str) -> None:
+    pool.run(save_here, 3, path, trainer={"object": Path()})
+    model, _ = whole()
+    expected, found = model.state_dict(), read_full(path)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def save_tied(path: str) -> None:
+    save(path, **held(*place(), extra=("0.weight", "1.running_mean")))
+
+
+def save_drifted(path: str) -> None:
+    arguments = held(*place(), extra=("0.weight",))
+    arguments["model"]["0.weight"] += 1e-7 * dist.get_rank()
+    save(path, **arguments)
+
+
+def test_a_tied_parameter_on_two_ranks_is_saved_once(pool: WorkerPool, path: str) -> None:
+    pool.run(save_here, 2, path + ".plain")
+    pool.run(save_tied, 2, path)
+    size, plain = (
+        sum(file.stat().st_size for file in Path(place).glob("*.distcp")) for place in (path, path + ".plain")
+    )
+    assert size == plain
+    pool.run(load_here, 2, path)
+
+
+def test_copies_of_a_parameter_that_drifted_apart_are_refused(pool: WorkerPool, path: str) -> None:
+    errors = pool.run(save_drifted, 2, path, expect_errors=True)
+    assert all("Copies of one parameter differ" in error and "0.weight" in error for error in errors)
+    assert not is_checkpoint(path)
+
+
+def save_misfits(path: str, what: str) -> None:
+    rank, size = place()
+    arguments = held(rank, size)
+    if what == "shape":
+        arguments["model"]["buffer"] = torch.zeros(2 + rank)
+    elif what == "coordinate":
+        arguments["coordinate"] = "pp0.dp0.tp0"
+    elif what == "groups" and rank:
+        arguments["param_groups"] = arguments["param_groups"][:1]
+    elif what == "options":
+        arguments["param_groups"][1]["lr"] = 0.01 * (rank + 1)
+    save(path, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("shape", "model/buffer is"),
+        ("coordinate", "coordinate='pp0.dp0.tp0' is given by several ranks"),
+        ("groups", r"\[2, 1\] parameter groups"),
+        ("options", "parameter group 1 has lr=0.01 on one rank and 0.02 on another"),
+    ],
+)
+def test_ranks_that_disagree_are_refused_on_all(pool: WorkerPool, path: str, what: str, message: str) -> None:
+    with pytest.raises(WorkerError, match=message) as caught:
+        pool.run(save_misfits, 2, path, what)
+    assert sorted(caught.value.errors) == [0, 1]
+    assert all("ValueError" in error for error in caught.value.errors.values())
+
+
+def test_a_checkpoint_is_overwritten(pool: WorkerPool, path: str) -> None:
+    save_here(path, trainer={"epoch": 1, "by": 9})
+    pool.run(save_here, 3, path)
+    pool.run(load_here, 2, path)
+    assert left_in(path) == ["last.ckpt"]
+
+
+def crash_when_moving(path: str, moment: int, how: str) -> None:
+    """Save something else, and break down after `moment` moves."""
+    move, moves = os.rename, 0
+
+    def rename(source: Path, target: Path) -> None:
+        nonlocal moves
+        if str(target).startswith(path):
+            if moves == moment:
+                if how == "die":
+                    os._exit(7)
+                raise OSError("no space left")
+            moves += 1
+        move(source, target)
+
+    arguments = held(*place())
+    arguments["model"] = {name: tensor + 1 for name, tensor in arguments["model"].items()}
+    with mock.patch("os.rename", rename):
+        save(path, **{**arguments, "trainer": {"epoch": 4}})
+
+
+@pytest.mark.parametrize("how", ["die", "raise"])
+@pytest.mark.parametrize("moment", [0, 1])
+def test_a_crash_before_the_end_leaves_the_old_checkpoint(pool: WorkerPool, path: str, moment: int, how: str) -> None:
+    pool.run(save_here, 2, path)
+    errors = pool.run(crash_when_moving, 2, path, moment, how, expect_errors=True, timeout=30.0)
+    assert ("died" if how == "die" else "no space left") in errors[0]
+    assert isinstance(errors[1], str) and "Error" in errors[1]
+    assert is_checkpoint(path)
+    load_here(path)
+    pool.run(save_here, 3, path)  # and nothing is left in the way
+    assert left_in(path) == ["last.ckpt"]
+    load_here(path)
+
+
+def fail_to_write(path: str) -> None:
+    def write(*_: Any) -> None:
+        raise OSError("disk on fire")
+
+    fault = mock.patch.object(FileSystemWriter, "write_data", write)
+    with fault if dist.get_rank() == 1 else nullcontext():
+        save_here(path, trainer={"epoch": 4})
+
+
+def test_a_rank_that_cannot_write_fails_all_and_leaves_the_old_one(pool: WorkerPool, path: str) -> None:
+    pool.run(save_here, 2, path)
+    errors = pool.run(fail_to_write, 3, path, expect_errors=True)
+    assert all("RuntimeError" in error and "disk on fire" in error for error in errors)
+    assert left_in(path) == ["last.ckpt"]
+    load_here(path)
+
+
+def fail_to_pickle(path: str) -> None:
+    save_here(path, trainer={"epoch": lambda: None})
+
+
+def test_a_trainer_state_that_cannot_be_pickled_fails_all(pool: WorkerPool, path: str) -> None:
+    errors = pool.run(fail_to_pickle, 2, path, expect_errors=True)
+    assert all("lambda" in error for error in errors)
+    assert left_in(path) == []
+
+
+def load_misfits(path: str, what: str) -> None:
+    rank, size = place()
+    arguments = blank(rank, size)
+    if what == "missing" and rank == 1:
+        arguments["model"] |= {f"new.{k}": torch.zeros(1) for k in range(7)}
+    elif what == "shape" and rank == 0:
+        arguments["model"]["3.bias"] = torch.zeros(3)
+    elif what == "unexpected":
+        arguments["model"].pop("2.weight", None)
+    load(path, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("missing", "new.0 is missing in it, .*new.4 is missing in it, and 2 more"),
+        ("shape", r"3.bias has shape \(2,\) in it and \(3,\) in the model"),
+        ("unexpected", "2.weight is in no rank's model"),
+    ],
+)
+def test_names_that_do_not_fit_are_refused_on_all_ranks(pool: WorkerPool, path: str, what: str, message: str) -> None:
+    save_here(path)
+    with pytest.raises(WorkerError, match=message) as caught:
+        pool.run(load_misfits, 3, path, what)
+    assert sorted(caught.value.errors) == [0, 1, 2]
+    assert all("ValueError" in error for error in caught.value.errors.values())
+
+
+def test_no_checkpoint_is_an_error_that_says_what_one_is(path: str) -> None:
+    assert not is_checkpoint(path)
+    with pytest.raises(ValueError, match=r"no checkpoint at .*directory with .metadata and trainer.pt"):
+        load(path, model={}, parameters=[], coordinate="pp0")
+
+
+def test_without_strict_what_is_missing_stays(path: str) -> None:
+    save_here(path)
+    arguments = blank(0, 1)
+    del arguments["model"]["0.weight"]
+    arguments["model"]["new"] = torch.ones(2)
+    load(path, **arguments, strict=False)
+    assert arguments["model"]["new"].tolist() == [1.0, 1.0]
+    assert torch.equal(arguments["model"]["2.weight"], whole()[0].get_parameter("2.weight"))
+
+
+def test_values_are_cast_to_the_models_dtype_in_place(path: str) -> None:
+    save_here(path)
+    parameter = nn.Parameter(torch.zeros(6, 4, dtype=torch.float64))
+    load(path, model={"0.weight": parameter}, parameters=[], coordinate="pp0", strict=False)
+    assert torch.equal(parameter.float(), whole()[0].get_parameter("0.weight"))
+
+
+def test_tensors_of_any_shape_and_dtype_come_back(path: str) -> None:
+    state = {
+        "none": torch.zeros(0, 3),
+        "one": torch.tensor(3),
+        "strided": torch.arange(12.0).reshape(3, 4).t()[1:],
+        "bool": torch.tensor([True, False]),
+        "complex": torch.tensor([1 + 2j]),
+        "low": torch.tensor([1.5], dtype=torch.bfloat16),
+    }
+    empty: dict[str, Any] = {"optimizer": {}, "param_groups": [], "trainer": {}, "rank_state": {}}
+    save(path, model=state, coordinate="pp0", **empty)
+    found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    loaded = load(path, model=found, parameters=["one"], coordinate="pp0")
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    assert loaded == Loaded({}, {}, [], {})
+
+
+class Touch:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path(self.path),)
+
+
+def test_a_trainer_state_with_code_is_refused_unless_trusted(path: str, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    save_here(path, trainer={"epoch": 3, "object": Touch(str(mark))})
+    with pytest.raises(ValueError, match="If you trust the file, load it with weights_only=False"):
+        load(path, **blank(0, 1))
+    assert not mark.exists()
+    load(path, **blank(0, 1), weights_only=False)
+    assert mark.exists()
+
+
+def test_metadata_with_code_is_refused(path: str, tmp_path: Path) -> None:
+    save_here(path)
+    mark = tmp_path / "mark"
+    (Path(path) / ".metadata").write_bytes(pickle.dumps(Touch(str(mark))))
+    for call in (lambda: load(path, **blank(0, 1)), lambda: read_full(path)):
+        with pytest.raises(ValueError, match="it may be an attack"):
+            call()
+    assert not mark.exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_objects_among_the_tensors_are_refused(path: str, tmp_path: Path) -> None:
+    save_here(path)
+    mark = tmp_path / "mark"
+    save_anything({"model/0.weight": Touch(str(mark))}, checkpoint_id=path)
+    with pytest.raises(ValueError, match="objects among its tensors, which could run code: model/0.weight"):
+        load(path, **blank(0, 1))
+    assert not mark.exists()
+
+
+def save_sharded(path: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    full = torch.arange(15.0).reshape(5, 3)
+    local = full.tensor_split([3])[dist.get_rank()]
+    shard = DTensor.from_local(local, mesh, [Shard(0)], shape=full.shape, stride=full.stride())
+    momentum = DTensor.from_local(-local, mesh, [Shard(0)], shape=full.shape, stride=full.stride())
+    save(
+        path,
+        model={"weight": shard},
+        optimizer={"weight": {"momentum": momentum, "step": 3}},
+        param_groups=[{"lr": 0.1, "params": ["weight"]}],
+        trainer={},
+        rank_state={},
+        coordinate=f"pp0.dp0.tp{dist.get_rank()}",
+    )
+    again = DTensor.from_local(torch.zeros_like(local), mesh, [Shard(0)], shape=full.shape, stride=full.stride())
+    load(path, model={"weight": again}, parameters=[], coordinate="pp0")
+    assert torch.equal(again.to_local(), local)
+
+
+def test_shards_of_a_tensor_are_one_tensor_elsewhere(pool: WorkerPool, path: str) -> None:
+    pool.run(save_sharded, 2, path)
+    weight = torch.zeros(5, 3)
+    loaded = load(path, model={"weight": weight}, parameters=["weight"], coordinate="pp0.dp0.tp0")
+    assert torch.equal(weight, torch.arange(15.0).reshape(5, 3))
+    assert torch.equal(loaded.optimizer["weight"]["momentum"], -weight)
+    assert loaded.optimizer["weight"]["step"] == 3
+    assert loaded.param_groups == [{"lr": 0.1, "params": ["weight"]}]
+
+
+def test_a_removed_checkpoint_leaves_nothing(path: str) -> None:
+    save_here(path)
+    (Path(path).parent / "last.ckpt.tmp-12345678").mkdir()
+    (Path(path).parent / "last.ckpt.json").touch()
+    remove(path)
+    assert left_in(path) == ["last.ckpt.json"] and not is_checkpoint(path)
+    remove(path)
+
+
+def test_a_plain_file_in_the_way_is_replaced(path: str) -> None:
+    Path(path).parent.mkdir()
+    Path(path).touch()
+    assert not is_checkpoint(path)
+    save_here(path)
+    assert left_in(path) == ["last.ckpt"]
+    load_here(path)
+
+
+def exchanged(path: Path) -> list[str]:
+    """The functions by which the ranks exchange objects of more than 100 bytes while they save and load."""
+    seen: list[str] = []
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with contextlib.ExitStack() as stack:
+        for name in ("all_gather_object", "gather_object"):
+            function = getattr(dist, name)
+
+            def watched(*args: Any, name: str = name, function: Any = function, **kwargs: Any) -> Any:
+                given = [*args, kwargs.get("obj")][1 if name == "all_gather_object" else 0]
+                if len(pickle.dumps(given)) > 100:
+                    seen.append(name)
+                return function(*args, **kwargs)
+
+            stack.enter_context(mock.patch.object(dist, name, watched))
+        save(path, **held(rank, size))
+        mine = held(rank, size)
+        load(path, coordinate=mine["coordinate"], model=mine["model"], parameters=list(mine["optimizer"]))
+    return seen
+
+
+def test_what_ranks_hold_goes_to_the_first_rank_only(pool: WorkerPool, tmp_path: Path) -> None:
+    for seen in pool.run(exchanged, 3, tmp_path / "step"):
+        assert set(seen) == {"gather_object"}

@@ -1,0 +1,71 @@
+"""Units are what can be gathered by itself, and nothing is left without a value."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_parallel.fully_sharded.units import check_dtypes, materialize
+from lightning_parallel.strategies.fully_sharded import find_units
+from tests.strategies.models import GPT2, Blocks, Gate, LeNet
+
+
+def test_units_are_the_layers_that_hold_parameters() -> None:
+    assert list(find_units(Blocks())) == [f"blocks.{i}" for i in range(5)]
+    assert list(find_units(GPT2())) == [f"model.transformer.h.{i}" for i in range(4)]
+    assert list(find_units(LeNet())) == ["net.0", "net.3", "net.7", "net.9"]
+    assert find_units(nn.Linear(3, 3)) == {}
+
+
+def test_units_are_those_that_the_user_names() -> None:
+    units = find_units(Blocks(), ["blocks.*.mix", "head"])
+    assert list(units) == [*(f"blocks.{i}.mix" for i in range(5)), "head"]
+
+
+def test_a_module_that_shares_a_weight_is_no_unit() -> None:
+    net = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9))
+    net[2].weight = net[0].weight
+    assert list(find_units(net)) == ["1"]
+    twice = nn.Linear(4, 4)  # one module in two places shares nothing
+    assert list(find_units(nn.Sequential(twice, nn.Linear(4, 4), twice))) == ["0", "1"]
+
+
+@pytest.mark.parametrize(("patterns", "words"), [
+    (["layers.*"], ["units", "layers.*", "blocks"]),
+    ([], ["units=[]"]),
+    (["head", "blocks.1", "*.1.mix"], ["units", "blocks.1.mix"]),
+])  # fmt: skip
+def test_names_that_cannot_be_units_are_refused(patterns: list[str], words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        find_units(Blocks(), patterns)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_a_unit_of_two_dtypes_is_refused() -> None:
+    one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"'net\.1'.*float32, torch\.float64.*units"):
+        check_dtypes("net.1", [one, other])
+    check_dtypes("net.1", [one, other.requires_grad_(False)])  # of frozen ones nothing is sent
+
+
+def test_modules_give_their_meta_tensors_values() -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
+        net[2].weight = net[0].weight
+        net[0].bias.requires_grad_(False)
+    here = nn.Linear(2, 2)
+    before = here.weight.clone()
+    materialize("", nn.Sequential(net, here), torch.device("cpu"))
+    assert not any(tensor.is_meta for tensor in (*net.parameters(), *net.buffers()))
+    assert 0 < net[0].weight.abs().max() <= 1 / 8
+    assert torch.equal(net[1].running_var, torch.ones(64))
+    assert net[2].weight is net[0].weight and net[2].weight.requires_grad and not net[0].bias.requires_grad
+    assert torch.equal(here.weight, before)
+
+
+def test_a_module_without_initial_values_is_refused() -> None:
+    with torch.device("meta"):
+        gate = Gate(4)
+    with pytest.raises(ValueError, match=r"'blocks\.0' \(Gate\).*scale.*reset_parameters"):
+        materialize("blocks.0", gate, torch.device("cpu"))

@@ -1,0 +1,197 @@
+"""A run that is resumed is the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_parallel.checkpoint import is_checkpoint, read_full
+from tests.pool import WorkerPool
+from tests.strategies.failures import assert_refused
+from tests.strategies.harness import ALL, STRATEGIES, Report, complete, here, joined, largest_difference
+
+EPOCHS = 4
+
+
+def fit(
+    model: str,
+    strategy: str,
+    options: dict[str, Any],
+    stages: int,
+    directory: Path,
+    resume: Path | None = None,
+    **trainer_options: Any,
+) -> tuple[Report, str, float]:
+    """Train with a checkpoint an epoch. The model is made with other weights when it is to be resumed."""
+    torch.set_default_dtype(torch.float64)
+    module = ALL[model]()
+    if resume is not None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(1.0)
+    keeper = ModelCheckpoint(directory, "{epoch}", monitor="val_loss", save_top_k=-1, save_last=True)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=stages, max_epochs=EPOCHS, logger=False, callbacks=[keeper], num_sanity_val_steps=0,
+        strategy=STRATEGIES[strategy](**options) if strategy in STRATEGIES else "auto",
+        enable_progress_bar=False, enable_model_summary=False, **trainer_options,
+    )  # fmt: skip
+    torch.manual_seed(11)
+    trainer.fit(module, ALL[model].loader(), ALL[model].loader(), ckpt_path=resume)
+    report = Report(weights={name: complete(p.detach()) for name, p in here(module).items()})
+    report.shards = trainer.strategy.local_model.shards if strategy in STRATEGIES else {}  # type: ignore[attr-defined]
+    return report, keeper.best_model_path, float(trainer.callback_metrics.get("val_loss", torch.nan))
+
+
+Results = list[tuple[Report, str, float]]
+Trained = Callable[..., tuple[Results, Path]]
+
+
+@pytest.fixture(scope="module")
+def trained(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """What a whole run gave on each rank, and the folder of its checkpoints. Tests share it: they only read."""
+    done: dict[str, tuple[Results, Path]] = {}
+
+    def train(ranks: int, model: str, strategy: str, options: dict[str, Any], **trainer_options: Any) -> Any:
+        key = repr((ranks, model, strategy, options, trainer_options))
+        if key not in done:
+            folder = tmp_path_factory.mktemp("trained")
+            results = pool.run(fit, ranks, model, strategy, options, ranks, folder, init=False, **trainer_options)
+            done[key] = results, folder
+        return done[key]
+
+    return train
+
+
+@pytest.mark.parametrize(("model", "strategy", "options"), [
+    ("GPT2", "sync", {"microbatches": 4}),
+    ("Blocks", "sync", {"schedule": "1f1b", "microbatches": 2}),
+    ("Llama", "async", {"microbatches": 1}),
+    ("Blocks", "async", {"microbatches": 2}),
+])  # fmt: skip
+def test_a_resumed_run_is_the_run_to_the_bit(
+    pool: WorkerPool, trained: Trained, tmp_path: Path, model: str, strategy: str, options: dict[str, Any]
+) -> None:
+    whole, folder = trained(3, model, strategy, options)
+    resumed = pool.run(fit, 3, model, strategy, options, 3, tmp_path, folder / "epoch=1.ckpt", init=False)
+    for (a, best_a, loss_a), (b, best_b, loss_b) in zip(whole, resumed, strict=True):
+        assert largest_difference(a.weights, b.weights) == 0
+        assert loss_a == loss_b
+        assert Path(best_a).name == Path(best_b).name
+    assert len({best for _, best, _ in whole}) == 1
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_a_checkpoint_continues_under_another_number_of_stages(
+    pool: WorkerPool, trained: Trained, tmp_path: Path, stages: int
+) -> None:
+    options = {"microbatches": 2}
+    whole, folder = trained(3, "GPT2", "sync", options, gradient_clip_val=0.5)
+    saved = folder / "epoch=1.ckpt"
+    resumed = pool.run(fit, stages, "GPT2", "sync", options, stages, tmp_path, saved, init=False, gradient_clip_val=0.5)
+    weights = [joined([report for report, _, _ in run], "weights") for run in (whole, resumed)]
+    assert largest_difference(*weights) < 1e-12
+
+
+@pytest.mark.parametrize(("strategy", "stages"), [("sync", 2), ("sync", 3)])
+def test_a_plain_checkpoint_of_one_process_continues_in_a_pipeline(
+    pool: WorkerPool, trained: Trained, tmp_path: Path, strategy: str, stages: int
+) -> None:
+    [(whole, _, loss)], folder = trained(1, "Blocks", "single", {})
+    resumed = pool.run(fit, stages, "Blocks", strategy, {}, stages, tmp_path, folder / "epoch=1.ckpt", init=False)
+    assert largest_difference(joined([report for report, _, _ in resumed], "weights"), whole.weights) < 1e-12
+    assert resumed[0][2] == pytest.approx(loss, rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_resumed_run_of_shards_is_the_run_to_the_bit(
+    pool: WorkerPool, trained: Trained, tmp_path: Path, sequence_parallel: bool
+) -> None:
+    options = {"sequence_parallel": sequence_parallel}
+    whole, folder = trained(2, "DroppingGPT2", "tensor", options)
+    resumed = pool.run(fit, 2, "DroppingGPT2", "tensor", options, 2, tmp_path, folder / "epoch=1.ckpt", init=False)
+    for (a, _, loss_a), (b, _, loss_b) in zip(whole, resumed, strict=True):
+        assert largest_difference(a.weights, b.weights) == 0
+        assert loss_a == loss_b
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "options"), [
+    ("tensor", 3, {}),
+    ("sync", 1, {}),
+    ("sync", 3, {"schedule": "1f1b"}),
+    ("sync", 4, {"tensor_parallel": 2, "microbatches": 2}),
+])  # fmt: skip
+def test_shards_continue_under_another_layout(
+    pool: WorkerPool, trained: Trained, tmp_path: Path, strategy: str, ranks: int, options: dict[str, Any]
+) -> None:
+    whole, folder = trained(2, "ShardableGPT2", "tensor", {}, gradient_clip_val=0.5)
+    saved = folder / "epoch=1.ckpt"
+    resumed = pool.run(
+        fit, ranks, "ShardableGPT2", strategy, options, ranks, tmp_path, saved, init=False, gradient_clip_val=0.5
+    )
+    weights = [joined([report for report, _, _ in run], "weights") for run in (whole, resumed)]
+    assert largest_difference(*weights) < 1e-12
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_stages_in_shards_over_replicas_are_resumed_and_open_without(
+    pool: WorkerPool, trained: Trained, tmp_path: Path, ranks: int
+) -> None:
+    options = {"stages": 2, "data_parallel_kind": "fully_shard", "microbatches": 2}
+    whole, folder = trained(4, "Llama", "sync", options)
+    last = folder / "epoch=3.ckpt"
+    if ranks == 4:
+        resumed = pool.run(fit, 4, "Llama", "sync", options, 4, tmp_path, folder / "epoch=1.ckpt", init=False)
+        weights = [joined([report for report, _, _ in run], "weights") for run in (whole, resumed)]
+        assert largest_difference(*weights) == 0
+    else:  # nothing is left to be trained: what is read is what was saved
+        read = pool.run(fit, ranks, "Llama", "sync", {}, ranks, tmp_path, last, init=False)
+        weights = [joined([report for report, _, _ in run], "weights") for run in (whole, read)]
+        assert largest_difference(*weights) == 0
+    assert largest_difference(read_full(last), weights[0]) == 0
+
+
+def test_a_plain_checkpoint_of_one_process_continues_in_shards(
+    pool: WorkerPool, trained: Trained, tmp_path: Path
+) -> None:
+    [(whole, _, loss)], folder = trained(1, "ShardableGPT2", "single", {})
+    resumed = pool.run(fit, 3, "ShardableGPT2", "tensor", {}, 3, tmp_path, folder / "epoch=1.ckpt", init=False)
+    assert largest_difference(joined([report for report, _, _ in resumed], "weights"), whole.weights) < 1e-12
+    assert resumed[0][2] == pytest.approx(loss, rel=0, abs=1e-12)
+
+
+def test_every_stage_is_in_the_directory(pool: WorkerPool, tmp_path: Path) -> None:
+    reports = pool.run(fit, 3, "LeNet", "async", {}, 3, tmp_path, init=False)
+    saved = sorted(path.name for path in tmp_path.iterdir())
+    assert saved == ["epoch=0.ckpt", "epoch=1.ckpt", "epoch=2.ckpt", "epoch=3.ckpt", "last.ckpt"]
+    assert is_checkpoint(tmp_path / "last.ckpt")
+    full = read_full(tmp_path / "epoch=3.ckpt")
+    assert largest_difference(full, joined([report for report, _, _ in reports], "weights")) == 0
+
+
+class TwoGroups(ALL["LeNet"]):  # type: ignore[misc]
+    """What its class has become once a callback has added a group to its optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        first, *others = self.parameters()
+        return torch.optim.AdamW([{"params": [first]}, {"params": others}])
+
+
+def resume_without_a_group(folder: Path) -> None:
+    for kind, resume in ((TwoGroups, None), (ALL["LeNet"], folder / "epoch=0.ckpt")):
+        trainer = L.Trainer(
+            accelerator="cpu", devices=2, max_epochs=1 if resume is None else 2, logger=False,
+            callbacks=[ModelCheckpoint(folder, "{epoch}")], strategy=STRATEGIES["sync"](),
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(kind(), kind.loader(), ckpt_path=resume)
+
+
+def test_other_parameter_groups_are_refused_with_the_fix(pool: WorkerPool, tmp_path: Path) -> None:
+    failures = pool.run(resume_without_a_group, 2, tmp_path, init=False, expect_errors=True)
+    assert_refused(failures, "ValueError", ["has 2 parameter groups, but configure_optimizers made 1", "callback"])

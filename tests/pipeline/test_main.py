@@ -1,0 +1,52 @@
+"""``python -m lightning_parallel.pipeline``: the table, its figures, and mistakes without a traceback."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+import pytest
+
+from lightning_parallel.pipeline.__main__ import main
+from lightning_parallel.pipeline.async_schedule import asynchronous
+from lightning_parallel.pipeline.clock_table import clock_table
+from lightning_parallel.pipeline.schedule import naive, one_f_one_b
+
+
+def test_command_line_prints_table_bubble_and_activations(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["1f1b", "--stages", "4", "--microbatches", "8"])
+    printed = capsys.readouterr().out
+    assert clock_table(one_f_one_b(4, 8)) in printed
+    assert "0.273 simulated, 0.273 by theory" in printed
+    assert "activations held  4 3 2 1" in printed
+
+
+def test_command_line_describes_the_asynchronous_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["async", "--stages", "3", "--microbatches", "2", "--updates", "20"])
+    printed = capsys.readouterr().out
+    assert clock_table(asynchronous(3, 2, 20)) in printed
+    assert "1.000 simulated in the steady state, 1.000 by theory" in printed
+    assert "mean staleness    1 0.5 0 updates" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("gpipe --stages 0", "stages=0"),
+        ("gpipe --stages 2 --microbatches 0", "microbatches=0"),
+        ("gpipe --stages 2 --updates 3", "belong to async"),
+        ("async --stages 2 --extra-in-flight -1", "extra_in_flight=-1"),
+    ],
+)
+def test_command_line_refuses_bad_sizes_without_a_traceback(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments.split())
+    assert message in capsys.readouterr().err
+
+
+def test_schedule_runs_as_a_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["pipeline", "naive", "--stages", "2", "--microbatches", "1"])
+    runpy.run_module("lightning_parallel.pipeline", run_name="__main__")
+    assert clock_table(naive(2)) in capsys.readouterr().out

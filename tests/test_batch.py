@@ -1,0 +1,225 @@
+"""Splitting batches and joining what microbatches return."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import default_collate
+from transformers import BatchEncoding
+from transformers.modeling_outputs import CausalLMOutput
+
+from lightning_parallel.batch import batch_size, join_outputs, sizes, split
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sample:
+    image: Tensor
+    meta: dict[str, Any]
+    scale: float = 1.0
+
+
+@dataclasses.dataclass
+class Computed:
+    x: Tensor
+    calls: int = 0
+    total: Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.calls += 1
+        self.total = self.x * 2
+
+
+@pytest.mark.parametrize(("n", "count"), [(1, 1), (7, 3), (8, 3), (8, 8), (16, 4), (5, 4)])
+def test_sizes_are_those_of_tensor_split(n: int, count: int) -> None:
+    assert sizes(n, count) == [len(part) for part in torch.arange(n).tensor_split(count)]
+
+
+@pytest.mark.parametrize(("n", "count"), [(3, 4), (3, 0), (0, 1)])
+def test_empty_microbatches_are_refused(n: int, count: int) -> None:
+    with pytest.raises(ValueError, match=f"{n} samples can't be split into {count} microbatches"):
+        sizes(n, count)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.zeros(6, 2),
+        (torch.zeros(6), torch.zeros(6, 3)),
+        [{"x": torch.zeros(6), "n": torch.tensor(3)}, "name"],
+        Pair(torch.zeros(6), torch.zeros(6)),
+        Sample(torch.zeros(6, 1), {"id": torch.arange(6)}),
+        collections.OrderedDict(x=torch.zeros(6)),
+        BatchEncoding({"input_ids": torch.zeros(6, 4)}),
+        CausalLMOutput(logits=torch.zeros(6, 4)),
+    ],
+)
+def test_batch_size_is_dimension_0_in_any_nesting(batch: Any) -> None:
+    assert batch_size(batch) == 6
+    parts = split(batch, 4)
+    assert [batch_size(part) for part in parts] == [2, 2, 1, 1]
+    assert all(type(part) is type(batch) for part in parts)
+
+
+def test_tensors_that_disagree_are_named() -> None:
+    batch = (Sample(torch.zeros(4, 2), {"id": torch.zeros(3)}), {"mask": [torch.zeros(4)]})
+    with pytest.raises(ValueError) as caught:
+        batch_size(batch)
+    for part in ("batch[0].image has 4", "batch[0].meta['id'] has 3", "batch[1]['mask'][0] has 4"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("batch", [None, 3, "text", [], {"n": torch.tensor(1)}, ["a", "b"]])
+def test_a_batch_without_samples_is_refused(batch: Any) -> None:
+    with pytest.raises(ValueError, match="no tensor that could be split"):
+        split(batch, 1)
+
+
+def test_a_packed_sequence_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ValueError, match="pack them in training_step"):
+        split((pack_sequence([torch.zeros(2), torch.zeros(1)]), torch.zeros(2)), 2)
+
+
+def test_every_sample_is_in_one_microbatch_in_order() -> None:
+    x = torch.arange(7)
+    assert torch.equal(torch.cat(split(x, 3)), x)
+
+
+def test_microbatches_share_the_memory_of_the_batch() -> None:
+    x = torch.zeros(4, 2)
+    first, second = split(x, 2)
+    first += 1
+    assert x.sum() == 4 and second.data_ptr() == x[2:].data_ptr()
+
+
+def test_a_change_in_place_leaves_the_graphs_of_other_microbatches() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    first, second = split(torch.ones(4, 2), 2)
+    loss = (first * weight).sum()  # saves `first`
+    second.mul_(3)
+    loss.backward()
+    assert weight.grad is not None and weight.grad.tolist() == [2.0, 2.0]
+
+
+def test_a_batch_with_gradient_keeps_it() -> None:
+    x = torch.ones(4, requires_grad=True)
+    sum(part.sum() * (k + 1) for k, part in enumerate(split(x, 2))).backward()
+    assert x.grad is not None and x.grad.tolist() == [1.0, 1.0, 2.0, 2.0]
+
+
+def test_lists_of_one_thing_a_sample_are_split_and_others_repeated() -> None:
+    batch = {
+        "x": torch.zeros(3, 1),
+        "text": ["a", "b", "c"],
+        "size": (224, 224, 3),
+        "names": ["p", "q"],
+        "flag": True,
+        "tokens": [[1], [2, 3], []],
+    }
+    first, second = split(batch, 2)
+    assert first["text"] == ["a", "b"] and second["text"] == ["c"]
+    assert first["tokens"] == [[1], [2, 3]] and second["tokens"] == [[]]
+    assert first["size"] == second["size"] == (224, 224, 3)
+    assert first["names"] == second["names"] == ["p", "q"]
+    assert first["flag"] is second["flag"] is True
+
+
+def test_strings_from_the_default_collate_function_are_split() -> None:
+    batch = default_collate([(torch.zeros(2), "a"), (torch.ones(2), "b"), (torch.ones(2), "c")])
+    first, second = split(batch, 2)
+    assert list(first[1]) == ["a", "b"] and list(second[1]) == ["c"]
+
+
+def test_a_dataclass_is_not_built_anew() -> None:
+    parts = split(Computed(torch.arange(4)), 2)
+    assert [part.calls for part in parts] == [1, 1]
+    assert [part.total.tolist() for part in parts] == [[0, 2], [4, 6]]
+
+
+def test_a_batch_encoding_keeps_its_records_beside_its_rows() -> None:
+    batch: Any = BatchEncoding({"input_ids": torch.arange(3)})
+    batch._encodings = ["e0", "e1", "e2"]
+    first, second = split(batch, 2)
+    assert first._encodings == ["e0", "e1"] and second._encodings == ["e2"]
+    assert second.input_ids.tolist() == [2] and batch["input_ids"].tolist() == [0, 1, 2]
+
+
+def test_a_model_output_answers_by_key_and_by_attribute() -> None:
+    second = split(CausalLMOutput(logits=torch.arange(4)), 2)[1]
+    assert second.logits.tolist() == second["logits"].tolist() == [2, 3]
+
+
+def test_splitting_costs_little_beside_a_microbatch() -> None:
+    batch = {
+        "input_ids": torch.zeros(32, 8),
+        "attention_mask": torch.zeros(32, 8),
+        "labels": torch.zeros(32, 8),
+    }
+    best = float("inf")
+    for _ in range(20):
+        start = time.perf_counter()
+        split(batch, 16)
+        best = min(best, time.perf_counter() - start)
+    assert best / 16 < 1e-4  # seconds a microbatch, of some 5e-3
+
+
+def test_joined_losses_are_the_loss_of_the_batch() -> None:
+    x = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+    losses = [part.square().mean() for part in split(x, 3)]
+    joined = join_outputs(losses, sizes(7, 3))
+    assert not joined.requires_grad and joined.dtype == torch.float64
+    torch.testing.assert_close(joined, x.detach().square().mean(), rtol=1e-12, atol=0)
+
+
+def test_outputs_join_element_by_element() -> None:
+    weights = [2, 1]
+    parts = [
+        {
+            "loss": torch.tensor(float(k)),
+            "rows": torch.full((n, 2), k),
+            "acc": float(k),
+            "top": (k, "s"),
+            "f": True,
+        }
+        for k, n in enumerate(weights)
+    ]
+    joined = join_outputs(parts, weights)
+    assert joined["loss"].item() == pytest.approx(1 / 3)
+    assert joined["rows"].tolist() == [[0, 0], [0, 0], [1, 1]]
+    assert joined["acc"] == pytest.approx(1 / 3)
+    assert joined["top"] == (pytest.approx(1 / 3), "s")
+    assert joined["f"] is True
+
+
+def test_what_has_no_mean_is_the_last() -> None:
+    assert join_outputs(["a", "b"], [2, 1]) == "b"
+    assert join_outputs([torch.zeros(5), torch.ones(5)], [2, 1]).tolist() == [1.0] * 5
+    assert join_outputs([{"a": 1}, {"b": 2}], [1, 1]) == {"b": 2}
+    assert join_outputs([torch.tensor(1.0), "a"], [1, 1]) == "a"
+
+
+def test_skipped_microbatches_do_not_count() -> None:
+    assert join_outputs([None, None], [2, 1]) is None
+    assert join_outputs([torch.tensor(1.0), None, torch.tensor(4.0)], [2, 2, 1]).item() == pytest.approx(2.0)
+
+
+def test_low_precision_losses_are_averaged_in_float32() -> None:
+    joined = join_outputs([torch.tensor(1.0).bfloat16(), torch.tensor(1.0078125).bfloat16()], [1, 1])
+    assert joined.dtype == torch.float32 and joined.item() == 1.00390625
+
+
+def test_empty_containers_are_in_every_microbatch() -> None:
+    batch = {"x": torch.arange(4), "none": {}, "nothing": [], "neither": ()}
+    for microbatch in split(batch, 2):
+        assert (microbatch["none"], microbatch["nothing"], microbatch["neither"]) == ({}, [], ())

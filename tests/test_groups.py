@@ -1,0 +1,77 @@
+"""The groups that real processes make of a layout."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_parallel.groups import Groups
+from lightning_parallel.layout import Layout
+from tests.pool import WorkerPool
+from tests.test_layout import NAMES, places
+
+
+def sums_over_groups(pipeline: int, data: int, tensor: int) -> dict[str, Any]:
+    """On each axis: the ranks that an all-reduce over this rank's group adds up; and what came over each link."""
+    layout = Layout.resolve(dist.get_world_size(), dist.get_rank(), pipeline=pipeline, data=data, tensor=tensor)
+    groups = Groups(layout, timedelta(seconds=30))
+    found: dict[str, Any] = {}
+    for axis in NAMES:
+        bits = torch.tensor(2**layout.rank)
+        dist.all_reduce(bits, group=groups.along(axis))
+        found[axis] = bits.item()
+    found |= _over_the_links(layout, groups)
+    links = vars(groups.links).values()
+    found["links"] = len({id(link) for link in links if link is not None})
+    found["members"] = {axis: sorted(dist.get_process_group_ranks(groups.along(axis))) for axis in NAMES}
+    return found
+
+
+def _over_the_links(layout: Layout, groups: Groups) -> dict[str, int | None]:
+    """Both directions at once: were they one group, a message might be taken for one of the other kind."""
+    work, received = [], {}
+    for name, neighbour in (("forward", 1), ("backward", -1)):
+        sends_to, receives_from = layout.stage + neighbour, layout.stage - neighbour
+        group_out, group_in = getattr(groups.links, f"{name}_out"), getattr(groups.links, f"{name}_in")
+        assert (group_out is not None) == (0 <= sends_to < layout.stages)
+        assert (group_in is not None) == (0 <= receives_from < layout.stages)
+        value = torch.tensor(100 * neighbour + layout.rank)
+        buffer = torch.zeros((), dtype=torch.int64)
+        if group_out is not None:
+            work.append((dist.isend(value, layout.rank_at(pipeline=sends_to), group=group_out), value))
+        if group_in is not None:
+            work.append((dist.irecv(buffer, layout.rank_at(pipeline=receives_from), group=group_in), buffer))
+        received[name] = buffer if group_in is not None else None
+    for one, _ in work:
+        assert one is not None
+        one.wait()
+    return {name: None if buffer is None else int(buffer) for name, buffer in received.items()}
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 1), (2, 2, 1), (4, 1, 1)])
+def test_groups_and_links_join_the_right_ranks(pool: WorkerPool, shape: tuple[int, int, int]) -> None:
+    layouts = places(*shape)
+    for place, found in zip(layouts, pool.run(sums_over_groups, len(layouts), *shape), strict=True):
+        for axis in NAMES:
+            assert found[axis] == sum(2**peer for peer in place.peers(axis)), axis
+            assert found["members"][axis] == sorted(place.peers(axis))
+        before = None if place.stage == 0 else place.rank_at(pipeline=place.stage - 1)
+        after = None if place.stage == place.stages - 1 else place.rank_at(pipeline=place.stage + 1)
+        assert found["links"] == (place.stages > 1)  # gloo: one group, and one thread that polls, for all
+        assert found["forward"] == (None if before is None else 100 + before)
+        assert found["backward"] == (None if after is None else -100 + after)
+
+
+def joined_twice() -> tuple[bool, list[int]]:
+    """A group of two of three ranks, asked for twice."""
+    groups = Groups(Layout.resolve(3, dist.get_rank(), pipeline=3), timedelta(seconds=30))
+    first, second = groups.joined([[2, 0]]), groups.joined([[0, 2]])
+    return first is second, [] if first is None else sorted(dist.get_process_group_ranks(first))
+
+
+def test_a_group_is_made_once_and_found_again_by_its_ranks(pool: WorkerPool) -> None:
+    assert pool.run(joined_twice, 3) == [(True, [0, 2]), (True, []), (True, [0, 2])]

@@ -1,0 +1,102 @@
+"""The order of the package: who may import whom, and who may read whose private names."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lightning_parallel
+from recipes.launchers.launcher import ROOT
+
+PACKAGE = Path(lightning_parallel.__file__).parent
+# Arrows run from a row to the rows after it, and within a row.
+ROWS = (
+    {"strategies"},
+    {"parts"},
+    {"pipeline", "tensor", "checkpoint", "fully_sharded", "threaded_replicas"},
+    {"gradients", "layout", "groups", "shard", "local_model", "batch", "collectives", "settings"},
+    {"lightning_private", "torch_private"},
+)
+KNOW_NO_LIGHTNING = ("pipeline", "tensor", "checkpoint", "fully_sharded", "threaded_replicas", "gradients")
+PRIVATE = {PACKAGE / "lightning_private.py", PACKAGE / "torch_private.py"}
+OWN = {"self", "cls", "other", "ctx"}  # other: an object of the same class
+
+
+def modules(*folders: Path) -> list[Path]:
+    return sorted(file for folder in folders for file in folder.rglob("*.py"))
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, str | None]]:
+    """Module and name of every import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def is_private(name: str | None) -> bool:
+    return name is not None and name.startswith("_") and not name.endswith("__")
+
+
+def row_of(part: str) -> int:
+    return next(number for number, row in enumerate(ROWS) if part in row)
+
+
+def test_every_room_has_its_row() -> None:
+    rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert rooms - {"__init__", "__pycache__"} == set().union(*ROWS)
+
+
+@pytest.mark.parametrize("file", modules(PACKAGE), ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_arrows_run_one_way(file: Path) -> None:
+    if file == PACKAGE / "__init__.py":
+        return
+    inside = file.relative_to(PACKAGE)
+    room = inside.parts[0].removesuffix(".py")
+    for module, name in imports(ast.parse(file.read_text())):
+        words = [*module.split("."), *([name] if name else [])]
+        if words[0] == "lightning_parallel":
+            assert row_of(words[1]) >= row_of(room), f"{inside} imports {module}"
+        if words[0].startswith("lightning"):
+            assert words[0] == "lightning_parallel" or room not in KNOW_NO_LIGHTNING, f"{inside} imports {module}"
+
+
+@pytest.mark.parametrize("file", modules(PACKAGE, ROOT / "recipes"), ids=lambda file: str(file.relative_to(ROOT)))
+def test_private_names_of_torch_and_lightning_stand_in_one_module_each(file: Path) -> None:
+    tree = ast.parse(file.read_text())
+    if file in PRIVATE:
+        return
+    for module, name in imports(tree):
+        if module.split(".")[0] in ("torch", "lightning", "torchmetrics"):
+            preloaded = module == "torch._dynamo" and name is None  # for its memory, no name of it is used
+            assert preloaded or not any(map(is_private, [*module.split("."), name])), f"{module}.{name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and file.is_relative_to(PACKAGE):
+            own = isinstance(node.value, ast.Name) and node.value.id in OWN
+            inherited = isinstance(node.value, ast.Call) and ast.unparse(node.value) == "super()"
+            # Members of a class of the same module, and the public method of named tuples.
+            assert own or inherited or node.attr == "_make" or defines(tree, node.attr), (
+                f"line {node.lineno}: {ast.unparse(node)}"
+            )
+
+
+def defines(tree: ast.AST, attribute: str) -> bool:
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == attribute and isinstance(node.ctx, ast.Store)
+        for node in ast.walk(tree)
+    ) or any(isinstance(node, ast.FunctionDef) and node.name == attribute for node in ast.walk(tree))
+
+
+@pytest.mark.parametrize("file", modules(PACKAGE), ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_no_class_has_more_than_two_bases_of_ours(file: Path) -> None:
+    name = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
+    module = importlib.import_module(name)
+    for kind in vars(module).values():
+        if isinstance(kind, type) and kind.__module__ == name:
+            ours = [base.__name__ for base in kind.__mro__[1:] if base.__module__.startswith("lightning_parallel")]
+            assert len(ours) <= 2, f"{kind.__name__}: {ours}"

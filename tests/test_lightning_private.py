@@ -1,0 +1,234 @@
+"""lightning_private.py: each private name does what is expected of it. A failure says what a new version breaks.
+
+What to do then: find what replaces the name, in Lightning's changelog or source, and change that one function.
+"""
+
+from __future__ import annotations
+
+import inspect
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from torch import Tensor
+
+from lightning_parallel import lightning_private
+from tests.test_house import modules
+
+
+class Net(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.layer(batch).mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val", self.layer(batch).mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trainer(*callbacks: Callback, **given: Any) -> L.Trainer:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return L.Trainer(**({"accelerator": "cpu", "max_steps": 2, "callbacks": list(callbacks)} | quiet | given))
+
+
+def test_every_function_is_used_and_pinned_here() -> None:
+    here, package = Path(__file__), Path(lightning_private.__file__).parent
+    others = [file.read_text() for file in modules(package) if file != Path(lightning_private.__file__)]
+    for name, function in vars(lightning_private).items():
+        if inspect.isfunction(function) and function.__module__ == lightning_private.__name__:
+            assert any(name in text for text in others), f"{name} is not used"
+            assert name in here.read_text().replace("def test_", ""), f"{name} is not pinned"
+
+
+# -- launching -----------------------------------------------------------------------------------------------
+
+
+def test_launched_by_make_launcher_is_called_once_while_a_trainer_is_made() -> None:
+    """Otherwise no process would be launched, and nothing refused before training."""
+    calls: list[str] = []
+
+    @lightning_private.launched_by_make_launcher
+    class Spy(SingleDeviceStrategy):
+        def make_launcher(self) -> None:
+            calls.append(type(lightning_private.layer_sync_of(self)).__name__)
+
+    trainer(strategy=Spy(torch.device("cpu")), sync_batchnorm=True)
+    assert calls == ["TorchSyncBatchNorm"]
+    assert lightning_private.layer_sync_of(SingleDeviceStrategy()) is None
+
+
+def test_script_launcher_starts_processes_by_script() -> None:
+    """Otherwise a user's script would not be started for each device."""
+    launcher = lightning_private.script_launcher(LightningEnvironment(), 3, 2)
+    assert (launcher.num_processes, launcher.num_nodes, launcher.is_interactive_compatible) == (3, 2, False)
+
+
+def test_init_process_group_takes_what_it_is_given() -> None:
+    from lightning.fabric.utilities import distributed
+
+    taken = list(inspect.signature(distributed._init_dist_connection).parameters)
+    assert taken == ["cluster_environment", "torch_distributed_backend", "global_rank", "world_size", "kwargs"]
+    assert "init_process_group" in inspect.getsource(distributed._init_dist_connection)
+    assert "init_process_group" in inspect.getsource(lightning_private.init_process_group)
+
+
+# -- the strategy's tools ------------------------------------------------------------------------------------
+
+
+def test_move_optimizers_moves_their_state() -> None:
+    """Otherwise an optimizer's state that was loaded on the CPU would meet gradients on a GPU."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    lightning_private.move_optimizers([optimizer], torch.device("meta"))
+    assert optimizer.state[parameter]["momentum_buffer"].device.type == "meta"
+
+
+def test_say_device_changes_what_a_module_says_and_moves_nothing() -> None:
+    """Otherwise ``self.device`` would be the CPU in a fully sharded module."""
+    module = Net()
+    lightning_private.say_device(module, torch.device("meta"))
+    assert module.device.type == "meta"
+    assert module.layer.weight.device.type == "cpu"
+
+
+def test_trainer_of_a_module_without_one_is_none() -> None:
+    """Otherwise a pipeline's end would raise where the module is in no Trainer any more."""
+    module = Net()
+    assert lightning_private.trainer_of(module) is None
+    module.trainer = trainer()
+    assert lightning_private.trainer_of(module) is module.trainer
+
+
+def test_callbacks_of_a_trainer_are_the_list_that_it_calls() -> None:
+    """Otherwise the last stage's values would not reach other stages' callbacks."""
+    called: list[str] = []
+
+    class Added(Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            called.append("added")
+
+    made = trainer(max_steps=1)
+    lightning_private.callbacks_of(made).insert(0, Added())
+    made.fit(Net(), torch.utils.data.DataLoader(torch.ones(2, 1)))
+    assert called == ["added"]
+
+
+# -- metrics and loops ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "reads"),
+    [
+        ({"every_n_train_steps": 3}, True),
+        ({"every_n_train_steps": 4}, False),
+        ({"train_time_interval": timedelta(seconds=1)}, True),
+        ({"every_n_epochs": 1}, False),
+    ],
+)
+def test_reads_training_metric(given: dict[str, Any], reads: bool) -> None:
+    """Otherwise a stage that doesn't have the metric would choose other checkpoints than the last stage."""
+    assert lightning_private.reads_training_metric(ModelCheckpoint(monitor="loss", **given), 6) is reads
+    assert lightning_private.reads_training_metric(ModelCheckpoint(**given), 6) is False
+
+
+def test_evaluation_outputs_and_metrics_of_no_loader_become_what_validate_returns() -> None:
+    """Otherwise ``trainer.validate()`` would return nothing on stages but the last."""
+    found: list[Any] = []
+
+    class Looks(Callback):
+        def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            pl_module.log("end", 2.0)
+            found.append([*lightning_private.evaluation_outputs(trainer)])
+            found.append({**lightning_private.metrics_of_no_loader(trainer)})
+
+    returned = trainer(Looks()).validate(Net(), torch.utils.data.DataLoader(torch.ones(2, 1)), verbose=False)
+    outputs, of_no_loader = found
+    assert [{**output, **of_no_loader} for output in outputs] == returned
+    assert {"val", "end"} == set(returned[0])
+    assert lightning_private.metrics_of_no_loader(trainer()) == {}
+
+
+def test_without_sigterm_broadcast_no_batch_waits_for_rank_0() -> None:
+    """Otherwise no stage could start a batch before the last one does: no asynchrony, and no error to tell."""
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+
+    assert "torch.distributed.broadcast" in inspect.getsource(_TrainingEpochLoop._broadcast_sigterm_tensor)
+    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop.advance)
+    assert inspect.getsource(_TrainingEpochLoop).count("distributed.broadcast") == 1
+    made = trainer()
+    before = made.fit_loop.epoch_loop._broadcast_sigterm_tensor
+    put_back = lightning_private.without_sigterm_broadcast(made)
+    assert made.fit_loop.epoch_loop._broadcast_sigterm_tensor != before
+    put_back()
+    assert made.fit_loop.epoch_loop._broadcast_sigterm_tensor == before
+
+
+def test_step_value_of_a_metric_is_what_lightning_logs() -> None:
+    """Otherwise a metric's value of a step would be that of the last microbatch."""
+    from torchmetrics import MeanMetric
+
+    metric = MeanMetric()
+    metric(torch.tensor(1.0))
+    assert lightning_private.step_value(metric) == 1
+    assert lightning_private.step_value(3.0) is None
+    lightning_private.set_step_value(metric, torch.tensor(5.0))
+    results = trainer().fit_loop.epoch_loop._results
+    results.log("training_step", "mean", metric, on_step=True, on_epoch=False, metric_attribute="mean")
+    assert results.metrics(on_step=True)["callback"]["mean"] == 5
+
+
+def test_tell_device_reaches_the_attribute_that_a_module_reads() -> None:
+    """Otherwise ``self.device`` would be the first device in every replica."""
+    module = Net()
+    lightning_private.tell_device(module, lambda name, device: setattr(module, name, device), torch.device("meta"))
+    assert module.device.type == "meta"
+    told: list[Any] = []
+    lightning_private.tell_device(torch.nn.Linear(1, 1), lambda *given: told.append(given), torch.device("meta"))
+    assert told == []
+
+
+# -- public, but not promised --------------------------------------------------------------------------------
+
+
+def test_clipping_by_norm_goes_through_the_method_that_is_replaced() -> None:
+    """Otherwise the norm would be that of one stage."""
+    assert "self.clip_grad_by_norm(" in inspect.getsource(type(trainer().precision_plugin).clip_gradients)
+
+
+def test_workers_are_seeded_where_no_init_function_is_given() -> None:
+    """Strategies give one, seeded by replica, before Lightning would give its own, seeded by rank."""
+    from lightning.fabric.utilities.seed import pl_worker_init_function
+    from lightning.pytorch.trainer.connectors import data_connector
+
+    source = inspect.getsource(data_connector._process_dataloader)
+    assert source.index("strategy.process_dataloader") < source.index("_auto_add_worker_init_fn")
+    assert list(inspect.signature(pl_worker_init_function).parameters) == ["worker_id", "rank"]
+
+
+def test_rank_zero_only_reads_the_rank_that_is_set() -> None:
+    """Otherwise all ranks would print."""
+    from lightning_utilities.core.rank_zero import rank_zero_only
+
+    assert isinstance(rank_zero_only.rank, int)  # type: ignore[attr-defined]
+
+
+def test_the_hooks_that_strategies_override_exist() -> None:
+    """Otherwise an override would never be called."""
+    hooks = ("process_dataloader", "model_sharded_context", "restore_checkpoint_after_setup", "on_exception",
+             "lightning_restore_optimizer", "distributed_sampler_kwargs", "pre_backward", "post_backward")  # fmt: skip
+    assert all(hasattr(Strategy, hook) or hasattr(L.pytorch.strategies.ParallelStrategy, hook) for hook in hooks)

@@ -1,0 +1,249 @@
+"""torch_private.py: each private name does what is expected of it. A failure says what a new version breaks.
+
+What to do then: find what replaces the name, in torch's release notes or source, and change that one function.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_parallel import torch_private
+from lightning_parallel.torch_private import TorchDispatchMode
+from tests.pool import WorkerPool
+from tests.test_house import ROOT, modules
+
+
+class Marked(Tensor):
+    """Counts the functions and the operators that it meets."""
+
+    functions = 0
+    operators = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        Marked.functions += 1
+        with torch_private.subclass_functions_disabled():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        Marked.operators += 1
+        return torch.zeros(args[0].shape)
+
+
+def marked() -> Marked:
+    return torch_private.wrapper_tensor(Marked, (2, 3), dtype=torch.float64, device=torch.device("meta"))
+
+
+def test_every_function_is_used_and_pinned_here() -> None:
+    package = Path(torch_private.__file__).parent
+    others = [
+        f.read_text() for f in modules(package, ROOT / "recipes") if f not in (package / "torch_private.py", Path())
+    ]
+    here = Path(__file__).read_text().replace("def test_", "")
+    for name in torch_private.__all__:
+        assert any(name in text for text in others), f"{name} is not used"
+        assert name in here, f"{name} is not pinned"
+
+
+# -- tensors -------------------------------------------------------------------------------------------------
+
+
+def test_wrapper_tensor_has_a_shape_and_no_memory() -> None:
+    """Otherwise absent tensors and checkpoints' slices couldn't be made."""
+    made = marked()
+    assert isinstance(made, Marked) and made.shape == (2, 3) and made.dtype == torch.float64
+    strided = torch_private.wrapper_tensor(
+        Marked, (2, 3), dtype=torch.float32, device=torch.device("cpu"), strides=(1, 2), requires_grad=True
+    )
+    assert strided.stride() == (1, 2) and strided.requires_grad
+
+
+def test_make_parameter_makes_a_tensor_a_parameter() -> None:
+    """Otherwise optimizers' and Lightning's code would take an absent parameter for a plain tensor."""
+    made = marked()
+    assert not isinstance(made, nn.Parameter)
+    torch_private.make_parameter(made)
+    assert isinstance(made, nn.Parameter)
+
+
+def test_subclass_functions_disabled_and_dispatch_disabled_take_the_short_way() -> None:
+    """Otherwise an absent tensor's own methods would call themselves."""
+    made = marked()
+    Marked.functions = Marked.operators = 0
+    made + 1
+    assert (Marked.functions, Marked.operators) == (1, 1)
+    with torch_private.subclass_functions_disabled():
+        assert made.shape == (2, 3)
+        made + 1
+    assert (Marked.functions, Marked.operators) == (1, 2)
+    with torch_private.subclass_functions_disabled(), torch_private.dispatch_disabled():
+        made.t_()
+        assert made.shape == (3, 2)
+    assert (Marked.functions, Marked.operators) == (1, 2)
+
+
+def test_written_arguments_are_those_of_the_operator_s_schema() -> None:
+    """Otherwise a value that is written into an absent tensor would be lost without a word."""
+    x, y, out = torch.zeros(1), torch.ones(1), torch.zeros(1)
+
+    def written(operator: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        return [id(each) for each in torch_private.written_arguments(operator, args, kwargs)]
+
+    assert written(torch.ops.aten.add.Tensor, x, y) == []
+    assert written(torch.ops.aten.add_.Tensor, x, y) == [id(x)]
+    assert written(torch.ops.aten.add.out, x, y, out=out) == [id(out)]
+
+
+def test_scale_all_scales_in_place() -> None:
+    tensors = [torch.ones(2), torch.full((3,), 2.0)]
+    torch_private.scale_all(tensors, torch.tensor(0.5))
+    assert [each.tolist() for each in tensors] == [[0.5, 0.5], [1, 1, 1]]
+
+
+def test_tree_flatten_tree_leaves_tree_map_and_tree_unflatten_know_transformers_outputs() -> None:
+    """Otherwise a layer's output that is an output class of transformers could not cross a cut."""
+    transformers = pytest.importorskip("transformers")
+    output = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=torch.ones(1), hidden_states=(2, [3]))
+    leaves, structure = torch_private.tree_flatten(output)
+    assert leaves == torch_private.tree_leaves(output) == [torch.ones(1), 2, 3]
+    doubled = torch_private.tree_unflatten([2 * leaf for leaf in leaves], structure)
+    assert type(doubled) is type(output) and doubled.hidden_states == (4, [6])
+    assert torch_private.tree_map(lambda leaf: 2 * leaf, output) == doubled
+
+
+def test_a_torch_dispatch_mode_sees_operators() -> None:
+    """Otherwise recipes.compare would count no messages."""
+    seen = []
+
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Sees():
+        torch.ones(1) + 1
+    assert seen == ["ones", "add"]
+
+
+# -- modules -------------------------------------------------------------------------------------------------
+
+
+def test_parameters_of_buffers_of_and_modules_of_are_where_attributes_are_read() -> None:
+    """Otherwise weight versions and replicas would be put where nothing reads them."""
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    child = torch_private.modules_of(module)["0"]
+    assert child is module[0]
+    torch_private.parameters_of(child)["weight"] = other = torch.full((2,), 5.0)  # type: ignore[assignment]
+    torch_private.buffers_of(child)["running_mean"] = torch.full((2,), 1.0)
+    assert child.weight is other
+    child.eval()
+    torch.testing.assert_close(child(torch.ones(1, 2)), torch.zeros(1, 2))
+    torch_private.modules_of(module)["0"] = nn.Identity()
+    assert isinstance(module[0], nn.Identity)
+
+
+@pytest.mark.parametrize(
+    "register",
+    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"],
+)
+def test_has_hooks_finds_hooks(register: str) -> None:
+    """Otherwise a layer's hooks would be lost when a divided layer takes its place."""
+    module = nn.Linear(1, 1)
+    assert not torch_private.has_hooks(module)
+    handle = getattr(module, register)(lambda *given: None)
+    assert torch_private.has_hooks(module)
+    handle.remove()
+    assert not torch_private.has_hooks(module)
+
+
+def test_shallow_copy_has_no_parameters_of_its_own() -> None:
+    """Otherwise replicas in threads would share dictionaries of parameters."""
+    module = nn.LSTM(1, 1)
+    copy = torch_private.shallow_copy(module)
+    assert type(copy) is nn.LSTM and not list(copy.parameters()) and list(module.parameters())
+
+
+# -- distributed ---------------------------------------------------------------------------------------------
+
+
+def test_metadata_classes_are_those_of_a_checkpoint_s_metadata(tmp_path: Path) -> None:
+    """Otherwise no checkpoint could be read, since other classes are refused."""
+    asked: set[tuple[str, str]] = set()
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            asked.add((module, name))
+            return super().find_class(module, name)
+
+    tensors = {"a": torch.ones(2), "b": 3, "c": {"d": [1, torch.zeros(1, dtype=torch.bfloat16)]}}
+    dcp.save(tensors, checkpoint_id=tmp_path)
+    with open(tmp_path / ".metadata", "rb") as file:
+        Unpickler(file).load()
+    others = {(module, name) for module, name in asked if (module, name) not in torch_private.METADATA_CLASSES}
+    assert len(asked) > len(others) > 0
+    for module, name in others:
+        assert module.startswith("pathlib") or isinstance(getattr(torch, name), torch.dtype)
+
+
+class Arguments(TorchDispatchMode):
+    """Keeps the arguments of every operator, by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found[func.overloadpacket.__name__] = args
+        return func(*args, **(kwargs or {}))
+
+
+def groups_of_collectives() -> tuple[list[int], int, bool]:
+    with Arguments() as arguments:
+        dist.all_reduce(torch.ones(1))
+        functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD)
+    boxed = [torch_private.boxed_group(argument) for argument in arguments.found["allreduce_"]]
+    named = torch_private.group_by_name(arguments.found["all_reduce"][-1])
+    sizes = [group.size() for group in boxed if group is not None]
+    return sizes, named.size(), torch_private.boxed_group(torch.ones(1)) is None
+
+
+def test_boxed_group_and_group_by_name_give_the_group_of_a_collective(pool: WorkerPool) -> None:
+    """Otherwise recipes.compare could not tell how many ranks a message is for."""
+    assert pool.run(groups_of_collectives, 2) == [([2], 2, True)] * 2
+
+
+def sizes_of_the_cache_of_meshes() -> tuple[int, int]:
+    """The misses that have filled it, before it is emptied and after."""
+    half = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
+    half + half
+    _, before = torch._C._get_DTensor_sharding_propagator_cache_stats()
+    torch_private.forget_meshes()
+    _, after = torch._C._get_DTensor_sharding_propagator_cache_stats()
+    return before, after
+
+
+def test_forget_meshes_empties_the_cache_that_holds_them(pool: WorkerPool) -> None:
+    """Otherwise a second run in a process fails: "Could not resolve the process group registered under the name"."""
+    assert all(before > after == 0 for before, after in pool.run(sizes_of_the_cache_of_meshes, 2))
+
+
+def test_checkpoints_ask_a_tensor_for_its_boxes_by_three_methods() -> None:
+    """Otherwise shards would be saved as if they were the whole tensor."""
+    from torch.distributed._checkpointable import _Checkpointable
+
+    from lightning_parallel.checkpoint.slices import Slices
+
+    methods = {"__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"}
+    assert methods <= set(vars(_Checkpointable)) and methods <= set(vars(Slices))

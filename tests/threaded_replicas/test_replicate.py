@@ -1,0 +1,165 @@
+"""Replicas: copies of everything but the weights' memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from lightning_parallel.threaded_replicas.replicate import broadcast, reduce, replicate, trainable
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.again = self.first
+        self.norm = nn.BatchNorm1d(3)
+        self.recurrent = nn.GRU(3, 3, batch_first=True)
+        self.tied = nn.Linear(3, 3, bias=False)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_parameter("none", None)
+        self.register_buffer("count", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.count = self.count + 1
+        hidden, _ = self.recurrent(self.norm(self.first(x)).unsqueeze(1))
+        return self.tied(hidden[:, 0]) * self.frozen
+
+
+def test_parameters_share_the_model_s_memory_and_not_its_graph() -> None:
+    net = Net()
+    for replica in replicate(net, [CPU] * 3):
+        assert [p.data_ptr() for p in replica.module.parameters()] == [p.data_ptr() for p in net.parameters()]
+        assert [p.requires_grad for p in replica.module.parameters()] == [p.requires_grad for p in net.parameters()]
+        assert not {id(p) for p in replica.module.parameters()} & {id(p) for p in net.parameters()}
+        assert dict(replica.module.named_parameters()).keys() == dict(net.named_parameters()).keys()
+        assert [id(leaf) for leaf in replica.leaves] == [id(p) for p in replica.module.parameters() if p.requires_grad]
+        replica.module(torch.randn(4, 3)).sum().backward()
+        assert all(leaf.grad is not None for leaf in replica.leaves)
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_what_is_shared_in_the_model_is_shared_in_the_replica() -> None:
+    (replica,) = replicate(Net(), [CPU])
+    assert replica.module.first is replica.module.again
+    assert replica.module.first.weight is replica.module.tied.weight
+    assert len(replica.leaves) == len(trainable(Net()))
+
+
+def test_the_model_keeps_what_replica_0_changes() -> None:
+    net = Net()
+    first, second = replicate(net, [CPU] * 2)
+    batches = [torch.randn(8, 3), torch.randn(8, 3) + 5]
+    first.module(batches[0])
+    second.module(batches[1])
+    second.module(batches[1])
+    expected = nn.BatchNorm1d(3)
+    expected(net.first(batches[0]))
+    first.keep()
+    assert net.calls == 1 and net.count == 1 and net.norm.num_batches_tracked == 1
+    assert torch.allclose(net.norm.running_mean, expected.running_mean)
+    assert second.module.norm.num_batches_tracked == 2
+
+
+def test_attributes_that_a_replica_is_given_do_not_reach_the_model() -> None:
+    net = Net()
+    (replica,) = replicate(net, [CPU])
+    replica.copied[0].set("log", print)
+    assert replica.module.log is print
+    before = set(vars(net))
+    replica.keep()
+    assert set(vars(net)) == before
+
+
+def test_without_gradients_replicas_have_none() -> None:
+    with torch.no_grad():
+        (replica,) = replicate(Net(), [CPU])
+    assert replica.leaves == [] and not any(p.requires_grad for p in replica.module.parameters())
+
+
+def test_a_stand_in_takes_a_module_s_place_and_its_parts_are_left() -> None:
+    net = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.ReLU()))
+    stand_in = object()
+    seen: list[Any] = []
+
+    def choose(module: nn.Module, replica: int) -> Any:
+        seen.append((module, replica))
+        return stand_in if module is net[1] else None
+
+    replicas = replicate(net, [CPU] * 2, choose)
+    assert all(replica.module._modules["1"] is stand_in for replica in replicas)
+    assert [number for module, number in seen if module is net[1]] == [0, 1]
+    assert not any(module is net[1][0] for module, _ in seen)
+
+
+def test_parametrized_modules_are_replicated() -> None:
+    class Doubled(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    layer = nn.Linear(2, 2)
+    parametrize.register_parametrization(layer, "weight", Doubled())
+    (replica,) = replicate(layer, [CPU])
+    x = torch.randn(3, 2)
+    assert torch.equal(replica.module(x), layer(x))
+    replica.module(x).sum().backward()
+    assert replica.leaves[-1].grad is not None and layer.parametrizations.weight.original.grad is None
+
+
+def test_attributes_of_parameters_come_along() -> None:
+    net = nn.Linear(1, 1)
+    net.weight.decay = 0.1
+    assert replicate(net, [CPU])[0].module.weight.decay == 0.1
+
+
+@pytest.mark.parametrize(("model", "words"), [
+    (nn.Sequential(torch.jit.script(nn.ReLU())), "0 is scripted"),
+    (nn.Sequential(nn.LazyLinear(2)), "0.weight has no shape yet"),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore")
+def test_what_cannot_be_copied_is_refused_by_name(model: nn.Module, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        replicate(model, [CPU] * 2)
+
+
+def test_gradients_are_added_in_the_order_of_the_replicas() -> None:
+    values = [1e16, 1.0, -1e16]  # in float64, the sum depends on the order
+    gradients = [[torch.tensor(value, dtype=torch.float64), None] for value in values]
+    assert reduce(gradients, [CPU] * 3, CPU) == [sum(values), None]
+    assert reduce([[None], [torch.ones(())]], [CPU] * 2, CPU) == [1]
+
+
+def test_a_reduction_leaves_what_it_adds() -> None:
+    part = torch.ones(2)
+    reduce([[part], [part], [part]], [CPU] * 3, CPU)
+    assert part.tolist() == [1, 1]
+
+
+def test_a_broadcast_to_the_own_device_is_the_same_memory() -> None:
+    tensor = torch.ones(2, requires_grad=True)
+    for (copy,) in broadcast([tensor], [CPU] * 2):
+        assert copy.data_ptr() == tensor.data_ptr() and not copy.requires_grad
+
+
+@pytest.mark.gpu
+def test_gpus_get_copies_and_give_gradients_back() -> None:
+    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    net = Net().to(devices[0])
+    replicas = replicate(net, devices)
+    for replica, device in zip(replicas, devices, strict=True):
+        assert {tensor.device for tensor in (*replica.module.parameters(), *replica.module.buffers())} == {device}
+    ones = [
+        [torch.ones(2, device=device), None if i else torch.ones(1, device=device)] for i, device in enumerate(devices)
+    ]
+    total, alone = reduce(ones, devices, devices[0])
+    assert total is not None and total.tolist() == [len(devices)] * 2 and total.device == devices[0]
+    assert alone is not None and alone.tolist() == [1]
