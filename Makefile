@@ -1,8 +1,9 @@
-# Sets up a virtual environment of its own with pinned packages, then trains, tests or checks the code in it.
+# Sets up a virtual environment of its own with pinned packages, then trains, tests, checks or documents with it.
 #
 #     make train ARGS="strategy=pipeline_sync trainer.max_steps=200"
 #     make test ARGS="tests/pipeline -k gpipe"
 #     make test JOBS=0                         # one test at a time, without pytest-xdist: for a debugger
+#     make docs                                # the site of docs/, into site/
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,7 +14,7 @@ JOBS ?= 2
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: train compare test lint clean
+.PHONY: train compare test lint docs clean
 
 train: $(READY)
 	$(RUN) -m recipes.train strategy=pipeline_async $(ARGS)
@@ -28,8 +29,11 @@ lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 
+docs: $(READY)
+	$(RUN) -m zensical build --clean --strict
+
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build site .cache *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Made anew when what is to be installed changes; a set-up that was cut short has no .ready and is done again.
@@ -38,5 +42,5 @@ $(READY): pyproject.toml constraints.txt
 		{ echo "$(PYTHON) is not Python 3.11, 3.12 or 3.13: make PYTHON=/path/to/one"; exit 1; }
 	@echo "Setting up $(VENV): once, a minute or more"
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[recipes,test]"
+	$(RUN) -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[recipes,test,docs]"
 	@touch $@

@@ -27,9 +27,11 @@ class ProcessOptions:
         timeout: how long a rank waits for another one before it gives up: seconds, or a ``timedelta``.
         process_group_backend: ``"gloo"`` or ``"nccl"``. By default NCCL where every rank has a GPU of its own, and gloo
             elsewhere.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning's
-            strategies; the Trainer fills them in. ``parallel_devices`` may name one GPU several times, for ranks that
-            share it.
+        accelerator: filled in by the Trainer, as in Lightning's strategies.
+        parallel_devices: filled in by the Trainer; may name one GPU several times, for ranks that share it.
+        cluster_environment: filled in by the Trainer.
+        checkpoint_io: filled in by the Trainer.
+        precision_plugin: filled in by the Trainer.
     """
 
     timeout: Seconds | timedelta = 1800

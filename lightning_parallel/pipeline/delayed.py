@@ -68,7 +68,9 @@ class Delayed:
 
     Args:
         stages: each stage's parameters, by name. Names are unique over the stages.
-        weights, correction, extra_in_flight: see :class:`~lightning_parallel.AsyncPipelineStrategy`.
+        weights: as in :class:`~lightning_parallel.AsyncPipelineStrategy`.
+        correction: as there.
+        extra_in_flight: as there.
 
     Raises:
         ValueError: (by :meth:`feed`) ``weights="2bw"`` with fewer microbatches an update than a stage runs ahead.

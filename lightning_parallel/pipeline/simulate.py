@@ -83,7 +83,9 @@ def simulate(
 
     Args:
         schedule: a list of actions for each stage.
-        forward, backward, step: the duration of an action, for all stages or for each, in any unit of time.
+        forward: the duration of a forward, for all stages or for each, in any unit of time.
+        backward: the duration of a backward, in the same unit.
+        step: the duration of an update, in the same unit.
         latency: the time from the end of an action until the neighbour can use its message. Messages overlap with
             computing and with each other.
 

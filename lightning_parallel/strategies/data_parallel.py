@@ -47,8 +47,11 @@ class DataParallelOptions:
             holds the memory of its outputs. ``"output_device"`` runs the step once, on the first device. The replicas
             share the calls of ``self(...)`` in it, and their outputs are joined, as torch.nn.DataParallel does. So the
             loss may compare samples of the whole batch (contrastive losses), and the first device holds all outputs.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning's
-            strategies; the Trainer fills them in. ``parallel_devices`` may name one GPU several times.
+        accelerator: filled in by the Trainer, as in Lightning's strategies.
+        parallel_devices: filled in by the Trainer; may name one GPU several times.
+        cluster_environment: filled in by the Trainer.
+        checkpoint_io: filled in by the Trainer.
+        precision_plugin: filled in by the Trainer.
     """
 
     loss_on: LossOn = "replicas"

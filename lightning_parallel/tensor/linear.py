@@ -139,9 +139,10 @@ class ColumnParallelLinear(ParallelLinear):
     ) -> Self:
         """This rank's shard of an ``nn.Linear`` or a transformers ``Conv1D``, in the orientation that it has there.
 
+        The arguments that aren't listed are those of the constructor.
+
         Args:
             linear: the layer. It stays as it is.
-            group, gather_output, parts, copy_input, region: as of the constructor.
             siblings: one object for all layers that get the same input.
             shared: the shards made so far, by the id of the whole parameter, so that tied parameters stay tied. It is
                 added to. Keep the layers that it was filled from as long as it is used, since ids are used again.

@@ -67,14 +67,14 @@ def measure(sizes: Sizes) -> list[Table]:
                     1.0 if name == SYNCHRONOUS else theory,
                 ]
             )
-    columns = {"stages": "", "schedule": "", "training (s)": ".2f", "sooner": ".3f", "range": "", "theory": ".3f"}
+    columns = {"stages": "", "schedule": "", "training (s)": ".2f", "speed-up": ".3f", "range": "", "theory": ".3f"}
     return [
         Table(
             f"Whole trainings of {sizes.batches} updates, in Trainer.fit",
             columns,
             rows,
-            "From the Trainer's start to its end: set-up, fill and drain included. 2 p microbatches an update. Sooner: "
-            f"1f1b's median time divided by it; medians of {sizes.rounds}, in turn. Theory: (m + p - 1) / m.",
+            "From the Trainer's start to its end: set-up, fill and drain included. 2 p microbatches an update. "
+            f"Speed-up: 1f1b's median time divided by it; medians of {sizes.rounds}, in turn. Theory: (m + p - 1) / m.",
         )
     ]
 

@@ -39,7 +39,7 @@ Examples
     python -m recipes.compare model=mlp data=digits trainer.max_steps=100
 
 What is measured
-    step time       median and quartiles of the updates behind a warm-up
+    step time       median and quartiles of the updates after a warm-up
     memory          peak of each rank; parameters, gradients and optimizer state exactly
     messages        bytes that a rank sends, by kind, in the last two updates: counted, and by formula
     bubble          of pipelines: share of the stages' time without compute, beside theory
@@ -127,7 +127,7 @@ def _compare(planned: Sequence[Outcome], folder: Path, words: Sequence[str]) -> 
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as after Ctrl-C: nothing is left behind
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as after Ctrl-C: no worker is left
     try:
         main()
     except KeyboardInterrupt:

@@ -121,7 +121,7 @@ def _label(panel: Axes, x: float, place: int, text: str) -> None:
 
 
 def _room(panel: Axes, longest: float, factor: float) -> None:
-    """For the labels behind the bars."""
+    """For the labels at the ends of the bars."""
     panel.set_xlim(0, (longest or 1.0) * factor)
 
 

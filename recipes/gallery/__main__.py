@@ -1,4 +1,4 @@
-"""``python -m recipes.gallery`` draws the README's pictures anew."""
+"""``python -m recipes.gallery`` draws the pages' timelines again."""
 
 from recipes.gallery.pictures import draw
 

@@ -1,4 +1,4 @@
-"""The README's pictures, from real runs of stages that sleep."""
+"""The timelines on the pages, from real runs of stages that sleep."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from lightning_parallel import AsyncPipelineStrategy, PipelineStrategy
 from lightning_parallel.strategies.staged import StagedStrategy
 from recipes.bench import processes
 from recipes.bench.layers import fit, sleeping
+from recipes.launchers.launcher import ROOT
 
-HERE = Path(__file__).parent
+PICTURES = ROOT / "docs" / "pictures"
 STAGES = 4
 FORWARD, BACKWARD = 0.020, 0.040  # seconds
 WIDTH = 512  # a microbatch is a float32 matrix of 1 MiB
 
 
-def draw(directory: Path = HERE, stages: int = STAGES) -> None:
+def draw(directory: Path = PICTURES, stages: int = STAGES) -> None:
     """Write gpipe.png and async.png into ``directory``."""
     for name in ("gpipe", "async"):
         with TemporaryDirectory() as scratch:

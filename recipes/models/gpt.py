@@ -38,7 +38,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a two-layer perceptron, each behind a LayerNorm and added to its input."""
+    """Attention, then a two-layer perceptron, each after a LayerNorm and added to its input."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()

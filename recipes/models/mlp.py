@@ -44,7 +44,7 @@ class MLP(Classifier):
 
     def configure_tensor_parallel(self) -> dict[str, str]:
         """Pairs of hidden layers divide what is between them; one that is left over gathers what it computes."""
-        layers = range(1, self.hparams["layers"] + 1)  # of the net, behind the flattening
+        layers = range(1, self.hparams["layers"] + 1)  # of the net, after the flattening
         styles = {i: "column" if i % 2 else "row" for i in layers}
         if len(layers) % 2:
             styles[layers[-1]] = "column_gather"

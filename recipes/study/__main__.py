@@ -17,7 +17,7 @@ from recipes.study import work
 from recipes.study.arms import OPTIMIZERS, STAGES, Run, Setting, arms
 from recipes.study.store import Store
 
-HERE = Path(__file__).parent
+STUDIES = ROOT / "docs" / "studies"
 
 
 def main(arguments: Sequence[str] | None = None, setting: Setting | None = None, text: Path | None = None) -> None:
@@ -66,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
         "It can be interrupted: a second start goes on, and loses the runs that were under way.",
     )
     parser.add_argument("what", choices=["asynchrony"])
-    parser.add_argument("--output", type=Path, metavar="DIR", default=HERE / "asynchrony", help="default: %(default)s")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", default=STUDIES / "asynchrony", help="default: %(default)s"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, a thread each (default: %(default)s)")
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--stages", nargs="+", type=int, choices=STAGES, default=list(STAGES))

@@ -41,7 +41,7 @@ def _gap(row: Row, synchronous: Row) -> str:
 
 
 def _clock(row: Row, synchronous: Row, m: int) -> str:
-    ratio, near = row.sooner(synchronous, m), row.sooner(synchronous, m, 0.005)
+    ratio, near = row.speed_up(synchronous, m), row.speed_up(synchronous, m, 0.005)
     if ratio is not None:
         return (
             f"reaches the synchronous arm's final loss {ratio:.2f} times as fast as that arm with as many microbatches."

@@ -15,7 +15,7 @@ from recipes.study.findings import findings
 from recipes.study.rows import Row, progress, rows
 from recipes.study.store import FILE, Store
 
-PAGE = "README.md"
+PAGE = "index.md"
 _WIDTH = 120
 
 _QUESTION = """\
@@ -88,7 +88,7 @@ amplify noise."""
 
 
 def write(directory: Path, setting: Setting, plan: Sequence[Arm], seeds: int, store: Store) -> None:
-    """``README.md`` and its pictures; what has not been run is left out, and counted."""
+    """The page and its pictures; what has not been run is left out, and counted."""
     directory.mkdir(parents=True, exist_ok=True)
     found = rows(setting, plan, seeds, store)
     names = dict.fromkeys(arm.optimizer for arm in plan)

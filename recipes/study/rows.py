@@ -78,12 +78,12 @@ class Row:
         points = zip(*kept, strict=False)
         return [(point[0][0], fmean(loss for _, loss in point)) for point in points]
 
-    def sooner(self, synchronous: Row, microbatches: int, margin: float = 0.0) -> float | None:
-        """How many times as soon as the synchronous arm, by simulated time, this one is at that one's final loss.
+    def speed_up(self, synchronous: Row, microbatches: int, margin: float = 0.0) -> float | None:
+        """How many times as fast as the synchronous arm, by simulated time, this one reaches its final loss.
 
         Args:
             microbatches: of the synchronous arm.
-            margin: above its final loss, as a fraction of it; both run to there.
+            margin: above that loss, as a fraction of it; both run to there.
 
         Returns:
             None: never.

@@ -18,11 +18,11 @@ READING = """\
 Staleness and copies are the first stage's: updates between a microbatch's forward and its backward, in the mean, and
 copies of its weights beside the parameters, at most. Loss: of the parameters on the validation set after the last
 update, in nats a byte, with the standard deviation over the seeds. Gap: the distance to the synchronous arm's loss at
-the same seed, the mean, and by seed. Busy: share of the time that stages compute, in
-theory. Sooner: the synchronous arm's time to its own final loss, by the mean curves and the simulated clock, divided by
-this arm's to the same loss; above 1 this arm is there first. *same m*: the synchronous arm has as many microbatches
-(not given for m=1, which nobody would run synchronously). *m=2p*: it has two a stage. *+0.5 %*: both to 0.5 % above
-that loss, at the same m (m=1: m=2p)."""
+the same seed, the mean, and by seed. Busy: share of the time that stages compute, in theory. Speed-up: the synchronous
+arm's time to its own final loss, by the mean curves and the simulated clock, divided by this arm's to the same loss;
+above 1 this arm is there first. *same m*: the synchronous arm has as many microbatches (not given for m=1, which nobody
+would run synchronously). *m=2p*: it has two a stage. *+0.5 %*: both to 0.5 % above that loss, at the same m (m=1:
+m=2p)."""
 
 
 def of(found: Mapping[Arm, Row], optimizer: str, stages: int) -> dict[Arm, Row]:
@@ -32,7 +32,7 @@ def of(found: Mapping[Arm, Row], optimizer: str, stages: int) -> dict[Arm, Row]:
 
 def results(found: Mapping[Arm, Row], optimizer: str, stages: int) -> Table:
     columns = {"arm": "", "staleness": ".2f", "copies": "d", "rate": "g", "seeds": "d", "loss": "", "gap (%)": ""}
-    columns |= {"by seed": "", "busy": "", "sooner, same m": "", "sooner, m=2p": "", "sooner, +0.5 %": ""}
+    columns |= {"by seed": "", "busy": "", "speed-up, same m": "", "speed-up, m=2p": "", "speed-up, +0.5 %": ""}
     synchronous = found[Arm(optimizer)]
     busy = [f"{clock.busy(stages, m, synchronous=True):.0%} (m={m})" for m in (2 * stages, stages)]
     cells: list[list[Cell]] = [[*_common(synchronous), None, None, ", ".join(busy), None, None, None]]
@@ -45,9 +45,9 @@ def results(found: Mapping[Arm, Row], optimizer: str, stages: int) -> Table:
                 signed(fmean(gaps.values())) if gaps else None,
                 ", ".join(map(signed, gaps.values())),
                 f"{clock.busy(stages, arm.microbatches, synchronous=False):.0%}",
-                _sooner(row, synchronous, arm.microbatches) if several else None,
-                _sooner(row, synchronous, 2 * stages),
-                _sooner(row, synchronous, arm.microbatches if several else 2 * stages, _MARGIN),
+                _speed_up(row, synchronous, arm.microbatches) if several else None,
+                _speed_up(row, synchronous, 2 * stages),
+                _speed_up(row, synchronous, arm.microbatches if several else 2 * stages, _MARGIN),
             ]
         )
     return Table(f"{NAMES[optimizer]}, {stages} stages", columns, cells)
@@ -66,10 +66,10 @@ def signed(gap: float) -> str:
     return f"{gap:+.2f}" if isfinite(gap) else "diverged"
 
 
-def _sooner(row: Row, synchronous: Row, microbatches: int, margin: float = 0.0) -> str:
+def _speed_up(row: Row, synchronous: Row, microbatches: int, margin: float = 0.0) -> str:
     if not isfinite(row.mean) or not isfinite(synchronous.mean):
         return "never"
-    ratio = row.sooner(synchronous, microbatches, margin)
+    ratio = row.speed_up(synchronous, microbatches, margin)
     if ratio is not None:
         return f"{ratio:.2f}"
     both = row.finals.keys() & synchronous.finals.keys()

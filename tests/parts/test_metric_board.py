@@ -143,7 +143,7 @@ def test_several_validation_loaders_have_metrics_of_their_own(pool: WorkerPool, 
 
 
 class Auxiliary(Observed):
-    """A head behind the layers that no step calls: what the pipeline finds out in a first step on values that are
+    """A head after the layers that no step calls: what the pipeline finds out in a first step on values that are
     absent, it finds out by running that step to its end."""
 
     samples: torch.Tensor

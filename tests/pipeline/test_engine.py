@@ -520,7 +520,7 @@ def test_one_stage_is_a_plain_loop(pool: WorkerPool) -> None:
 
 
 def draws_everywhere() -> bool:
-    """Forwards, backwards and updates draw, each stage as many as it likes: are the next numbers as ever?"""
+    """Forwards, backwards and updates draw, each stage as many as it likes: are the next numbers the usual ones?"""
     rank = Rank("Net", asynchronous="stash")
     torch.manual_seed(3)
     expected = torch.get_rng_state()

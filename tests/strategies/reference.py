@@ -18,7 +18,7 @@ from tests.strategies.models import MODELS, Base
 
 
 class _Loss(torch.nn.Module):
-    """So that functional_call reaches the parameters behind `module.loss`."""
+    """So that functional_call reaches the parameters of `module.loss`."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()

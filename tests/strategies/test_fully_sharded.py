@@ -101,7 +101,7 @@ class Weigher(Callback):
 
 
 def size(tensors: Iterable[Tensor]) -> int:
-    """Of the memory behind them, which a unit's gradients share."""
+    """Of their memory, which a unit's gradients share."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
     storages = (tensor.untyped_storage() for tensor in local)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -175,7 +175,7 @@ def classify(strategy: str, path: Path | None = None) -> dict[str, Any]:
             "of the first": {n: p.detach() for n, p in here(Mixed()).items()},
         }
     result = trainer.validate(module, data, ckpt_path=path, verbose=False)[0]
-    trainer.fit(module, data, data)  # what evaluation has left behind is no hindrance
+    trainer.fit(module, data, data)  # what evaluation has left is no hindrance
     frozen = [n for n, p in here(module).items() if torch.equal(complete(p.detach()), first.weights[n])]
     predictions = trainer.predict(module, data, ckpt_path=path)
     return {

@@ -136,7 +136,7 @@ class Spiked(nn.Linear):
 
 
 class Overflows(Deep):
-    """In one step the gradients of a layer, and of those before it, are infinite; those behind have finite ones."""
+    """In one step the gradients of a layer, and of those before it, are infinite; those after it have finite ones."""
 
     def __init__(self, layer: int) -> None:
         super().__init__()

@@ -1,0 +1,81 @@
+"""recipes/launchers: a cluster of the user's own is one class, which its YAML names; errors cross processes."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes import build, record
+from recipes.launchers.launcher import ROOT, Failure, Launcher, WorkersFailed
+from recipes.launchers.local import LocalLauncher
+from recipes.train import main
+from recipes.validate import validate
+from tests.recipes.test_configs import composed
+from tests.recipes.test_launch import TINY, runs
+
+MINE = "tests.recipes.test_launchers.Imaginary"
+
+
+class Imaginary:
+    """A cluster that records what it is to start, and says that it has run."""
+
+    def __init__(self, devices: int, partition: str) -> None:
+        self.devices, self.partition = devices, partition
+
+    def launch(self, config_file: Path, processes: int) -> None:
+        if self.partition == "full":
+            raise WorkersFailed(Failure(0, "no machine is free", None), processes)
+        folder = config_file.parent
+        (folder / "started").write_text(f"{self.partition}: {processes} of {self.devices}")
+        record.write_metrics(folder, {"val_loss": 0.5})
+        record.end(folder, "completed")
+
+
+def cluster(partition: str = "short") -> list[str]:
+    return [f"cluster._target_={MINE}", f"+cluster.partition={partition}", "~cluster.threads", "cluster.devices=4"]
+
+
+def test_a_cluster_is_added_through_the_one_class_that_its_yaml_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [f"paths.log_dir={tmp_path}/logs", f"paths.data_dir={tmp_path}/data", f"hydra.run.dir={tmp_path}/run"]
+    monkeypatch.setattr(sys, "argv", ["train", "strategy=pipeline_1f1b", *TINY, *folders, *cluster()])
+    monkeypatch.chdir(ROOT)
+    main()
+    assert (tmp_path / "run" / "started").read_text() == "short: 4 of 4"
+    (run,) = runs(tmp_path).values()
+    assert run["status"] == "completed" and record.read_metrics(tmp_path / "run") == {"val_loss": 0.5}
+
+
+def test_launchers_are_made_from_the_node_of_the_cluster() -> None:
+    config = composed(*cluster())
+    assert validate(config) == []
+    mine: Launcher = build.launcher(config)
+    assert isinstance(mine, Imaginary) and mine.partition == "short"
+    local: Any = build.launcher(composed("cluster.devices=3", "cluster.threads=2"))
+    assert isinstance(local, LocalLauncher) and (local.devices, local.threads) == (3, 2)
+
+
+@pytest.mark.parametrize("devices", ["0", "two", "null"])
+def test_every_cluster_has_devices(devices: str) -> None:
+    (problem,) = validate(composed(*cluster()[:3], f"cluster.devices={devices}"))
+    assert str(problem).startswith(f"cluster.devices={devices}: ")
+
+
+def test_an_error_of_workers_comes_back_from_another_process_as_it_was() -> None:
+    """Launchers of Hydra's that run jobs in other processes pickle it."""
+    error = WorkersFailed(Failure(1, "ValueError: no luck", "Traceback ..."), processes=2)
+    copy = pickle.loads(pickle.dumps(error))
+    assert isinstance(copy, WorkersFailed) and str(copy) == str(error)
+    assert (copy.failure, copy.processes) == (error.failure, 2)
+
+
+def test_the_parent_process_only_imports_torch_to_check_values() -> None:
+    code = "import sys, recipes.train, recipes.compose, recipes.launchers.local; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"

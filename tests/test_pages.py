@@ -1,0 +1,286 @@
+"""README.md, docs/ and the like: every command runs, every snippet is valid, and every link leads somewhere."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import itertools
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+import lightning_parallel
+from lightning_parallel.settings import settings_of
+from lightning_parallel.strategies.pipeline import PipelineOptions
+from lightning_parallel.strategies.pipeline_async import AsyncPipelineOptions
+from lightning_parallel.strategies.tensor import TensorParallelOptions
+from recipes import record, worker
+from recipes.compose import check
+from recipes.launchers.launcher import ROOT
+from recipes.validate import validate, world_size
+from tests.pool import WorkerPool
+from tests.recipes.test_configs import composed
+from tests.tensor.test_sharding import ranks
+
+README, KOREAN = ROOT / "README.md", ROOT / "README.ko.md"
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [README, KOREAN, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
+SMALL = [
+    "trainer.max_steps=2", "trainer.limit_val_batches=1", "trainer.enable_progress_bar=false", "logger=none",
+    "print_config=false",
+]  # fmt: skip
+SMALL_GPT = ["model.layers=4", "model.width=16", "model.heads=2", "data.batch_size=12", "data.context=16"]
+CHECKPOINT = "step-300.ckpt"
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a page that are marked with a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands(*pages: Path) -> list[str]:
+    """The lines of shell blocks, without comments, each once."""
+    lines = (line for page in pages for block in blocks(page, "sh") for line in block.splitlines())
+    return list(dict.fromkeys(shlex.join(shlex.split(line, comments=True)) for line in lines))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+COMMANDS = commands(*PAGES)
+TRAIN = "python -m recipes.train"
+TRAININGS = [command.removeprefix(TRAIN).split() for command in COMMANDS if command.startswith(TRAIN)]
+OTHER_MODULES = [command for command in COMMANDS if command.startswith("python -m") and not command.startswith(TRAIN)]
+TARGETS = [command for command in COMMANDS if command.startswith("make ")]
+
+
+def test_every_command_is_of_a_kind_that_is_run_here() -> None:
+    known = {*(f"{TRAIN} {' '.join(words)}" for words in TRAININGS), *OTHER_MODULES, *TARGETS, "pip install ."}
+    assert set(COMMANDS) <= known and len(TRAININGS) > 8
+
+
+# -- recipes.train -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of two stages, as the commands that go on from one expect it."""
+    return trained(pool, tmp_path_factory.mktemp("run"), ["strategy=pipeline_1f1b"]) / "checkpoints" / "last.ckpt"
+
+
+def trained(pool: WorkerPool, folder: Path, overrides: list[str]) -> Path:
+    """Run a recipe in a small form, in the pool's processes; the folder of the run."""
+    gpt = not any(word.startswith("model=") for word in overrides)
+    config = composed(*SMALL, *(SMALL_GPT if gpt else []), *(word for word in overrides if "max_steps=200" not in word))
+    output = folder / "run"
+    config["paths"] |= {"output_dir": str(output), "data_dir": str(folder.parent / "data")}
+    config["callbacks"].pop("progress_bar", None)
+    for callback in config["callbacks"].values():
+        if "dirpath" in callback:
+            callback["dirpath"] = str(output / "checkpoints")
+    assert validate(config) == []
+    file = folder / record.CONFIG
+    file.write_text(yaml.safe_dump(config))
+    pool.run(worker.main, world_size(config), str(file), init=False)
+    return output
+
+
+def jobs(words: list[str]) -> Iterator[list[str]]:
+    """The jobs of a sweep, or the one of a command without ``-m``."""
+    overrides = OverridesParser.create().parse_overrides([word for word in words if word != "-m"])
+    choices = [
+        [f"{each.get_key_element()}={value}" for value in each.sweep_string_iterator()]
+        if each.is_sweep_override()
+        else [each.input_line or ""]
+        for each in overrides
+    ]
+    yield from (list(job) for job in itertools.product(*choices))
+
+
+@pytest.mark.parametrize("words", TRAININGS, ids=" ".join)
+def test_trainings_run(
+    pool: WorkerPool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    text = tmp_path / "my.txt"
+    text.write_text((ROOT / "README.md").read_text() * 3)
+    given = {"data.path=my.txt": f"data.path={text}", f"ckpt_path={CHECKPOINT}": f"ckpt_path={checkpoint}"}
+    words = [given.get(word, word) for word in words]
+    if "experiment=async_quality" in words:
+        words.append("scheduler.warmup_steps=1")
+    if f"ckpt_path={checkpoint}" in words:
+        words.append("trainer.max_steps=4")  # it has made the first two
+    assert check([word for word in words if word != "-m"], multirun="-m" in words) == []
+    for number, job in enumerate(jobs(words)):
+        folder = tmp_path / "runs" / str(number)
+        folder.mkdir(parents=True)
+        output = trained(pool, folder, job)
+        assert record.read_metrics(output)["val_loss"] is not None
+        if "timeline=true" in words:
+            assert (output / "timeline.png").exists() and (output / "timeline.json").exists()
+
+
+# -- other programs ------------------------------------------------------------------------------------------
+
+
+class Parsed(Exception):
+    """The arguments are right. What the program does then is tested in a small form with its module."""
+
+
+@pytest.mark.parametrize("command", OTHER_MODULES)
+def test_arguments_of_other_programs_are_right(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
+        parse(self, args, namespace)
+        raise Parsed
+
+    _, _, module, *arguments = command.split()
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    package = ROOT / module.replace(".", "/")
+    with pytest.raises(Parsed):
+        runpy.run_module(f"{module}.__main__" if package.is_dir() else module, run_name="__main__")
+
+
+@pytest.mark.parametrize("command", TARGETS)
+def test_make_knows_the_target_and_runs_a_program_that_exists(command: str) -> None:
+    shown = subprocess.run(
+        ["make", "-n", "-o", ".venv/.ready", *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True
+    )
+    assert shown.returncode == 0, shown.stderr
+    modules = re.findall(r"-m ([\w.]+)", shown.stdout)
+    assert modules
+    for module in modules:
+        assert importlib.util.find_spec(module) is not None, module
+
+
+def test_installed_it_trains_from_a_script_outside_of_the_checkout(tmp_path: Path) -> None:
+    """``pip install .``: into a folder of its own, since what it depends on is installed here."""
+    pip = ["-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(tmp_path / "lib"), "."]
+    copy = tmp_path / "checkout"
+    copy.mkdir()
+    for name in ("lightning_parallel", "pyproject.toml", "README.md", "LICENSE"):
+        os.symlink(ROOT / name, copy / name)
+    subprocess.run([sys.executable, *pip], cwd=copy, check=True, capture_output=True)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys; sys.path.insert(0, 'lib')\n"
+        "import lightning as L, lightning_parallel\n"
+        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
+        "assert lightning_parallel.__file__.startswith(sys.argv[1]), lightning_parallel.__file__\n"
+        "strategy = lightning_parallel.DataParallelStrategy()\n"
+        "trainer = L.Trainer(accelerator='cpu', devices=2, strategy=strategy, max_steps=2, logger=False,\n"
+        "                    enable_checkpointing=False, enable_progress_bar=False)\n"
+        "trainer.fit(BoringModel())\n"
+        "assert trainer.global_step == 2\n"
+    )
+    subprocess.run([sys.executable, script, str(tmp_path / "lib")], cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / "lib" / "lightning_parallel" / "py.typed").exists()
+
+
+# -- snippets ------------------------------------------------------------------------------------------------
+
+SNIPPETS = [(page, i) for page in PAGES for i in range(len(blocks(page, "python")))]
+
+
+@pytest.mark.parametrize(("page", "number"), SNIPPETS, ids=lambda value: getattr(value, "name", None))
+def test_snippets_run(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: Path, number: int
+) -> None:
+    """Up to ``fit``, which test the strategies."""
+    (tmp_path / CHECKPOINT).symlink_to(checkpoint)
+    monkeypatch.chdir(tmp_path)
+    fitted: list[Any] = []
+    monkeypatch.setattr(L.Trainer, "fit", lambda trainer, *args, **kwargs: fitted.append((args, kwargs)))
+    given = {name: getattr(lightning_parallel, name) for name in lightning_parallel.__all__}
+    given |= {"L": L, "torch": torch, "MyExistingModule": L.LightningModule, "datamodule": L.LightningDataModule()}
+    given |= {"group": ranks(1), "x": torch.ones(2, 512)}
+    source = blocks(page, "python")[number]
+    exec(compile(source, name_of(page), "exec"), given)
+    assert bool(fitted) == ("trainer.fit" in source)
+    if "read_full" in source:
+        assert all(isinstance(value, torch.Tensor) for value in given["state_dict"].values())
+
+
+def shown_settings(page: Path, strategy: str) -> dict[str, Any]:
+    """The arguments in the longest call of a strategy on a page."""
+    calls = [
+        node
+        for block in blocks(page, "python")
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == strategy
+    ]
+    call = max(calls, key=lambda node: len(node.keywords))
+    return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+
+
+def test_pages_show_every_setting_with_its_default() -> None:
+    def defaults(options: type) -> dict[str, Any]:
+        return {field.name: field.default for field, _ in settings_of(options)}
+
+    module, plans = ROOT / "docs" / "your-module.md", ROOT / "docs" / "tensor-plans.md"
+    pipeline, late = defaults(PipelineOptions), defaults(AsyncPipelineOptions)
+    assert shown_settings(module, "PipelineStrategy") == pipeline
+    own = {name: value for name, value in late.items() if name not in pipeline}
+    assert shown_settings(module, "AsyncPipelineStrategy") == own | {"microbatches": late["microbatches"]}
+    assert shown_settings(plans, "TensorParallelStrategy") == defaults(TensorParallelOptions)
+
+
+# -- links, and the Korean page ------------------------------------------------------------------------------
+
+
+def links(page: Path) -> list[str]:
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if not link.startswith("http")]
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        if page in DOCS:
+            assert (ROOT / "docs") in target.parents, f"{link} leads out of the site"
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_page_of_the_site_is_reached() -> None:
+    reached = {(page.parent / link.partition("#")[0]).resolve() for page in DOCS for link in links(page)}
+    assert {*DOCS} - {ROOT / "docs" / "index.md"} <= reached
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) < 120
+
+
+def test_the_korean_readme_says_the_same() -> None:
+    assert commands(KOREAN) == commands(README)
+    assert [link for link in links(KOREAN) if link != "README.md"] == [
+        link for link in links(README) if link != "README.ko.md"
+    ]
+    first = re.compile(r"^\| (`\w+`) \|", re.MULTILINE)
+    assert first.findall(KOREAN.read_text()) == first.findall(README.read_text())
+    numbers = re.compile(r"\d+(?:[.,]\d+)*")
+    assert Counter(numbers.findall(KOREAN.read_text())) == Counter(numbers.findall(README.read_text()))
+    code = [[ast.dump(ast.parse(block)) for block in blocks(page, "python")] for page in (README, KOREAN)]
+    assert code[0] == code[1]
