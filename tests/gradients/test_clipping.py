@@ -13,14 +13,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_parallel.gradients.clipping import clip_by_norm, clip_by_value
 from tests.pool import WorkerPool
-from tests.strategies.harness import joined, largest_difference, train
 
 CPU = torch.device("cpu")
 CLIP = 0.3
 
 
 def gradient(part: int, number: int) -> Tensor:
-    """The whole gradients of two parts' parameters; number 1 is in shards over the replicas, in some tests."""
+    """The whole gradients of two parts' parameters; number 1 is fully sharded over the replicas, in some tests."""
     generator = torch.Generator().manual_seed(10 * part + number)
     return torch.randn(4, 3, generator=generator, dtype=torch.float64)
 
@@ -77,11 +76,3 @@ def test_shards_parts_and_copies_are_clipped_as_one_model(pool: WorkerPool, what
             expected = copy.grad if number == 2 else whole[2 * part + number].grad
             assert expected is not None
             torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)
-
-
-def test_stages_in_shards_are_clipped_by_value_as_one_process(pool: WorkerPool) -> None:
-    clipping: dict[str, Any] = {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}
-    options = {"stages": 2, "microbatches": 2, "data_parallel_kind": "fully_shard"}
-    reports = pool.run(train, 4, "Llama", "sync", options, init=False, batch_size=4, **clipping)
-    whole = pool.run(train, 2, "Llama", "sync", {"microbatches": 4}, init=False, **clipping)
-    assert largest_difference(joined(reports, "weights"), joined(whole, "weights")) < 1e-12

@@ -1,0 +1,40 @@
+"""gradients/summing.py: the sum over ranks, in one message; no gradient on any rank stays none."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from lightning_parallel.gradients.summing import summed_over
+from lightning_parallel.gradients.swapping import Gradients
+from tests.pool import WorkerPool
+
+
+def summed() -> tuple[Gradients, Gradients]:
+    group = dist.group.WORLD
+    assert group is not None
+    rank = group.rank()
+    parameters = {
+        "both": torch.zeros(2, 3, dtype=torch.float64),
+        "one": torch.zeros(2, dtype=torch.bfloat16),
+        "none": torch.zeros(1),
+        "": torch.zeros(()),
+    }
+    gradients: Gradients = {
+        "both": torch.full((2, 3), rank + 1.0, dtype=torch.float64),
+        "one": torch.ones(2, dtype=torch.bfloat16) if rank == 1 else None,
+        "none": None,
+        "": torch.tensor(float(rank)),
+        "unnamed": torch.ones(1),
+    }
+    return summed_over(group, list(parameters), parameters, gradients), summed_over(group, [], {}, gradients)
+
+
+def test_sums_have_the_parameters_dtypes_and_shapes(pool: WorkerPool) -> None:
+    for found, nothing in pool.run(summed, 3):
+        assert nothing == {} and list(found) == ["both", "one", "none", ""]
+        both, one, scalar = found["both"], found["one"], found[""]
+        assert both is not None and torch.equal(both, torch.full((2, 3), 6.0, dtype=torch.float64))
+        assert one is not None and torch.equal(one, torch.ones(2, dtype=torch.bfloat16))
+        assert scalar is not None and torch.equal(scalar, torch.tensor(3.0))
+        assert found["none"] is None
