@@ -6,6 +6,7 @@ A collective that breaks, because a rank died or stopped, raises :class:`PeerLos
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -16,6 +17,8 @@ from torch import Tensor
 Group = dist.ProcessGroup | None  # None: the world, or this process alone if nothing is initialised
 T = TypeVar("T")
 
+_BROKEN = re.compile(r"gloo/transport|connect|closed|reset by|broken pipe|time ?out|timed out", re.IGNORECASE)
+
 
 class PeerLostError(RuntimeError):
     """A rank that this one has to communicate with has stopped. The cause is in that rank's output."""
@@ -24,13 +27,13 @@ class PeerLostError(RuntimeError):
 def guarded(collective: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Call one function of ``torch.distributed``; if it breaks, say that a rank was lost.
 
-    Nothing but the collective runs inside, so an error of this rank's own is never taken for a peer's. torch raises a
-    plain RuntimeError or a ``DistError`` for a broken connection; subclasses of RuntimeError are left as they are.
+    torch raises a ``DistError``, or a plain RuntimeError with gloo's words, for a broken connection. An error of this
+    rank's own, such as a dtype that the backend doesn't know, passes as it is.
     """
     try:
         return collective(*args, **kwargs)
     except RuntimeError as error:
-        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+        if not isinstance(error, dist.DistError) and not _BROKEN.search(str(error)):
             raise
         raise PeerLostError(
             "A collective of several ranks broke: one of them stopped, or did not answer within the timeout. The cause "

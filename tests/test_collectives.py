@@ -138,3 +138,12 @@ def test_an_error_of_the_rank_s_own_is_not_taken_for_a_lost_peer() -> None:
 
     with pytest.raises(OwnError, match="mine"):
         guarded(fails)
+
+
+def reduce_what_the_backend_does_not_know() -> None:
+    guarded(dist.all_reduce, torch.ones(2, dtype=torch.int16))
+
+
+def test_what_the_backend_refuses_is_not_taken_for_a_lost_peer(pool: WorkerPool) -> None:
+    for failure in pool.run(reduce_what_the_backend_does_not_know, 2, expect_errors=True):
+        assert "RuntimeError: Invalid scalar type" in failure and "PeerLostError" not in failure

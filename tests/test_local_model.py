@@ -23,6 +23,7 @@ def test_tied_parameters_appear_once_and_every_name_leads_to_them() -> None:
     assert local.aliases["head.weight"] == local.aliases["embedding.weight"] == "embedding.weight"
     assert set(local.aliases) == {name for name, _ in module.named_parameters(remove_duplicate=False)}
     assert local.names[id(module.head.weight)] == "embedding.weight"
+    assert local.names is local.names  # clipping looks parameters up in every update
     assert local.replicated == local.parameters and not local.is_fully_sharded
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +35,14 @@ class RankSummary:
         shapes: of its tensors, by key.
         scalars: its optimizer's state that is no tensor, by parameter.
         param_groups: its optimizer's groups: options, and the names of the parameters under "params".
+        own_options: the options that may have other values on other ranks.
     """
 
     coordinate: str
     shapes: dict[str, Shape]
     scalars: dict[str, dict[str, Any]]
     param_groups: list[dict[str, Any]]
+    own_options: frozenset[str]
 
     @classmethod
     def of(
@@ -49,10 +51,11 @@ class RankSummary:
         tensors: Mapping[str, Tensor],
         scalars: dict[str, dict[str, Any]],
         param_groups: Sequence[Mapping[str, Any]],
+        own_options: Iterable[str],
     ) -> RankSummary:
         """The summary of a rank that holds these tensors."""
         shapes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
-        return cls(coordinate, shapes, scalars, [dict(options) for options in param_groups])
+        return cls(coordinate, shapes, scalars, [dict(options) for options in param_groups], frozenset(own_options))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +65,13 @@ class Agreement:
     Attributes:
         scalars: the whole model's optimizer state that is no tensor, by parameter.
         param_groups: the whole model's parameter groups.
+        own_options: the options that differ between ranks and may: for each coordinate, a dictionary for each group.
         copied: the parameters that several ranks hold.
     """
 
     scalars: dict[str, dict[str, Any]]
     param_groups: list[dict[str, Any]]
+    own_options: dict[str, list[dict[str, Any]]]
     copied: list[str]
 
 
@@ -91,11 +96,16 @@ def agree(ranks: Sequence[RankSummary], order: Sequence[str]) -> Agreement:
                     f"{key} is {known[key]} on one rank and {shape} on another: a checkpoint holds one tensor of each "
                     f"name."
                 )
-    groups = merge_groups([rank.param_groups for rank in ranks], order)
+    own = frozenset[str]().union(*(rank.own_options for rank in ranks))
+    groups = merge_groups([rank.param_groups for rank in ranks], order, own)
+    own_options = {
+        rank.coordinate: [{key: value for key, value in group.items() if key in own} for group in rank.param_groups]
+        for rank in ranks
+    }
     names = {name for group in groups for name in group["params"]}
     holders = Counter(name for name in names for rank in ranks if f"model/{name}" in rank.shapes)
     scalars = {name: values for rank in reversed(ranks) for name, values in rank.scalars.items()}
-    return Agreement(scalars, groups, [name for name, count in holders.items() if count > 1])
+    return Agreement(scalars, groups, own_options, [name for name, count in holders.items() if count > 1])
 
 
 def digests(model: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, bytes]:
@@ -124,15 +134,18 @@ def check_copies(ranks: Sequence[Mapping[str, bytes]]) -> None:
         raise RuntimeError(f"Copies of one parameter differ between ranks, nothing is saved: {first_few(differing)}.")
 
 
-def merge_groups(ranks: list[list[dict[str, Any]]], order: Sequence[str]) -> list[dict[str, Any]]:
+def merge_groups(
+    ranks: list[list[dict[str, Any]]], order: Sequence[str], own_options: Set[str] = frozenset()
+) -> list[dict[str, Any]]:
     """The optimizer's parameter groups as one process with the whole model would have them.
 
     Args:
         ranks: the groups of each rank: options, and the names of the parameters under "params".
         order: all names in the order of the model. Names that it lacks come last, rank after rank.
+        own_options: the options that may differ. The first rank's are taken.
 
     Raises:
-        ValueError: the ranks have different numbers of groups, or different values of an option.
+        ValueError: the ranks have different numbers of groups, or different values of another option.
     """
     counts = [len(groups) for groups in ranks]
     if len(set(counts)) > 1:
@@ -146,7 +159,8 @@ def merge_groups(ranks: list[list[dict[str, Any]]], order: Sequence[str]) -> lis
         options = {key: value for key, value in copies[0].items() if key != "params"}
         for copy in copies[1:]:
             other = {key: value for key, value in copy.items() if key != "params"}
-            differing = [key for key in options.keys() | other.keys() if not _equal(options, other, key)]
+            compared = (options.keys() | other.keys()) - own_options
+            differing = [key for key in compared if not _equal(options, other, key)]
             if differing:
                 key = min(differing)
                 raise ValueError(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,12 +61,15 @@ class Loaded:
         optimizer: the optimizer state of each wanted parameter that has any. Tensors are on the CPU.
         param_groups: of the whole model: options, and the names of the parameters under "params".
         rank_state: what was saved at this coordinate; empty if the layout that saved had no such coordinate.
+        own_options: the options that were saved for each rank. The groups have those of this coordinate, or of the
+            first rank if the layout that saved had no such coordinate.
     """
 
     trainer: dict[str, Any]
     optimizer: dict[str, dict[str, Any]]
     param_groups: list[dict[str, Any]]
     rank_state: dict[str, Tensor]
+    own_options: frozenset[str] = frozenset()
 
 
 def save(
@@ -79,6 +82,7 @@ def save(
     rank_state: Mapping[str, Tensor],
     coordinate: str,
     group: Group = None,
+    own_options: Collection[str] = (),
     order: Sequence[str] = (),
 ) -> None:
     """Write a checkpoint, replacing the one at ``path``. Every rank of the group calls it.
@@ -96,6 +100,7 @@ def save(
         rank_state: tensors that belong to this coordinate.
         coordinate: of this rank in the layout, such as "pp0.dp0.tp0".
         group: the ranks that save; None for all, or for a single process.
+        own_options: the options of the groups that may differ between ranks, and are saved for each.
         order: the whole model's parameters in their order, for the groups' "params". By default the ranks' parameters
             follow one another.
 
@@ -105,7 +110,7 @@ def save(
     """
     path = Path(path)
     tensors, scalars = _by_key(model, optimizer, rank_state, coordinate)
-    summaries = gather_objects_on_first(RankSummary.of(coordinate, tensors, scalars, param_groups), group)
+    summaries = gather_objects_on_first(RankSummary.of(coordinate, tensors, scalars, param_groups, own_options), group)
     agreement: Agreement | None = None
 
     def begin() -> tuple[str, list[str]]:
@@ -172,7 +177,8 @@ def load(
     for name in parameters:
         if name in state["optimizer_scalars"]:
             optimizer.setdefault(name, {}).update(state["optimizer_scalars"][name])
-    return Loaded(state["trainer"], optimizer, state["param_groups"], rank_state)
+    groups, own = _with_own_options(state["param_groups"], state.get("own_options", {}), coordinate)
+    return Loaded(state["trainer"], optimizer, groups, rank_state, own)
 
 
 def read_full(path: PathLike) -> dict[str, Tensor]:
@@ -268,6 +274,22 @@ def _empty_optimizer(found: Found, parameters: Iterable[str], model: Mapping[str
     return result
 
 
+def _with_own_options(
+    groups: list[dict[str, Any]], ranks: Mapping[str, list[dict[str, Any]]], coordinate: str
+) -> tuple[list[dict[str, Any]], frozenset[str]]:
+    """The groups with the options that were saved for this coordinate, and the names of such options."""
+    names = frozenset(key for own in ranks.values() for options in own for key in options)
+    if coordinate in ranks:
+        return [{**group, **own} for group, own in zip(groups, ranks[coordinate], strict=True)], names
+    if names:
+        warnings.warn(
+            f"The optimizer had {', '.join(sorted(names))} for each rank of the layout that saved. This rank "
+            f"({coordinate}) was not among them, and goes on with the first one's.",
+            stacklevel=2,
+        )
+    return groups, names
+
+
 # -- files -------------------------------------------------------------------------------------------------------
 
 
@@ -319,6 +341,7 @@ def _write_trainer(new: Path, trainer: Mapping[str, Any], agreement: Agreement |
         "trainer": dict(trainer),
         "optimizer_scalars": agreement.scalars,
         "param_groups": agreement.param_groups,
+        "own_options": agreement.own_options,
     }
     with open(new / TRAINER, "wb") as file:
         torch.save(state, file)

@@ -32,14 +32,19 @@ class RankCheckpoint:
         local: the rank's part of the model.
         group_names: for each parameter group of the optimizer, the whole model's names in it, in order.
         coordinate: of this rank in the layout.
+        written_options: the options that the optimizer writes itself. They may differ between ranks, so each rank's are
+            saved. A checkpoint that is loaded adds to it.
     """
 
-    def __init__(self, local: LocalModel, group_names: Sequence[Sequence[str]], coordinate: str) -> None:
+    def __init__(
+        self, local: LocalModel, group_names: Sequence[Sequence[str]], coordinate: str, written_options: set[str]
+    ) -> None:
         self._parameters, self._shards, self._names = local.parameters, local.shards, local.names
         tensors = {**{name: p.data for name, p in local.parameters.items()}, **local.buffers()}
         self._model = {n: Slices(t, self._shards[n]) if n in self._shards else t for n, t in tensors.items()}
         self._group_names = group_names
         self._coordinate = coordinate
+        self._written_options = written_options
 
     # -- save ----------------------------------------------------------------------------------------------------
 
@@ -62,6 +67,7 @@ class RankCheckpoint:
             trainer=trainer,
             rank_state=random_state(),
             coordinate=self._coordinate,
+            own_options=self._written_options,
             order=[name for names in self._group_names for name in names],
         )
 
@@ -115,6 +121,7 @@ class RankCheckpoint:
         )
         if optimizers and loaded.param_groups:
             self._fill_optimizer(optimizers[0], loaded.optimizer, loaded.param_groups)
+            self._written_options |= loaded.own_options
             restore_random_state(loaded.rank_state)
         return {**loaded.trainer, "state_dict": {}, "optimizer_states": []}
 

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_parallel.collectives import broadcast_tensors, guarded
 from lightning_parallel.gradients.swapping import Gradients, swap_gradients
@@ -63,6 +62,7 @@ class AsynchronousTraining:
         versions: of the weights.
         precision: steps the optimizer.
         completed: makes an update's gradients those of all replicas and shards.
+        written: the options that the optimizer is known to write itself. It is added to.
         device: of this rank.
     """
 
@@ -79,6 +79,7 @@ class AsynchronousTraining:
         versions: WeightVersions,
         precision: Precision,
         completed: Callable[[Gradients], Gradients],
+        written: set[str],
         device: torch.device,
     ) -> None:
         self._trainer, self._module = trainer, module
@@ -87,8 +88,8 @@ class AsynchronousTraining:
         self._local, self.versions = local, versions
         self._precision, self._completed = precision, completed
         self._list = late.actions(layout.stages, layout.stage)
-        self._optimizer: Optimizer | None = trainer.optimizers[0] if trainer.optimizers else None
-        self._options = None if self._optimizer is None else LateOptions(self._optimizer)
+        self._written = written
+        self._known_options: LateOptions | None = None
         self._loose = _LooseParameters(sorted(partition.loose), local, layout, self._pipeline_group, device)
         self._owed: deque[_Owed] = deque()  # updates under way, the oldest first
         self.fed = 0  # microbatches so far
@@ -96,6 +97,19 @@ class AsynchronousTraining:
         self._gathering = 0  # microbatches fed to the next update
         self._last = 0  # microbatches of the last of those begun
         self._stop = False  # has the user's step asked for the end of training?
+
+    @property
+    def gathering(self) -> bool:
+        """Has the next update been fed a batch already?"""
+        return self._gathering > 0
+
+    @property
+    def _options(self) -> LateOptions:
+        """Of the Trainer's optimizer, which a hook may replace during training."""
+        (optimizer,) = self._trainer.optimizers
+        if self._known_options is None or self._known_options.optimizer is not optimizer:
+            self._known_options = LateOptions(optimizer, self._written)
+        return self._known_options
 
     # -- a batch -------------------------------------------------------------------------------------------------
 
@@ -110,7 +124,6 @@ class AsynchronousTraining:
         Returns:
             The actions that fall due.
         """
-        assert self._options is not None
         if not self.fed:
             self._late.check(self._layout.stages, count * self._trainer.accumulate_grad_batches)
         if self._late.weights == "2bw" and 0 < self._last < self._late.ahead(self._layout.stages, 0):
@@ -138,15 +151,14 @@ class AsynchronousTraining:
     def update(self) -> None:
         """One update of this stage: the hooks, the clipping and the step that Lightning would run, with the options
         that were in force when its batch came."""
-        assert self._optimizer is not None and self._options is not None
-        optimizer, options, owed = self._optimizer, self._options, self._owed.popleft()
+        options, owed = self._options, self._owed.popleft()
         gradients = self._completed(dict(self.versions.take_gradients()))
         self._loose.note(gradients)
 
         def step() -> None:
             swap_gradients(self._local.parameters, gradients)
             with options.restored(owed.options):
-                self._precision.optimizer_step(optimizer, model=self._module, closure=_nothing)  # type: ignore[arg-type]
+                self._precision.optimizer_step(options.optimizer, model=self._module, closure=_nothing)  # type: ignore[arg-type]
             swap_gradients(self._local.parameters, {})
 
         weight = self._late.weight(self._layout.stages, self._layout.stage, owed.microbatches)

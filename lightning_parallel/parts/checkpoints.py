@@ -29,12 +29,18 @@ class Checkpoints:
     Args:
         local: what this rank holds of the model.
         coordinate: of this rank in the layout.
+        group_names: for each parameter group of the optimizer, the whole model's names in it. :meth:`take_groups` fills
+            it, and a later run that only evaluates still saves by it.
+
+    Attributes:
+        written_options: the options that the optimizer is known to write itself, which may differ between ranks.
     """
 
-    def __init__(self, local: LocalModel, coordinate: str) -> None:
+    def __init__(self, local: LocalModel, coordinate: str, group_names: list[list[str]]) -> None:
         self._local = local
         self._coordinate = coordinate
-        self._group_names: list[list[str]] = []  # for each parameter group, the whole model's names in it
+        self._group_names = group_names
+        self.written_options: set[str] = set()
         self._failed = False
 
     def take_groups(self, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
@@ -51,7 +57,7 @@ class Checkpoints:
             raise ValueError(SEVERAL_OPTIMIZERS)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         elsewhere = names.keys() - self._local.names.keys()
-        self._group_names = []
+        self._group_names.clear()
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ValueError("LBFGS needs products over the whole model, of which a rank holds a part only.")
@@ -92,7 +98,7 @@ class Checkpoints:
         return self._part().take(io.load_checkpoint(path, weights_only=safe), path, optimizers)
 
     def _part(self) -> RankCheckpoint:
-        return RankCheckpoint(self._local, self._group_names, self._coordinate)
+        return RankCheckpoint(self._local, self._group_names, self._coordinate, self.written_options)
 
 
 def remove_checkpoint(path: str | Path, io: CheckpointIO) -> None:

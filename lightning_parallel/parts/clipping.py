@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
@@ -35,11 +36,15 @@ def install_clipping(
         device: of this rank.
     """
 
+    def enters_norm(parameter: Tensor) -> bool:
+        name = local.names.get(id(parameter))  # a loss may have parameters of its own, outside the module
+        return name is None or counts(name)
+
     def by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
         clip_by_norm(
             list(plugin.main_params(optimizer)),
             clip_val,
-            counts=lambda parameter: counts(local.names[id(parameter)]),
+            counts=enters_norm,
             replicas=replicas if local.is_fully_sharded else None,
             parts=parts,
             device=device,

@@ -28,11 +28,12 @@ class LateOptions:
 
     Args:
         optimizer: whose they are.
+        written: the keys that the optimizer is known to write to. It is added to.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._written: set[str] = set()  # keys that the optimizer has written to
+    def __init__(self, optimizer: Optimizer, written: set[str]) -> None:
+        self.optimizer = optimizer
+        self._written = written
 
     def now(self, factor: float = 1.0) -> Options:
         """A copy of the options.
@@ -42,14 +43,14 @@ class LateOptions:
         """
         groups = [
             {key: _copied(value) for key, value in group.items() if key != "params"}
-            for group in self._optimizer.param_groups
+            for group in self.optimizer.param_groups
         ]
         return [{**group, "lr": group["lr"] * factor} if factor != 1 else group for group in groups]
 
     @contextmanager
     def restored(self, options: Options) -> Iterator[None]:
         """Inside, the optimizer has these options. Afterwards it has those of now, except what it wrote itself."""
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         given = [{k: v for k, v in values.items() if k not in self._written} for values in options]
         # The objects themselves: a scheduler changes a rate that is a tensor in place.
         current = [{key: group[key] for key in values} for group, values in zip(groups, given, strict=True)]

@@ -73,7 +73,7 @@ class Microbatches:
         self._is_first_batch = True
 
     def of(
-        self, arguments: tuple[Any, ...], recorder: LogRecorder, *, scale: float, first: int = 0
+        self, arguments: tuple[Any, ...], recorder: LogRecorder, *, scale: float, begins_update: bool, first: int = 0
     ) -> tuple[dict[int, Microbatch], list[int]]:
         """The work of a batch.
 
@@ -81,6 +81,7 @@ class Microbatches:
             arguments: of ``training_step``, the batch first.
             recorder: of what the microbatches log.
             scale: a factor of the loss, besides the microbatch's share of the batch.
+            begins_update: no batch has been accumulated before.
             first: the number of the first microbatch.
 
         Returns:
@@ -111,6 +112,7 @@ class Microbatches:
                 weight=counts[k] / size * scale,
                 place=k,
                 seed=seed,
+                begins_update=begins_update and k == 0,
             )
         self._look.follow("training_step", work[first].step)
         self._is_first_batch = False

@@ -76,7 +76,7 @@ def agree_on_seed(layout: Layout) -> int:
 
 
 def close() -> None:
-    """After an error, close this rank's connections: the other ranks, wherever they wait, end within seconds."""
+    """After an error, close this rank's connections. When this process ends, the other ranks end within seconds."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -52,12 +52,14 @@ class Microbatch:
         weight: the factor of its loss in the update: its part of the batch, accumulation, and loss scale.
         place: its index within its batch: the place in the schedule for which formats of messages are remembered.
         seed: of the random numbers that its forward draws.
+        begins_update: it is the first of an update.
     """
 
     step: Callable[[], Any]
     weight: float
     place: int
     seed: int
+    begins_update: bool
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class Engine:
         self._in_flight: deque[_InFlight] = deque()
         self._streaming = False  # endless: every stage but the first has posted a receive for a batch yet to come
         self._gradients_taken = 0  # gradient messages, empty ones included
-        self._rounded_off = 0.0  # of the weights of the batch's losses
+        self._rounded_off = 0.0  # of the weights of the update's losses
 
         def link(group: dist.ProcessGroup | None, neighbour: int) -> Link | None:
             if group is None:
@@ -217,11 +219,11 @@ class Engine:
         """The weight of a loss, as a gradient of its dtype.
 
         In 16 bits 1/24 is 0.2 % too large, and so would be every gradient. So what one microbatch's weight was rounded
-        by is made up for by the next one's, and the weights of a batch have the right sum.
+        by is made up for by the next one's, and the weights of an update have the right sum.
         """
         weight = microbatch.weight
         if torch.finfo(loss.dtype).bits < 32:
-            weight += 0.0 if microbatch.place == 0 else self._rounded_off
+            weight += 0.0 if microbatch.begins_update else self._rounded_off
             self._rounded_off = weight - torch.tensor(weight, dtype=loss.dtype).item()
         return torch.full_like(loss, weight)
 

@@ -137,7 +137,7 @@ def check_sizes(stages: int, microbatches: int) -> None:
 
 
 def of_one_update(generator: Generator, stages: int, microbatches: int) -> Schedule:
-    """The lists that a generator makes, checked: each microbatch once, and one step at the end.
+    """The lists that a generator makes, checked: each microbatch once, in order, and one step at the end.
 
     Raises:
         ValueError: it names the generator, and what is wrong with its lists.
@@ -149,9 +149,12 @@ def of_one_update(generator: Generator, stages: int, microbatches: int) -> Sched
             raise ValueError(f"there are {len(made)} lists for {stages} stages.")
         validate(made)
         for stage, actions in enumerate(made):
-            forwards = sorted(action.microbatch for action in actions if isinstance(action, Forward))
+            forwards = [action.microbatch for action in actions if isinstance(action, Forward)]
             if forwards != list(range(microbatches)):
-                raise ValueError(f"stage {stage}: the forwards are of {forwards}, not of {microbatches} microbatches.")
+                raise ValueError(
+                    f"stage {stage}: the forwards are of {forwards}, not of microbatches 0 to {microbatches - 1} in "
+                    f"this order."
+                )
             if sum(isinstance(action, Step) for action in actions) != 1 or not isinstance(actions[-1], Step):
                 raise ValueError(f"stage {stage}: an update has one Step, at its end.")
     except ValueError as error:

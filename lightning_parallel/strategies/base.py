@@ -65,6 +65,7 @@ class LayoutStrategy(ParallelStrategy):
         self._local: LocalModel | None = None
         self._replicas: Replicas | None = None
         self._checkpoints: Checkpoints | None = None
+        self._group_names: list[list[str]] = []
 
     # -- which rank this is --------------------------------------------------------------------------------------
 
@@ -180,7 +181,7 @@ class LayoutStrategy(ParallelStrategy):
     def hold(self, trainer: pl.Trainer, local: LocalModel) -> None:
         """The model is divided: move this rank's part to its device, and make the optimizers for it."""
         self._local = local
-        self._checkpoints = Checkpoints(local, self.layout.coordinate)
+        self._checkpoints = Checkpoints(local, self.layout.coordinate, self._group_names)
         self._replicas = Replicas(local, self.groups.along("data"))
         training = trainer.state.fn == TrainerFn.FITTING
         self.model_to_device()
@@ -213,6 +214,12 @@ class LayoutStrategy(ParallelStrategy):
         """What this rank holds of the model, from set-up on."""
         assert self._local is not None, "the model is divided in Trainer.fit, validate, test and predict"
         return self._local
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """What saves and loads this rank's part, from set-up on."""
+        assert self._checkpoints is not None, "made in Trainer.fit, validate, test and predict"
+        return self._checkpoints
 
     @property
     def replicas(self) -> Replicas:
@@ -320,7 +327,8 @@ class LayoutStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Nothing is saved any more, and the connections are closed, so that the other ranks end within seconds."""
+        """Nothing is saved any more, and the connections are closed. When this process ends, the other ranks end
+        within seconds, wherever they wait."""
         if self._checkpoints is not None:
             self._checkpoints.fail()
         self._groups = self._collectives = None

@@ -109,7 +109,8 @@ class PipelineStrategy(StagedStrategy):
         parameters, layout = self.local_model.parameters, self.layout
         recorder = LogRecorder()
         scale = loss_scale(self.precision_plugin) / self.lightning_module.trainer.accumulate_grad_batches
-        work, sizes = self._microbatches.of((*args, *kwargs.values()), recorder, scale=scale)
+        arguments, begins_update = (*args, *kwargs.values()), not self._accumulates
+        work, sizes = self._microbatches.of(arguments, recorder, scale=scale, begins_update=begins_update)
         self._count = len(sizes)
         actions = _lists(self._schedule, layout.stages, self._count)[layout.stage]
 

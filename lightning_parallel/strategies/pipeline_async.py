@@ -159,6 +159,7 @@ class AsyncPipelineStrategy(StagedStrategy):
             versions=versions,
             precision=self.precision_plugin,
             completed=self._completed,
+            written=self.checkpoints.written_options,
             device=self.root_device,
         )
         return versions
@@ -198,7 +199,10 @@ class AsyncPipelineStrategy(StagedStrategy):
         ends_update, self._ends_update = self._ends_update, False
         recorder = LogRecorder()
         arguments, scale = (*args, *kwargs.values()), 1 / self._accumulation
-        work, sizes = self._microbatches.of(arguments, recorder, scale=scale, first=self.training.fed)
+        begins_update = not self.training.gathering
+        work, sizes = self._microbatches.of(
+            arguments, recorder, scale=scale, begins_update=begins_update, first=self.training.fed
+        )
         actions = self.training.feed(self.engine, len(sizes), ends_update)
         with self._microbatches.recorded(recorder), self.training.stop_held_back():
             outputs = self.engine.run(actions, work, update=self.training.update, endless=True)

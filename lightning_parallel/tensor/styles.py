@@ -151,8 +151,8 @@ class Row(Style):
         )
 
     def divided_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        own = dict(module.named_parameters(recurse=False))
-        return {"weight": own["weight"]}  # the bias stays whole
+        # The bias stays whole.
+        return {name: each for name, each in module.named_parameters(recurse=False) if name == "weight"}
 
 
 class SplitRow(Row):

@@ -77,7 +77,9 @@ def _work(layers: nn.Sequential, batch: Tensor, microbatches: int) -> list[Micro
         return lambda: loss_of(layers(part))
 
     parts = torch.tensor_split(batch, microbatches)
-    return [Microbatch(bind(part), 1 / microbatches, place=k, seed=k) for k, part in enumerate(parts)]
+    return [
+        Microbatch(bind(part), 1 / microbatches, place=k, seed=k, begins_update=k == 0) for k, part in enumerate(parts)
+    ]
 
 
 class Ours(Synchronous):

@@ -36,3 +36,11 @@ def test_options_that_are_tensors_merge() -> None:
 def test_many_names_are_cut_short() -> None:
     assert first_few("abc") == "a, b, c"
     assert first_few("abcdefg") == "a, b, c, d, e, and 2 more"
+
+
+def test_options_of_a_rank_s_own_may_differ_and_others_may_not() -> None:
+    first, second = {"lr": 0.1, "d": 1.0, "params": ["a"]}, {"lr": 0.1, "d": 2.0, "params": ["b"]}
+    (group,) = merge_groups([[first], [second]], ["a", "b"], {"d"})
+    assert group == {"lr": 0.1, "d": 1.0, "params": ["a", "b"]}
+    with pytest.raises(ValueError, match="has lr=0.1 on one rank and 0.2 on another"):
+        merge_groups([[first], [{**second, "lr": 0.2}]], [], {"d"})

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_parallel.checkpoint import Loaded, is_checkpoint, load, read_full, remove, save
+from lightning_parallel.checkpoint.reading import TRAINER
 from tests.pool import WorkerError, WorkerPool
 
 
@@ -449,3 +450,24 @@ def exchanged(path: Path) -> list[str]:
 def test_what_ranks_hold_goes_to_the_first_rank_only(pool: WorkerPool, tmp_path: Path) -> None:
     for seen in pool.run(exchanged, 3, tmp_path / "step"):
         assert set(seen) == {"gather_object"}
+
+
+def test_options_of_each_rank_come_back_at_its_place_and_elsewhere_with_a_warning(tmp_path: Path) -> None:
+    group = {"lr": 0.1, "d": 2.0, "params": ["w"]}
+    tensor = {"w": torch.ones(2)}
+    save(
+        tmp_path / "c", model=tensor, optimizer={}, param_groups=[group], trainer={}, rank_state={},
+        coordinate="pp1.dp0.tp0", own_options={"d"},
+    )  # fmt: skip
+    state = torch.load(tmp_path / "c" / TRAINER)
+    state["own_options"]["pp0.dp0.tp0"] = [{"d": 5.0}]  # of a second stage
+    torch.save(state, tmp_path / "c" / TRAINER)
+
+    def loaded(place: str) -> Loaded:
+        return load(tmp_path / "c", model=tensor, parameters=[], coordinate=place)
+
+    for place, d in (("pp1.dp0.tp0", 2.0), ("pp0.dp0.tp0", 5.0)):
+        found = loaded(place)
+        assert found.param_groups == [{**group, "d": d}] and found.own_options == {"d"}
+    with pytest.warns(UserWarning, match="The optimizer had d for each rank of the layout that saved"):
+        assert loaded("pp2.dp0.tp0").param_groups == [group]

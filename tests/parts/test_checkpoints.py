@@ -11,10 +11,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_parallel.checkpoint import is_checkpoint, read_full
+from lightning_parallel.checkpoint import is_checkpoint, load, read_full
 from tests.pool import WorkerPool
 from tests.strategies.failures import assert_refused
-from tests.strategies.harness import ALL, STRATEGIES, Report, complete, here, joined, largest_difference
+from tests.strategies.harness import ALL, STRATEGIES, Report, complete, here, joined, largest_difference, make_trainer
 
 EPOCHS = 4
 
@@ -172,6 +172,27 @@ def test_every_stage_is_in_the_directory(pool: WorkerPool, tmp_path: Path) -> No
     assert is_checkpoint(tmp_path / "last.ckpt")
     full = read_full(tmp_path / "epoch=3.ckpt")
     assert largest_difference(full, joined([report for report, _, _ in reports], "weights")) == 0
+
+
+def orders_saved(folder: Path) -> list[list[str]]:
+    """The optimizer's parameters in checkpoints after training, and after a test that followed it."""
+    module = ALL["LeNet"]()
+    trainer = make_trainer("sync", [], {})
+    trainer.fit(module, module.loader())
+    trainer.save_checkpoint(folder / "fitted")
+    module.test_step = module.training_step
+    trainer.test(module, module.loader(), verbose=False)
+    trainer.save_checkpoint(folder / "tested")
+    groups = [
+        load(folder / name, model={}, parameters=[], coordinate="", strict=False) for name in ("fitted", "tested")
+    ]
+    return [[*each.param_groups[0]["params"]] for each in groups]
+
+
+def test_a_checkpoint_after_a_test_has_the_parameters_in_the_model_s_order(pool: WorkerPool, tmp_path: Path) -> None:
+    expected = [name for name, _ in ALL["LeNet"]().named_parameters()]
+    for fitted, tested in pool.run(orders_saved, 2, tmp_path, init=False):
+        assert fitted == tested == expected
 
 
 class TwoGroups(ALL["LeNet"]):  # type: ignore[misc]

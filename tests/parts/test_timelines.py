@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
+from lightning_parallel.layout import Layout
 from lightning_parallel.parts import timelines
+from lightning_parallel.pipeline.timeline import Timeline
 from tests.pool import WorkerPool
 from tests.strategies.observed import Net, loader, make_trainer
 
@@ -60,3 +64,33 @@ def test_without_matplotlib_the_start_says_so_and_the_end_writes_the_rest(
     assert len(said) == 1 and "pip install 'lightning-parallel[pictures]'" in said[0]
     assert not any(others)
     assert (tmp_path / "timeline.json").exists() and not (tmp_path / "timeline.png").exists()
+
+
+def functions_at_the_end(directory: Path) -> set[str]:
+    """The functions of torch.distributed that exchange objects while the timeline is written."""
+    used = set()
+
+    def observed(name: str) -> Any:
+        function = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            used.add(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    layout = Layout.resolve(dist.get_world_size(), dist.get_rank(), pipeline="auto")
+    timeline = Timeline(enabled=True)
+    for kind in ("forward", "backward"):
+        with timeline.span(kind, 0):
+            pass
+    with ExitStack() as patches:
+        for name in ("all_gather_object", "gather_object"):
+            patches.enter_context(mock.patch.object(dist, name, observed(name)))
+        timelines.write_timeline(timeline, layout, directory, title="", theory=0.0)
+    return used
+
+
+def test_what_ranks_recorded_goes_to_the_first_rank_only(pool: WorkerPool, tmp_path: Path) -> None:
+    """A long run records many spans, which no other rank needs."""
+    assert pool.run(functions_at_the_end, 2, tmp_path) == [{"gather_object"}] * 2

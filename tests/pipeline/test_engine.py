@@ -77,7 +77,9 @@ class Rank:
     def work(self, batch: Tensor, sizes: Sequence[int], first: int = 0) -> dict[int, Microbatch]:
         parts = batch.split(list(sizes))
         return {
-            first + k: Microbatch(partial(self._step, part), len(part) / len(batch), place=k, seed=first + k)
+            first + k: Microbatch(
+                partial(self._step, part), len(part) / len(batch), place=k, seed=first + k, begins_update=k == 0
+            )
             for k, part in enumerate(parts)
         }
 
@@ -714,8 +716,9 @@ class HalfLoss(nn.Module):
         return self.layers(x).mean().bfloat16()
 
 
-def gradient_in_halves(count: int) -> tuple[float, float]:
-    """The gradient of 24 equal microbatches, where it should be 1, and the largest error of one microbatch."""
+def gradient_in_halves(count: int, batches: int) -> tuple[float, float]:
+    """The gradient of ``count`` equal microbatches in so many batches, where it should be 1, and the largest error of
+    one microbatch."""
     torch.set_default_dtype(torch.float64)
     model = HalfLoss()
     layout = Layout.resolve(1, pipeline=1)
@@ -725,16 +728,23 @@ def gradient_in_halves(count: int) -> tuple[float, float]:
     grown: list[float] = []
     weight.register_hook(lambda gradient: grown.append(float(gradient)))
     engine = Engine(stage, layout, Groups(layout).links, CPU, loss_of=lambda loss: loss)
-    work = {k: Microbatch(lambda: model(torch.ones(1, 1)), 1 / count, place=k, seed=k) for k in range(count)}
+
+    def microbatch(number: int, place: int) -> Microbatch:
+        step = lambda: model(torch.ones(1, 1))  # noqa: E731
+        return Microbatch(step, 1 / count, place=place, seed=number, begins_update=number == 0)
+
+    size = count // batches
     for _ in range(2):
         weight.grad = None
-        engine.run(SCHEDULES["gpipe"](1, count)[0], work)
+        for batch in range(batches):
+            work = {place: microbatch(batch * size + place, place) for place in range(size)}
+            engine.run(SCHEDULES["gpipe"](1, size)[0], work)
     assert weight.grad is not None
     return float(weight.grad), max(abs(each * count - 1) for each in grown)
 
 
-@pytest.mark.parametrize("count", [3, 24, 100])
-def test_weights_of_losses_in_16_bits_have_the_right_sum(pool: WorkerPool, count: int) -> None:
-    ((total, error),) = pool.run(gradient_in_halves, 1, count)
+@pytest.mark.parametrize(("count", "batches"), [(3, 1), (24, 1), (100, 1), (24, 24), (24, 12), (12, 3)])
+def test_weights_of_losses_in_16_bits_have_the_right_sum(pool: WorkerPool, count: int, batches: int) -> None:
+    ((total, error),) = pool.run(gradient_in_halves, 1, count, batches)
     assert abs(total - 1) < 1e-4  # 1/24, rounded, would make it 1.002
     assert error < 2**-7

@@ -270,11 +270,27 @@ def test_documented_clock_tables_are_what_the_generators_yield(documented: objec
     assert documented_rows == clock_table(simulate(schedule, backward=1.0)).splitlines()
 
 
+def last_first(stages: int, count: int) -> Schedule:
+    """GPipe from the last microbatch to the first. Losses and outputs would be in another order than the batch."""
+    numbers = range(count - 1, -1, -1)
+    return [
+        [*(Forward(stage, k) for k in numbers), *(Backward(stage, k) for k in numbers), Step(stage, 0)]
+        for stage in range(stages)
+    ]
+
+
 @pytest.mark.parametrize(
     ("made", "said"),
     [
         (lambda stages, count: one_f_one_b(stages + 1, count), "there are 3 lists for 2 stages"),
-        (lambda stages, count: one_f_one_b(stages, count - 1), r"the forwards are of \[0, 1\], not of 3"),
+        (
+            lambda stages, count: one_f_one_b(stages, count - 1),
+            r"the forwards are of \[0, 1\], not of microbatches 0 to 2",
+        ),
+        (
+            lambda stages, count: last_first(stages, count),
+            r"the forwards are of \[2, 1, 0\], not of microbatches 0 to 2",
+        ),
         (lambda stages, count: asynchronous(stages, 1, count), "an update has one Step, at its end"),
         (lambda stages, count: [[], []], "stage 0: after no action a Step is missing"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -269,18 +270,49 @@ def test_a_loose_parameter_first_used_after_the_first_update_is_equal_on_all_sta
     assert all(other == last for other in others)
 
 
+class Replacing(MODELS["Blocks"]):  # type: ignore[misc]
+    """After the first epoch, an optimizer that doesn't move anything takes over."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            (optimizer,) = self.trainer.optimizers
+            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            self.before = [parameter.detach().clone() for parameter in held]
+            self.trainer.optimizers = [torch.optim.SGD(held, lr=0.0)]
+
+    def on_train_epoch_end(self) -> None:
+        pass
+
+
+def moved_by_the_second_optimizer() -> bool:
+    trainer, module = make_trainer("async", [], {"microbatches": 2}, max_epochs=2), Replacing()
+    trainer.fit(module, Replacing.loader())
+    (group,) = trainer.optimizers[0].param_groups
+    return any(not torch.equal(p, before) for p, before in zip(group["params"], module.before, strict=True))
+
+
+def test_an_optimizer_that_a_hook_puts_in_makes_the_updates(pool: WorkerPool) -> None:
+    assert pool.run(moved_by_the_second_optimizer, 2, init=False) == [False, False]
+
+
 class Counting(torch.optim.SGD):
-    """Counts its steps in its groups, as schedule-free optimizers do."""
+    """Writes to its groups: a count of its steps, as schedule-free optimizers do, and the largest gradient so far,
+    which differs between stages and scales the step, as Prodigy's estimate does."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, lr=lr)
         for group in self.param_groups:
-            group["k"] = 0
+            group.update(k=0, d=0.0)
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             group["k"] += 1
-        return super().step(closure)
+            largest = [float(p.grad.abs().max()) for p in group["params"] if p.grad is not None]
+            group["d"] = max([group["d"], *largest])
+            rate, group["lr"] = group["lr"], group["lr"] / (1 + group["d"])
+            super().step(closure)
+            group["lr"] = rate
+        return None
 
 
 class Counted(MODELS["LeNet"]):  # type: ignore[misc]
@@ -297,3 +329,26 @@ def count_updates() -> tuple[int, int]:
 def test_what_an_optimizer_writes_to_its_groups_is_kept(pool: WorkerPool) -> None:
     for counted, updates in pool.run(count_updates, 3, init=False):
         assert counted == updates > 1
+
+
+def go_on(directory: str) -> tuple[list[dict[str, Any]], bool]:
+    """Train two epochs in one run, and in two with a checkpoint between; options of the second, and is all equal?"""
+    runs = []
+    for epochs, path in ((2, None), (1, None), (2, f"{directory}/one.ckpt")):
+        trainer = make_trainer("async", [], {"microbatches": 2}, max_epochs=epochs)
+        trainer.fit(Counted(), Counted.loader(), ckpt_path=path)
+        if epochs == 1:
+            trainer.save_checkpoint(f"{directory}/one.ckpt")
+        (group,) = trainer.optimizers[0].param_groups
+        runs.append((group, [parameter.detach().clone() for parameter in group["params"]]))
+    (whole, expected), _, (group, found) = runs
+    equal = all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    options = [{key: value for key, value in each.items() if key != "params"} for each in (whole, group)]
+    return options, equal
+
+
+def test_what_an_optimizer_writes_is_resumed_on_each_stage(pool: WorkerPool, tmp_path: Path) -> None:
+    ranks = pool.run(go_on, 3, str(tmp_path), init=False)
+    for (whole, resumed), equal in ranks:
+        assert resumed == whole and equal
+    assert len({options[0]["d"] for options, _ in ranks}) == 3

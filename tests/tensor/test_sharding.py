@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from lightning_parallel.pipeline.absent import AbsentTensor, make_absent
 from lightning_parallel.tensor.linear import ColumnParallelLinear
@@ -350,6 +351,12 @@ def test_what_does_not_divide_is_refused_and_left_as_it_was(
         shard_module(model, plan or find_plan(model), ranks(size))
     assert all(before[name] is parameter for name, parameter in model.named_parameters())
     assert all(getattr(m, "num_heads", 4) in (4, 6) for m in model.modules())
+
+
+def test_a_parametrized_row_layer_is_refused_in_words() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), parametrizations.weight_norm(nn.Linear(8, 4)))
+    with pytest.raises(ValueError, match="can't be divided over tensor ranks: it has a parametrization"):
+        shard_module(model, {"0": "column", "1": "row"}, ranks(2))
 
 
 def test_a_model_is_sharded_once() -> None:
