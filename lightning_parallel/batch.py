@@ -1,4 +1,4 @@
-"""Batches: divided into microbatches or replicas' shares, and their outputs joined into those of the whole batch.
+"""Splits batches into microbatches or replicas' shares, and joins their outputs into those of the whole batch.
 
 A batch is any nesting of tuples, lists, mappings and dataclasses that holds tensors. The samples lie along dimension 0
 of every tensor. Named tuples, ``transformers.BatchEncoding`` and ``ModelOutput`` keep their types::
@@ -129,7 +129,7 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 def fingerprint(batch: Any) -> int:
     """A number of 56 bits that differs between batches whose tensors differ."""
-    digest = hashlib.blake2b(digest_size=7)  # 56 bits: a signed word holds its negative too
+    digest = hashlib.blake2b(digest_size=7)  # 56 bits: the number and its negative both fit into int64
     for tensor in tensors(batch):
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return int.from_bytes(digest.digest(), "little")

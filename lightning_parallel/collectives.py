@@ -1,4 +1,4 @@
-"""What ranks do together besides training: exchange objects, copy tensors from one rank, and fail together.
+"""Collectives outside the model: exchange objects, copy tensors from one rank, and raise an error on all ranks.
 
 A collective that breaks, because a rank died or stopped, raises :class:`PeerLostError` on the others.
 """

@@ -60,7 +60,7 @@ class Groups:
         return self._along[axis]
 
     def joined(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-        """Of several groups, given by their global ranks, the last one that this rank is a member of; None for none.
+        """Make several groups, given by their global ranks. Returns the last one that this rank is in; None for none.
 
         Every rank calls it with the same groups. A group is made once, and found again by its ranks.
         """
@@ -105,8 +105,8 @@ class Groups:
     def _connected(self, sender: int, receiver: int, device: torch.device | None) -> dist.ProcessGroup:
         """A new group for one direction of one pair, with a first message sent over it.
 
-        NCCL connects two ranks at their first message, and both wait for it. In the first step stages could wait for
-        each other in a circle; here all ranks connect in the same order.
+        NCCL connects two ranks at their first message, and both wait for it. If this happened in the first step,
+        stages could deadlock. Here all ranks connect in the same order.
         """
         group = dist.new_group([sender, receiver], timeout=self._timeout)
         greeting = torch.zeros(1, device=device)

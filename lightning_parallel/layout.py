@@ -33,7 +33,7 @@ class Axis:
     Attributes:
         name: the axis's name, and that of the argument of :meth:`Layout.resolve` which gives its size.
         short: its abbreviation in a coordinate, such as ``pp0.dp1.tp0``.
-        member: what the ranks along the axis are called in messages: "stage", "replica", "shard".
+        member: the word for one rank along the axis in messages: "stage", "replica", "shard".
         splits_model: True if ranks along the axis hold different parts of the model, False if each holds a copy.
         backwards: True if the axis's last coordinate has the lowest rank.
     """

@@ -32,7 +32,7 @@ def launched_by_make_launcher(strategy: S) -> S:
     """Class decorator: where Lightning calls the private hook ``_configure_launcher``, ``make_launcher()`` is called.
 
     It is the last call while a Trainer is made, so it is also the place to refuse what is known by then. This includes
-    ``sync_batchnorm``, of which Lightning tells strategies that have a private attribute for it
+    ``sync_batchnorm``: Lightning hands its plugin to strategies that have the private attribute ``_layer_sync``
     (:func:`layer_sync_of`).
     """
 
@@ -137,7 +137,7 @@ def set_step_value(metric: Any, value: Tensor) -> None:
 
 
 def tell_device(module: Any, tell: Callable[[str, torch.device], None], device: torch.device) -> None:
-    """Where a module keeps the device that ``module.device`` returns, have ``tell(attribute, device)`` change that, as
-    a copy of the module needs which is elsewhere."""
+    """If a module stores the device that ``module.device`` returns, call ``tell(attribute, device)`` to change it. A
+    copy of the module on another device needs this."""
     if "_device" in vars(module):
         tell("_device", device)

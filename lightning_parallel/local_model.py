@@ -52,7 +52,7 @@ class LocalModel:
 
     @cached_property
     def is_fully_sharded(self) -> bool:
-        """Are any parameters DTensors, sharded over the replicas?"""
+        """Are any parameters DTensors, fully sharded over the replicas?"""
         return len(self.replicated) < len(self.parameters)
 
     @cached_property

@@ -67,7 +67,7 @@ Auto = Literal["auto"]
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Is ``value`` of the type ``hint``? Integers are floats too, booleans are no numbers, texts are no sequences."""
+    """Is ``value`` of the type ``hint``? An int is also a float; a bool is not a number; a str is not a sequence."""
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
@@ -102,7 +102,7 @@ def described(hint: Any, *, python: bool = False) -> str:
         int: "an integer",
         float: "a number",
         bool: "True or False" if python else "true or false",
-        str: "a text",
+        str: "a string",
         type(None): "None" if python else "null",
         timedelta: "a timedelta",
     }
@@ -111,7 +111,7 @@ def described(hint: Any, *, python: bool = False) -> str:
     if origin is Literal:
         return " or ".join(repr(choice) if python else str(choice) for choice in args)
     if origin in (Union, types.UnionType):
-        # A text can't name the others.
+        # In YAML only these can be written.
         shown = [each for each in args if python or each is not timedelta and get_origin(each) is not Callable]
         return ", or ".join(described(option, python=python) for option in shown)
     if origin in (list, Sequence):
@@ -157,7 +157,7 @@ def _choices(hint: Any) -> Iterator[Any]:
 
 
 def takes(options: Callable[P, O]) -> Callable[[Callable[[S, O], None]], Callable[Concatenate[S, P], None]]:
-    """Decorator: a constructor that is written for an options object takes the object's fields as keyword arguments.
+    """Decorator for ``__init__(self, options)``: callers pass the fields of ``options`` as keyword arguments instead.
 
     Args:
         options: a dataclass.

@@ -1,7 +1,8 @@
 """Every private name of torch that the package uses, with the reason why no public one does.
 
 ``tests/test_torch_private.py`` pins each of them: when a new version of torch breaks one, a test there fails and says
-what depends on it. Nothing else in the package imports or reads a private name of torch.
+what depends on it. Nothing else in the package imports or reads a private name of torch. ``checkpoint/slices.py``
+implements three private methods, by which torch's checkpoints ask a tensor for its parts; they are pinned there too.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def wrapper_tensor(
 
 
 def make_parameter(tensor: Tensor) -> None:
-    """Have ``isinstance(tensor, nn.Parameter)`` hold for a tensor of a subclass: what nn.Parameter itself sets on
-    subclasses that it wraps. It can't wrap a tensor without memory."""
+    """Make ``isinstance(tensor, nn.Parameter)`` true for a tensor of a subclass. nn.Parameter sets this attribute on
+    subclasses that it wraps, but it can't wrap a tensor without memory."""
     tensor._is_param = True  # type: ignore[attr-defined]
 
 

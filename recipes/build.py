@@ -95,7 +95,7 @@ def callbacks(config: Config) -> list[Callback]:
 def validation_interval(max_steps: int, accumulate: int) -> int | None:
     """Batches between validations such that the last one is at the end of the run.
 
-    As many as divide the run evenly, four at most. None where the length is given in epochs: one an epoch.
+    At most four validations, as many as divide the run evenly. None if the length is given in epochs: one an epoch.
     """
     if max_steps < 1:
         return None
@@ -113,7 +113,7 @@ def shared_gpus(processes: int, gpus: int) -> list[torch.device]:
 
 
 def trainer(config: Config, extra_callbacks: Sequence[Callback] = ()) -> L.Trainer:
-    """The Trainer of this process, one of those that the elastic agent (or torchrun) started."""
+    """The Trainer of this process, one of the workers that the launcher (or torchrun) started."""
     options = dict(config["trainer"])
     if options["val_check_interval"] == "auto":
         options["val_check_interval"] = validation_interval(options["max_steps"], options["accumulate_grad_batches"])
@@ -137,5 +137,5 @@ def trainer(config: Config, extra_callbacks: Sequence[Callback] = ()) -> L.Train
         callbacks=attached,
         enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in attached),
         default_root_dir=config["paths"]["output_dir"],
-        use_distributed_sampler=False,  # the data shard themselves: recipes/data/base.py
+        use_distributed_sampler=False,  # the example data have their own sampler: recipes/data/base.py
     )

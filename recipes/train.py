@@ -65,7 +65,7 @@ def run(cfg: DictConfig) -> float | None:
         launcher(config).launch(config_file, processes)
     except WorkersFailed as error:
         record.end(folder, "failed", error.failure.as_dict())
-        log.error("failed; all about it is in %s", folder / record.RUN)
+        log.error("failed; for details see %s", folder / record.RUN)
         raise
     except KeyboardInterrupt:
         record.end(folder, "interrupted")
@@ -108,7 +108,7 @@ def config_tree(config: Mapping[str, Any], choices: Mapping[str, str]) -> Tree:
 
 
 def main() -> None:
-    """The command line: everything that is wrong with it is told before the first job starts."""
+    """The command line. All problems with it are reported before the first job starts."""
     args = get_args_parser().parse_args()
     own = args.config_dir or args.config_path or args.config_name or args.experimental_rerun
     asks = args.help or args.hydra_help or args.info or args.shell_completion

@@ -1,4 +1,4 @@
-"""Checks a composed config before anything starts, and tells everything that is wrong with it at once."""
+"""Checks a composed config before anything starts, and reports all problems at once."""
 
 from __future__ import annotations
 
@@ -209,8 +209,8 @@ def _pipeline(strategy: Config, batch: int | None) -> Iterator[Problem]:
 
 def _whole_matrices(strategy: Config, kind: type | None) -> Iterator[Problem]:
     """Muon steps matrices as wholes. It is said here too, since a pipeline stage without matrices can't tell."""
-    sharded = {"tensor_parallel": 1, "data_parallel_kind": "replicate"}
-    for key, whole in sharded.items():
+    undivided = {"tensor_parallel": 1, "data_parallel_kind": "replicate"}
+    for key, whole in undivided.items():
         if key in strategy and strategy[key] != whole:
             fix = f"use strategy.{key}={whole}, or optimizer=adamw"
             yield Problem(f"strategy.{key}", strategy[key], "divides matrices, which Muon needs whole", fix)

@@ -86,7 +86,7 @@ def test_types_are_described_as_python_and_as_yaml_write_their_values() -> None:
     assert described(Count | None) == "an integer of at least 1, or null"
     assert described(Fraction) == "a number from 0 to 1"
     assert described(Literal["a", "b"]) == "a or b" and described(bool) == "true or false"
-    assert described(Sequence[str], python=True) == "a list (a text each)"
+    assert described(Sequence[str], python=True) == "a list (a string each)"
     choice = Literal["slow"] | Callable[[int], int]
     assert described(choice, python=True) == "'slow', or a function"
     assert described(choice) == "slow"  # a text can't name a function

@@ -46,7 +46,7 @@ def find(path: Path, files: Sequence[str]) -> Path | None:
 
 
 def remove(path: Path) -> None:
-    """Delete a directory and what crashes may have left of it. At no time is half of it at its place."""
+    """Delete a directory, and what crashes may have left of it. A crash never leaves half of it at ``path``."""
     if path.exists():
         os.rename(path, beside(path))
     delete(_old(path))

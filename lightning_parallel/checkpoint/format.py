@@ -1,6 +1,6 @@
 """The format of a checkpoint: a directory with torch's distributed checkpoint and one file of plain values.
 
-Tensors are saved under names in which no layout shows::
+Tensors are saved under names that don't depend on the layout::
 
     model/<parameter or buffer>              as the whole model's state_dict() calls it
     optimizer/0/<parameter>/<state>          for example optimizer/0/net.0.weight/exp_avg

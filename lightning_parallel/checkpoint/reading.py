@@ -24,7 +24,7 @@ Found = dict[str, metadata.TensorStorageMetadata]  # each tensor's shape and dty
 
 
 class _Unpickler(pickle.Unpickler):
-    """For the metadata, which torch would unpickle whatever that calls: here only what belongs in it can be called."""
+    """For the metadata, which torch unpickles without a check. Only the classes that belong in it are allowed here."""
 
     def find_class(self, module: str, name: str) -> Any:
         path = module.partition(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath")

@@ -1,7 +1,7 @@
 """A stage's layers, fully sharded over its replicas, through a schedule of many forwards and backwards an update.
 
-Each layer is a unit of torch's ``fully_shard``. A schedule would gather a layer for every microbatch, and send its
-gradients as often. Instead, from an update's first forward to its last backward, the layers stay gathered and add up
+Each layer is a unit of torch's ``fully_shard``. Used as it is, it would gather a layer and reduce its gradients for
+every microbatch. Instead, from an update's first forward to its last backward, the layers stay gathered and add up
 their gradients. The last backward sends the gradients, and frees all but the rank's own part::
 
     forward 0   ...   backward 0   ...   backward m-1
@@ -28,7 +28,7 @@ class FullyShardedLayers:
     """Layers of a stage, each a unit.
 
     Args:
-        layers: by name. None is inside another, and none shares a parameter with the rest of the model.
+        layers: by name. No layer lies inside another, and no layer shares a parameter with the rest of the model.
         group: the replicas.
         device: where the layers are to be.
     """
@@ -70,6 +70,6 @@ class FullyShardedLayers:
             self.free()
 
     def free(self) -> None:
-        """Free what was gathered, where no backward is going to."""
+        """Free the gathered parameters, after a forward that no backward follows."""
         for unit in self._units:
             unit.reshard()

@@ -57,7 +57,7 @@ class GradientAverager:
     Args:
         parameters: of this rank, by name, in the model's order, which is the same on every replica.
         group: the replicas.
-        bucket_bytes: the size at which a bucket is full.
+        bucket_bytes: a bucket is full when its gradients have this many bytes.
     """
 
     def __init__(

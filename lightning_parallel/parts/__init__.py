@@ -1,4 +1,5 @@
-"""The parts that strategies are put together from. Each has a set-up and an end of its own, and is told what it needs.
+"""The parts that strategies are put together from. Each is told what it needs; those with state have a set-up and an
+end of their own.
 
 ::
 
@@ -9,6 +10,6 @@
     first_look.py      what crosses the cuts in a step         microbatches.py  a batch's work
     last_stage.py      what the last stage does for all        metric_board.py  metrics, the same on every stage
     evaluation.py      forward only                            logs.py          self.log inside microbatches
-    asynchronous.py    updates without a flush                 late_gradients.py, late_options.py
+    asynchronous.py    updates without a flush                 late_gradients.py, optimizer_options.py
     timelines.py       what ran when
 """

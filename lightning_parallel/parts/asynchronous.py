@@ -27,7 +27,7 @@ from lightning_parallel.groups import Groups
 from lightning_parallel.layout import Layout
 from lightning_parallel.local_model import LocalModel
 from lightning_parallel.parts.late_gradients import LateGradients
-from lightning_parallel.parts.late_options import LateOptions, Options
+from lightning_parallel.parts.optimizer_options import OptimizerOptions, Options
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.schedule import Action
@@ -89,26 +89,26 @@ class AsynchronousTraining:
         self._precision, self._completed = precision, completed
         self._list = late.actions(layout.stages, layout.stage)
         self._written = written
-        self._known_options: LateOptions | None = None
+        self._known_options: OptimizerOptions | None = None
         self._loose = _LooseParameters(sorted(partition.loose), local, layout, self._pipeline_group, device)
         self._owed: deque[_Owed] = deque()  # updates under way, the oldest first
         self.fed = 0  # microbatches so far
         self.begun = 0  # updates whose last batch has been fed
-        self._gathering = 0  # microbatches fed to the next update
+        self._fed_to_next = 0  # microbatches fed to the next update
         self._last = 0  # microbatches of the last of those begun
         self._stop = False  # has the user's step asked for the end of training?
 
     @property
-    def gathering(self) -> bool:
+    def update_is_open(self) -> bool:
         """Has the next update been fed a batch already?"""
-        return self._gathering > 0
+        return self._fed_to_next > 0
 
     @property
-    def _options(self) -> LateOptions:
+    def _options(self) -> OptimizerOptions:
         """Of the Trainer's optimizer, which a hook may replace during training."""
         (optimizer,) = self._trainer.optimizers
         if self._known_options is None or self._known_options.optimizer is not optimizer:
-            self._known_options = LateOptions(optimizer, self._written)
+            self._known_options = OptimizerOptions(optimizer, self._written)
         return self._known_options
 
     # -- a batch -------------------------------------------------------------------------------------------------
@@ -130,19 +130,21 @@ class AsynchronousTraining:
             self.drain(engine)  # this batch would ask the first stage for a version that it hasn't made yet
         self.versions.begin(self.begun)
         self.fed += count
-        self._gathering += count
+        self._fed_to_next += count
         if ends_update:
             stages, stage = self._layout.stages, self._layout.stage
-            factor = self._late.factor(stages, stage, self._gathering, self._trainer.global_step)
-            self._owed.append(_Owed(self._options.now(factor), self._gathering))
+            factor = self._late.rate_factor(stages, stage, self._fed_to_next, self._trainer.global_step)
+            self._owed.append(_Owed(self._options.now(factor), self._fed_to_next))
             self.begun += 1
-            self._last, self._gathering = self._gathering, 0
+            self._last, self._fed_to_next = self._fed_to_next, 0
         return self._list.feed(count, ends_update=ends_update)
 
     @contextmanager
     def stop_held_back(self) -> Iterator[None]:
-        """Around a batch: if the user's step sets ``trainer.should_stop``, which the last stage runs batches later than
-        the first, it counts from where the stages next meet, since all have to stop at the same batch."""
+        """Around a batch: hold back a ``trainer.should_stop`` that the user's step sets, until the stages next meet.
+
+        The last stage reaches a batch later than the first one does, but all have to stop after the same batch.
+        """
         before = self._trainer.should_stop
         yield
         if self._layout.stages > 1 and self._trainer.should_stop and not before:
@@ -161,7 +163,7 @@ class AsynchronousTraining:
                 self._precision.optimizer_step(options.optimizer, model=self._module, closure=_nothing)  # type: ignore[arg-type]
             swap_gradients(self._local.parameters, {})
 
-        weight = self._late.weight(self._layout.stages, self._layout.stage, owed.microbatches)
+        weight = self._late.correction_factor(self._layout.stages, self._layout.stage, owed.microbatches)
         self.versions.update(step, weight, is_second_order(self._late.correction, weight))
 
     # -- where the stages meet -----------------------------------------------------------------------------------
@@ -182,8 +184,8 @@ class AsynchronousTraining:
 
 
 class _LooseParameters:
-    """Parameters outside all layers, of which every stage has a copy. Asynchronously, one stage only may train each.
-    The others' copies follow when the pipeline drains.
+    """Parameters outside all layers, of which every stage has a copy. In an asynchronous pipeline, only one stage may
+    train each of them. The other stages' copies are overwritten with its values when the pipeline drains.
 
     The first update shows which stage that is, and each drain again: a parameter may be used later for the first time.
     """

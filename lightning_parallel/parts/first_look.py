@@ -1,8 +1,8 @@
 """The look at the first step of a kind: what crosses the cuts between stages in it, besides the chain of layers.
 
-Before the first step of each kind (training, the validation step of each loader, ...) is run, every rank runs it once
-on absent tensors (:func:`lightning_parallel.pipeline.flow.survey`). Their views are compared; the last stage's counts,
-which runs the end of the step.
+Before the first real step of each kind (training, the validation step of each loader, ...), every rank runs that step
+once on absent tensors (:func:`lightning_parallel.pipeline.flow.survey`). If it fails on one rank, all ranks raise.
+Otherwise all use what the last stage has found, since it alone runs the end of the step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_parallel.parts.logs import logging_through
 from lightning_parallel.parts.stages import Stages
 from lightning_parallel.pipeline.flow import Flow, tensors_of
 
-MANY = 4  # tensors that may cross a cut besides the chain without a warning, as a U-Net's skip connections do
+MANY = 4  # this many tensors may cross a cut besides the chain without a warning: a U-Net's skip connections
 
 
 class FirstLook:
@@ -65,7 +65,7 @@ class FirstLook:
             return
         if kind not in self._flows:
             layers = self._stages.fully_sharded
-            with layers.gathered() if layers is not None else nullcontext():  # or their hooks would do it, in the look
+            with layers.gathered() if layers is not None else nullcontext():  # else hooks would gather in the survey
                 flow = self._flows[kind] = self._agreed(lambda: self._look(kind, step))
             self._warn_of_cargo(flow)
         self._stages.stage.flow = self._flows[kind]

@@ -1,15 +1,15 @@
 """What happens on the last stage alone, and what it means for the others.
 
-Only the last stage reaches the end of the user's steps. So the user's hooks on what the steps made run there, and what
-they and the steps log is published to the other stages (``metric_board.py`` says when)::
+Only the last stage reaches the end of the user's steps. So the user's hooks that work on outputs of steps run only
+there. What they and the steps log is sent to the other stages (``metric_board.py`` says when)::
 
     hook                                 runs on       because it works on
     on_..._epoch_end                     last stage    what the steps gathered: a list of outputs, a metric
     on_validation_batch_end, ...         last stage    what the step returned
     on_train_batch_end                   all stages    perhaps the weights: a moving average
 
-Of what ``training_step`` returned, the other stages have the loss. Code that runs on one rank can't meet the others: a
-collective there is refused before any rank waits for it.
+The other stages get the loss, but nothing else that ``training_step`` returned. Code that runs on one stage only can't
+call a collective: this is refused before any rank waits for it.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class LastStage:
 
     @contextmanager
     def apart(self, name: str) -> Iterator[None]:
-        """Inside, the user's code can't meet the other ranks, and what it draws on the host doesn't move the generators
-        that the data come from."""
+        """Inside, collectives of the user's code are refused, and random numbers that it draws on the host don't change
+        the generators that the data loaders use."""
         with self._collectives.refused_in(name), host_generators_kept():
             yield
 
@@ -181,8 +181,8 @@ class _LossOnly(dict[str, Any]):
 
 
 def _discard(*args: Any, **kwargs: Any) -> None:
-    """``self.log`` on a stage that isn't the last, which logs for all: a step is cut before its end here, and what
-    hooks find here (a norm of gradients) may be another value."""
+    """``self.log`` on all stages but the last, which logs for all. A step doesn't reach its end on these stages, and a
+    value that a hook computes on them (a norm of gradients) may differ from the last stage's."""
 
 
 def _wrap_hooks(module: pl.LightningModule, wrapper: Callable[..., None]) -> None:

@@ -1,7 +1,7 @@
-"""The settings of an asynchronous pipeline that decide what late gradients do: warned of, and described to the user.
+"""The settings of an asynchronous pipeline about late gradients: warnings about them, and their text in the banner.
 
-The formulas are those of :mod:`lightning_parallel.pipeline.staleness`. Here a choice that is known to train badly is
-warned of, and the start banner says how late each stage's gradients will be.
+The formulas are in :mod:`lightning_parallel.pipeline.staleness`. This module warns of settings that are known to train
+badly, and says at the start how late each stage's gradients will be.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class LateGradients:
         """The fewest microbatches that leave the first stage's gradients less than half an update late."""
         return 2 * stages * (1 + self.extra_in_flight) if stages > 1 else 1
 
-    def weight(self, stages: int, stage: int, microbatches: int) -> float:
+    def correction_factor(self, stages: int, stage: int, microbatches: int) -> float:
         """The weight of the last update in what a stage's forwards read."""
         return correction_weight(self.correction, self.weights, self.ahead(stages, stage), microbatches)
 
-    def factor(self, stages: int, stage: int, microbatches: int, update: int) -> float:
+    def rate_factor(self, stages: int, stage: int, microbatches: int, update: int) -> float:
         """The factor of a stage's learning rate at an update (from 0)."""
         late = mean_staleness(self.weights, self.ahead(stages, stage), microbatches)
         return discount(late, update, self.lr_discount)

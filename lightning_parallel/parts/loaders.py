@@ -1,4 +1,4 @@
-"""What data loaders have to give the ranks: replicas other samples, and the ranks of one replica the same ones."""
+"""Data loaders: different replicas must get different samples, and the ranks of one replica the same ones."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def warn_of_equal_shares(dataloader: DataLoader[Any], replicas: int) -> None:
     if isinstance(dataloader.dataset, IterableDataset):
         rank_zero_warn(
             f"{type(dataloader.dataset).__name__} is an iterable dataset: each of the {replicas} replicas iterates it "
-            f"by itself. Unless it yields other samples to every replica, by trainer.strategy.layout.index('data'), "
-            f"all of them train on the same samples."
+            f"by itself. Unless it selects its samples by trainer.strategy.layout.index('data'), all replicas train "
+            f"on the same samples."
         )
     elif not _is_distributed(dataloader):
         rank_zero_warn(

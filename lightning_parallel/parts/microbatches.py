@@ -1,4 +1,4 @@
-"""From a batch to the work of its microbatches, and from their outputs to what the batch would have given.
+"""Turns a batch into the work of its microbatches, and their outputs into the output of the whole batch.
 
 ::
 

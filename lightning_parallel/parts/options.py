@@ -69,7 +69,7 @@ class StagedOptions(ProcessOptions):
         plan: which layers these ranks divide, and how; see there.
         sequence_parallel: divide activations between these layers along the sequence; see there.
         data_parallel: the number of replicas of the whole pipeline, each of which gets its share of every batch;
-            ``"auto"``: as many as there are ranks for, or one with ``stages="auto"``.
+            ``"auto"``: as many as there are ranks for, or one if another axis is ``"auto"`` too.
         data_parallel_kind: ``"replicate"``: each replica holds all of its stage. ``"fully_shard"``: each holds a
             part of every layer's parameters and optimizer state, and gathers the layers for a step (torch's
             ``fully_shard``).
@@ -94,5 +94,5 @@ class StagedOptions(ProcessOptions):
         if self.data_parallel_kind == "fully_shard" and self.tensor_parallel != 1:
             raise ValueError(
                 f"data_parallel_kind='fully_shard' with tensor_parallel={self.tensor_parallel!r}: shards can't be "
-                f"sharded once more. Use data_parallel_kind='replicate', or tensor_parallel=1."
+                f"fully sharded too. Use data_parallel_kind='replicate', or tensor_parallel=1."
             )

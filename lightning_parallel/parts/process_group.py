@@ -84,7 +84,7 @@ def close() -> None:
 def leave() -> None:
     """Destroy the process group before the interpreter is finalized.
 
-    A thread of gloo's needs Python's lock to release a collective's tensors. If it gets the lock only while the
+    A thread of gloo's needs Python's lock to release a collective's tensors. If it asks for the lock while the
     interpreter is being finalized, the process ends with SIGABRT, "terminate called without an active exception"
     (https://github.com/pytorch/pytorch/issues/190489). Destroying the group joins these threads, except those of groups
     that something still refers to, as a script's Trainer and DTensor's caches do. These threads get the lock while this
@@ -92,6 +92,6 @@ def leave() -> None:
     """
     if dist.is_initialized():
         forget_meshes()
-        gc.collect()  # a Trainer that is over is in reference cycles, and holds on to groups
+        gc.collect()  # a finished Trainer is part of reference cycles, and keeps groups alive
         dist.destroy_process_group()
         time.sleep(0.01)

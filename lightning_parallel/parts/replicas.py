@@ -44,7 +44,7 @@ class Replicas:
         return self._averager is not None
 
     def copy_parameters(self) -> None:
-        """Take over the first replica's parameters and buffers: a user's script need not seed its weights."""
+        """Take over the first replica's parameters and buffers. So a script needs no seed for its initial weights."""
         broadcast_tensors(self._local.replicated.values(), self._first, self._group)
         self.copy_buffers()
 

@@ -1,9 +1,9 @@
 """Layers divided over the tensor axis: what the strategies with such an axis do besides running the layers.
 
-The module's layers are replaced by this rank's shards of them before anything else is made of it. From then on the
-ranks of a tensor group compute one model together: they must see one batch and come to one loss. The first update
-checks that, and that parameters which the plan leaves whole get one gradient on all of them. Otherwise a plan with a
-hole in it would train on, wrong and silent.
+The layers that the plan names are replaced by this rank's shards before optimizers are made. From then on the ranks of
+a tensor group compute one model together: they must see the same batch, and compute the same loss. In the first update,
+the batch is compared between ranks, and so are the gradients of parameters that the plan leaves whole. Otherwise an
+incomplete plan would train wrongly without an error.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class TensorShards:
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        """Around a step: however it ends, the tensor ranks draw the same random numbers again."""
+        """Around a step: afterwards the tensor ranks draw the same random numbers again, even if the step raised."""
         try:
             yield
         finally:

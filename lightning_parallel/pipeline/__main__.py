@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--latency", type=float, default=0.0, help="time a message takes (default: 0)")
     parser.add_argument("--updates", type=int, help="async: updates until the drain (default: 3 x stages)")
     parser.add_argument("--extra-in-flight", type=int, help="async: more forwards ahead on each link (default: 0)")
-    parser.add_argument("--unit", type=float, help="time per column (default: that of the shortest action)")
+    parser.add_argument("--column", type=float, help="time per column (default: that of the shortest action)")
     parser.add_argument("--width", type=int, help="cut the table at so many characters")
     options = parser.parse_args(arguments)
     try:
@@ -54,7 +54,7 @@ def _described(options: argparse.Namespace) -> str:
     lines = [
         f"{name}: {stages} stages, {microbatches} microbatches per update",
         "",
-        clock_table(simulation, unit=options.unit, width=options.width),
+        clock_table(simulation, column=options.column, width=options.width),
         "",
         f"makespan          {simulation.makespan:g}",
         f"bubble            {simulation.bubble:.3f} simulated, {theory:.3f} by theory"

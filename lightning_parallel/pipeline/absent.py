@@ -9,8 +9,8 @@ memory and without arithmetic. What depends on an absent tensor is absent too::
     mask = torch.ones_like(hidden)[..., 0]          depends on the shape alone: an ordinary tensor
     penalty = hidden.pow(2).mean()                  absent, with the origin 'embed'
 
-So a value that crosses stages outside the pipeline's messages can't end in a silent zero. It arrives at a stage's
-output or at the loss as an absent tensor, which names where it came from.
+So a value that another stage has, and that no message brings, never turns into a silent zero. It reaches this stage's
+output or the loss as an absent tensor, which names its origin.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class AbsentTensor(Tensor):
         return tree_map(wrap, out)
 
 
-# Operations that ask a tensor for its shape only, with what they fill theirs with.
+# Operations that only read the shape of their input, each with the value that fills the result.
 _FILLED: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten.zeros_like.default: lambda like: 0,
     torch.ops.aten.ones_like.default: lambda like: 1,

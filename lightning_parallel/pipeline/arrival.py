@@ -1,7 +1,8 @@
 """What crosses a cut between two stages, as autograd sees it on either side.
 
-A stage's graph begins with what arrived, and ends with what departs. Between the graphs of two stages there are only
-messages: the backward of the next stage leaves the gradients of its arrival, which are sent back and start this one's::
+A stage's autograd graph begins with what arrived, and ends with what departs. Only messages connect the graphs of two
+stages. The next stage's backward computes the gradients of its arrival; they are sent back, and start this stage's
+backward::
 
     stage 0                                   stage 1
     layers --> Departure  --- activation -->  Arrival --> layers --> Departure
@@ -23,7 +24,7 @@ class Arrival:
     """What arrived from the previous stage, and, after the backward, the gradients to send back.
 
     Args:
-        tensors: the values. They may be yet to come, if nothing is computed from them before.
+        tensors: the values. The buffers may be filled later, as long as nothing reads them before.
         format: of the message, which says of each tensor whether the sender wants a gradient.
     """
 

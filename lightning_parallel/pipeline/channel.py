@@ -12,14 +12,15 @@ after it::
 
 Gradients need no words: both sides know their format, which follows from that of the activations. In each direction
 only one receive is posted ahead, since a format is known only once the message before it has been read. It is in flight
-while the stage computes, which hides its latency. What can be done before a message comes is done before the wait for
-it, since the wait holds up this stage and those after it: the tensors in it are handed out, their values yet to come
-(:meth:`Receiver.expected`), and the memory of the next message is made.
+while the stage computes, which hides its latency. Waiting holds up this stage and all
+later ones, so as much as possible is done before: the message's tensors are handed out before their values have come
+(:meth:`Receiver.expected`), and the buffer of the next message is allocated.
 
-gloo can't say whether a send has finished without waiting for it, so a sender keeps its buffers until it *knows*
-(:meth:`Sender.confirm`). The gradient of a microbatch proves that its activation arrived; the second word, a, counts
-the gradients that had arrived when the activation was sent. So buffers are bounded by what is in flight. They are used
-again for messages of the same format, since the system takes longer to give fresh memory than to copy into it.
+gloo can't tell whether a send is done except by waiting for it. So a sender keeps a buffer until something proves that
+its message arrived (:meth:`Sender.confirm`). The gradient of a microbatch proves that its activation arrived; the
+second word, a, counts the gradients that had arrived when the activation was sent. So buffers are bounded by what is in
+flight. They are used again for messages of the same format, since the system takes longer to give fresh memory than to
+copy into it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Link:
     one GPU. Where it is NCCL they travel directly.
 
     Args:
-        group: one in which nothing else goes from the one rank to the other in this direction with the default tag.
+        group: its process group. Nothing else may be sent in it from the one rank to the other with the default tag.
         peer: the neighbour's global rank.
         peer_name: how errors name it.
         device: where this stage computes.
@@ -58,7 +59,7 @@ class Link:
         self._peer = dist.get_group_rank(group, peer)  # dist.isend and irecv would look it up for each message
         self._peer_name = peer_name
         self.device = device
-        self.is_staged = device.type != "cpu" and dist.get_backend(group) == "gloo"
+        self.through_host = device.type != "cpu" and dist.get_backend(group) == "gloo"
 
     def isend(self, buffer: Tensor) -> dist.Work:
         """Post a send of a flat buffer."""
@@ -124,7 +125,7 @@ class Sender:
             self._post(message)
         else:
             description = encode(format)
-            details = description.pin_memory() if self._link.is_staged else description.to(self._link.device)
+            details = description.pin_memory() if self._link.through_host else description.to(self._link.device)
             announcement = self._packet(expected, trailer=True).fill((), (description.numel(), acknowledged))
             self._post(announcement, details, message)
             self._formats[place] = format
@@ -172,7 +173,7 @@ class Sender:
                 return packet
         if self._idle:
             self._idle.popleft()
-        return Packet(format, trailer, self._link.device, self._link.is_staged)
+        return Packet(format, trailer, self._link.device, self._link.through_host)
 
 
 @dataclass(slots=True)
@@ -217,7 +218,7 @@ class Receiver:
         come. None if that can't be said before. Of several calls, the last one counts."""
         assert self._posted is not None, "post before you expect"
         packet = self._posted.packet
-        if packet.format and not self._link.is_staged:
+        if packet.format and not self._link.through_host:
             self._posted.arrival = Arrival(packet.tensors, packet.format)
         return self._posted.arrival
 
@@ -247,8 +248,8 @@ class Receiver:
         description = torch.empty(
             nbytes,
             dtype=torch.uint8,
-            device="cpu" if self._link.is_staged else self._link.device,
-            pin_memory=self._link.is_staged,
+            device="cpu" if self._link.through_host else self._link.device,
+            pin_memory=self._link.through_host,
         )
         self._link.wait(self._link.irecv(description))
         format = self._formats[place] = decode(description)
@@ -278,7 +279,7 @@ class Receiver:
     # -- both ----------------------------------------------------------------------------------------------------
 
     def _packet(self, format: Format, trailer: bool) -> Packet:
-        return Packet(format, trailer, self._link.device, self._link.is_staged)
+        return Packet(format, trailer, self._link.device, self._link.through_host)
 
     def _begin(self, packet: Packet, place: Hashable) -> None:
         self._posted = _Posted(self._link.irecv(packet.buffer), packet, place)

@@ -8,7 +8,7 @@ from lightning_parallel.pipeline.schedule import Forward, Schedule, Step
 from lightning_parallel.pipeline.simulate import Simulation, simulate
 
 
-def clock_table(schedule: Schedule | Simulation, *, unit: float | None = None, width: int | None = None) -> str:
+def clock_table(schedule: Schedule | Simulation, *, column: float | None = None, width: int | None = None) -> str:
     """Draw a schedule.
 
     `F2` starts the forward and `B2` the backward of microbatch 2, `=` continues it, `.` is waiting, and `|` ends a
@@ -16,21 +16,21 @@ def clock_table(schedule: Schedule | Simulation, *, unit: float | None = None, w
 
     Args:
         schedule: a simulation, or a schedule to be simulated with `simulate`'s defaults.
-        unit: the time per column; by default the shortest forward or backward, so that each has a column.
+        column: the time per column; by default the shortest forward or backward, so that each has a column.
         width: the most characters in a line. A longer table is cut, and ends with `...`.
     """
     simulation = schedule if isinstance(schedule, Simulation) else simulate(schedule)
     computed = [t for row in simulation.rows for t in row if not isinstance(t.action, Step)]
-    if unit is None:
-        unit = min(t.end - t.start for t in computed)
+    if column is None:
+        column = min(t.end - t.start for t in computed)
     digits = len(str(max(t.action.microbatch for t in computed if not isinstance(t.action, Step))))
-    columns = max(1, math.ceil(simulation.makespan / unit - 1e-6))
+    columns = max(1, math.ceil(simulation.makespan / column - 1e-6))
     lines = []
     for s, row in enumerate(simulation.rows):
         cells, separators = ["."] * columns, [" "] * columns
         for t in row:
             # A column shows what runs at its middle: this action runs in the columns from first to beyond - 1.
-            first, beyond = (max(0, math.ceil(time / unit - 0.5 - 1e-6)) for time in (t.start, t.end))
+            first, beyond = (max(0, math.ceil(time / column - 0.5 - 1e-6)) for time in (t.start, t.end))
             if isinstance(t.action, Step):
                 label = "S"
                 separators[max(0, beyond - 1)] = "|"

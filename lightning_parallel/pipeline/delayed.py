@@ -1,11 +1,11 @@
 """The asynchronous pipeline without a pipeline: the same late gradients, in one process.
 
-Asynchrony changes the numbers in one way only: a microbatch's forward reads each stage's weights as that stage's list
-of actions has them by then, or what a correction makes of them. So one process that keeps the last versions of all
-stages' weights computes what p processes compute. It tells what a choice costs in quality before anyone owns p devices.
-In float64 the two are equal to the bit where what crosses the cuts is contiguous and read on one stage; otherwise sums
-differ in their order. This module takes the lists from the schedule, and shares no code with the engine and the weight
-versions that do it in processes, for which it is the reference::
+Asynchrony changes the numbers in one way only: which version of a stage's weights a microbatch's forward uses. The
+stage's list of actions determines the version; a correction may change its values. So one process that keeps the last
+versions of all stages' weights computes what p processes compute. It tells what a choice costs in quality before anyone
+owns p devices. In float64 the two are equal to the bit where what crosses the cuts is contiguous and read on one stage;
+otherwise sums differ in their order. This module takes the lists from the schedule, and shares no code with the engine
+and the weight versions that do it in processes, for which it is the reference::
 
     asynchronous = Delayed([dict(stage.named_parameters()) for stage in stages], weights="stash")
     optimizers = [torch.optim.AdamW(stage.parameters()) for stage in stages]

@@ -12,8 +12,8 @@ step is, what an update does and which weights a forward uses are given to it::
                         run this stage's layers             run autograd
                         send the output        --> s+1      send the input's gradient    --> s-1
 
-A forward waits within the user's step, at the first absent layer of which something arrives. What comes before that, in
-a deep model a millisecond of asking absent layers for their shapes, runs while the message is on its way.
+A forward waits inside the user's step, at the first absent layer whose output the message holds. The code before that
+layer runs while the message is on its way: in a deep model, a millisecond for the absent layers.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Engine:
         loss_of: takes the loss out of what the user's step returned, on the last stage.
         weights: which weights a forward uses; by default the module's own.
         timeline: records what ran when.
-        completing: called before a backward that is followed by a step, which completes the update's gradients.
+        completing: called before the last backward of an update, the one that a ``Step`` follows.
     """
 
     def __init__(
@@ -218,8 +218,8 @@ class Engine:
     def _loss_weight(self, loss: Tensor, microbatch: Microbatch) -> Tensor:
         """The weight of a loss, as a gradient of its dtype.
 
-        In 16 bits 1/24 is 0.2 % too large, and so would be every gradient. So what one microbatch's weight was rounded
-        by is made up for by the next one's, and the weights of an update have the right sum.
+        In bf16, 1/24 is rounded up by 0.2 %, and every gradient would be too large by as much. So the rounding error of
+        one microbatch's weight is added to the next one's weight. The weights of an update then have the right sum.
         """
         weight = microbatch.weight
         if torch.finfo(loss.dtype).bits < 32:
@@ -295,8 +295,8 @@ class Engine:
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     def evaluate(self, step: Callable[[], Any], number: int = 0) -> Any:
-        """Forward only: one message a batch. Each stage is one batch ahead of the next. It waits until its output has
-        arrived, so a process that ends after its last batch takes no message with it.
+        """Forward only: one message a batch. Each stage is one batch ahead of the next. The call returns when the
+        output has arrived: messages of a process that has ended would be lost.
 
         Args:
             step: the user's step, bound to a batch.

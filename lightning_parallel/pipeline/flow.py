@@ -10,11 +10,11 @@ its gradient comes back the same way::
     down.0 ----------- cargo --------> up.1
     down.1 --chain--> middle --chain-> up.0
 
-Only outputs of *units* cross. A unit is a layer, or a module outside the chain that holds parameters. What the user's
-code computes between units is computed again on each stage that needs it. The end of the step, its loss and its logs,
-belongs to the last stage: whatever they were computed from is needed there (a penalty on an early layer's output, a
-variational autoencoder's divergence). Every rank surveys by itself, on the same batch. All of them find layers that are
-out of order, before anything is trained.
+Only outputs of *owned modules* cross. An owned module is a layer, or a module outside the chain that holds parameters.
+What the user's code computes between owned modules is computed again on each stage that needs it. The end of the step,
+its loss and its logs, belongs to the last stage: whatever they were computed from is needed there (a penalty on an
+early layer's output, a variational autoencoder's divergence). Every rank surveys by itself, on the same batch. All of
+them find layers that are out of order, before anything is trained.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.seeding import TorchGenerators
 from lightning_parallel.torch_private import buffers_of, parameters_of, tree_leaves
 
-Call = tuple[str, int]  # of a unit: its name, and which of its calls in a step
+Call = tuple[str, int]  # of an owned module: its name, and which of its calls in a step
 
 
 @dataclass(frozen=True)
 class Cargo:
-    """The output of one call of a unit, which crosses a cut besides the chain.
+    """The output of one call of an owned module, which crosses a cut besides the chain.
 
     Attributes:
-        module: the unit's name.
+        module: the owned module's name.
         call: which of its calls in a step.
         tensors: the number of tensors in its output.
     """
@@ -114,17 +114,17 @@ def check_order(partition: Partition, expected: int, called: int | None) -> None
 def survey(
     module: nn.Module,
     partition: Partition,
-    units: Mapping[str, AbsentForward],
+    owned_modules: Mapping[str, AbsentForward],
     step: Callable[[], Any],
     logged: Sequence[Any] = (),
 ) -> Flow:
     """Watch one step. What it returns, and what it leaves on modules, is needed on the last stage. So is the first
-    value that it asks for after the layers: a loss has values there. Here the look ends at it.
+    value that it asks for after the layers: a loss has values there. Here the survey ends at it.
 
     Args:
         module: the module whose parts ``step`` calls.
         partition: who owns what.
-        units: the absent answers of all units, by name. A later call finds here what was asked now.
+        owned_modules: the absent answers of all owned modules, by name. A later call finds here what was asked now.
         step: the user's step, bound to a batch.
         logged: what ``step`` has logged by its end.
 
@@ -133,11 +133,11 @@ def survey(
             one that computes it.
         AbsentValueError: the code before or between the layers asks for values that only one stage has.
     """
-    watch = _Watch(partition, units)
+    watch = _Watch(partition, owned_modules)
     with (
         _everything_absent(module, partition),
         watch.installed(module),
-        StateKept(module, apart=map(module.get_submodule, units)) as state,
+        StateKept(module, apart=map(module.get_submodule, owned_modules)) as state,
         TorchGenerators(torch.device("cpu")).seeded(0),
         torch.no_grad(),
     ):
@@ -149,7 +149,7 @@ def survey(
             if not watch.layers_called:
                 raise
             watch.need_at_the_end(error.origins)
-        except Exception:  # from a loss that can't work on absent values; the last stage tells if it is another error
+        except Exception:  # perhaps a loss can't work on absent values; the last stage raises any real error
             if not watch.layers_called:
                 raise
         watch.needed_at_the_end((logged, [*state.written()]))
@@ -173,21 +173,21 @@ class _Produced:
 
 
 class _Watch:
-    """Stands in for the forwards of all units, and notes which output is needed where."""
+    """Stands in for the forwards of all owned modules, and notes which output is needed where."""
 
-    def __init__(self, partition: Partition, units: Mapping[str, AbsentForward]) -> None:
+    def __init__(self, partition: Partition, owned_modules: Mapping[str, AbsentForward]) -> None:
         self.next_layer = 0
         self._partition = partition
-        self._units = units
+        self._owned_modules = owned_modules
         self._indices = {name: i for i, name in enumerate(partition.layers)}
-        self._stages = partition.stage_of_units()
+        self._stages = partition.stage_of_modules()
         self._calls: dict[str, int] = {}
         self._produced: dict[str, _Produced] = {}  # by origin
         self._needed: dict[str, int] = {}  # by origin: the last stage that needs it
 
     @contextmanager
     def installed(self, module: nn.Module) -> Iterator[None]:
-        modules = {name: module.get_submodule(name) for name in self._units}
+        modules = {name: module.get_submodule(name) for name in self._owned_modules}
         before = {name: m.__dict__.get("forward") for name, m in modules.items()}
         try:
             for name, m in modules.items():
@@ -215,7 +215,7 @@ class _Watch:
         for leaf in tree_leaves((args, kwargs)):
             for origin in leaf.origins if isinstance(leaf, AbsentTensor) else ():
                 self._need(origin, name, stage)
-        output = self._units[name].answer(args, kwargs, call)
+        output = self._owned_modules[name].answer(args, kwargs, call)
         count = sum(isinstance(leaf, Tensor) for leaf in tree_leaves(output))
         end = self._partition.bounds[stage + 1]
         gone = name not in self._indices and stage < self._partition.stages - 1 and self.next_layer >= end
@@ -281,7 +281,8 @@ def _misplaced(problem: str, module: str, place: str) -> LayerOrderError:
 
 @contextmanager
 def _everything_absent(module: nn.Module, partition: Partition) -> Iterator[None]:
-    """Inside, the parameters and buffers of all units are absent. Buffers too, since a forward may write to them."""
+    """Inside, the parameters and buffers of all owned modules are absent. Buffers too, since a forward may write to
+    them."""
     kept: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
         for name in (*partition.layers, *partition.outside):

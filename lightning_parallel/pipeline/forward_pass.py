@@ -1,4 +1,4 @@
-"""One forward pass of the user's step through a stage: which units are called, what arrives, what departs.
+"""One forward pass of the user's step through a stage: which owned modules are called, what arrives, what departs.
 
 A stage's hooks (``stage.py``) tell it of each call. It knows of which calls the previous stage has sent the output,
 waits for the message when the first of them is made, and keeps what later stages need.
@@ -21,8 +21,8 @@ from lightning_parallel.torch_private import tree_leaves
 
 
 class ArrivalFailedError(BaseException):
-    """In the middle of the user's step, there is nothing to go on with. Its cause says why. It is a BaseException, so
-    that ``except Exception`` in the user's code lets it pass."""
+    """The message that the user's step waits for did not come. The cause says why. It is a BaseException, so that
+    ``except Exception`` in the user's code doesn't catch it."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class ForwardPass:
 
     Attributes:
         grad: the pass began with gradients on.
-        lost: why there is nothing to go on with after the wait for what arrives.
+        lost: the error with which the wait for the message ended, if it failed.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class ForwardPass:
             self._unload(expected)  # with fewer tensors it would be that of another step, with another flow
 
     def called(self, name: str, layer: int | None) -> Call:
-        """Note the call of a unit.
+        """Note the call of an owned module.
 
         Args:
-            name: of the unit.
+            name: of the owned module.
             layer: its index among the layers, if it is one.
 
         Raises:

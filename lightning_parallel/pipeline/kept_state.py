@@ -1,7 +1,7 @@
 """What a step writes to its modules besides parameters, undone: a counter, a list of outputs, a metric's state.
 
-For a step that is only looked at (``flow.py``): it doesn't count, and its values are absent. Some things can't be found
-or copied in general, and are not undone: slots, iterators, files, very large tensors, what libraries' objects hold.
+It is for the trial step of ``flow.py``, which doesn't count and has no values. Some things can't be found or copied in
+general, and are not undone: slots, iterators, files, very large tensors, the state of libraries' objects.
 """
 
 from __future__ import annotations

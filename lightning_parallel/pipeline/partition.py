@@ -4,12 +4,12 @@ A model is seen as a chain of *layers*: submodules that run once each, in order,
 stage owns a run of layers. Everything else that holds parameters is owned as follows:
 
 - A module outside the chain is owned by the first stage if it was registered before the layers (embeddings), and by the
-  last one if after (final norm, head). If it was registered between layers (an encoder's final norm), it goes with the
-  layer after the last one registered so far: a stage leaves the step after its last layer, so with the layer before it
-  couldn't run. A module that the code around plainly calls after layers goes there too, wherever it was registered
-  (``source_order.py``).
+  last one if after (final norm, head). If it was registered between two layers (an encoder's final norm), it goes with
+  the later one: a stage leaves the step right after its last layer, so the earlier layer's stage might never call it.
+  If the source of ``forward`` shows that it is called after a layer, it goes with the layer after that one, wherever it
+  was registered (``source_order.py``).
 - A *loose* parameter hangs directly on a module around the chain (a position embedding made with ``nn.Parameter``, or a
-  list of such). Every stage owns it: before the first step nobody can tell where it is used. It is small as a rule.
+  list of such). Every stage owns it, since only the first step shows where it is used. It is usually small.
 - A parameter with several names (tied weights) is owned by every stage that owns one of the names.
 
 ::
@@ -67,8 +67,8 @@ class Partition:
         """The indices of the layers that ``stage`` owns."""
         return range(self.bounds[stage], self.bounds[stage + 1])
 
-    def stage_of_units(self) -> dict[str, int]:
-        """The stage of each unit: of each layer, and of each module outside."""
+    def stage_of_modules(self) -> dict[str, int]:
+        """The stage of each owned module: of each layer, and of each module outside."""
         stages = {self.layers[i]: stage for stage in range(self.stages) for i in self.layers_of(stage)}
         return stages | self.outside
 
@@ -101,16 +101,16 @@ def partition(
             f"stages={stages}, but the model has only {len(chain)} layers to share out ({_enumerate(chain)}): use at "
             f"most {len(chain)} stages, or name finer layers with `layers`."
         )
-    units = _outside(module, chain)
+    owned_modules = _outside(module, chain)
     tensors = dict(module.named_parameters(remove_duplicate=False))
     first_names: dict[int, str] = {}
     aliases = {name: first_names.setdefault(id(parameter), name) for name, parameter in tensors.items()}
 
-    costs, trainable = _costs(module, chain, units)
+    costs, trainable = _costs(module, chain, owned_modules)
     bounds = bounds_of(costs, trainable, stages, balance)
 
     stage_of_layer = [stage for stage in range(stages) for _ in range(bounds[stage], bounds[stage + 1])]
-    outside = {name: stage_of_layer[position] for name, position in units.items()}
+    outside = {name: stage_of_layer[position] for name, position in owned_modules.items()}
     roots = dict(zip(chain, stage_of_layer, strict=True)) | outside
     # By identity, since a module may have several names, of which one lies in a layer and one doesn't.
     places = {id(part): stage for name, stage in roots.items() for part in module.get_submodule(name).modules()}
@@ -221,11 +221,11 @@ def _largest_stage(module: nn.Module, chain: Sequence[str], stages: int) -> int:
     return max(sum(costs[a:b]) for a, b in pairwise(bounds))
 
 
-def _costs(module: nn.Module, chain: Sequence[str], units: dict[str, int]) -> tuple[list[int], list[bool]]:
+def _costs(module: nn.Module, chain: Sequence[str], owned_modules: dict[str, int]) -> tuple[list[int], list[bool]]:
     """The parameters of each layer with those of the outside modules that go with it; and whether any is trainable."""
     costs = [0] * len(chain)
     trainable = [False] * len(chain)
-    for name, position in (*((name, i) for i, name in enumerate(chain)), *units.items()):
+    for name, position in (*((name, i) for i, name in enumerate(chain)), *owned_modules.items()):
         for parameter in module.get_submodule(name).parameters():
             costs[position] += parameter.numel()
             trainable[position] |= parameter.requires_grad
@@ -251,7 +251,7 @@ def _runs_in_order(container: nn.Module) -> bool:
 def _outside(module: nn.Module, chain: Sequence[str]) -> dict[str, int]:
     """The modules outside the chain that hold parameters, each with the index of the layer that it goes with: the one
     after the last layer that is registered so far, or that is plainly called before it; or the last layer."""
-    units: dict[str, int] = {}
+    owned_modules: dict[str, int] = {}
     coming = 0  # the index of the layer after the last one passed, in the order of registration
 
     def visit(parent: nn.Module, prefix: str) -> None:
@@ -267,7 +267,7 @@ def _outside(module: nn.Module, chain: Sequence[str]) -> dict[str, int]:
             elif any(id(part) in claimed for part in child.modules()):
                 visit(child, f"{name}.")
             elif any(True for _ in child.parameters()):
-                units[name] = min(max(coming, called_after(parent, short)), len(chain) - 1)
+                owned_modules[name] = min(max(coming, called_after(parent, short)), len(chain) - 1)
                 claimed.update(id(part) for part in child.modules())
 
     def called_after(parent: nn.Module, short: str) -> int:
@@ -285,7 +285,7 @@ def _outside(module: nn.Module, chain: Sequence[str]) -> dict[str, int]:
     index = {id(module.get_submodule(name)): i for i, name in enumerate(chain)}
     claimed = {id(part) for name in chain for part in module.get_submodule(name).modules()}
     visit(module, "")
-    return units
+    return owned_modules
 
 
 def _check_trainable(parts: Partition, trainable: set[str]) -> None:

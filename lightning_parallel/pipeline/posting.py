@@ -15,8 +15,8 @@ Send = Callable[[Tensor], dist.Work]
 
 
 class PostsFromThread:
-    """Posts sends from a thread of its own. gloo copies a message into a socket within the call that posts it, half a
-    millisecond for a megabyte, which the stage need not wait for. The thread ends with this object.
+    """Posts sends from a thread of its own. In the call that posts a send, gloo copies the message into a
+    socket: half a millisecond for a megabyte, for which the stage should not wait. The thread ends with this object.
 
     Args:
         send: posts a buffer.

@@ -1,4 +1,4 @@
-"""Layers that keep only their inputs, and run again in the backward (activation checkpointing, arXiv:1604.06174)."""
+"""Activation checkpointing (arXiv:1604.06174): a layer keeps only its inputs, and runs again in the backward."""
 
 from __future__ import annotations
 

@@ -79,8 +79,9 @@ def naive(stages: int, microbatches: int = 1) -> Schedule:
 def gpipe(stages: int, microbatches: int) -> Schedule:
     """GPipe (arXiv:1811.06965): the forwards of all microbatches, then the backwards of all microbatches.
 
-    Every stage holds `microbatches` activations when it turns round. The backwards run in the order of the forwards
-    (not reversed), so gradients are summed in the same order as by `one_f_one_b` and by a loop over the microbatches.
+    Every stage holds the activations of all microbatches when its last forward is done. The backwards run in the order
+    of the forwards (not reversed), so gradients are summed in the same order as by `one_f_one_b` and by a loop over the
+    microbatches.
 
     3 stages, 4 microbatches:
 
@@ -114,10 +115,10 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     schedule: Schedule = []
     for s in range(stages):
         warmup = min(stages - 1 - s, microbatches)
-        actions: list[Action] = [Forward(s, k) for k in range(warmup)]
-        for k in range(warmup, microbatches):
+        actions: list[Action] = [Forward(s, k) for k in range(warmup)]  # warm-up
+        for k in range(warmup, microbatches):  # steady state
             actions += [Forward(s, k), Backward(s, k - warmup)]
-        actions += [Backward(s, k) for k in range(microbatches - warmup, microbatches)]
+        actions += [Backward(s, k) for k in range(microbatches - warmup, microbatches)]  # cool-down
         schedule.append([*actions, Step(s, 0)])
     return schedule
 

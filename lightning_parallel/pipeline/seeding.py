@@ -85,8 +85,8 @@ class TorchGenerators:
 
 @contextmanager
 def host_generators_kept() -> Iterator[None]:
-    """Python's and NumPy's generators: afterwards they are as they were. It takes a tenth of a millisecond, so it is
-    for once a batch."""
+    """Python's and NumPy's generators: afterwards they are as they were. It takes a tenth of a millisecond: use
+    it once a batch, not once a microbatch."""
     python, legacy = random.getstate(), np.random.get_state(legacy=False)
     try:
         yield

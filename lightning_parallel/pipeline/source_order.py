@@ -1,16 +1,16 @@
-"""Which of a module's children its ``forward`` calls after others, read from its source before anything has run.
+"""The order in which a module's ``forward`` calls its children, read from the source code before anything runs.
 
 Modules are mostly registered in the order in which they are called, but not always: OPT registers its final norm before
-its layers, and a residual block its shortcut before what the shortcut is added to. Only plain calls count: all of them
-later, and in no loop over the others::
+its layers, and a residual block its shortcut before what the shortcut is added to. ``a`` counts as
+called after ``b`` only if each call of ``a`` comes later than all calls of ``b``, and they share no loop::
 
     def forward(self, x):
         for layer in self.layers:
             x = layer(x)
         return self.norm(x)          # `norm` is called after `layers`
 
-Code that also uses a module otherwise, or that calls methods of its own, may hide its order. Then this tells nothing,
-and the order of registration decides.
+If the code uses a module in another way, or calls other methods of its class, the order may not be visible. Then the
+order of registration decides.
 """
 
 from __future__ import annotations

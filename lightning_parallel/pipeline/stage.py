@@ -1,8 +1,8 @@
 """What runs on this rank: the user's own step, cut at the stage's first and last layer.
 
-The step (``training_step``, any callable) runs on every stage, from its first line. The layers of earlier stages answer
-with absent tensors (``absent.py``) and cost nothing, except the one just before the cut: it answers with what arrived
-from the previous stage, in the structure that it returns itself. So do other units whose output is needed here
+The step (``training_step``, any callable) runs on every stage, from its first line. The layers of earlier stages return
+absent tensors (``absent.py``), at no cost. The layer just before the cut returns what arrived from the previous stage,
+in the structure that the layer itself returns. So do other owned modules whose output is needed here
 (``flow.py``). So the code between the layers (unpacking tuples, masks, residual scaling) runs as written, on live
 values. The stage's last layer doesn't return: its output is the stage's output, and the user's step is left there. On
 the last stage the step goes on to the loss. ``forward_pass.py`` remembers what happens in one such pass::
@@ -67,18 +67,20 @@ class Stage:
         self.is_first, self.is_last = index == 0, index == partition.stages - 1
         self.flow = chain_only(partition)
         owned = {*self.layers, *(name for name, stage in partition.outside.items() if stage == index)}
-        self._units = {name: module.get_submodule(name) for name in (*partition.layers, *partition.outside)}
+        self._owned_modules = {name: module.get_submodule(name) for name in (*partition.layers, *partition.outside)}
         self._layer_indices = {name: i for i, name in enumerate(partition.layers)}
-        self._absent = {name: AbsentForward(unit, name) for name, unit in self._units.items()}
-        self._elsewhere = [name for name in self._units if name not in owned]
+        self._absent = {name: AbsentForward(owned_module, name) for name, owned_module in self._owned_modules.items()}
+        self._elsewhere = [name for name in self._owned_modules if name not in owned]
         self._generators = TorchGenerators(device)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._patched: list[tuple[nn.Module, Callable[..., Any] | None]] = []
         self._pass: ForwardPass | None = None  # outside a run the hooks do nothing
         self._in_backward = False
-        self._running: dict[str, tuple[int, Call | None]] = {}  # units: the seed for after it, and which call it is
+        self._running: dict[
+            str, tuple[int, Call | None]
+        ] = {}  # owned modules: the seed for after it, and which call it is
         for name in self._elsewhere:
-            make_absent(self._units[name], partial("parameter '{}.{}'".format, name), device)
+            make_absent(self._owned_modules[name], partial("parameter '{}.{}'".format, name), device)
 
     @property
     def flow(self) -> Flow:
@@ -122,36 +124,36 @@ class Stage:
         """
         for name in self._elsewhere:
             # No hook answers in a module's place. An instance attribute hides the class's `forward`.
-            self._patch(self._units[name], partial(self._answer, name))
-        for name, unit in self._units.items():
+            self._patch(self._owned_modules[name], partial(self._answer, name))
+        for name, owned_module in self._owned_modules.items():
             if name not in self._elsewhere:
-                self._hooks.append(unit.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
+                self._hooks.append(owned_module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
                 # Registered last, so it runs after the module's own forward hooks.
-                self._hooks.append(unit.register_forward_hook(partial(self._leave, name)))
-                if recompute and name in self._layer_indices and any(True for _ in unit.parameters()):
+                self._hooks.append(owned_module.register_forward_hook(partial(self._leave, name)))
+                if recompute and name in self._layer_indices and any(True for _ in owned_module.parameters()):
                     # Inside the hooks, which a second run doesn't pass. Layers without parameters are small, and may
                     # work in place (nn.ReLU(inplace=True)), which can't be run twice.
-                    self._patch(unit, partial(recomputed, unit.forward))
+                    self._patch(owned_module, partial(recomputed, owned_module.forward))
 
     def remove(self) -> None:
         """Take the hooks off. Absent parameters stay absent."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        for unit, forward in self._patched:
+        for owned_module, forward in self._patched:
             if forward is None:
-                del unit.forward
+                del owned_module.forward
             else:
-                unit.forward = forward
+                owned_module.forward = forward
         self._patched = []
 
-    def _patch(self, unit: nn.Module, forward: Callable[..., Any]) -> None:
-        self._patched.append((unit, unit.__dict__.get("forward")))  # the user may have done the same
-        unit.forward = forward  # type: ignore[method-assign]
+    def _patch(self, owned_module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._patched.append((owned_module, owned_module.__dict__.get("forward")))  # the user may have done the same
+        owned_module.forward = forward  # type: ignore[method-assign]
 
     @torch.compiler.disable
     def _answer(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """The forward of a unit on another stage: what arrived of it, or absent tensors."""
+        """The forward of an owned module on another stage: what arrived of it, or absent tensors."""
         if self._pass is None:
             return self._absent[name].answer(args, kwargs)
         seed = draw_seed()
@@ -162,8 +164,8 @@ class Stage:
         return answer if live is None else _filled(answer, live, name)
 
     @torch.compiler.disable
-    def _enter(self, name: str, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the forward of a unit of this stage."""
+    def _enter(self, name: str, owned_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the forward of an owned module of this stage."""
         if self._pass is None and not self._in_backward:
             return
         seed = draw_seed()
@@ -171,7 +173,7 @@ class Stage:
         if self._in_backward and absent is not None:
             raise RuntimeError(
                 f"'{name}' runs again in the backward of stage {self.index}, in a checkpoint that began on an earlier "
-                f"stage, where its input is: let no checkpoint span layers of two stages. Checkpoint each layer by "
+                f"stage, where its input is: a checkpoint must not span layers of two stages. Checkpoint each layer by "
                 f"itself, or use activation_checkpointing=True."
             )
         call = None if self._pass is None else self._pass.called(name, self._layer_indices.get(name))
@@ -184,8 +186,9 @@ class Stage:
             )
 
     @torch.compiler.disable
-    def _leave(self, name: str, unit: nn.Module, args: Any, output: Any) -> None:
-        """After the forward of a unit of this stage: keep what later stages need; after the last layer, leave."""
+    def _leave(self, name: str, owned_module: nn.Module, args: Any, output: Any) -> None:
+        """After the forward of an owned module of this stage: keep what later stages need; after the last layer,
+        leave."""
         if self._pass is None and not self._in_backward:
             return
         seed, call = self._running.pop(name)
@@ -195,16 +198,16 @@ class Stage:
         wanted = call in self._cuts.wanted
         leaving = not self.is_last and name == self.layers[-1]
         if (leaving or wanted) and self._pass.grad and not torch.is_grad_enabled():
-            self._refuse_without_gradient(name, unit)
+            self._refuse_without_gradient(name, owned_module)
         if wanted:
             self._pass.keep(call, output)
         if leaving:
             raise _LeaveStep(output)
 
-    def _refuse_without_gradient(self, name: str, unit: nn.Module) -> None:
+    def _refuse_without_gradient(self, name: str, owned_module: nn.Module) -> None:
         # A checkpoint with use_reentrant=True runs its part without gradients, and makes up for it after the part: too
         # late for an output that leaves the stage from inside.
-        if any(parameter.requires_grad for parameter in unit.parameters()):
+        if any(parameter.requires_grad for parameter in owned_module.parameters()):
             raise RuntimeError(
                 f"'{name}' hands its output from stage {self.index} to a later one, but runs under torch.no_grad() or "
                 f"in a checkpoint with use_reentrant=True, so no gradient would come back: use use_reentrant=False, or "

@@ -1,4 +1,4 @@
-"""How late an asynchronous pipeline's gradients are, and what is done about it: the rules, as plain formulas.
+"""How late an asynchronous pipeline's gradients are, and how forwards are corrected for it, as plain formulas.
 
 Stage s runs w forwards ahead of its backwards (`AsyncOneFOneB.warmup`), and updates after every m microbatches. A
 gradient's staleness is the number of updates that its stage has done between the microbatch's forward and its
@@ -28,7 +28,7 @@ r_t = v_t - H(q) u_t, that mean is off by
 Error feedback, H = c, leaves c^2 times the difference of two updates. Second order, H = c (1 + b) / (1 + b q) with
 b = c, agrees with the series up to c^2 and leaves c^3 times a difference. The whole series as a recursion has its root
 at -c / (1 - c), and amplifies noise without bound where c > 1/2. Second order's root is at -b, so what it starts with
-dies away. (In 16-bit numbers b is 0.45 at most: a last place times more than a half would be rounded up again.)
+dies away. (In 16-bit numbers b is at most 0.45: with more than 0.5, rounding would keep the last bit from dying away.)
 
 The optimizer moves v alone. So weight decay, clipping, schedules, parameter groups, precision and every optimizer mean
 what they mean without correction. Once the pipeline has drained nothing is late, and forwards read v itself. So a

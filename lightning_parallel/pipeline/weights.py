@@ -11,8 +11,8 @@ new weights (:class:`WeightVersions`)::
 
 A microbatch's forward runs on *leaves*: detached tensors that share the parameters' memory. A step that finds a version
 in flight first moves the parameters (``p.data = p.data.clone()``), so the optimizer's in-place update leaves the
-version whole. That is one copy an update and none a microbatch, and the forward costs nothing. Other ways fail, most of
-them silently: changing ``p.data`` alone gives wrong input gradients in every layer but a few, of which Linear is one.
+version whole. That is one copy for each update and none for each microbatch. Other ways fail, most of them silently:
+replacing only ``p.data`` gives wrong input gradients in most kinds of layers (Linear is an exception).
 
 With a correction (``staleness.py``) the leaves have memory of their own, since they hold other values than the
 parameters: one copy more than without.
@@ -92,8 +92,8 @@ class WeightVersions:
         parameters: this stage's parameters, by name.
         stashing: ``"stash"``: a forward uses the newest weights, and its backward the same ones. ``"2bw"``: likewise,
             but the forwards of update u use the version after u - 1 updates, which every stage has by then.
-            ``"latest"``: a backward uses the weights that are the newest by then in its products with weights, while
-            activations are those of the forward. This needs no copies, and the gradient is biased.
+            ``"latest"``: a backward multiplies with the newest weights, but uses the activations of the forward. This
+            needs no copies, and the gradient is biased.
         corrected: whether :meth:`update` will be given corrections.
         grown: called with the name of a parameter whenever a backward has added to its :meth:`gradient`.
 

@@ -1,7 +1,7 @@
-"""What every strategy has that runs a process on each device: launch, ranks and groups, collectives, checkpoints.
+"""What all strategies with a process on each device have in common: launch, ranks, collectives, checkpoints.
 
-A strategy says how large its axes are, and writes its own ``setup`` and steps. It gives :meth:`LayoutStrategy.hold`
-what this rank holds of the model; optimizers, clipping, buffers and checkpoints follow from that.
+A strategy says how large its axes are, and writes its own ``setup`` and steps. It passes this rank's
+part of the model to :meth:`LayoutStrategy.hold`, which sets up optimizers, buffers and checkpoints for that part.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class LayoutStrategy(ParallelStrategy):
 
     @property
     def collectives(self) -> Collectives:
-        """What ranks do together."""
+        """The collectives that Lightning and the user's code ask for."""
         assert self._collectives is not None, "the ranks meet from setup_environment on"
         return self._collectives
 
@@ -127,13 +127,13 @@ class LayoutStrategy(ParallelStrategy):
     # -- launch --------------------------------------------------------------------------------------------------
 
     def make_launcher(self) -> Any:
-        """The last call while the Trainer is made: what is wrong by then is refused before any process starts."""
+        """Lightning's last call while it makes the Trainer: settings can be refused here, before any process starts."""
         assert self.cluster_environment is not None
         Layout.resolve(self.num_processes * self.num_nodes, **self._axes)
         if layer_sync_of(self) is not None:
             raise ValueError(
-                f"sync_batchnorm=True: under {type(self).__name__} BatchNorm normalises over what a rank sees at a "
-                f"time, a microbatch or a replica's share. Leave it out, or use strategy='ddp'."
+                f"sync_batchnorm=True: under {type(self).__name__} BatchNorm normalises over one microbatch or "
+                f"one replica's samples. Leave the setting out, or use strategy='ddp'."
             )
         return script_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
@@ -155,7 +155,7 @@ class LayoutStrategy(ParallelStrategy):
             self._groups = Groups(self.layout, timeout, device)
         self._collectives = Collectives(self.layout, self._groups, device)
         self._seed = process_group.agree_on_seed(self.layout)
-        self._checkpoints = None  # of a run before, which may have failed
+        self._checkpoints = None  # those of an earlier run, which may have failed
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -171,15 +171,15 @@ class LayoutStrategy(ParallelStrategy):
             warnings.filterwarnings("ignore", message=r".*self\.log\(.*sync_dist=True")
         self.accelerator.setup(trainer)
         for child in self.lightning_module.modules():
-            # torchmetrics' objects reduce over the world by default, where tensor ranks would count each sample again,
-            # and where stages but the last have counted none.
+            # A torchmetrics metric reduces over all ranks by default. But tensor ranks count the same samples again,
+            # and all stages except the last count none.
             if hasattr(child, "process_group") and hasattr(child, "sync_on_compute") and child.process_group is None:
                 child.process_group = self.groups.along("data")
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         return self.lightning_module
 
     def hold(self, trainer: pl.Trainer, local: LocalModel) -> None:
-        """The model is divided: move this rank's part to its device, and make the optimizers for it."""
+        """Call it once the model is divided. Moves this rank's part to its device, and makes the optimizers for it."""
         self._local = local
         self._checkpoints = Checkpoints(local, self.layout.coordinate, self._group_names)
         self._replicas = Replicas(local, self.groups.along("data"))
@@ -230,7 +230,7 @@ class LayoutStrategy(ParallelStrategy):
     # -- buffers -------------------------------------------------------------------------------------------------
 
     def share_buffers(self) -> None:
-        """Where buffers are used or saved, those of the first replica count."""
+        """Copy the first replica's buffers to all replicas, before buffers are used for evaluation or saved."""
         if self._checkpoints is not None and not self._checkpoints.have_failed:
             self.replicas.copy_buffers()
 

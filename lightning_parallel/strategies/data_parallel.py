@@ -82,8 +82,8 @@ class DataParallelStrategy(SingleDeviceStrategy):
     launch, notebooks work, and a debugger sees all replicas.
 
     BatchNorm normalises over a replica's share, and its running statistics are those of replica 0. So are attributes
-    that a step sets. Metrics are updated in the order of the samples. Each replica's dropout draws other numbers, the
-    same ones in every run.
+    that a step sets. Metrics are updated in the order of the samples. Each replica draws its own dropout masks,
+    which are the same in every run.
     """
 
     strategy_name = "data_parallel"
@@ -120,7 +120,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
     # -- set-up --------------------------------------------------------------------------------------------------
 
     def make_launcher(self) -> None:
-        """Nothing is launched. This is the last call while the Trainer is made, so all that can be refused is known."""
+        """Launches nothing. As Lightning's last call while it makes the Trainer, it can refuse wrong settings."""
         _check_devices(self.parallel_devices or [])
         if self.cluster_environment is not None and self.cluster_environment.world_size() > 1:
             size = self.cluster_environment.world_size()

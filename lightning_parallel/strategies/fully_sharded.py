@@ -8,9 +8,9 @@ the model are its units (:mod:`lightning_parallel.fully_sharded.units`). What li
         embedding, head, ...
         block 0, 1, ...        fully_shard each: gathered while it runs, forward and backward
 
-``fully_shard`` works by the hooks of ``forward``, and Lightning's steps are no ``forward``. So they are called through
-the root's, as Lightning does with DDP's wrapper. A parameter without dimensions can't be divided: every rank keeps it
-whole, and its gradients are averaged here.
+``fully_shard`` hooks into ``forward``, but Lightning calls ``training_step``. So the steps are called through the
+forward of the root, as Lightning does with DDP's wrapper. A parameter without dimensions can't be divided: every rank
+keeps it whole, and its gradient is averaged here.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ class FullyShardedOptions(ProcessOptions):
     Args:
         data_parallel: the number of ranks that share the model; ``"auto"``: all of them.
         reshard_after_forward: free a unit's parameters after its forward, and gather them again for its backward.
-            Without this, less is sent, and the whole model is in memory between the two.
-        cpu_offload: keep the shards and the optimizer state in the memory of the CPU, where the optimizer then runs.
+            False: less is sent, but the whole model stays in memory between the two.
+        cpu_offload: keep this rank's part of the parameters and of the optimizer state in CPU memory, and run the
+            optimizer there.
         units: the names of the modules that are gathered at a time; ``*`` stands for one part, as in
             ``["net.blocks.*"]``. They have to run through their ``forward``. By default the layers between which a
             pipeline would be cut: the children of the largest ``nn.Sequential`` or ``nn.ModuleList``.
@@ -82,10 +83,10 @@ class FullyShardedStrategy(LayoutStrategy):
         trainer = L.Trainer(devices=2, strategy=FullyShardedStrategy())
         trainer.fit(AnyLightningModule(), datamodule)
 
-    In the user's hooks parameters and their gradients are DTensors, of which each rank has a part. Inside
-    ``training_step`` and the other steps, and only there, they are whole. All ranks have to use the same parameters in
-    a step. What the module's ``configure_model()`` builds, if it has one, takes no memory until it is sharded, unit by
-    unit; it gets its values from each module's ``reset_parameters()``.
+    In hooks, parameters and their gradients are DTensors, of which each rank has a part. Only inside ``training_step``
+    and the other steps they are whole. All ranks have to use the same parameters in a step. Modules that
+    ``configure_model()`` builds take no memory until ``fully_shard`` divides them, unit by unit. Then each module's
+    ``reset_parameters()`` initialises them.
 
     Mixed precision is autocast's, as under DDP, with the same numbers: parameters are gathered, and gradients reduced,
     in the parameters' own dtype, and a loss scaler finds the overflow of any rank. Gradients are reduced after each
@@ -97,7 +98,7 @@ class FullyShardedStrategy(LayoutStrategy):
     @takes(FullyShardedOptions)
     def __init__(self, options: FullyShardedOptions) -> None:
         super().__init__(options, data=options.data_parallel)
-        self._sharded: pl.LightningModule | None = None
+        self._fully_sharded: pl.LightningModule | None = None
         self._root: FSDPModule | None = None
         self._scalars: dict[str, nn.Parameter] = {}  # parameters that can't be divided
 
@@ -112,14 +113,14 @@ class FullyShardedStrategy(LayoutStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        # Gathered parameters stay from evaluation to training, which can't use tensors made in inference mode.
+        # Parameters that evaluation gathered are used again in training, where tensors made in inference mode fail.
         epochs = trainer.fit_loop.epoch_loop
         for loop in (epochs.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
         module = self.prepare(trainer)
-        is_new = self._sharded is not module
+        is_new = self._fully_sharded is not module
         if is_new:
-            self._shard(module)
+            self._fully_shard(module)
         assert isinstance(self._root, nn.Module)
         self.model = self._root
         local = LocalModel.of(module)
@@ -130,10 +131,10 @@ class FullyShardedStrategy(LayoutStrategy):
             self.precision_plugin, local, replicas=self.groups.along("data"), parts=None, device=self.root_device
         )
 
-    def _shard(self, module: pl.LightningModule) -> None:
+    def _fully_shard(self, module: pl.LightningModule) -> None:
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             raise ValueError(
-                "The module's parameters are sharded already, by another Trainer or by yourself. Build the module anew "
+                "The module's parameters are fully sharded already, by another Trainer or by you. Build a new module "
                 "for this Trainer, and load its weights from a checkpoint."
             )
         units = find_units(module, self.options.units)
@@ -158,7 +159,7 @@ class FullyShardedStrategy(LayoutStrategy):
             reshard = self.options.reshard_after_forward if part is not root else None
             fully_shard(part, reshard_after_forward=reshard, ignored_params=scalars, **settings)
         assert isinstance(root, FSDPModule)
-        self._root, self._sharded = root, module
+        self._root, self._fully_sharded = root, module
         self._scalars = {name: parameter for name, parameter in module.named_parameters() if parameter in scalars}
 
     @override
@@ -250,6 +251,6 @@ def _explained() -> Iterator[None]:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise RuntimeError(
-            "A parameter was used while it was sharded: its unit's `forward` was not running. A unit's weights can't "
-            "be used from outside of it, nor by its other methods. Name other modules in `units`, or leave it out."
+            "A parameter was used while it was sharded: its unit's `forward` was not running. A unit's weights can "
+            "only be used inside its `forward`. Name other modules in `units`, or leave this setting out."
         ) from error

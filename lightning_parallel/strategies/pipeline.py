@@ -1,9 +1,9 @@
 """Synchronous pipeline parallelism: every update is that of the whole batch, whatever the schedule.
 
-A schedule of many backwards has to fit into Lightning's step of one (``training_step``, ``zero_grad``, ``backward``,
-``optimizer_step``). So the whole schedule runs in ``training_step``. Its gradients are taken off the parameters before
-``zero_grad`` can erase them, and published in ``backward``. Accumulation, clipping, scaling and every hook keep their
-places::
+Lightning's step has one backward (``training_step``, ``zero_grad``, ``backward``, ``optimizer_step``); a schedule has
+many. So the whole schedule runs in ``training_step``. Its gradients are taken off the parameters before
+``zero_grad`` can erase them, and published in ``backward``. Accumulation, clipping, scaling and every hook work as
+usual::
 
     Lightning            here
     training_step        batch -> microbatches -> engine.run(schedule) -> gradients taken, averaged, summed
@@ -56,7 +56,7 @@ class PipelineOptions(StagedOptions):
 
 
 class PipelineStrategy(StagedStrategy):
-    """Layers shared out over devices, microbatches streaming through them; gradients of the whole batch.
+    """Splits the layers over devices and streams microbatches through them. Gradients are those of the whole batch.
 
     ::
 
@@ -96,7 +96,7 @@ class PipelineStrategy(StagedStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Lightning's step of the optimizer. Its closure runs the batch; batches that only accumulate run without."""
+        """Lightning's step of the optimizer. Its closure runs the batch. Accumulating batches run outside it."""
         self._ends_update = True
         try:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -114,7 +114,7 @@ class PipelineStrategy(StagedStrategy):
         self._count = len(sizes)
         actions = _lists(self._schedule, layout.stages, self._count)[layout.stage]
 
-        # Until zero_grad, the gradients of the last update are there too.
+        # zero_grad runs later: set aside what `p.grad` still holds of the last update.
         earlier = {} if self._accumulates else swap_gradients(parameters, {})
         if self._stages.fully_sharded is not None:
             self._stages.fully_sharded.hold_back()

@@ -2,7 +2,7 @@
 
 Each ``training_step`` feeds one batch's microbatches to the stage's endless list of actions, and runs the slice that
 falls due: forwards of this batch, backwards and updates of batches that this stage saw some steps ago. A rank waits for
-another one only for the messages of the schedule; Lightning's own broadcast before every batch is taken out. The
+another one only for the schedule's messages, so Lightning's broadcast before every batch is switched off. The
 pipeline is drained where weights or metrics have to be whole::
 
     Lightning              here
@@ -51,10 +51,10 @@ class AsyncPipelineOptions(StagedOptions):
         correction: what forwards read in the place of the parameters, to make up for the delay
             (:mod:`lightning_parallel.pipeline.staleness`). ``"error_feedback"``: the parameters extrapolated by the
             last update. ``"second_order"``: by the previous extrapolation too. A number: by so many times the last
-            update. All of them hold one more copy of the stage's weights. None: the parameters themselves. Once drained
-            (validation, checkpoints) the parameters are what counts.
-        lr_discount: the first so many updates take smaller steps on stages whose gradients are more than one update
-            late, growing to the full learning rate (PipeMare's T1). None: none do.
+            update. All of them hold one more copy of the stage's weights. None: the parameters themselves. After a
+            drain (validation, checkpoints) forwards read the parameters themselves.
+        lr_discount: for this many updates (PipeMare's T1), stages whose gradients are more than one update late use a
+            smaller learning rate, which grows to the full one. None: all stages use the full rate from the start.
         extra_in_flight: microbatches in flight on each link beyond the fewest that keep all stages busy. 1 hides the
             latency of messages, and doubles the staleness. ``microbatches="auto"`` gives an update twice as many
             microbatches as there are stages, and as many again for each extra one in flight, if the batch has the
@@ -124,7 +124,7 @@ class AsyncPipelineStrategy(StagedStrategy):
         return self._late.wanted_microbatches(self.layout.stages)
 
     def _automatic_microbatches(self, batch_size: int) -> int:
-        """Equal ones, if that doesn't take more than twice as many as needed."""
+        """The smallest count from ``needed`` to twice that which divides the batch evenly; otherwise ``needed``."""
         needed = math.ceil(self._updates_microbatches() / self._accumulation)
         equal = (count for count in range(needed, 2 * needed + 1) if batch_size % count == 0)
         return min(batch_size, next(equal, needed))
@@ -145,7 +145,7 @@ class AsyncPipelineStrategy(StagedStrategy):
             module,
             self.local_model.parameters,
             self._late.weights,
-            corrected=self._late.weight(layout.stages, layout.stage, 1) > 0,
+            corrected=self._late.correction_factor(layout.stages, layout.stage, 1) > 0,
             grown=self._gradient_grown if self.replicas.averages else None,
         )
         self._training = AsynchronousTraining(
@@ -182,7 +182,7 @@ class AsyncPipelineStrategy(StagedStrategy):
         assert self.lightning_module is not None
         # Each rank still acts on a SIGTERM of its own.
         self._put_broadcast_back = without_sigterm_broadcast(self.lightning_module.trainer)
-        # A stage that lags steps its scheduler before its first update, and uses the options of the right one.
+        # A stage that lags behind steps its scheduler before its first update. Each update still uses its own rate.
         warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
 
     # -- a batch -------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ class AsyncPipelineStrategy(StagedStrategy):
         ends_update, self._ends_update = self._ends_update, False
         recorder = LogRecorder()
         arguments, scale = (*args, *kwargs.values()), 1 / self._accumulation
-        begins_update = not self.training.gathering
+        begins_update = not self.training.update_is_open
         work, sizes = self._microbatches.of(
             arguments, recorder, scale=scale, begins_update=begins_update, first=self.training.fed
         )

@@ -1,9 +1,9 @@
 """What the synchronous and the asynchronous pipeline share: how the stages of a module are set up, evaluated and ended.
 
-How they are trained is a page each: ``pipeline.py`` and ``pipeline_async.py``. The parts, in the order of set-up::
+Training differs: see ``pipeline.py`` and ``pipeline_async.py``. The parts, in the order of set-up::
 
-    TensorShards    layers divided over tensor ranks
     Stages          this rank's stage; what several stages share
+    TensorShards    its layers divided over tensor ranks
     Replicas        copies of the stage, gradients averaged
     LastStage       hooks and logs of the last stage, for all
     FirstLook       what crosses the cuts in a step
@@ -105,11 +105,11 @@ class StagedStrategy(LayoutStrategy):
             trainer: of the run.
             automatic_microbatches: the number for ``microbatches="auto"``, given a batch's size.
             completing: called before the last backward of an update.
-            before_meeting: called with the name of a hook at whose end all stages meet.
-            check: refuses a partition that can't be trained.
-            describe: what the banner says of a stage besides its layers.
+            before_meeting: called before the stages exchange metrics, with the name of the hook that ends then.
+            check: raises for a partition that can't be trained.
+            describe: text that the start banner adds for a stage, after its layers.
             weights: makes what the engine's forwards read; None for the module's own parameters.
-            norm_group: the ranks whose gradients make one norm.
+            norm_group: the ranks over which the norm for clipping is taken.
             counts: whether this rank's copy of a parameter enters that norm.
             gradients_on_parameters: backwards add to ``p.grad``.
         """
@@ -142,7 +142,7 @@ class StagedStrategy(LayoutStrategy):
         )
         share_overflows(self.precision_plugin, device)
 
-        # What several ranks hold is equal on them.
+        # Make equal what several ranks hold.
         self.replicas.copy_parameters()
         self._shards.begin(local, groups.along("tensor"))
         self._stages.join_shared(local, layout, groups)
@@ -227,7 +227,7 @@ class StagedStrategy(LayoutStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        # The engine's links hold connections, whose end is what the neighbours notice.
+        # The engine holds the connections. Neighbours notice the error only when these are closed.
         self._engine = self._evaluation = None
         super().on_exception(exception)
 

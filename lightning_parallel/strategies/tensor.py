@@ -1,9 +1,8 @@
 """Tensor parallelism: every layer's matrices divided over the ranks, all of which work on each sample.
 
-The user's ``training_step`` runs on every rank, on the same batch, and comes to the same loss. What is divided, and
-where the ranks exchange sums, is up to the layers that the plan has put in the place of the user's
-(:mod:`lightning_parallel.tensor`). Little is left to do here: the gradients of what is whole, the norm of what is not,
-and checkpoints::
+The user's ``training_step`` runs on every rank, on the same batch, and computes the same loss. The plan has replaced
+the user's layers by ones that compute with shards and exchange sums (:mod:`lightning_parallel.tensor`). What is left to
+do here: sum the partial gradients of whole parameters, take the norm over all shards, and save checkpoints::
 
     Lightning            here
     training_step        the user's step, in a region of equal random numbers
@@ -104,7 +103,7 @@ class TensorParallelStrategy(LayoutStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Lightning's step of the optimizer. Its closure runs the batch; batches that only accumulate run without."""
+        """Lightning's step of the optimizer. Its closure runs the batch. Accumulating batches run outside it."""
         self._ends_update = True
         try:
             return super().optimizer_step(optimizer, closure, model, **kwargs)

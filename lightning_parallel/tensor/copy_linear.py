@@ -60,7 +60,7 @@ class _CopyLinear(torch.autograd.Function):
 
 
 def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What autocast would make of the arguments of ``F.linear``. It doesn't know functions of autograd."""
+    """Cast as autocast would for ``F.linear``. Autocast itself doesn't act on a custom autograd function."""
     device = x.device.type
     if not torch.is_autocast_enabled(device):
         return x, weight, bias

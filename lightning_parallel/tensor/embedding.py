@@ -18,8 +18,8 @@ class VocabParallelEmbedding(ParallelLayer):
     """``nn.Embedding`` with the rows of the table divided over the ranks.
 
     It takes ids ``[...]``, equal on all ranks, and returns ``[..., embedding_dim]``, equal on all ranks. Each rank
-    looks up the ids that it holds; the sum over the ranks has every row once. Weights start as the slices of
-    ``nn.Embedding``'s for the same seed, and the generator ends where it would after an ``nn.Embedding``.
+    looks up the ids that it holds; it returns zeros for the others, and the results are summed. Weights start as the
+    slices of ``nn.Embedding``'s for the same seed, and the generator ends where it would after an ``nn.Embedding``.
 
     Args:
         num_embeddings: the size of the whole vocabulary.

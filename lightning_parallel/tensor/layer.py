@@ -1,4 +1,4 @@
-"""What all divided layers share: the record of how they were cut, a group that isn't copied, and what can't be cut."""
+"""What all divided layers share: a record of how they were cut, copying without the group, and checks."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class ColumnParallelLinear(ParallelLinear):
         group: the tensor group.
         gather_output: return ``[..., out_features]`` on all ranks. For a layer of one part.
         parts: the sizes of fused projections, such as q, k and v in one weight. Each is divided by itself.
-        copy_input: sum the input's gradients over the ranks. False where the module that gave the input does.
+        copy_input: sum the input's gradients over the ranks. False if the module that made the input already does.
         region: entered after this layer when training.
         device: of the parameters.
         dtype: of the parameters.

@@ -5,8 +5,9 @@ A plan maps patterns to styles (:mod:`~lightning_parallel.tensor.styles`). A pat
 
     {"model.layers.*.mlp.up_proj": "column", "model.layers.*.mlp.down_proj": "row"}
 
-Rules are strict. If half of a column/row pair is divided because a pattern matches nothing, the model computes
-something else without an error. So each pattern must match, each style must fit, and no module may have two rules.
+Rules are strict. A pattern that matches nothing may leave one half of a column/row pair undivided. The model would then
+compute something else without an error. So each pattern must match, each style must fit, and no module may have two
+rules.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Dropout under tensor parallelism: different masks inside a sharded region, equal ones outside.
 
-Outside, all ranks of a tensor group compute the same, so they must draw the same numbers: for dropout between blocks,
-for the noise of a loss, and for what samplers draw from the global generator. Between a column layer and its row layer
-each rank has values of its own; equal masks there would be one mask repeated over the heads::
+Outside, all ranks of a tensor group compute the same values, so they must draw the same random numbers: for dropout
+between blocks, for the noise of a loss, and for samplers that use the global generator. Between a column layer and its
+row layer, each rank has its own features or heads. With equal masks there, every rank's heads would share one mask::
 
     dropout        column   dropout        row   dropout
     equal masks  |        different masks      | equal masks

@@ -16,8 +16,8 @@ and the bytes sent stay the same, since an all-reduce is a reduce-scatter and an
 Inside the blocks each rank's gradients come from its own piece of the computation. So the gradients of all parameters
 that aren't divided (norms, biases of row layers) are partial: their sum over the ranks is the gradient.
 
-It is done by an instance attribute ``forward`` on the blocks and on the modules inside that gather. Hooks would not do:
-they also run where a pipeline answers in the place of an absent layer.
+The blocks, and the modules inside that gather, get an instance attribute ``forward``. Hooks would not work: they also
+run where a pipeline stands in for an absent layer.
 """
 
 from __future__ import annotations
@@ -226,8 +226,8 @@ class _Wrapped:
             elif x.requires_grad and torch.is_grad_enabled():
                 raise RuntimeError(
                     f"sequence_parallel=True: {self._name!r} is called with a hidden state of shape "
-                    f"{tuple(hidden.shape)} and with one of {tuple(x.shape)} that needs a gradient too (of an "
-                    f"encoder?), which would be wrong. Turn it off."
+                    f"{tuple(hidden.shape)} and with one of {tuple(x.shape)} that needs a gradient too (from an "
+                    f"encoder?). That gradient would be wrong. Turn it off."
                 )
         mapped: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(leaves, spec)
         return mapped

@@ -1,7 +1,7 @@
 """Column layers that get one input, such as q, k and v: its gradients are summed over the ranks once for all of them.
 
-Each layer by itself would send a message of the input's size in the backward, one after the other. Siblings share one
-``copy`` (:mod:`~lightning_parallel.tensor.functions`): autograd adds up what comes back from the layers, then sends::
+On its own, each layer would send one message of the input's size in the backward. Siblings share one ``copy``
+(:mod:`~lightning_parallel.tensor.functions`). Autograd first adds up the layers' gradients, then sends their sum::
 
     x --- copy --+-- q        backward:   dx = sum over ranks of (dx_q + dx_k + dx_v)
                  +-- k

@@ -23,8 +23,8 @@ class Rule:
     Attributes:
         module: the module to be divided.
         names: all names under which it is registered.
-        pattern: of the plan, that matched.
-        style: for it.
+        pattern: the pattern of the plan that matched it.
+        style: how it is divided.
     """
 
     module: nn.Module
@@ -61,7 +61,7 @@ class Site:
 
 
 class Style:
-    """How a module is divided. Override what differs from "the module stays as it is".
+    """How a module is divided. By default the module stays as it is; override what differs.
 
     Attributes:
         name: in plans, before the colon.

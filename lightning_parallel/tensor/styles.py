@@ -63,7 +63,7 @@ class Column(Style):
         _check_linear(rule)
 
     def check_division(self, rule: Rule, root: nn.Module, rules: Sequence[Rule], count: int) -> None:
-        """Heads aren't cut: each is on one rank."""
+        """Refuse to cut a head in two: each head must be on one rank."""
         for name in rule.names:
             parent_name, _, own = name.rpartition(".")
             parent = root.get_submodule(parent_name)

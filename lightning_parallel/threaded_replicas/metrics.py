@@ -3,8 +3,8 @@
 A metric's state is no part of a replica: updates of several copies would be lost, or would have to be merged, which not
 every metric can do. So the replicas hold a stand-in in its place. The stand-in waits for its turn, until the earlier
 replicas have ended their steps, and then is the metric itself. At the end of a step the metric's state is that of a
-single process which was given the shares one after the other. What a replica does after it first touched a metric is
-not parallel any more; that is usually the end of a step.
+single process which was given the shares one after the other. After a replica has first used a metric, its step
+no longer runs in parallel; this is usually at the end of the step.
 """
 
 from __future__ import annotations

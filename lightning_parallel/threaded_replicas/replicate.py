@@ -1,9 +1,9 @@
 """Replicas of a module: a copy of its tree for every device, computing with the one model's weights.
 
 A replica's modules are shallow copies, as torch.nn.parallel.replicate makes them, with every attribute of the user's
-objects. Its parameters are leaves of its own graph. So the backwards of several replicas can run at once, none touches
-a ``.grad``, and :func:`reduce` adds up what they found in the order of the replicas. On the model's own device the
-leaves share its memory; other GPUs get a copy by torch.nn.parallel's coalesced broadcast.
+objects. Its parameters are leaves of its own graph. So the backwards of several replicas can run at once, and none
+writes to the model's ``.grad``. :func:`reduce` adds up their gradients in the order of the replicas. On the model's own
+device the leaves share its memory; other GPUs get a copy by torch.nn.parallel's coalesced broadcast.
 
 Unlike torch's, these replicas show their parameters: ``self.parameters()`` in a step is not empty, so a penalty on the
 weights is one here too.
@@ -153,7 +153,7 @@ def _copy_tree(
 def _check(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
-            raise ValueError(f"{name or 'The model'} is scripted, and can't be replicated: replicate it unscripted.")
+            raise ValueError(f"{name or 'The model'} is scripted, and can't be replicated: use the unscripted module.")
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ValueError(f"{name} has no shape yet: run the model on a batch before, for example in setup().")

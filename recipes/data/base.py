@@ -13,8 +13,8 @@ class SeededData(L.LightningDataModule):
 
     ``batch_size`` counts samples of one batch over all data-parallel replicas, each of which takes an equal
     share of the same shuffled list. So one process, DDP over n processes and a pipeline see the same samples
-    at the same step, and their losses can be compared. Lightning would shuffle a single process in another
-    order than several; therefore the loaders bring their own sampler, and the Trainer is built with
+    at the same step, and their losses can be compared. Lightning would shuffle in another order with one
+    process than with several; therefore the loaders bring their own sampler, and the Trainer is built with
     ``use_distributed_sampler=False``.
 
     A last batch that is not full is left out of training; the next epoch shuffles anew.
@@ -39,13 +39,13 @@ class SeededData(L.LightningDataModule):
         """What tells this data from other data, for the record of a run. Known after ``setup``."""
         raise AttributeError(f"{type(self).__name__} has no fingerprint before setup")
 
-    def _shard(self) -> tuple[int, int]:
+    def _replica(self) -> tuple[int, int]:
         """(data-parallel replicas, which one this rank feeds). The ranks of a pipeline share a replica."""
-        shard = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
-        return (shard["num_replicas"], shard["rank"]) if shard else (1, 0)
+        sampler = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
+        return (sampler["num_replicas"], sampler["rank"]) if sampler else (1, 0)
 
     def _loader(self, dataset: Dataset[Any], *, train: bool) -> DataLoader[Any]:
-        replicas, rank = self._shard()
+        replicas, rank = self._replica()
         if self.batch_size % replicas:
             raise ValueError(
                 f"data.batch_size={self.batch_size} cannot be shared equally by {replicas} replicas: "

@@ -30,7 +30,7 @@ class LocalLauncher:
     """Starts a run's workers on this machine. When they have ended, this process is as it was before.
 
     Args:
-        devices: how many there are, one for each worker.
+        devices: the number of devices. Each worker gets one.
         threads: OMP_NUM_THREADS of each worker, unless the environment sets it.
     """
 
@@ -116,7 +116,7 @@ def _signals_and_environment_restored() -> Iterator[None]:
 
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
-    """Leave the agent's own account of a failure out: the worker's error says more."""
+    """Silence the agent's own report of a failure: the worker's error says more."""
     names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]
     levels = {name: logging.getLogger(name).level for name in names}
     for name in names:

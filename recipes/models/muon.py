@@ -1,6 +1,6 @@
 """Muon for the matrices of hidden layers, AdamW for all else, in one optimizer object (Jordan et al. 2024).
 
-Muon makes every singular value of an update equal: the update of a matrix depends on the whole matrix. It is made for
+Muon makes all singular values of an update equal, so the update depends on the whole matrix. It is made for
 hidden layers; embeddings, the output, biases and norms train better with AdamW. Lightning's trainers and the pipelines
 want exactly one optimizer, torch has two: here they share one list of groups.
 """
@@ -91,7 +91,7 @@ class MuonAdamW(Optimizer):
 
 
 def _refuse(parameters: list[Tensor]) -> None:
-    """What Muon can't step: no matrices, and shares of matrices, whose singular values aren't those of the whole."""
+    """Refuse what Muon can't update: tensors that aren't matrices, and parts of matrices."""
     for parameter in parameters:
         if parameter.ndim != 2:
             raise ValueError(

@@ -17,7 +17,7 @@ def test_the_table_draws_columns_in_proportion_to_time() -> None:
         "stage 0 | F0  .  .  . B0 ==  S|",
         "stage 1 |  . F0 B0 ==  S| .  .",
     ]
-    assert clock_table(simulate(gpipe(1, 1)), unit=0.5).splitlines() == ["stage 0 | F0 == B0 == == ==|"]
+    assert clock_table(simulate(gpipe(1, 1)), column=0.5).splitlines() == ["stage 0 | F0 == B0 == == ==|"]
 
 
 def test_the_table_shows_every_action_when_times_fall_between_columns() -> None:

@@ -1,4 +1,4 @@
-"""parts/late_options.py: a late update is made with the options of its own batch, and loses nothing else."""
+"""parts/optimizer_options.py: a late update is made with the options of its own batch, and loses nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_parallel.parts.late_options import LateOptions
+from lightning_parallel.parts.optimizer_options import OptimizerOptions
 
 
 def two_groups() -> torch.optim.Optimizer:
@@ -18,7 +18,7 @@ def two_groups() -> torch.optim.Optimizer:
 
 def test_an_update_uses_the_options_that_were_and_leaves_those_that_are() -> None:
     optimizer = two_groups()
-    options = LateOptions(optimizer, set())
+    options = OptimizerOptions(optimizer, set())
     were = options.now()
     for group in optimizer.param_groups:
         group["lr"] = 0.0  # the scheduler has gone on
@@ -34,7 +34,7 @@ def test_an_update_uses_the_options_that_were_and_leaves_those_that_are() -> Non
 
 def test_options_are_put_back_after_an_error() -> None:
     optimizer = two_groups()
-    options = LateOptions(optimizer, set())
+    options = OptimizerOptions(optimizer, set())
     with pytest.raises(RuntimeError, match="no luck"), options.restored(options.now(0.5)):
         assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.125]
         raise RuntimeError("no luck")
@@ -42,7 +42,7 @@ def test_options_are_put_back_after_an_error() -> None:
 
 
 def test_options_hold_no_parameters_and_only_the_rate_takes_the_factor() -> None:
-    whole, half = LateOptions(two_groups(), set()).now(), LateOptions(two_groups(), set()).now(0.5)
+    whole, half = OptimizerOptions(two_groups(), set()).now(), OptimizerOptions(two_groups(), set()).now(0.5)
     for group, other in zip(whole, half, strict=True):
         assert "params" not in group
         assert other == {**group, "lr": group["lr"] / 2}
@@ -51,7 +51,7 @@ def test_options_hold_no_parameters_and_only_the_rate_takes_the_factor() -> None
 def test_a_rate_that_is_a_tensor_is_kept_as_it_was_and_stays_the_scheduler_s() -> None:
     rate = torch.tensor(1.0)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=rate, foreach=False)
-    options = LateOptions(optimizer, set())
+    options = OptimizerOptions(optimizer, set())
     were = options.now()
     rate.fill_(0.1)  # as torch's schedulers do
     with options.restored(were):
@@ -80,7 +80,7 @@ class Counting(torch.optim.SGD):
 def test_what_an_optimizer_writes_to_its_groups_is_its_state_and_stays() -> None:
     parameter = torch.nn.Parameter(torch.ones(1))
     optimizer = Counting([parameter], lr=0.5)
-    options, waiting = LateOptions(optimizer, set()), []
+    options, waiting = OptimizerOptions(optimizer, set()), []
     for batch in range(6):  # each update is two batches late
         optimizer.param_groups[0]["lr"] = 2.0**-batch
         waiting.append(options.now())

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 Options = list[dict[str, Any]]  # a dictionary for each parameter group
 
 
-class LateOptions:
+class OptimizerOptions:
     """The options of an optimizer, then and now.
 
     Args:
