@@ -48,6 +48,9 @@ def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: dist.Proces
         tensors: of any dtype and layout. Parameters are written without autograd's knowledge.
         source: the global rank whose values count.
         group: the ranks that hold copies.
+
+    Raises:
+        PeerLostError: a rank has stopped.
     """
     if group.size() == 1:
         return
@@ -65,6 +68,9 @@ def broadcast_object(value: T | None, source: int, group: dist.ProcessGroup, dev
         source: the global rank whose object counts.
         group: the ranks.
         device: where the backend wants tensors.
+
+    Raises:
+        PeerLostError: a rank has stopped.
     """
     content = pickle.dumps(value) if dist.get_rank() == source else b""
     length = torch.tensor([len(content)], device=device)
@@ -86,6 +92,9 @@ def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, operation: Any) -> T
         group: the ranks.
         operation: a ``dist.ReduceOp``, or a name as ``self.log(reduce_fx=...)`` takes it: "mean", "avg", "sum", "min",
             "max", "product".
+
+    Raises:
+        PeerLostError: a rank has stopped.
     """
     name = operation.lower() if isinstance(operation, str) else None
     if name not in ("mean", "avg"):
@@ -98,7 +107,11 @@ def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, operation: Any) -> T
 
 
 def gather_objects(value: T, group: Group) -> list[T]:
-    """The objects of all ranks, in the order of ranks, on all ranks."""
+    """The objects of all ranks, in the order of ranks, on all ranks.
+
+    Raises:
+        PeerLostError: a rank has stopped.
+    """
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)

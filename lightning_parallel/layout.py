@@ -114,7 +114,11 @@ class Layout:
         return math.prod(self.sizes)
 
     def size(self, axis: str) -> int:
-        """The number of ranks along an axis."""
+        """The number of ranks along an axis.
+
+        Raises:
+            ValueError: there is no such axis; so do the methods below that take one.
+        """
         return self.sizes[self._position(axis)]
 
     def index(self, axis: str) -> int:

@@ -160,7 +160,10 @@ def takes(options: Callable[P, O]) -> Callable[[Callable[[S, O], None]], Callabl
     """Decorator for ``__init__(self, options)``: callers pass the fields of ``options`` as keyword arguments instead.
 
     Args:
-        options: a dataclass.
+        options: a dataclass. What it raises for wrong values, the constructor raises.
+
+    Raises:
+        TypeError: (by the constructor) a keyword that is no field; it names the nearest one.
     """
 
     def decorate(init: Callable[[S, O], None]) -> Callable[Concatenate[S, P], None]:

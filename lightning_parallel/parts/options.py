@@ -32,6 +32,9 @@ class ProcessOptions:
         cluster_environment: filled in by the Trainer.
         checkpoint_io: filled in by the Trainer.
         precision_plugin: filled in by the Trainer.
+
+    Raises:
+        ValueError: a value that its setting doesn't take.
     """
 
     timeout: Seconds | timedelta = 1800
@@ -75,6 +78,10 @@ class StagedOptions(ProcessOptions):
             ``fully_shard``).
         timeline: record what each rank runs when. At the end of training a picture (with matplotlib installed) and a
             trace are written to the log directory, and the measured bubble is printed beside the theoretical one.
+
+    Raises:
+        ValueError: a value that its setting doesn't take, or ``data_parallel_kind="fully_shard"`` with tensor
+            parallelism.
     """
 
     stages: Count | Auto = "auto"

@@ -161,6 +161,10 @@ class Engine:
 
         Returns:
             What the user's step returned for each forward, on the last stage; an empty list on the others.
+
+        Raises:
+            PeerLostError: a neighbouring stage has stopped.
+            RuntimeError: what the user's step, ``loss_of`` or a stage that finds layers out of order raises.
         """
         actions = list(actions)
         forwards = deque(a.microbatch for a in actions if isinstance(a, Forward))

@@ -65,6 +65,9 @@ def naive(stages: int, microbatches: int = 1) -> Schedule:
         stage 0 | F0  .  .  .  . B0 F1  .  .  .  . B1|
         stage 1 |  . F0  .  . B0  .  . F1  .  . B1| .
         stage 2 |  .  . F0 B0  .  .  .  . F1 B1| .  .
+
+    Raises:
+        ValueError: a number is less than one.
     """
     check_sizes(stages, microbatches)
     schedule: Schedule = []
@@ -88,6 +91,9 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
         stage 0 | F0 F1 F2 F3  .  .  .  . B0 B1 B2 B3|
         stage 1 |  . F0 F1 F2 F3  .  . B0 B1 B2 B3| .
         stage 2 |  .  . F0 F1 F2 F3 B0 B1 B2 B3| .  .
+
+    Raises:
+        ValueError: a number is less than one.
     """
     check_sizes(stages, microbatches)
     schedule: Schedule = []
@@ -110,6 +116,9 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
         stage 0 | F0 F1 F2  .  . B0 F3 B1  . B2  . B3|
         stage 1 |  . F0 F1  . B0 F2 B1 F3 B2  . B3| .
         stage 2 |  .  . F0 B0 F1 B1 F2 B2 F3 B3| .  .
+
+    Raises:
+        ValueError: a number is less than one.
     """
     check_sizes(stages, microbatches)
     schedule: Schedule = []

@@ -45,6 +45,9 @@ class PipelineOptions(StagedOptions):
             of microbatches (:mod:`lightning_parallel.pipeline.schedule`). The bubble of the first two is
             (stages - 1) / (microbatches + stages - 1). ``microbatches="auto"`` is four a stage, as GPipe advises, or as
             many as the batch has samples; one with ``"naive"``.
+
+    Raises:
+        ValueError: a value that its setting doesn't take, or several microbatches with ``"naive"``.
     """
 
     schedule: Literal["naive", "gpipe", "1f1b"] | Callable[[int, int], Schedule] = "1f1b"

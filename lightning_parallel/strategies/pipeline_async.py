@@ -59,6 +59,9 @@ class AsyncPipelineOptions(StagedOptions):
             latency of messages, and doubles the staleness. ``microbatches="auto"`` gives an update twice as many
             microbatches as there are stages, and as many again for each extra one in flight, if the batch has the
             samples. With 1 microbatch it is PipeDream.
+
+    Raises:
+        ValueError: a value that its setting doesn't take, or ``data_parallel_kind="fully_shard"``.
     """
 
     weights: Stashing = "stash"

@@ -15,7 +15,8 @@ With t ranks, x_i the tensor on rank i, and [x_0 .. x_t-1] their concatenation a
 not a part of it. Sizes that t doesn't divide are cut as :func:`~lightning_parallel.shard.piece` cuts them.
 
 Inputs are never written to. Tensors without memory (on the meta device, or standing for a value of another pipeline
-stage) get results of the right shape, and nothing is sent.
+stage) get results of the right shape, and nothing is sent. None of the functions has a second derivative. If a rank is
+lost, the backend's own RuntimeError is raised.
 """
 
 from __future__ import annotations
@@ -36,12 +37,28 @@ Map = Callable[[Tensor], Tensor]
 
 
 def copy(x: Tensor, group: Group) -> Tensor:
-    """Enter a sharded region: the identity. The gradients are summed over the group."""
+    """Enter a sharded region: the identity. The gradients are summed over the group.
+
+    Args:
+        x: ``[...]``, equal on all ranks.
+        group: the ranks.
+
+    Returns:
+        ``[...]``, the same values.
+    """
     return _mapped(x, group, lambda t: t.view_as(t), lambda g: all_reduced(g, group))
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
-    """Leave a sharded region: the sum over the group. The gradient passes unchanged."""
+    """Leave a sharded region: the sum over the group. The gradient passes unchanged.
+
+    Args:
+        x: ``[...]``, this rank's summand.
+        group: the ranks.
+
+    Returns:
+        ``[...]``, the sum, equal on all ranks.
+    """
     return _mapped(x, group, lambda t: all_reduced(t, group), lambda g: g)
 
 
@@ -53,7 +70,16 @@ def reduce_(x: Tensor, group: Group) -> Tensor:
 
 
 def split(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's piece of a tensor that all ranks have. The gradients are joined."""
+    """This rank's piece of a tensor that all ranks have. The gradients are joined.
+
+    Args:
+        x: ``[..., n, ...]``, equal on all ranks.
+        dim: the tensor dimension of size n.
+        group: the t ranks.
+
+    Returns:
+        ``[..., n / t, ...]``; where t doesn't divide n, the last pieces are smaller.
+    """
     size = x.shape[dim]
     return _mapped(x, group, lambda t: own_piece(t, dim, group), lambda g: joined(g, dim, group, size))
 
@@ -62,16 +88,28 @@ def gather(x: Tensor, dim: int, group: Group, size: int | None = None) -> Tensor
     """The ranks' pieces, joined, for a computation that is the same on all ranks.
 
     Args:
-        x: this rank's piece.
+        x: ``[..., n / t, ...]``, this rank's piece.
         dim: the tensor dimension that is divided.
-        group: the ranks.
-        size: of the whole along ``dim``, needed where the ranks don't divide it. By default all pieces are equal.
+        group: the t ranks.
+        size: n, needed where t doesn't divide it. By default all pieces are equal.
+
+    Returns:
+        ``[..., n, ...]``, equal on all ranks.
     """
     return _mapped(x, group, lambda t: joined(t, dim, group, size), lambda g: own_piece(g, dim, group))
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's piece of the sum over the group. The gradients are joined."""
+    """This rank's piece of the sum over the group. The gradients are joined.
+
+    Args:
+        x: ``[..., n, ...]``, this rank's summand.
+        dim: the tensor dimension that is to be divided.
+        group: the t ranks.
+
+    Returns:
+        ``[..., n / t, ...]``.
+    """
     size = x.shape[dim]
     return _mapped(x, group, lambda t: summed_piece(t, dim, group), lambda g: joined(g, dim, group, size))
 
@@ -79,7 +117,14 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
 def gather_sum(x: Tensor, dim: int, group: Group, size: int | None = None) -> Tensor:
     """The ranks' pieces, joined, for a computation that differs between ranks: its gradients are summed.
 
-    Args: as of :func:`gather`.
+    Args:
+        x: ``[..., n / t, ...]``, this rank's piece.
+        dim: the tensor dimension that is divided.
+        group: the t ranks.
+        size: as in :func:`gather`.
+
+    Returns:
+        ``[..., n, ...]``, equal on all ranks.
     """
     return _mapped(x, group, lambda t: joined(t, dim, group, size), lambda g: summed_piece(g, dim, group))
 

@@ -175,6 +175,7 @@ class ColumnParallelLinear(ParallelLinear):
         self.gather_output, self.copy_input, self._siblings = gather_output, copy_input, siblings
 
     def forward(self, x: Tensor) -> Tensor:
+        """``[..., in_features]``, equal on all ranks -> ``[..., out here]``, or ``[..., out_features]`` if gathered."""
         weight = self.weight.t() if self._transposed else self.weight  # [out here, in]
         if self._alone:
             return F.linear(x, weight, self.bias)
@@ -257,6 +258,7 @@ class RowParallelLinear(ParallelLinear):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
+        """``[..., in here]`` -> ``[..., out_features]``, equal on all ranks, or a piece along the sequence."""
         weight = self.weight.t() if self._transposed else self.weight  # [out, in here]
         if self._alone:
             return F.linear(x, weight, self.bias)
