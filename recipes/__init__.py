@@ -3,3 +3,7 @@
 The recipes run from the checkout and are not part of the wheel; the library they show is
 :mod:`lightning_parallel`.
 """
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent  # of the checkout

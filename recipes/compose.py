@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from recipes import ROOT
 from recipes.problem import Problem, closest
 
-ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
 _JOBS_CHECKED = 64  # of a sweep; the rest are checked as they start
 
@@ -48,7 +47,7 @@ def check(overrides: Sequence[str], *, multirun: bool = False, config_dir: Path 
         from recipes.validate import validate  # here: it imports torch, which takes seconds
 
         found: dict[str, Problem | str] = {}  # jobs of a sweep share most of theirs
-        for job in _jobs(parsed) if multirun else [list(overrides)]:
+        for job in jobs(parsed) if multirun else [list(overrides)]:
             try:
                 config = resolved(compose("train", overrides=job), output_dir="OUTPUT_DIR")
             except OmegaConfBaseException as error:
@@ -58,8 +57,8 @@ def check(overrides: Sequence[str], *, multirun: bool = False, config_dir: Path 
     return list(found.values())
 
 
-def _jobs(parsed: Sequence[Override]) -> list[list[str]]:
-    """The command lines of a sweep over lists, as Hydra's own sweeper splits them."""
+def jobs(parsed: Sequence[Override]) -> list[list[str]]:
+    """The command lines of a sweep over lists, as Hydra's own sweeper splits them; of a long sweep, the first ones."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
     return [list(job) for job in BasicSweeper.split_arguments(list(parsed), None)[0][:_JOBS_CHECKED]]
@@ -120,7 +119,9 @@ def _unknown_key(config: DictConfig, key: str, override: Override) -> Iterator[P
 
 
 def _optional(group: str, node: Mapping[Any, Any]) -> set[str]:
-    from recipes.validate import kind_of  # here, as above
+    """The settings of a group that its YAML leaves out."""
+    from lightning_parallel.settings import settings_of  # here, as above
+    from recipes.validate import kind_of
 
     kind = kind_of(group, node)
-    return {field.name for field in fields(kind)} if kind is not None else set()
+    return {field.name for field, _ in settings_of(kind)} if kind is not None else set()

@@ -15,6 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from recipes import ROOT
+
 RUN, METRICS, CONFIG, TREE = "run.json", "metrics.json", "resolved.yaml", "config_tree.txt"
 _PACKAGES = ("torch", "lightning", "torchmetrics", "hydra-core", "omegaconf", "lightning-parallel")
 
@@ -77,7 +79,7 @@ def start(folder: Path, config: Mapping[str, Any], choices: Mapping[str, str]) -
         "seed": config["seed"],
         "versions": _versions(),
         "platform": platform.platform(),
-        "git": _git(Path(__file__).resolve().parent.parent),
+        "git": _git(ROOT),
     }
     _write(folder / RUN, content)
 

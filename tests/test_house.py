@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import lightning_parallel
-from recipes.launchers.launcher import ROOT
+from recipes import ROOT
 
 PACKAGE = Path(lightning_parallel.__file__).parent
 # Arrows run from a row to the rows after it, and within a row.

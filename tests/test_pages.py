@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
-import itertools
 import os
 import re
 import runpy
@@ -13,7 +12,6 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +26,8 @@ from lightning_parallel.settings import settings_of
 from lightning_parallel.strategies.pipeline import PipelineOptions
 from lightning_parallel.strategies.pipeline_async import AsyncPipelineOptions
 from lightning_parallel.strategies.tensor import TensorParallelOptions
-from recipes import record, worker
-from recipes.compose import check
-from recipes.launchers.launcher import ROOT
+from recipes import ROOT, record, worker
+from recipes.compose import check, jobs
 from recipes.validate import validate, world_size
 from tests.pool import WorkerPool
 from tests.recipes.test_configs import composed
@@ -100,18 +97,6 @@ def trained(pool: WorkerPool, folder: Path, overrides: list[str]) -> Path:
     return output
 
 
-def jobs(words: list[str]) -> Iterator[list[str]]:
-    """The jobs of a sweep, or the one of a command without ``-m``."""
-    overrides = OverridesParser.create().parse_overrides([word for word in words if word != "-m"])
-    choices = [
-        [f"{each.get_key_element()}={value}" for value in each.sweep_string_iterator()]
-        if each.is_sweep_override()
-        else [each.input_line or ""]
-        for each in overrides
-    ]
-    yield from (list(job) for job in itertools.product(*choices))
-
-
 @pytest.mark.parametrize("words", TRAININGS, ids=" ".join)
 def test_trainings_run(
     pool: WorkerPool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
@@ -125,7 +110,8 @@ def test_trainings_run(
     if f"ckpt_path={checkpoint}" in words:
         words.append("trainer.max_steps=4")  # it has made the first two
     assert check([word for word in words if word != "-m"], multirun="-m" in words) == []
-    for number, job in enumerate(jobs(words)):
+    parsed = OverridesParser.create().parse_overrides([word for word in words if word != "-m"])
+    for number, job in enumerate(jobs(parsed)):
         folder = tmp_path / "runs" / str(number)
         folder.mkdir(parents=True)
         output = trained(pool, folder, job)

@@ -101,6 +101,7 @@ def agree(ranks: Sequence[RankSummary], order: Sequence[str]) -> Agreement:
     own_options = {
         rank.coordinate: [{key: value for key, value in group.items() if key in own} for group in rank.param_groups]
         for rank in ranks
+        if own
     }
     names = {name for group in groups for name in group["params"]}
     holders = Counter(name for name in names for rank in ranks if f"model/{name}" in rank.shapes)

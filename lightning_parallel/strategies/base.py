@@ -206,8 +206,8 @@ class LayoutStrategy(ParallelStrategy):
                 raise
             # Lightning advises manual optimization.
             raise ValueError(SEVERAL_OPTIMIZERS) from error
-        assert self._checkpoints is not None and self.lightning_module is not None
-        self._checkpoints.take_groups(self.lightning_module, self.optimizers)
+        assert self.lightning_module is not None
+        self.checkpoints.take_groups(self.lightning_module, self.optimizers)
 
     @property
     def local_model(self) -> LocalModel:
@@ -275,16 +275,15 @@ class LayoutStrategy(ParallelStrategy):
         """Write a directory with every rank's part. All ranks call it."""
         if self._collectives is not None:
             self._collectives.meet("A checkpoint")
-        assert self._checkpoints is not None
-        self._checkpoints.save(checkpoint, filepath, self.optimizers, storage_options)
+        self.checkpoints.save(checkpoint, filepath, self.optimizers, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read this rank's part of a checkpoint: of a directory written under any layout, or of a plain file."""
-        assert self._checkpoints is not None and self.lightning_module is not None
+        assert self.lightning_module is not None
         training = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if training else []
-        return self._checkpoints.load(checkpoint_path, optimizers, weights_only, self.checkpoint_io)
+        return self.checkpoints.load(checkpoint_path, optimizers, weights_only, self.checkpoint_io)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from lightning_parallel import AsyncPipelineStrategy, PipelineStrategy
 from lightning_parallel.strategies.staged import StagedStrategy
+from recipes import ROOT
 from recipes.bench import processes
 from recipes.bench.layers import fit, sleeping
-from recipes.launchers.launcher import ROOT
 
 PICTURES = ROOT / "docs" / "pictures"
 STAGES = 4

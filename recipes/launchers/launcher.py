@@ -23,7 +23,6 @@ from typing import Any, Protocol
 
 from hydra.errors import CompactHydraException
 
-ROOT = Path(__file__).resolve().parents[2]
 LAUNCHED = "RECIPES_LAUNCHER"  # set for workers: the process that launched them and prints their error
 _PACKAGES = frozenset({"lightning_parallel", "recipes", "lightning"})
 

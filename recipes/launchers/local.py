@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.launchers.launcher import LAUNCHED, ROOT, Failure, WorkersFailed
+from recipes import ROOT
+from recipes.launchers.launcher import LAUNCHED, Failure, WorkersFailed
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from recipes import ROOT
 from recipes.data.stdlib import build
-from recipes.launchers.launcher import ROOT
 from recipes.study import work
 from recipes.study.arms import OPTIMIZERS, STAGES, Run, Setting, arms
 from recipes.study.store import Store

@@ -14,7 +14,17 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_parallel.checkpoint import is_checkpoint, load, read_full
 from tests.pool import WorkerPool
 from tests.strategies.failures import assert_refused
-from tests.strategies.harness import ALL, STRATEGIES, Report, complete, here, joined, largest_difference, make_trainer
+from tests.strategies.harness import (
+    ALL,
+    STRATEGIES,
+    Report,
+    complete,
+    here,
+    joined,
+    largest_difference,
+    make_trainer,
+    spoil,
+)
 
 EPOCHS = 4
 
@@ -32,9 +42,7 @@ def fit(
     torch.set_default_dtype(torch.float64)
     module = ALL[model]()
     if resume is not None:
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.add_(1.0)
+        spoil(module)
     keeper = ModelCheckpoint(directory, "{epoch}", monitor="val_loss", save_top_k=-1, save_last=True)
     trainer = L.Trainer(
         accelerator="cpu", devices=stages, max_epochs=EPOCHS, logger=False, callbacks=[keeper], num_sanity_val_steps=0,

@@ -730,8 +730,9 @@ def gradient_in_halves(count: int, batches: int) -> tuple[float, float]:
     engine = Engine(stage, layout, Groups(layout).links, CPU, loss_of=lambda loss: loss)
 
     def microbatch(number: int, place: int) -> Microbatch:
-        step = lambda: model(torch.ones(1, 1))  # noqa: E731
-        return Microbatch(step, 1 / count, place=place, seed=number, begins_update=number == 0)
+        return Microbatch(
+            partial(model, torch.ones(1, 1)), 1 / count, place=place, seed=number, begins_update=number == 0
+        )
 
     size = count // batches
     for _ in range(2):

@@ -19,13 +19,13 @@ import pytest
 import torch
 import yaml
 
-from recipes import record, worker
+from recipes import ROOT, record, worker
 from recipes.compare import formula, memory, picture, report, run, waiting
 from recipes.compare.__main__ import main
 from recipes.compare.findings import findings
 from recipes.compare.rows import Row, rows
 from recipes.compare.run import Outcome, configs
-from recipes.launchers.launcher import ROOT, Failure, WorkersFailed
+from recipes.launchers.launcher import Failure, WorkersFailed
 from recipes.launchers.local import LocalLauncher
 from recipes.problem import ConfigError
 from recipes.validate import world_size

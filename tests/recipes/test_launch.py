@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from recipes import record
-from recipes.launchers.launcher import ROOT, WorkersFailed
+from recipes import ROOT, record
+from recipes.launchers.launcher import WorkersFailed
 from recipes.launchers.local import LocalLauncher
 from tests.recipes.test_configs import composed
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from recipes import build, record
-from recipes.launchers.launcher import ROOT, Failure, Launcher, WorkersFailed
+from recipes import ROOT, build, record
+from recipes.launchers.launcher import Failure, Launcher, WorkersFailed
 from recipes.launchers.local import LocalLauncher
 from recipes.train import main
 from recipes.validate import validate

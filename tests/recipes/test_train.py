@@ -10,7 +10,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from recipes.launchers.launcher import ROOT, Failure, WorkersFailed
+from recipes import ROOT
+from recipes.launchers.launcher import Failure, WorkersFailed
 from recipes.train import UnknownMetric, _optimized, config_tree
 from tests.recipes.test_configs import GROUPS, composed
 

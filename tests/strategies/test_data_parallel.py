@@ -20,7 +20,15 @@ import lightning_parallel as lp
 from lightning_parallel.batch import split
 from lightning_parallel.strategies.data_parallel import _check_devices
 from tests.pool import WorkerPool
-from tests.strategies.harness import ALL, Report, here, largest_difference, make_trainer, train
+from tests.strategies.harness import (
+    ACCUMULATION_AND_CLIPPING,
+    ALL,
+    Report,
+    here,
+    largest_difference,
+    make_trainer,
+    train,
+)
 from tests.strategies.models import MODELS
 from tests.strategies.replicated import Forward, Normalised
 
@@ -71,12 +79,7 @@ def test_a_batch_smaller_than_the_replicas_trains_as_in_one_process(
 
 
 @BOTH
-@pytest.mark.parametrize("trainer_options", [
-    {"accumulate_grad_batches": 2},
-    {"gradient_clip_val": 0.05},
-    {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
-    {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "shuffle": True},
-], ids=["accumulation", "clip-norm", "clip-value", "all-shuffled"])  # fmt: skip
+@ACCUMULATION_AND_CLIPPING
 def test_accumulation_and_clipping_as_in_one_process(
     pool: WorkerPool, single: Any, loss_on: str, trainer_options: dict[str, Any]
 ) -> None:

@@ -13,7 +13,17 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
 from tests.pool import WorkerPool
-from tests.strategies.harness import ALL, Report, Witness, complete, here, joined, largest_difference, make_trainer
+from tests.strategies.harness import (
+    ALL,
+    Report,
+    Witness,
+    complete,
+    here,
+    joined,
+    largest_difference,
+    make_trainer,
+    spoil,
+)
 from tests.strategies.models import BATCH
 
 EXACT = 1e-12  # float64
@@ -27,9 +37,7 @@ def fit(
     torch.set_default_dtype(torch.float64)
     module = ALL[model]()
     if resume is not None:
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.add_(1.0)
+        spoil(module)
     report = Report()
     keeper = ModelCheckpoint(directory, "{epoch}", save_top_k=-1)
     given = {"max_epochs": 3, "enable_checkpointing": True, "gradient_clip_val": 0.5, **given}

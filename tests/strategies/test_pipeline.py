@@ -11,7 +11,7 @@ import pytest
 from lightning_parallel import PipelineStrategy
 from lightning_parallel.pipeline.schedule import Action, Backward, Forward, Schedule, Step, one_f_one_b
 from tests.pool import WorkerPool
-from tests.strategies.harness import Report, joined, largest_difference, train
+from tests.strategies.harness import ACCUMULATION_AND_CLIPPING, Report, joined, largest_difference, train
 from tests.strategies.models import MODELS
 
 EXACT = 1e-12  # float64
@@ -39,12 +39,7 @@ def test_unmodified_models_train_as_in_one_process(pool: WorkerPool, single: Any
 
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b"])
-@pytest.mark.parametrize("trainer_options", [
-    {"accumulate_grad_batches": 2},
-    {"gradient_clip_val": 0.05},
-    {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
-    {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "shuffle": True},
-], ids=["accumulation", "clip-norm", "clip-value", "all-shuffled"])  # fmt: skip
+@ACCUMULATION_AND_CLIPPING
 def test_accumulation_and_clipping_as_in_one_process(
     pool: WorkerPool, single: Any, schedule: str, trainer_options: dict[str, Any]
 ) -> None:
