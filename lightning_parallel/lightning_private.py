@@ -19,6 +19,8 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -81,6 +83,50 @@ def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
 def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
     """The list of a Trainer's callbacks, to add to and to remove from. A connector sets it, so it is not typed."""
     return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
+
+
+# -- data --------------------------------------------------------------------------------------------------------
+
+
+class LoaderSource:
+    """Where the loop that a Trainer is about to run gets its loaders from.
+
+    Args:
+        source: the loop's private attribute ``_data_source``.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def get(self) -> Any:
+        """The loaders, as the user returns or passes them, noting how they were made: Lightning makes them anew with
+        another sampler, for which it needs that."""
+        return _request_dataloader(self._source)
+
+    def hand_over(self, loaders: Any) -> None:
+        """Let Lightning get these the next time that it asks, if the user hasn't passed others by then."""
+        instance = self._source.instance
+
+        def dataloader() -> Any:
+            del self._source.dataloader
+            return loaders if self._source.instance is instance else self._source.dataloader()
+
+        self._source.dataloader = dataloader
+
+
+def loader_source(trainer: pl.Trainer) -> LoaderSource:
+    """Of the loop that the Trainer is about to run."""
+    return LoaderSource(trainer._active_loop._data_source)  # type: ignore[union-attr]
+
+
+def mode_of(loader: CombinedLoader) -> Any:
+    """How a combined loader combines."""
+    return loader._mode
+
+
+def before_batch_transfer(module: pl.LightningModule, batch: Any) -> Any:
+    """The user's hook ``on_before_batch_transfer``, of the module or of its data module."""
+    return module._on_before_batch_transfer(batch, dataloader_idx=0)
 
 
 # -- metrics and loops -------------------------------------------------------------------------------------------

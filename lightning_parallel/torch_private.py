@@ -30,7 +30,9 @@ __all__ = [
     "boxed_group",
     "buffers_of",
     "dispatch_disabled",
+    "drawing_for_nothing",
     "forget_meshes",
+    "forward_hooks",
     "group_by_name",
     "has_hooks",
     "make_parameter",
@@ -107,6 +109,16 @@ def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str,
             yield args[i] if i < len(args) else kwargs.get(argument.name)
 
 
+def drawing_for_nothing(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Is an operation that may draw random numbers told not to: attention without dropout, a recurrent layer in
+    evaluation? Only its schema tells which argument that is."""
+    for i, argument in enumerate(operator._schema.arguments):
+        value = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
+        if (argument.name in ("dropout_p", "dropout", "p") and value == 0) or (argument.name == "train" and not value):
+            return True
+    return False
+
+
 def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors of one dtype and device in place, in one kernel on a GPU, where a loop launches one for each."""
     torch._foreach_mul_(tensors, factor)
@@ -134,6 +146,11 @@ def modules_of(module: nn.Module) -> dict[str, nn.Module | None]:
 def has_hooks(module: nn.Module) -> bool:
     """Has anyone registered a hook on the module? torch has no public way to ask."""
     return any(name.endswith("_hooks") and value for name, value in vars(module).items())
+
+
+def forward_hooks(module: nn.Module) -> int:
+    """How many hooks look at this module's outputs."""
+    return len(module._forward_hooks)
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:

@@ -26,7 +26,7 @@ from lightning_parallel.layout import Layout
 from lightning_parallel.local_model import LocalModel
 from lightning_parallel.parts.options import StagedOptions
 from lightning_parallel.pipeline.absent import AbsentTensor
-from lightning_parallel.pipeline.partition import Partition, partition
+from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.shard import Shard
 
@@ -60,6 +60,7 @@ class Stages:
         layout: Layout,
         device: torch.device,
         *,
+        cut: Callable[[], Partition],
         check: Callable[[Partition], None],
         describe: Callable[[int], str],
         divide: Callable[[], None],
@@ -71,6 +72,7 @@ class Stages:
             module: the whole model.
             layout: which stage this rank is.
             device: of this rank.
+            cut: decides who owns what.
             check: refuses a partition that the schedule can't train.
             describe: what the banner says of a stage besides its layers.
             divide: replaces layers by this rank's shards. It is called after the partition, which weighs whole layers,
@@ -87,7 +89,7 @@ class Stages:
                     "This LightningModule holds one stage of a pipeline that another Trainer has made of it. Make a "
                     "new one, and load it from a checkpoint."
                 )
-            parts = partition(module, layout.stages, self._options.layers, self._options.balance)
+            parts = cut()
             check(parts)
             _announce(parts, module, layout, describe)
             divide()
@@ -154,7 +156,7 @@ def _announce(parts: Partition, module: nn.Module, layout: Layout, describe: Cal
     parameters = dict(module.named_parameters())
     for stage in range(parts.stages):
         names = [parts.layers[i] for i in parts.layers_of(stage)]
-        outside = [name for name, owner in parts.outside.items() if owner == stage]
+        outside = [name for name, stages in parts.outside.items() if stage in stages]
         span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} layers)"
         besides = f" with {', '.join(outside)}" if outside else ""
         size = sum(p.numel() for name, p in parameters.items() if stage in parts.owners[name])

@@ -9,15 +9,16 @@ memory and without arithmetic. What depends on an absent tensor is absent too::
     mask = torch.ones_like(hidden)[..., 0]          depends on the shape alone: an ordinary tensor
     penalty = hidden.pow(2).mean()                  absent, with the origin 'embed'
 
+    noise = torch.randn_like(hidden)                drawn, as on stage 0: an ordinary tensor
+
 So a value that another stage has, and that no message brings, never turns into a silent zero. It reaches this stage's
-output or the loss as an absent tensor, which names its origin.
+output or the loss as an absent tensor, which names its origin. An operation that draws random numbers draws them for an
+absent tensor too, so that the generators of all stages stay equal.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from enum import Enum
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from lightning_parallel.torch_private import (
     buffers_of,
     dispatch_disabled,
+    drawing_for_nothing,
     make_parameter,
     parameters_of,
     subclass_functions_disabled,
@@ -36,8 +38,6 @@ from lightning_parallel.torch_private import (
     wrapper_tensor,
     written_arguments,
 )
-
-ANSWERS_KEPT = 32  # of one module, for the inputs that came last
 
 
 class AbsentValueError(RuntimeError):
@@ -127,7 +127,12 @@ class AbsentTensor(Tensor):
             with dispatch_disabled():
                 return func(*args, **kwargs)
 
-        to_meta = [_meta_of(x) for x in flat]
+        if torch.Tag.nondeterministic_seeded in func.tags and not drawing_for_nothing(func, args, kwargs):
+            drawn = func(*tree_map(_stand_in_for, args), **tree_map(_stand_in_for, kwargs))
+            if func.overloadpacket in _DRAWN_BY_SHAPE:
+                return drawn
+
+        to_meta = [meta_of(x) for x in flat]
         meta_args, meta_kwargs = tree_unflatten(to_meta, spec)
         device = absent[0].device
         if "device" in meta_kwargs:  # x.to("cuda"): the result is said to be there, and still has no values
@@ -169,11 +174,24 @@ _FILLED: Mapping[Any, Callable[..., Any]] = {
 }
 
 
-def _meta_of(value: Any) -> Any:
+# Operations that only read the shape of their input, and draw what fills the result.
+_DRAWN_BY_SHAPE = (torch.ops.aten.rand_like, torch.ops.aten.randn_like, torch.ops.aten.randint_like)
+
+
+def meta_of(value: Any) -> Any:
+    """A tensor on the meta device in the place of any tensor."""
     if isinstance(value, AbsentTensor):
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
     if isinstance(value, Tensor):
         return value.detach().to("meta")
+    return value
+
+
+def _stand_in_for(value: Any) -> Any:
+    """An ordinary tensor in the place of an absent one. Ones are probabilities, weights and standard deviations alike,
+    and how much an operation draws depends on shapes only."""
+    if isinstance(value, AbsentTensor):
+        return torch.ones(value.shape, dtype=value.dtype, device=value.device)
     return value
 
 
@@ -213,66 +231,22 @@ def first_absent(value: Any) -> AbsentTensor | None:
     return next((x for x in tree_leaves(value) if isinstance(x, AbsentTensor)), None)
 
 
-def make_absent(module: nn.Module, origin: Callable[[str], str], device: torch.device) -> None:
+def make_absent(
+    module: nn.Module, origin: Callable[[str], str], device: torch.device, kept: Collection[int] = ()
+) -> None:
     """Replace every parameter and buffer of ``module`` by an absent one. The memory is freed with its last user.
 
     Args:
         module: with all its submodules.
         origin: gives the words for a tensor's name.
         device: where the absent tensors are said to be.
+        kept: the ids of tensors that stay.
     """
     for prefix, submodule in module.named_modules():
         for name, tensor in [*parameters_of(submodule).items(), *buffers_of(submodule).items()]:
-            if tensor is not None and not isinstance(tensor, AbsentTensor):
+            if tensor is not None and id(tensor) not in kept and not isinstance(tensor, AbsentTensor):
                 absent = absent_like(tensor, origin(f"{prefix}.{name}" if prefix else name), device)
                 setattr(submodule, name, absent)  # not into the dictionaries: an RNN keeps a second list of its weights
-
-
-class AbsentForward:
-    """The ``forward`` of a module that another stage owns: it answers with absent tensors in the right structure.
-
-    The module's own forward is asked once for each signature of its inputs, on absent tensors. After that, a call costs
-    a look-up. Nothing is drawn from the generators that the stage's own layers use.
-
-    Args:
-        module: whose forward it is.
-        name: of the module.
-    """
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self._module = module
-        self._forward = module.forward
-        self._name = name
-        # By signature: the answer's leaves, tensors as meta tensors; their device; the structure.
-        self._answers: OrderedDict[Any, tuple[list[Any], torch.device, Any]] = OrderedDict()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.answer(args, kwargs)
-
-    @torch.compiler.disable
-    def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: int = 0) -> Any:
-        """What the module's call number ``call`` in a step returns."""
-        # Autocast decides about the dtypes of operations, on any device.
-        autocast = [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda")]
-        key = (_signature(args), _signature(kwargs), self._module.training, *autocast)
-        if key not in self._answers:
-            self._answers[key] = self._ask(args, kwargs)
-            if len(self._answers) > ANSWERS_KEPT:  # a number that counts up is part of the signature
-                self._answers.popitem(last=False)
-        self._answers.move_to_end(key)
-        kept, device, structure = self._answers[key]
-        origins = frozenset([origin_of(self._name, call)])
-        # A new tensor each time: an in-place operation of the caller must not reach the next answer.
-        fresh = [AbsentTensor(x, device, origins) if isinstance(x, Tensor) else x for x in kept]
-        return tree_unflatten(fresh, structure)
-
-    def _ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], torch.device, Any]:
-        with torch.no_grad():
-            out = self._forward(*_absentees(args), **_absentees(kwargs))
-        leaves, structure = tree_flatten(out)
-        tensors = [x for x in tree_leaves((args, kwargs, leaves)) if isinstance(x, Tensor)]
-        device = tensors[0].device if tensors else torch.device("cpu")
-        return [_meta_of(x) for x in leaves], device, structure
 
 
 def origin_of(module: str, call: int) -> str:
@@ -280,23 +254,6 @@ def origin_of(module: str, call: int) -> str:
     return f"the output of '{module}'" + (f" (call {call + 1})" if call else "")
 
 
-def _absentees(tree: Any) -> Any:
-    return tree_map(
-        lambda x: absent_like(x, "an input") if isinstance(x, Tensor) and not isinstance(x, AbsentTensor) else x, tree
-    )
-
-
-def _signature(x: Any) -> Any:
-    """Equal for inputs of equal structure, shapes and plain values. A deep model has many absent layers, each of which
-    asks for it in every microbatch; torch's walk through containers takes three times as long."""
-    if isinstance(x, Tensor):
-        with subclass_functions_disabled():
-            return (x.shape, x.dtype, x.device)
-    if isinstance(x, (tuple, list)):
-        return (type(x), *map(_signature, x))
-    if isinstance(x, dict):
-        return (type(x), *((key, _signature(value)) for key, value in x.items()))
-    if isinstance(x, (int, float, str, bool, type(None), torch.dtype, torch.device, Enum)):
-        return (type(x), x)  # 1 == True == 1.0
-    leaves, spec = tree_flatten(x)
-    return type(x) if spec.is_leaf() else (str(spec), *map(_signature, leaves))
+def origin_of_parameter(name: str) -> str:
+    """How a parameter or buffer is named, as an origin."""
+    return f"parameter '{name}'"

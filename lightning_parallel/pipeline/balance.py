@@ -10,33 +10,52 @@ from torch import Tensor
 Balance = str | Sequence[int]
 
 
-def bounds_of(costs: Sequence[int], trainable: Sequence[bool], stages: int, balance: Balance) -> list[int]:
+def bounds_of(
+    costs: Sequence[int],
+    trainable: Sequence[bool],
+    stages: int,
+    balance: Balance,
+    allowed: Sequence[bool] | None = None,
+) -> list[int]:
     """The bounds between stages: stage s gets the layers ``[bounds[s], bounds[s + 1])``.
 
     Args:
-        costs: of each layer, the number of its parameters and of those that go with it.
+        costs: of each layer, with what goes with it.
         trainable: which layers learn.
         stages: at most as many as layers.
-        balance: ``"parameters"``, ``"layers"``, or the number of layers of each stage.
+        balance: ``"parameters"`` or ``"operations"``, whichever the costs are, ``"layers"``, or the number of layers of
+            each stage.
+        allowed: after which layers a bound may be, besides the last; by default after all.
 
     Raises:
         ValueError: ``balance`` is none of these.
     """
+    allowed = allowed or [True] * len(costs)
     if not isinstance(balance, str):
         counts = list(balance)
         if len(counts) != stages or sum(counts) != len(costs) or min(counts) < 1:
             raise ValueError(
                 f"balance={counts}: give {stages} positive layer counts, one a stage, that sum to {len(costs)}."
             )
-        return [sum(counts[:stage]) for stage in range(stages + 1)]
-    if balance == "layers":
+        bounds = [sum(counts[:stage]) for stage in range(stages + 1)]
+        if not all(allowed[bound - 1] for bound in bounds[1:-1]):
+            raise ValueError(
+                f"balance={counts}: a cut would fall between two calls of a module that collects statistics of its "
+                f"inputs (BatchNorm). Move the cut, or leave `balance` out."
+            )
+        return bounds
+    if balance == "layers" and all(allowed):
         return [round(stage * len(costs) / stages) for stage in range(stages + 1)]
-    if balance != "parameters":
-        raise ValueError(f"balance={balance!r}: use 'parameters', 'layers', or a list of layer counts.")
-    return balanced(costs, trainable, stages)
+    if balance == "layers":
+        costs = [1] * len(costs)
+    elif balance not in ("parameters", "operations"):
+        raise ValueError(f"balance={balance!r}: use 'parameters', 'operations', 'layers', or a list of layer counts.")
+    return balanced(costs, trainable, stages, allowed)
 
 
-def balanced(costs: Sequence[int], trainable: Sequence[bool], stages: int) -> list[int]:
+def balanced(
+    costs: Sequence[int], trainable: Sequence[bool], stages: int, allowed: Sequence[bool] | None = None
+) -> list[int]:
     """The contiguous split whose largest stage is smallest; among those, the one with the least sum of squares. A stage
     without a trainable parameter is taken only where there is no other way.
 
@@ -50,6 +69,9 @@ def balanced(costs: Sequence[int], trainable: Sequence[bool], stages: int) -> li
     size = prefix[:, None] - prefix[None, :]  # of a stage with the layers [start, end)
     idle = (learns[:, None] == learns[None, :]).double()
     possible = torch.ones_like(size, dtype=torch.bool).tril(-1)  # start < end
+    if allowed is not None:
+        inner = torch.tensor([True, *allowed[:-1], True])
+        possible &= inner[:, None] & inner[None, :]
     _, largest = _best_split(possible, idle, size, torch.maximum, stages)
     bounds, _ = _best_split(possible & (size <= largest), idle, size.square(), torch.add, stages)
     return bounds

@@ -1,42 +1,40 @@
-"""From a module to stages: between which layers it may be cut, and who owns which parameter.
+"""Which stage of a pipeline owns which part of a module, decided by a look at the step.
 
-A model is seen as a chain of *layers*: submodules that run once each, in order, each on what the one before returned. A
-stage owns a run of layers. Everything else that holds parameters is owned as follows:
+The look (``trace.py``) tells the order in which units are called. Layers (``layers.py``) form the chain, in the order
+of their calls, and a stage owns a run of it. The other units go with the next layer that is called after them, or with
+the last one::
 
-- A module outside the chain is owned by the first stage if it was registered before the layers (embeddings), and by the
-  last one if after (final norm, head). If it was registered between two layers (an encoder's final norm), it goes with
-  the later one: a stage leaves the step right after its last layer, so the earlier layer's stage might never call it.
-  If the source of ``forward`` shows that it is called after a layer, it goes with the layer after that one, wherever it
-  was registered (``source_order.py``).
-- A *loose* parameter hangs directly on a module around the chain (a position embedding made with ``nn.Parameter``, or a
-  list of such). Every stage owns it, since only the first step shows where it is used. It is usually small.
-- A parameter with several names (tied weights) is owned by every stage that owns one of the names.
+    called      embed  blocks.0  blocks.1 | blocks.2  blocks.3  norm  head
+    stage                0                |             1
 
-::
+- A unit that is called on both sides of a cut is held by both stages: each runs its own calls, and its gradients are
+  summed, like those of a tied weight. So a shared embedding, two towers with the same weights, or one layer called
+  twelve times can be cut. Where a cut elsewhere is nearly as even, it is taken instead.
+- A parameter that is read outside its module, as in ``F.linear(x, embed.weight)``, is held where it is read, too.
+- A *loose* parameter hangs directly on an open module (a position embedding made with ``nn.Parameter``, or a list of
+  such). Every stage holds it. It is usually small.
+- A parameter with several names (tied weights) is held by every stage that holds one of the names.
+- What the step doesn't call goes with the last stage, where the step ends.
 
-    GPT:  embed            first stage      registered before the layers
-          blocks.0 .. 5    two a stage      the chain
-          norm, head       last stage       registered after the layers
-          positions        every stage      loose
-
-Modules without parameters run everywhere. Only names are decided here; ``stage.py`` acts on them.
+Modules without parameters and state run everywhere, except in an open ``nn.Sequential``. Only names are decided here;
+``stage.py`` acts on them.
 """
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
+from typing import Any
 
 from torch import nn
 
-from lightning_parallel.pipeline.balance import Balance, balanced, bounds_of
-from lightning_parallel.pipeline.source_order import SourceOrder
+from lightning_parallel.pipeline.absent import origin_of_parameter
+from lightning_parallel.pipeline.balance import Balance, bounds_of
+from lightning_parallel.pipeline.layers import Layers, enumerated, named_layers
+from lightning_parallel.pipeline.trace import Call, Trace, trace
 
-_NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+UNEVEN = 1.4  # the largest stage may be this much larger than the mean before layers are opened for a better cut
 
 
 @dataclass(frozen=True)
@@ -44,20 +42,24 @@ class Partition:
     """Who owns what, by the names of the original module.
 
     Attributes:
-        layers: the names of the chain's layers, in the order in which they run.
+        layers: the names of the chain's layers, in the order of their calls; a layer that is called twice, twice.
         bounds: stage s owns ``layers[bounds[s]:bounds[s + 1]]``; ``len(bounds) == stages + 1``.
-        outside: the names of the modules outside the chain that hold parameters, with the stage that owns each.
+        units: the stages that hold each unit, by name, in the order of their first calls.
+        calls: the stage of each call of a unit in the step that was looked at.
         owners: for every parameter name, tied names included, the stages that hold the parameter.
         aliases: for every parameter name, the first name of the same parameter. Tied names share one.
-        loose: the first names of the parameters that lie in no layer and in no module outside.
+        loose: the first names of the parameters that lie in no unit.
+        direct: units whose ``forward`` the step calls past their hooks.
     """
 
     layers: tuple[str, ...]
     bounds: tuple[int, ...]
-    outside: dict[str, int]
+    units: dict[str, tuple[int, ...]]
+    calls: dict[Call, int]
     owners: dict[str, tuple[int, ...]]
     aliases: dict[str, str]
     loose: frozenset[str]
+    direct: frozenset[str]
 
     @property
     def stages(self) -> int:
@@ -67,10 +69,22 @@ class Partition:
         """The indices of the layers that ``stage`` owns."""
         return range(self.bounds[stage], self.bounds[stage + 1])
 
-    def stage_of_modules(self) -> dict[str, int]:
-        """The stage of each owned module: of each layer, and of each module outside."""
-        stages = {self.layers[i]: stage for stage in range(self.stages) for i in self.layers_of(stage)}
-        return stages | self.outside
+    @property
+    def outside(self) -> dict[str, tuple[int, ...]]:
+        """The stages of the units that are no layers."""
+        return {name: stages for name, stages in self.units.items() if name not in self.layers}
+
+    def stage_of(self, call: Call, reached: int) -> int:
+        """The stage that runs a call of a unit.
+
+        Args:
+            call: perhaps one that the step looked at doesn't make.
+            reached: the latest stage that has run a call in this step so far.
+        """
+        planned = self.calls.get(call, -1)
+        if planned >= reached:
+            return planned
+        return next((stage for stage in self.units[call[0]] if stage >= reached), self.units[call[0]][-1])
 
     def shared(self) -> dict[str, tuple[int, ...]]:
         """The parameters (by first name) that several stages hold, whose gradients must be summed over these stages."""
@@ -78,214 +92,233 @@ class Partition:
 
 
 def partition(
-    module: nn.Module, stages: int, layers: Sequence[str] | None = None, balance: Balance = "parameters"
+    module: nn.Module,
+    step: Callable[[], Any],
+    stages: int,
+    layers: Sequence[str] | None = None,
+    balance: Balance = "parameters",
 ) -> Partition:
     """Cut ``module`` into ``stages``.
 
     Args:
         module: the whole model.
+        step: what is to be run in stages, bound to a batch. It is looked at on absent tensors.
         stages: how many stages.
-        layers: names or patterns of the layers, in running order. ``*`` stands for one part of a dotted name, as in
-            ``"net.blocks.*"``. None: the children of the ``nn.Sequential`` or ``nn.ModuleList`` that can be cut most
-            evenly.
-        balance: ``"parameters"`` (the largest stage is as small as can be), ``"layers"`` (equal counts), or the number
-            of layers of each stage.
+        layers: names or patterns of the layers between which a cut may fall. ``*`` stands for one part of a dotted
+            name, as in ``"net.blocks.*"``. None to find them.
+        balance: ``"parameters"`` (the largest stage is as small as can be), ``"operations"`` (the same, by the
+            floating-point operations of the forward), ``"layers"`` (equal counts), or the number of layers of each
+            stage.
 
     Raises:
-        ValueError: no chain was found, a pattern matches nothing, there are more stages than layers, or a stage would
+        ValueError: a pattern matches nothing or what isn't called, there are more stages than layers, or a stage would
             have no trainable parameters.
+        Exception: the step's own, if nothing can be learned from it before.
     """
-    chain = resolve_layers(module, layers, stages)
-    if len(chain) < stages:
-        raise ValueError(
-            f"stages={stages}, but the model has only {len(chain)} layers to share out ({_enumerate(chain)}): use at "
-            f"most {len(chain)} stages, or name finer layers with `layers`."
-        )
-    owned_modules = _outside(module, chain)
-    tensors = dict(module.named_parameters(remove_duplicate=False))
-    first_names: dict[int, str] = {}
-    aliases = {name: first_names.setdefault(id(parameter), name) for name, parameter in tensors.items()}
-
-    costs, trainable = _costs(module, chain, owned_modules)
-    bounds = bounds_of(costs, trainable, stages, balance)
-
-    stage_of_layer = [stage for stage in range(stages) for _ in range(bounds[stage], bounds[stage + 1])]
-    outside = {name: stage_of_layer[position] for name, position in owned_modules.items()}
-    roots = dict(zip(chain, stage_of_layer, strict=True)) | outside
-    # By identity, since a module may have several names, of which one lies in a layer and one doesn't.
-    places = {id(part): stage for name, stage in roots.items() for part in module.get_submodule(name).modules()}
-    holders: dict[str, set[int]] = {}
-    loose: set[str] = set()
-    for name in tensors:
-        stage = places.get(id(module.get_submodule(name.rpartition(".")[0])))
-        if stage is None:
-            loose.add(aliases[name])
-        holders.setdefault(aliases[name], set()).update(range(stages) if stage is None else [stage])
-    owners = {name: tuple(sorted(holders[aliases[name]])) for name in tensors}
-    result = Partition(tuple(chain), tuple(bounds), outside, owners, aliases, frozenset(loose))
-    _check_trainable(result, {n for n, p in tensors.items() if p.requires_grad})
+    units = Layers(module, named_layers(module, layers))
+    found: list[_Cut] = []
+    while True:
+        seen = trace(module, units.is_unit, step, names=units.names)
+        if overlapping := units.overlapping({call.unit for call in seen.calls}):
+            units.open(overlapping)
+            continue
+        if seen.stopped is None:
+            _check_called(units.named, seen)
+        cut = _Cut.best(module, units, seen, stages, balance)
+        found.append(cut)
+        larger = cut.worth_opening(units)
+        if larger is None:
+            break
+        units.open(larger)
+    best = min(found, key=lambda cut: round(cut.largest, 2))  # the first of nearly equal ones has larger units
+    if best.bounds is None:
+        raise best.refusal()
+    result = best.partition()
+    _check_trainable(result, {name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad})
     return result
 
 
-def find_layers(module: nn.Module) -> list[str]:
-    """The chain that a pipeline would be made of; empty if the model has none."""
-    return _best_chain(module, 2) if _containers(module) else []
+class _Cut:
+    """A trace cut into stages.
 
-
-def resolve_layers(
-    module: nn.Module, patterns: Sequence[str] | None, stages: int, setting: str = "layers"
-) -> list[str]:
-    """The names of the chain's layers: those that match the patterns, or the chain found.
-
-    Args:
-        module: the whole model.
-        patterns: the setting's value.
-        stages: how many stages the chain is for.
-        setting: the setting's name, for errors.
-
-    Raises:
-        ValueError: a pattern matches nothing or what isn't called, or matches lie inside each other.
+    Attributes:
+        bounds: between the layers; None if there are too few.
+        largest: the cost of the largest stage, as a multiple of the mean.
     """
-    if patterns is None:
-        return _best_chain(module, stages)
-    if isinstance(patterns, str) or not patterns:
-        raise ValueError(f"{setting}={patterns!r}: give a list of module names or patterns, such as ['net.blocks.*'].")
-    names = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
-    chain: list[str] = []
-    taken: set[int] = set()
-    for pattern in patterns:
-        regex = re.compile(r"\.".join(re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split(".")))
-        matched = [name for name in names if regex.fullmatch(name)]
-        if not matched:
-            close = difflib.get_close_matches(pattern, names, n=3) or list(_containers(module))[:5] or names[:5]
-            raise ValueError(f"{setting}: {pattern!r} matches no module. Did you mean {_enumerate(close)}?")
-        for name in matched:
-            if id(module.get_submodule(name)) not in taken:  # one module under two names is one layer
-                taken.add(id(module.get_submodule(name)))
-                chain.append(name)
-    for name in chain:
-        part = module.get_submodule(name)
-        if isinstance(part, _NOT_CALLED) and type(part).forward is nn.Module.forward:
-            kind = type(part).__name__
-            raise ValueError(
-                f"{setting}: {name!r} is a {kind}, which isn't called itself: name its modules, '{name}.*'."
-            )
-        nested = [other for other in chain if other.startswith(f"{name}.")]
-        if nested:
-            raise ValueError(f"{setting}: {nested[0]!r} is a part of {name!r}: name one of them, not both.")
-    return chain
 
+    def __init__(
+        self, module: nn.Module, units: Layers, seen: Trace, stages: int, balance: Balance, keep_together: bool
+    ) -> None:
+        self._module, self._seen, self._stages, self._balance = module, seen, stages, balance
+        self._names = units.names
+        called = [call.unit for call in seen.calls]
+        among = units.among(list(dict.fromkeys(called)), stages)
+        self._chain = [i for i, name in enumerate(called) if name in among]  # indices of calls of layers
+        self._uncalled = list(units.uncalled(set(called)))
+        self._named = units.named
+        costs, self._trainable = self._costs()
+        self._cost = costs
+        allowed = self._allowed(keep_together)
+        self.bounds: list[int] | None = None
+        self.largest = float("inf")
+        if 1 + sum(allowed[:-1]) >= stages and self._chain:
+            self.bounds = bounds_of(costs, self._trainable, stages, balance, allowed)
+            sizes = [sum(costs[a:b]) for a, b in pairwise(self.bounds)]
+            self.largest = stages * max(sizes) / max(sum(sizes), 1)
 
-# -- the chain ---------------------------------------------------------------------------------------------------
+    @classmethod
+    def best(cls, module: nn.Module, units: Layers, seen: Trace, stages: int, balance: Balance) -> _Cut:
+        """Units that are called several times are kept together, where this costs little."""
+        if not isinstance(balance, str):  # the user has said where
+            return cls(module, units, seen, stages, balance, keep_together=False)
+        together = cls(module, units, seen, stages, balance, keep_together=True)
+        apart = cls(module, units, seen, stages, balance, keep_together=False)
+        return together if together.largest <= 1.1 * apart.largest else apart
 
+    def worth_opening(self, units: Layers) -> str | None:
+        """The unit to be opened for a more even cut, if there is one."""
+        by_hand = not isinstance(self._balance, str) or self._balance == "layers"
+        if self.bounds is not None and (by_hand or self.largest <= UNEVEN):
+            return None
+        positions = self._positions()
+        costs: dict[str, float] = {}
+        for i, call in enumerate(self._seen.calls):
+            if self.bounds is None or self._stage(positions[i]) in self._largest_stages():
+                costs[call.unit] = costs.get(call.unit, 0) + self._cost_of(i)
+        inside = {call.unit: call.inside for call in self._seen.calls}
+        worth = [n for n in costs if units.can_open(n, inside[n]) and 2 * self._stages * costs[n] > sum(self._cost)]
+        if self.bounds is None and not worth:
+            worth = [n for n in costs if units.can_open(n, inside[n])]
+        return max(worth, key=lambda name: costs[name], default=None)
 
-def _containers(module: nn.Module) -> dict[str, nn.Sequential | nn.ModuleList]:
-    return {
-        name: container
-        for name, container in module.named_modules()
-        if isinstance(container, (nn.Sequential, nn.ModuleList))
-        and len(container) > 1
-        and not any(isinstance(child, _NOT_CALLED) for child in container)
-    }
-
-
-def _best_chain(module: nn.Module, stages: int) -> list[str]:
-    """The children of that container, among the largest few, whose cut leaves the smallest largest stage.
-
-    An outer ``nn.Sequential(embedding, encoder, head)`` holds more parameters than the encoder's list of blocks, but
-    can't be shared out. ``nn.Sequential`` promises to run its children in order on one value, so one that is nested in
-    another is opened up, and the cut may fall inside it.
-    """
-    chains = [
-        (sum(p.numel() for p in container.parameters()), list(_opened(container, f"{name}." if name else "")))
-        for name, container in _containers(module).items()
-    ]
-    if not chains:
-        names = [name for name, _ in module.named_children()]
-        if stages == 1:
-            return names
-        raise ValueError(
-            f"No layers to share out over stages={stages}: the model has no nn.Sequential or nn.ModuleList of two or "
-            f"more modules. Name its layers in running order with `layers`, e.g. layers={names[:3]}."
+    def refusal(self) -> Exception:
+        """Why there is no cut."""
+        if self._seen.stopped is not None and len(self._chain) < self._stages:
+            return self._seen.stopped
+        calls = self._seen.calls
+        names = list(dict.fromkeys(calls[i].unit for i in self._chain))
+        most = 1 + sum(self._allowed(keep_together=False)[:-1]) if self._chain else 1
+        advice = "name finer layers with `layers`" if self._named else "other axes"
+        return ValueError(
+            f"stages={self._stages}, but the model has only {len(names)} layers to share out ({enumerated(names)}): "
+            f"use at most {most} stages, or {advice}."
         )
-    chains.sort(key=lambda chain: chain[0], reverse=True)
-    long_enough = [layers for _, layers in chains if len(layers) >= stages][:8]
-    if not long_enough:  # the error that follows names the longest
-        return max((layers for _, layers in chains), key=len)
-    return min(long_enough, key=lambda layers: _largest_stage(module, layers, stages))
 
+    # -- along the chain -----------------------------------------------------------------------------------------
 
-def _largest_stage(module: nn.Module, chain: Sequence[str], stages: int) -> int:
-    costs, trainable = _costs(module, chain, _outside(module, chain))
-    bounds = balanced(costs, trainable, stages)
-    return max(sum(costs[a:b]) for a, b in pairwise(bounds))
+    def _positions(self) -> list[int]:
+        """For each call the index of the layer in the chain that it goes with: the next one, or the last."""
+        positions: list[int] = []
+        passed = 0
+        for i in range(len(self._seen.calls)):
+            positions.append(min(passed, len(self._chain) - 1))
+            passed += passed < len(self._chain) and self._chain[passed] == i
+        return positions
 
+    def _stage(self, position: int) -> int:
+        assert self.bounds is not None
+        return next(s for s, end in enumerate(self.bounds[1:]) if position < end)
 
-def _costs(module: nn.Module, chain: Sequence[str], owned_modules: dict[str, int]) -> tuple[list[int], list[bool]]:
-    """The parameters of each layer with those of the outside modules that go with it; and whether any is trainable."""
-    costs = [0] * len(chain)
-    trainable = [False] * len(chain)
-    for name, position in (*((name, i) for i, name in enumerate(chain)), *owned_modules.items()):
-        for parameter in module.get_submodule(name).parameters():
-            costs[position] += parameter.numel()
-            trainable[position] |= parameter.requires_grad
-    return costs, trainable
+    def _largest_stages(self) -> list[int]:
+        assert self.bounds is not None
+        sizes = [sum(self._cost[a:b]) for a, b in pairwise(self.bounds)]
+        return [s for s, size in enumerate(sizes) if size == max(sizes)]
 
-
-def _opened(container: nn.Module, prefix: str) -> Iterator[str]:
-    for name, child in container.named_children():
-        if _runs_in_order(container) and _runs_in_order(child):
-            yield from _opened(child, f"{prefix}{name}.")
-        else:
-            yield prefix + name
-
-
-def _runs_in_order(container: nn.Module) -> bool:
-    as_documented = isinstance(container, nn.Sequential) and type(container).forward is nn.Sequential.forward
-    return as_documented and len(list(container.children())) > 1
-
-
-# -- outside the chain -------------------------------------------------------------------------------------------
-
-
-def _outside(module: nn.Module, chain: Sequence[str]) -> dict[str, int]:
-    """The modules outside the chain that hold parameters, each with the index of the layer that it goes with: the one
-    after the last layer that is registered so far, or that is plainly called before it; or the last layer."""
-    owned_modules: dict[str, int] = {}
-    coming = 0  # the index of the layer after the last one passed, in the order of registration
-
-    def visit(parent: nn.Module, prefix: str) -> None:
-        nonlocal coming
-        for short, child in parent.named_children():
-            name = prefix + short
-            if id(child) in index:
-                coming = max(coming, index[id(child)] + 1)
-            elif isinstance(child, (nn.ParameterList, nn.ParameterDict)):
-                continue  # loose parameters
-            elif type(child).forward is nn.Module.forward:
-                visit(child, f"{name}.")  # a list, or a mere namespace, isn't called: its modules are
-            elif any(id(part) in claimed for part in child.modules()):
-                visit(child, f"{name}.")
-            elif any(True for _ in child.parameters()):
-                owned_modules[name] = min(max(coming, called_after(parent, short)), len(chain) - 1)
-                claimed.update(id(part) for part in child.modules())
-
-    def called_after(parent: nn.Module, short: str) -> int:
-        """The index of the layer after those that the parent's code calls before its child."""
-        ends = {
-            other: max(indices) + 1
-            for other, sibling in parent.named_children()
-            if (indices := [index[id(part)] for part in sibling.modules() if id(part) in index])
-        }
-        if max(ends.values(), default=0) <= coming:
+    def _cost_of(self, call: int) -> int:
+        """Of a call. A unit called again costs nothing more in parameters, unless it is a layer: then its calls are
+        what the stages share."""
+        traced = self._seen.calls[call]
+        if self._balance == "operations":
+            return traced.operations
+        if traced.call > 0 and call not in self._chain:
             return 0
-        return max((end for other, end in ends.items() if order_of(parent).is_after(short, other)), default=0)
+        return sum(p.numel() for p in self._module.get_submodule(traced.unit).parameters())
 
-    order_of = cache(SourceOrder)  # read once for all of a parent's children
-    index = {id(module.get_submodule(name)): i for i, name in enumerate(chain)}
-    claimed = {id(part) for name in chain for part in module.get_submodule(name).modules()}
-    visit(module, "")
-    return owned_modules
+    def _costs(self) -> tuple[list[int], list[bool]]:
+        """Of each layer in the chain, with what goes with it; and whether any of it is trainable."""
+        costs, trainable = [0] * len(self._chain), [False] * len(self._chain)
+        if not self._chain:
+            return costs, trainable
+        for i, position in enumerate(self._positions()):
+            costs[position] += self._cost_of(i)
+            unit = self._module.get_submodule(self._seen.calls[i].unit)
+            trainable[position] |= any(p.requires_grad for p in unit.parameters())
+        for name in self._uncalled if self._balance != "operations" else ():
+            costs[-1] += sum(p.numel() for p in self._module.get_submodule(name).parameters())
+        return costs, trainable
+
+    def _allowed(self, keep_together: bool) -> list[bool]:
+        """May a cut fall after each layer? Not between the calls of a unit that collects statistics of what it sees,
+        since two copies would differ, nor, if these are to be kept together, of any unit."""
+        allowed = [True] * len(self._chain)
+        spans: dict[str, tuple[int, int]] = {}
+        for call, position in zip(self._seen.calls, self._positions(), strict=True):
+            first, _ = spans.get(call.unit, (position, position))
+            spans[call.unit] = first, position
+        for name, (first, last) in spans.items():
+            if keep_together or _collects(self._module.get_submodule(name)):
+                allowed[first:last] = [False] * (last - first)
+        return allowed
+
+    # -- who owns what -------------------------------------------------------------------------------------------
+
+    def partition(self) -> Partition:
+        calls, bounds = self._seen.calls, self.bounds
+        assert bounds is not None
+        last = self._stages - 1
+        stage_of = [self._stage(position) for position in self._positions()]
+        holders: dict[str, set[int]] = {}
+        for call, stage in zip(calls, stage_of, strict=True):
+            holders.setdefault(call.unit, set()).add(stage)
+        read = self._read_outside(stage_of)
+        for name in self._uncalled:
+            names = {f"{name}.{key}" for key, _ in self._module.get_submodule(name).named_parameters()}
+            holders[name] = set().union(*(read.get(n, set()) for n in names)) or {last}
+
+        first_names: dict[int, str] = {}
+        tensors = dict(self._module.named_parameters(remove_duplicate=False))
+        aliases = {name: first_names.setdefault(id(parameter), name) for name, parameter in tensors.items()}
+        # By identity, since a module may have several names, of which one lies in a unit and one doesn't.
+        places = {id(p): stages for name, stages in holders.items() for p in self._module.get_submodule(name).modules()}
+        held: dict[str, set[int]] = {}
+        loose: set[str] = set()
+        for name in tensors:
+            stages = places.get(id(self._module.get_submodule(name.rpartition(".")[0])))
+            if stages is None:
+                loose.add(aliases[name])
+            everywhere = set(range(self._stages))
+            held.setdefault(aliases[name], set()).update(everywhere if stages is None else stages, read.get(name, ()))
+        return Partition(
+            layers=tuple(calls[i].unit for i in self._chain),
+            bounds=tuple(bounds),
+            units={name: tuple(sorted(stages)) for name, stages in holders.items()},
+            calls={(call.unit, call.call): stage for call, stage in zip(calls, stage_of, strict=True)},
+            owners={name: tuple(sorted(held[aliases[name]])) for name in tensors},
+            aliases=aliases,
+            loose=frozenset(loose),
+            direct=frozenset(call.unit for call in calls if call.direct),
+        )
+
+    def _read_outside(self, stage_of: Sequence[int]) -> Mapping[str, set[int]]:
+        """The stages at which the code around the units reads a parameter, by its name."""
+        names = {origin_of_parameter(name): name for name, _ in self._module.named_parameters(remove_duplicate=False)}
+        read: dict[str, set[int]] = {}
+        ends = [*zip((call.needs for call in self._seen.calls), stage_of, strict=True)]
+        for needs, stage in [*ends, (self._seen.end, self._stages - 1)]:
+            for origin in needs & names.keys():
+                read.setdefault(names[origin], set()).add(stage)
+        return read
+
+
+def _collects(unit: nn.Module) -> bool:
+    """Does it collect statistics of its inputs in buffers, as BatchNorm does?"""
+    return any(getattr(part, "track_running_stats", False) for part in unit.modules())
+
+
+def _check_called(named: Sequence[str] | None, seen: Trace) -> None:
+    missing = set(named or ()) - {call.unit for call in seen.calls}
+    if missing:
+        raise ValueError(f"layers: the step doesn't call {enumerated(sorted(missing))}. Leave out what it doesn't call.")
 
 
 def _check_trainable(parts: Partition, trainable: set[str]) -> None:
@@ -293,11 +326,6 @@ def _check_trainable(parts: Partition, trainable: set[str]) -> None:
         if not any(stage in parts.owners[name] for name in trainable):
             owned = [parts.layers[i] for i in parts.layers_of(stage)]
             raise ValueError(
-                f"Stage {stage} of {parts.stages} has no trainable parameter: it owns {_enumerate(owned)}. Use fewer "
+                f"Stage {stage} of {parts.stages} has no trainable parameter: it owns {enumerated(owned)}. Use fewer "
                 f"stages, or move the cuts with `balance`, e.g. balance=[...layers of each stage...]."
             )
-
-
-def _enumerate(names: Sequence[str], limit: int = 6) -> str:
-    shown = ", ".join(repr(name) for name in list(names)[:limit])
-    return shown + (f", ... ({len(names)} in all)" if len(names) > limit else "")

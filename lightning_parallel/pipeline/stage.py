@@ -1,11 +1,11 @@
-"""What runs on this rank: the user's own step, cut at the stage's first and last layer.
+"""What runs on this rank: the user's own step, cut at the stage's first and last call of a unit.
 
-The step (``training_step``, any callable) runs on every stage, from its first line. The layers of earlier stages return
-absent tensors (``absent.py``), at no cost. The layer just before the cut returns what arrived from the previous stage,
-in the structure that the layer itself returns. So do other owned modules whose output is needed here
-(``flow.py``). So the code between the layers (unpacking tuples, masks, residual scaling) runs as written, on live
-values. The stage's last layer doesn't return: its output is the stage's output, and the user's step is left there. On
-the last stage the step goes on to the loss. ``forward_pass.py`` remembers what happens in one such pass::
+The step (``training_step``, any callable) runs on every stage, from its first line. The units of earlier stages return
+absent tensors (``absent.py``), at no cost. Where the output of such a call is needed on this stage or later
+(``flow.py``), it returns what arrived from the previous stage, in the structure that the unit itself returns. So the
+code between the units (unpacking tuples, masks, residual scaling) runs as written, on live values. The stage's last
+call doesn't return: the user's step is left there. On the last stage it goes on to the loss. ``forward_pass.py``
+remembers what happens in one such pass::
 
         stage 0                stage 1                stage 2
         embed, layer 0, 1      layer 2, 3             layer 4, 5, head, loss
@@ -22,6 +22,7 @@ the last stage the step goes on to the loss. ``forward_pass.py`` remembers what 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -30,19 +31,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.pipeline.absent import AbsentForward, AbsentTensor, first_absent, make_absent
+from lightning_parallel.pipeline.absent import (
+    AbsentTensor,
+    AbsentValueError,
+    first_absent,
+    make_absent,
+    origin_of_parameter,
+)
+from lightning_parallel.pipeline.absent_forward import AbsentForward
 from lightning_parallel.pipeline.arrival import Arrival
-from lightning_parallel.pipeline.flow import Call, Flow, chain_only, survey
+from lightning_parallel.pipeline.flow import Flow, survey
 from lightning_parallel.pipeline.forward_pass import Cuts, ForwardPass
+from lightning_parallel.pipeline.interception import Interception
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.recompute import recomputed
 from lightning_parallel.pipeline.seeding import TorchGenerators, draw_seed
-from lightning_parallel.torch_private import tree_flatten, tree_unflatten
+from lightning_parallel.pipeline.trace import Call
+from lightning_parallel.torch_private import forward_hooks, tree_flatten, tree_unflatten
 
 
 class _LeaveStep(BaseException):
-    """Raised after the stage's last layer, with its output. It is a BaseException, so that ``except Exception`` in the
-    user's code lets it pass."""
+    """Raised after the stage's last call. It is a BaseException, so that ``except Exception`` in the user's code lets
+    it pass."""
 
 
 class Stage:
@@ -55,7 +65,7 @@ class Stage:
         device: where absent tensors are said to be.
 
     Attributes:
-        layers: the names of this stage's layers, in order.
+        layers: the names of this stage's layers, in order, each once.
         is_first, is_last: its place in the pipeline.
     """
 
@@ -63,24 +73,25 @@ class Stage:
         self.module = module
         self.partition = partition
         self.index = index
-        self.layers = [partition.layers[i] for i in partition.layers_of(index)]
+        self.layers = list(dict.fromkeys(partition.layers[i] for i in partition.layers_of(index)))
         self.is_first, self.is_last = index == 0, index == partition.stages - 1
-        self.flow = chain_only(partition)
-        owned = {*self.layers, *(name for name, stage in partition.outside.items() if stage == index)}
-        self._owned_modules = {name: module.get_submodule(name) for name in (*partition.layers, *partition.outside)}
-        self._layer_indices = {name: i for i, name in enumerate(partition.layers)}
-        self._absent = {name: AbsentForward(owned_module, name) for name, owned_module in self._owned_modules.items()}
-        self._elsewhere = [name for name in self._owned_modules if name not in owned]
+        self._units = {name: module.get_submodule(name) for name in partition.units}
+        self._absent = {name: AbsentForward(unit, name) for name, unit in self._units.items()}
         self._generators = TorchGenerators(device)
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._patched: list[tuple[nn.Module, Callable[..., Any] | None]] = []
+        self._on_units, self._inside_units = Interception(), Interception()
         self._pass: ForwardPass | None = None  # outside a run the hooks do nothing
         self._in_backward = False
-        self._running: dict[
-            str, tuple[int, Call | None]
-        ] = {}  # owned modules: the seed for after it, and which call it is
-        for name in self._elsewhere:
-            make_absent(self._owned_modules[name], partial("parameter '{}.{}'".format, name), device)
+        # Units that run: the seed for after it, and which call it is.
+        self._running: dict[str, tuple[int, Call | None]] = {}
+        self._announced: Counter[str] = Counter()  # calls of wrapped units that have passed their hooks
+        held = {id(p) for name, p in module.named_parameters() if index in partition.owners[name]}
+        for name, stages in partition.units.items():
+            if index not in stages:
+                origin = partial(_name_of_parameter, name)
+                make_absent(self._units[name], origin, device, kept=held)
+        self._recompute: bool | None = None  # None while no hooks are installed
+        self._flow = Flow(((),) * (partition.stages - 1), (None,) * partition.stages)
+        self._cuts = Cuts.of(self._flow, partition, index)
 
     @property
     def flow(self) -> Flow:
@@ -89,7 +100,11 @@ class Stage:
 
     @flow.setter
     def flow(self, flow: Flow) -> None:
+        changed = (flow.transparent, flow.inside) != (self._flow.transparent, self._flow.inside)
         self._flow, self._cuts = flow, Cuts.of(flow, self.partition, self.index)
+        if changed and self._recompute is not None:
+            self._inside_units.remove()
+            self._install_inside()
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters held here, under their original (first) names; tied ones once."""
@@ -110,7 +125,13 @@ class Stage:
 
     def survey(self, step: Callable[[], Any], logged: Sequence[Any] = ()) -> Flow:
         """What crosses the cuts in ``step`` (:func:`.flow.survey`)."""
-        return survey(self.module, self.partition, self._absent, step, logged)
+        recompute = self._recompute
+        self.remove()  # it asks the modules themselves
+        try:
+            return survey(self.module, self.partition, step, logged)
+        finally:
+            if recompute is not None:
+                self.install(recompute)
 
     # -- hooks ---------------------------------------------------------------------------------------------------
     # Where the user compiles a step, a model or a layer, torch.compile gets what is between the hooks.
@@ -122,50 +143,112 @@ class Stage:
             recompute: activation checkpointing: the layers of this stage keep only their inputs, and run again in the
                 backward, where ``Weights.backward`` gives them the weights of their forward.
         """
-        for name in self._elsewhere:
-            # No hook answers in a module's place. An instance attribute hides the class's `forward`.
-            self._patch(self._owned_modules[name], partial(self._answer, name))
-        for name, owned_module in self._owned_modules.items():
-            if name not in self._elsewhere:
-                self._hooks.append(owned_module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
-                # Registered last, so it runs after the module's own forward hooks.
-                self._hooks.append(owned_module.register_forward_hook(partial(self._leave, name)))
-                if recompute and name in self._layer_indices and any(True for _ in owned_module.parameters()):
-                    # Inside the hooks, which a second run doesn't pass. Layers without parameters are small, and may
-                    # work in place (nn.ReLU(inplace=True)), which can't be run twice.
-                    self._patch(owned_module, partial(recomputed, owned_module.forward))
+        for name, unit in self._units.items():
+            stages = self.partition.units[name]
+            if self.index not in stages:
+                self._on_units.instead(unit, partial(self._answer, name, unit.forward))  # no hook answers in its place
+                continue
+            if recompute and name in self.layers and any(True for _ in unit.parameters()):
+                # Inside the hooks, which a second run doesn't pass. Layers without parameters are small, and may work
+                # in place (nn.ReLU(inplace=True)), which can't be run twice.
+                self._on_units.instead(unit, partial(recomputed, unit.forward))
+            if len(stages) > 1 or name in self.partition.direct:
+                self._on_units.before(unit, partial(self._announce, name))
+                self._on_units.instead(unit, partial(self._wrapped, name, unit.forward))
+            else:
+                self._on_units.before(unit, partial(self._enter, name))
+            self._on_units.after(unit, partial(self._returned, name), first=True)
+            self._on_units.after(unit, partial(self._leave, name), first=False)
+        self._recompute = recompute
+        self._install_inside()
+
+    def _install_inside(self) -> None:
+        """Hook what is inside transparent units."""
+        for name in self._flow.transparent & self._units.keys():
+            here = self.index in self.partition.units[name]
+            for short, part in self._units[name].named_modules():
+                inner = f"{name}.{short}"
+                if not short or type(part).forward is nn.Module.forward:
+                    continue
+                if here and inner in self._flow.inside:
+                    self._inside_units.after(part, partial(self._returned_inside, inner), first=True)
+                elif not here:
+                    absent = AbsentForward(part, inner)
+                    self._inside_units.instead(part, partial(self._answer_inside, inner, absent, part.forward))
 
     def remove(self) -> None:
         """Take the hooks off. Absent parameters stay absent."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        for owned_module, forward in self._patched:
-            if forward is None:
-                del owned_module.forward
-            else:
-                owned_module.forward = forward
-        self._patched = []
+        self._inside_units.remove()
+        self._on_units.remove()
+        self._recompute = None
 
-    def _patch(self, owned_module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._patched.append((owned_module, owned_module.__dict__.get("forward")))  # the user may have done the same
-        owned_module.forward = forward  # type: ignore[method-assign]
+    # -- units of other stages -----------------------------------------------------------------------------------
 
     @torch.compiler.disable
-    def _answer(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """The forward of an owned module on another stage: what arrived of it, or absent tensors."""
+    def _answer(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The forward of a unit whose call another stage runs: what arrived of it, or absent tensors."""
         if self._pass is None:
             return self._absent[name].answer(args, kwargs)
+        if self._pass.stage_of(name) > self.index:  # a later stage's turn, though the look has seen more calls here
+            raise _LeaveStep
         seed = draw_seed()
-        call = self._pass.called(name, self._layer_indices.get(name))
-        answer = self._absent[name].answer(args, kwargs, call[1])
+        call = self._pass.called(name)
+        if name in self._flow.transparent:
+            answer = self._openly(self._absent[name], forward, args, kwargs)
+        else:
+            answer = self._absent[name].answer(args, kwargs, call[1])
         self._generators.seed(seed)
         live = self._pass.arrived(call)
         return answer if live is None else _filled(answer, live, name)
 
     @torch.compiler.disable
-    def _enter(self, name: str, owned_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the forward of an owned module of this stage."""
+    def _answer_inside(
+        self, name: str, absent: AbsentForward, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """The forward of a module inside a transparent unit that isn't here."""
+        if self._pass is None:
+            return forward(*args, **kwargs)
+        call = self._pass.called(name)
+        answer = self._openly(absent, forward, args, kwargs)
+        live = self._pass.arrived(call)
+        return answer if live is None else _filled(answer, live, name)
+
+    @staticmethod
+    def _openly(
+        absent: AbsentForward, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except AbsentValueError:
+            return absent.answer(args, kwargs)
+
+    # -- units of this stage -------------------------------------------------------------------------------------
+
+    @torch.compiler.disable
+    def _announce(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> None:
+        """A wrapped unit is called, and its hooks will run."""
+        self._announced[name] += 1
+
+    @torch.compiler.disable
+    def _wrapped(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The forward of a unit that several stages hold, or that the step calls past its hooks."""
+        hooked = self._announced[name] > 0
+        self._announced[name] -= hooked
+        if self._pass is None and not self._in_backward:
+            return forward(*args, **kwargs)
+        if self._pass is not None and self._pass.stage_of(name) != self.index:
+            return self._answer(name, forward, *args, **kwargs)
+        unit = self._units[name]
+        self._enter(name, unit, args, kwargs)
+        output = forward(*args, **kwargs)
+        if not hooked:
+            self._returned(name, unit, args, output)
+            self._leave(name, unit, args, output)
+        return output
+
+    @torch.compiler.disable
+    def _enter(self, name: str, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the forward of a unit of this stage."""
         if self._pass is None and not self._in_backward:
             return
         seed = draw_seed()
@@ -176,33 +259,45 @@ class Stage:
                 f"stage, where its input is: a checkpoint must not span layers of two stages. Checkpoint each layer by "
                 f"itself, or use activation_checkpointing=True."
             )
-        call = None if self._pass is None else self._pass.called(name, self._layer_indices.get(name))
+        call = None if self._pass is None else self._pass.called(name)
         self._running[name] = seed, call
         if call is not None and absent is not None:
             raise RuntimeError(
                 f"'{name}' runs on stage {self.index}, but an input of it depends on {absent.origin}, which lives on "
-                f"another stage. Outputs of modules cross between stages, parameters don't: use a parameter inside its "
-                f"module only, or keep both in one stage by `layers` or `balance`."
+                f"another stage. What a pipeline's stages hand on is what the first step of a kind needs, and must not "
+                f"change from batch to batch."
             )
 
     @torch.compiler.disable
-    def _leave(self, name: str, owned_module: nn.Module, args: Any, output: Any) -> None:
-        """After the forward of an owned module of this stage: keep what later stages need; after the last layer,
-        leave."""
-        if self._pass is None and not self._in_backward:
+    def _returned(self, name: str, unit: nn.Module, args: Any, output: Any) -> None:
+        """Right after the forward of a unit of this stage: keep what later stages need. The user's hooks on its output
+        come after it, and run on the other stages too."""
+        if self._pass is None or name not in self._running:
+            return
+        call = self._running[name][1]
+        if call not in self._cuts.wanted:
+            return
+        if self._pass.grad and not torch.is_grad_enabled():
+            self._refuse_without_gradient(name, unit)
+        self._pass.keep(call, output, copied=call != self._cuts.last or forward_hooks(unit) > 2)
+
+    @torch.compiler.disable
+    def _leave(self, name: str, unit: nn.Module, args: Any, output: Any) -> None:
+        """After the forward of a unit of this stage, and the user's hooks: after the stage's last call, leave."""
+        if (self._pass is None and not self._in_backward) or name not in self._running:
             return
         seed, call = self._running.pop(name)
         self._generators.seed(seed)
-        if self._pass is None or call is None:
-            return
-        wanted = call in self._cuts.wanted
-        leaving = not self.is_last and name == self.layers[-1]
-        if (leaving or wanted) and self._pass.grad and not torch.is_grad_enabled():
-            self._refuse_without_gradient(name, owned_module)
-        if wanted:
-            self._pass.keep(call, output)
-        if leaving:
-            raise _LeaveStep(output)
+        if self._pass is not None and call is not None and call == self._cuts.last:
+            raise _LeaveStep
+
+    @torch.compiler.disable
+    def _returned_inside(self, name: str, part: nn.Module, args: Any, output: Any) -> None:
+        """After the forward of a module inside a transparent unit of this stage."""
+        if self._pass is not None:
+            call = self._pass.called(name)
+            if call in self._cuts.wanted:
+                self._pass.keep(call, output)
 
     def _refuse_without_gradient(self, name: str, owned_module: nn.Module) -> None:
         # A checkpoint with use_reentrant=True runs its part without gradients, and makes up for it after the part: too
@@ -241,9 +336,10 @@ class Stage:
         left = False
         try:
             output = step()
-        except _LeaveStep as leave:
+        except _LeaveStep:
             left = True
-            output = forward.departure(leave.args[0]) if forward.lost is None else None
+            forward.wait()  # perhaps nothing of what arrives was needed so far
+            output = forward.departure() if forward.lost is None else None
         except BaseException:
             if forward.lost is None:
                 raise
@@ -257,16 +353,19 @@ class Stage:
                 del lost  # or its traceback would hold this frame, and this frame the links of the stage
         if left:
             return output
-        forward.check_complete()
+        if not self.is_last:
+            raise RuntimeError(
+                f"The step has ended on stage {self.index} of {self.partition.stages}, before it called what the "
+                f"later stages own, as it did in the first step: the order of calls must not change from batch to "
+                f"batch."
+            )
         absent = first_absent(output)
         if absent is not None:
             raise RuntimeError(
                 f"What the step returned on stage {self.index} depends on {absent.origin}, which lives on another "
                 f"stage. Outputs of modules cross between stages if the first step shows that they are needed, but not "
                 f"what is used only after the step has asked for a value (.item(), a mask as an index): compute that "
-                f"before. Parameters don't cross. (Weights that are tied by hand, as in "
-                f"F.linear(x, self.embedding.weight), can be tied as a module's parameter instead: self.head.weight = "
-                f"self.embedding.weight.)"
+                f"before."
             )
         return output
 
@@ -279,6 +378,10 @@ class Stage:
             yield
         finally:
             self._in_backward = False
+
+
+def _name_of_parameter(unit: str, name: str) -> str:
+    return origin_of_parameter(f"{unit}.{name}")
 
 
 def _filled(answer: Any, live: list[Tensor], name: str) -> Any:

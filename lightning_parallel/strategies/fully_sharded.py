@@ -38,7 +38,7 @@ from lightning_parallel.lightning_private import say_device
 from lightning_parallel.local_model import LocalModel
 from lightning_parallel.parts.clipping import install_clipping
 from lightning_parallel.parts.options import ProcessOptions
-from lightning_parallel.pipeline.partition import find_layers, resolve_layers
+from lightning_parallel.pipeline.layers import Layers, named_layers
 from lightning_parallel.settings import Auto, Count, takes
 from lightning_parallel.strategies.base import LayoutStrategy
 
@@ -239,7 +239,7 @@ def find_units(module: nn.Module, patterns: Sequence[str] | None = None) -> dict
     Raises:
         ValueError: a pattern matches nothing, or a unit is inside another.
     """
-    names = find_layers(module) if patterns is None else resolve_layers(module, patterns, 1, "units")
+    names = named_layers(module, patterns, "units") or Layers(module, None).in_lists()
     return untied(module, names)
 
 

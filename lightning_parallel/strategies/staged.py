@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from lightning_parallel.lightning_private import trainer_of
 from lightning_parallel.parts.clipping import install_clipping, share_overflows
+from lightning_parallel.parts.cutting import agreed_partition
 from lightning_parallel.parts.evaluation import Evaluation
 from lightning_parallel.parts.first_look import FirstLook
 from lightning_parallel.parts.last_stage import LastStage
@@ -125,6 +126,7 @@ class StagedStrategy(LayoutStrategy):
             module,
             layout,
             device,
+            cut=lambda: agreed_partition(trainer, module, self.options, layout, groups.model, automatic_microbatches),
             check=check,
             describe=describe,
             divide=lambda: self._shards.divide(module, groups.along("tensor"), device),

@@ -66,8 +66,12 @@ def place() -> tuple[Layout, Groups]:
     return layout, Groups(layout)
 
 
-def _stage(layers: nn.Sequential, layout: Layout) -> Stage:
-    stage = Stage(layers, partition(layers, layout.stages, balance="layers"), layout.stage, CPU)
+def _stage(layers: nn.Sequential, layout: Layout, batch: Tensor) -> Stage:
+    def step() -> Tensor:
+        return loss_of(layers(batch))
+
+    stage = Stage(layers, partition(layers, step, layout.stages, balance="layers"), layout.stage, CPU)
+    stage.flow = stage.survey(step)
     stage.install()
     return stage
 
@@ -90,7 +94,7 @@ class Ours(Synchronous):
     ) -> None:
         layout, groups = place()
         self.is_first, self.is_last = layout.is_first_stage, layout.is_last_stage
-        stage = _stage(layers, layout)
+        stage = _stage(layers, layout, batch)
         self.engine = Engine(stage, layout, groups.links, CPU, loss_of=lambda loss: loss)
         self._optimizer = optimizer(stage.named_parameters().values())
         self._actions = SCHEDULES[schedule](layout.stages, microbatches)[layout.stage]
@@ -117,7 +121,7 @@ class OursAsync:
     ) -> None:
         layout, groups = place()
         self.is_first, self.is_last = layout.is_first_stage, layout.is_last_stage
-        stage = _stage(layers, layout)
+        stage = _stage(layers, layout, batch)
         self._parameters = stage.named_parameters()
         self.versions = WeightVersions(layers, self._parameters)
         self.engine = Engine(stage, layout, groups.links, CPU, loss_of=lambda loss: loss, weights=self.versions)

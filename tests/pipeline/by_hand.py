@@ -22,7 +22,7 @@ Step = Callable[[Any], Any]  # a model's step: takes the model, returns the loss
 
 def stages_of(model: nn.Module, step: Step, stages: int, **options: Any) -> list[Stage]:
     """Every stage of ``model``, hooked, on a deep copy of its own; what crosses the cuts surveyed by each."""
-    parts = partition(model, stages, **options)
+    parts = partition(model, partial(step, model), stages, **options)
     made = [Stage(copy.deepcopy(model), parts, index, CPU) for index in range(stages)]
     for stage in made:
         stage.install()

@@ -57,7 +57,7 @@ class Rank:
         torch.set_default_dtype(torch.float64)
         self.layout = Layout.resolve(dist.get_world_size(), dist.get_rank(), pipeline="auto")
         self.model = model_of(self.kind)
-        self.partition = partition(self.model, self.layout.stages, **self.options)
+        self.partition = partition(self.model, lambda: self.model.step(rows(2)), self.layout.stages, **self.options)
         self.stage = Stage(self.model, self.partition, self.layout.stage, CPU)
         self.stage.install()
         self.stage.flow = self.stage.survey(lambda: self.model.step(rows(2)))
@@ -398,7 +398,7 @@ def test_asynchronous_training_equals_delayed_gradients(
     used = [versions_used(stages, stage, phases, extra) for stage in range(stages)]
     with double():
         model = model_of(kind)
-        reference = Reference(model, partition(model, stages, **options))
+        reference = Reference(model, partition(model, lambda: model.step(rows(2)), stages, **options))
         losses: list[float] = []
         evaluated: list[float] = []
         for number, phase in enumerate(phases):
@@ -722,7 +722,7 @@ def gradient_in_halves(count: int, batches: int) -> tuple[float, float]:
     torch.set_default_dtype(torch.float64)
     model = HalfLoss()
     layout = Layout.resolve(1, pipeline=1)
-    stage = Stage(model, partition(model, 1), 0, CPU)
+    stage = Stage(model, partition(model, lambda: model(torch.ones(1, 1)), 1), 0, CPU)
     stage.install()
     (weight,) = stage.named_parameters().values()
     grown: list[float] = []

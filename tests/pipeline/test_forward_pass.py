@@ -10,14 +10,22 @@ from torch import Tensor, nn
 
 from lightning_parallel.collectives import PeerLostError
 from lightning_parallel.pipeline.arrival import Arrival
-from lightning_parallel.pipeline.flow import Cargo, Flow, LayerOrderError
+from lightning_parallel.pipeline.flow import Cargo, Flow
 from lightning_parallel.pipeline.forward_pass import ArrivalFailedError, Cuts, ForwardPass
 from lightning_parallel.pipeline.partition import Partition, partition
 
-PARTS = partition(nn.Sequential(*(nn.Linear(1, 1) for _ in range(3))), 3, balance="layers")
+
+def chain(layers: int) -> Partition:
+    net = nn.Sequential(*(nn.Linear(1, 1) for _ in range(layers)))
+    return partition(net, lambda: net(torch.ones(1)), layers, balance="layers")
+
+
+PARTS = chain(3)
+FIRST, SECOND = Cargo("0", 0, 1), Cargo("1", 0, 1)
 SKIP = Cargo("0", 0, 2)  # two tensors of the first layer, over both cuts
-FLOW = Flow(((SKIP,), (SKIP,)))
-CHAIN = Flow(((), ()))
+LAST = tuple((str(layer), 0) for layer in range(3))
+FLOW = Flow(((SKIP,), (SKIP, SECOND)), LAST)
+CHAIN = Flow(((FIRST,), (SECOND,)), LAST)
 
 
 def arrival(*values: float) -> Arrival:
@@ -57,43 +65,59 @@ def test_the_first_stage_waits_for_nothing() -> None:
 
 
 def test_what_passes_through_is_handed_on_as_it_came() -> None:
-    parts = partition(nn.Sequential(*(nn.Linear(1, 1) for _ in range(4))), 4, balance="layers")
-    skip = (Cargo("0", 0, 1),)
+    skip = (FIRST,)
     forward = begun(
-        parts,
-        Flow((skip, skip, skip)),
+        chain(4),
+        Flow((skip, skip, skip), (*LAST, ("3", 0))),
         2,
-        lambda: arrival(1.0, 3.0),
+        lambda: arrival(1.0),
         lambda: pytest.fail("its values are to be copied"),
     )
     (mine,) = forward.arrived(("0", 0)) or []
     with torch.no_grad():
         mine += 10.0
-    assert values(forward.departure(torch.ones(1)).tensors) == [1.0, 1.0]
+    assert values(forward.departure().tensors) == [1.0]
 
 
 def test_what_a_later_stage_needs_is_handed_on_as_it_was_returned() -> None:
     forward = begun(PARTS, FLOW, 0, None)
     output = (torch.ones(1), torch.full((1,), 2.0))
-    call = forward.called("0", 0)
+    call = forward.called("0")
     assert call == ("0", 0)
     forward.keep(call, output)
     output[0].zero_()
-    assert values(forward.departure(torch.full((1,), 5.0)).tensors) == [1.0, 2.0, 5.0]
+    assert values(forward.departure().tensors) == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("keep", [None, torch.ones(1)])
-def test_cargo_that_is_missing_or_of_another_number_is_refused(keep: Tensor | None) -> None:
+def test_what_the_last_call_returned_is_handed_on_uncopied() -> None:
+    forward = begun(PARTS, CHAIN, 0, None)
+    output = torch.ones(1)
+    forward.keep(forward.called("0"), output, copied=False)
+    assert forward.departure().tensors[0] is output
+
+
+@pytest.mark.parametrize(
+    ("keep", "words"),
+    [(None, r"'0' was not called as in the first step \(call 1\)"), (torch.ones(1), "1 tensors, but 2")],
+)
+def test_cargo_that_is_missing_or_of_another_number_is_refused(keep: Tensor | None, words: str) -> None:
     forward = begun(PARTS, FLOW, 0, None)
     if keep is not None:
         forward.keep(("0", 0), keep)
-    with pytest.raises(RuntimeError, match=r"'0' was not called as in the first step \(call 1\)"):
-        forward.departure(torch.ones(1))
+    with pytest.raises(RuntimeError, match=words):
+        forward.departure()
+
+
+def test_an_arrival_of_another_number_of_tensors_is_refused() -> None:
+    forward = begun(PARTS, CHAIN, 2, lambda: arrival(1.0, 2.0))
+    with pytest.raises(ArrivalFailedError) as failure:
+        forward.arrived(("1", 0))
+    assert "2 tensors arrived on stage 2, but 1 were due, the outputs of '1'" in str(failure.value.__cause__)
 
 
 @pytest.mark.parametrize("expected", [lambda: None, lambda: arrival(7.0), lambda: arrival(7.0, 7.0, 7.0)])
 def test_what_came_counts_whatever_was_expected(expected: Callable[[], Arrival | None]) -> None:
-    forward = begun(PARTS, Flow(((), (SKIP,))), 2, lambda: arrival(1.0, 2.0, 3.0), expected)
+    forward = begun(PARTS, FLOW, 2, lambda: arrival(1.0, 2.0, 3.0), expected)
     assert values(forward.arrived(("1", 0))) == [3.0]
 
 
@@ -117,15 +141,10 @@ def test_after_a_failed_arrival_there_is_nothing_to_go_on_with() -> None:
         forward.arrived(("1", 0))
 
 
-def test_layers_come_in_order_each_once_and_all() -> None:
+def test_calls_are_numbered_and_run_where_they_were_planned() -> None:
     forward = begun(PARTS, CHAIN, 0, None)
-    forward.called("0", 0)
-    with pytest.raises(LayerOrderError):
-        forward.check_complete()
-    with pytest.raises(LayerOrderError):
-        forward.called("2", 2)
-    forward = begun(PARTS, CHAIN, 0, None)
-    for layer in range(3):
-        assert forward.called(str(layer), layer) == (str(layer), 0)
-    assert [forward.called("loose", None) for _ in range(2)] == [("loose", 0), ("loose", 1)]
-    forward.check_complete()
+    assert [forward.called("0") for _ in range(2)] == [("0", 0), ("0", 1)]
+    assert forward.called("an inner module") == ("an inner module", 0)
+    assert forward.stage_of("2") == 2
+    forward.called("2")
+    assert forward.stage_of("1") == 1  # whose stage has left the step

@@ -48,7 +48,8 @@ def delayed(
     torch.set_default_dtype(torch.float64)
     kind = MODELS[model] if isinstance(model, str) else model
     module = kind()
-    owners = partition(module, stages).owners
+    first = next(iter(kind.loader()))
+    owners = partition(module, lambda: module.training_step(first, 0), stages).owners
     report = Report()
     parameters = dict(module.named_parameters())
     names = [[n for n in parameters if _owner(n, owners, stages) == s] for s in range(stages)]

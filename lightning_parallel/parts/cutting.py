@@ -1,0 +1,81 @@
+"""Where a module is cut: every rank looks at the first step, and all agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+
+from lightning_parallel.batch import batch_size, split
+from lightning_parallel.collectives import broadcast_object, gather_objects, together
+from lightning_parallel.layout import Layout
+from lightning_parallel.parts.first_batch import STEPS, as_in, first_step
+from lightning_parallel.parts.logs import logging_through
+from lightning_parallel.parts.options import StagedOptions
+from lightning_parallel.pipeline.partition import Partition, partition
+
+
+def agreed_partition(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    options: StagedOptions,
+    layout: Layout,
+    model_group: dist.ProcessGroup,
+    automatic_microbatches: Callable[[int], int],
+) -> Partition:
+    """The partition of a module, the same on all ranks.
+
+    Args:
+        trainer: about to run.
+        module: the whole model.
+        options: how it is to be cut.
+        layout: how many stages.
+        model_group: the ranks that hold one copy of the model together.
+        automatic_microbatches: their number, given a batch's size.
+
+    Raises:
+        ValueError: the module can't be cut like this.
+        RuntimeError: ranks that see the same batch see different calls.
+    """
+
+    def first_microbatch(batch: Any) -> Any:
+        size = batch_size(batch)
+        count = automatic_microbatches(size) if options.microbatches == "auto" else options.microbatches
+        return split(batch, min(count, size))[0]
+
+    def look() -> Partition:
+        assert trainer.state.fn is not None
+        fitting = STEPS[trainer.state.fn] == "training_step"
+        step = first_step(trainer, module, first_microbatch if fitting else lambda batch: batch)
+        stop = trainer.should_stop
+        try:
+            with as_in(trainer, module), logging_through(module, lambda *args, **kwargs: None):
+                return partition(module, step, layout.stages, options.layers, options.balance)
+        finally:
+            trainer.should_stop = stop  # the step itself will set it again
+
+    world = dist.group.WORLD
+    assert world is not None, "the ranks have met"
+    mine = together(world, look)
+    _check_equal(mine, model_group)
+    # Replicas see batches of their own, perhaps of other shapes: the first one decides.
+    return broadcast_object(mine, 0, world, trainer.strategy.root_device)
+
+
+def _check_equal(mine: Partition, group: dist.ProcessGroup) -> None:
+    views = gather_objects((list(mine.calls), mine.bounds), group)
+    first_calls, _ = views[0]
+    for rank, view in enumerate(views):
+        if view == views[0]:
+            continue
+        calls, _ = view
+        differ = next((k for k, (a, b) in enumerate(zip(first_calls, calls, strict=False)) if a != b), None)
+        k = min(len(first_calls), len(calls)) if differ is None else differ
+        names = [repr(c[k][0]) if k < len(c) else "the end" for c in (first_calls, calls)]
+        raise RuntimeError(
+            f"The ranks of one replica see different calls in the first step: call {k + 1} is {names[0]} on the first "
+            f"rank, and {names[1]} on rank {rank} of the group. The step must not depend on the rank, nor on random "
+            f"numbers that differ from rank to rank: seed them with seed_everything(...)."
+        )

@@ -1,0 +1,131 @@
+"""A batch before training, for a look at the step: of the loader that Lightning is about to use, which stays as it was.
+
+The loader is asked for once: Lightning is handed the same one later. The batch comes from an iterator of its own, with
+the generators put back, so training sees the same samples in the same order, the first batch included.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_parallel.lightning_private import before_batch_transfer, loader_source, mode_of
+from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_kept
+from lightning_parallel.torch_private import tree_map
+
+STEPS = {
+    TrainerFn.FITTING: "training_step",
+    TrainerFn.VALIDATING: "validation_step",
+    TrainerFn.TESTING: "test_step",
+    TrainerFn.PREDICTING: "predict_step",
+}
+
+
+def first_step(trainer: pl.Trainer, module: pl.LightningModule, part: Callable[[Any], Any]) -> Callable[[], Any]:
+    """The first step that the Trainer is going to run, bound to a batch on the module's present device.
+
+    Args:
+        trainer: about to run.
+        module: its module.
+        part: of the batch that a step gets.
+
+    Raises:
+        ValueError: there is no batch.
+    """
+    assert trainer.state.fn is not None
+    name = STEPS[trainer.state.fn]
+    step = getattr(module, name)
+    with TorchGenerators(trainer.strategy.root_device).kept(), host_generators_kept():
+        batch, loaders = _first_batch(trainer, name)
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = before_batch_transfer(module, batch)
+        batch = trainer.strategy.batch_to_device(batch, device=module.device)
+    arguments = {"batch_idx": 0} if is_param_in_hook_signature(step, "batch_idx", min_args=2) else {}
+    if loaders > 1 and name != "training_step":
+        arguments["dataloader_idx"] = 0
+    return partial(step, part(batch), *arguments.values())
+
+
+@contextmanager
+def as_in(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
+    """Inside, the module's parts are in the mode in which Lightning will run them, in the Trainer's precision."""
+    before = {part: part.training for part in module.modules()}
+    precision = trainer.precision_plugin
+    contexts = {
+        TrainerFn.FITTING: precision.train_step_context,
+        TrainerFn.VALIDATING: precision.val_step_context,
+        TrainerFn.TESTING: precision.test_step_context,
+        TrainerFn.PREDICTING: precision.predict_step_context,
+    }
+    assert trainer.state.fn is not None
+    if trainer.state.fn != TrainerFn.FITTING:
+        module.eval()
+    try:
+        with contexts[trainer.state.fn]():
+            yield
+    finally:
+        for part, training in before.items():
+            part.training = training
+
+
+def _first_batch(trainer: pl.Trainer, step: str) -> tuple[Any, int]:
+    """The batch, and the number of loaders."""
+    source = loader_source(trainer)
+    loader = source.get()
+    if isinstance(loader, Iterator):  # gives each batch once: the first is put back
+        first = next(loader, None)
+        loader = chain([first], loader)
+        source.hand_over(loader)
+        return first, 1
+    if trainer.ckpt_path is None:  # otherwise the loader may depend on what the checkpoint restores
+        source.hand_over(loader)
+    if isinstance(loader, CombinedLoader):
+        combined = CombinedLoader(tree_map(_of_its_own, loader.iterables), mode_of(loader))
+    else:
+        mode = "max_size_cycle" if step == "training_step" else "sequential"
+        combined = CombinedLoader(tree_map(_of_its_own, loader), mode)  # type: ignore[arg-type]
+    states = [(g, g.get_state()) for each in combined.flattened for g in _generators(each)]
+    try:
+        batch, *_ = next(iter(combined))
+    except StopIteration:
+        raise ValueError(
+            f"The loader of {step} gives no batch. A pipeline is cut by a look at {step}, for which it needs one."
+        ) from None
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+    return batch, len(combined.flattened)
+
+
+def _of_its_own(loader: Any) -> Any:
+    """A loader over the same data, whose iteration the first one doesn't notice. A worker opens what the dataset opens
+    when it is read, so the workers to come don't share it, and takes from its own copy of a stream that gives each
+    sample once."""
+    if not isinstance(loader, DataLoader):
+        return loader
+    own = copy.copy(loader)
+    stream = isinstance(loader.dataset, IterableDataset) and iter(loader.dataset) is iter(loader.dataset)
+    own.num_workers = 1 if loader.num_workers > 0 or stream else 0
+    own.prefetch_factor = 1 if own.num_workers else None
+    object.__setattr__(own, "persistent_workers", False)
+    return own
+
+
+def _generators(loader: Any) -> Iterator[torch.Generator]:
+    """Those that a loader and its samplers draw from."""
+    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    for holder in (loader, sampler, batches, getattr(batches, "sampler", None)):
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator):
+            yield generator

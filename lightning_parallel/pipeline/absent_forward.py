@@ -1,0 +1,188 @@
+"""What a module that another stage owns answers: absent tensors, in the structure that the module itself returns.
+
+The module's own ``forward`` is asked, on absent tensors. Some can't be: they ask for values (the tokens of each
+expert), write into tensors that they made, or call a kernel that has no version without values. Such a module is run
+once on *stand-ins*, ordinary tensors of the right shapes, for parameters as for inputs, and only the structure of what
+it returns is kept. It takes the memory of that one module for a moment, and its numbers mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.pipeline.absent import (
+    AbsentTensor,
+    AbsentValueError,
+    absent_like,
+    meta_of,
+    origin_of,
+)
+from lightning_parallel.pipeline.interception import Interception
+from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_kept
+from lightning_parallel.torch_private import (
+    buffers_of,
+    forward_hooks,
+    parameters_of,
+    subclass_functions_disabled,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
+
+ANSWERS_KEPT = 32  # of one module, for the inputs that came last
+
+
+class AbsentForward:
+    """The ``forward`` of a module that another stage owns.
+
+    The module is asked once for each signature of its inputs. After that, a call costs a look-up. Nothing is drawn from
+    the generators that the stage's own layers use.
+
+    Args:
+        module: whose forward it is.
+        name: of the module.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = module
+        self._forward = module.forward
+        self._name = name
+        # By signature: the answer's leaves, tensors as meta tensors; their device; the structure.
+        self._answers: OrderedDict[Any, tuple[list[Any], torch.device, Any]] = OrderedDict()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.answer(args, kwargs)
+
+    @torch.compiler.disable
+    def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: int = 0) -> Any:
+        """What the module's call number ``call`` in a step returns."""
+        # Autocast decides about the dtypes of operations, on any device.
+        autocast = [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda")]
+        key = (_signature(args), _signature(kwargs), self._module.training, *autocast)
+        if key not in self._answers:
+            self._answers[key] = self._ask(args, kwargs)
+            if len(self._answers) > ANSWERS_KEPT:  # a number that counts up is part of the signature
+                self._answers.popitem(last=False)
+        self._answers.move_to_end(key)
+        kept, device, structure = self._answers[key]
+        origins = frozenset([origin_of(self._name, call)])
+        # A new tensor each time: an in-place operation of the caller must not reach the next answer.
+        fresh = [AbsentTensor(x, device, origins) if isinstance(x, Tensor) else x for x in kept]
+        return tree_unflatten(fresh, structure)
+
+    def _ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], torch.device, Any]:
+        with torch.no_grad(), TorchGenerators(torch.device("cpu")).kept(), host_generators_kept():
+            with _parts_asked(self._module):
+                out = asked(self._module, self._forward, args, kwargs, "an input")
+        leaves, structure = tree_flatten(out)
+        tensors = [x for x in tree_leaves((args, kwargs, leaves)) if isinstance(x, Tensor)]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        return [meta_of(x) for x in leaves], device, structure
+
+
+def asked(
+    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], origin: str
+) -> Any:
+    """What a module without values returns for inputs without values; where it needs values, for stand-ins. It may draw
+    random numbers.
+
+    Args:
+        module: whose parameters are absent.
+        forward: its own.
+        args, kwargs: of the call.
+        origin: what its inputs are called inside.
+
+    Raises:
+        AbsentValueError: it needs values, and stand-ins would do harm: somebody else's hooks inside would see them.
+    """
+    try:
+        return forward(*_absentees(args, origin), **_absentees(kwargs, origin))
+    except AbsentValueError:
+        if any(forward_hooks(part) > 0 for part in module.modules() if part is not module):
+            raise
+    with _on_stand_ins(module):
+        return forward(*tree_map(_stand_in, args), **tree_map(_stand_in, kwargs))
+
+
+@contextmanager
+def _parts_asked(module: nn.Module) -> Iterator[None]:
+    """Inside, each part of the module is asked for itself, so that no more than what needs values runs on stand-ins."""
+
+    def answer(part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(x, AbsentTensor) for x in (*tree_leaves((args, kwargs)), *part.parameters())):
+            return forward(*args, **kwargs)
+        return _absentees(asked(part, forward, args, kwargs, "an input"), "an input")
+
+    parts = Interception()
+    try:
+        for part in module.modules():
+            if part is not module and not is_scripted(part) and type(part).forward is not nn.Module.forward:
+                parts.instead(part, partial(answer, part, part.forward))
+        yield
+    finally:
+        parts.remove()
+
+
+def is_scripted(part: nn.Module) -> bool:
+    """Is it TorchScript, whose forward can't be replaced?"""
+    return isinstance(part, torch.jit.ScriptModule)
+
+
+def _absentees(tree: Any, origin: str) -> Any:
+    return tree_map(lambda x: absent_like(x, origin) if isinstance(x, Tensor) else x, tree)
+
+
+@contextmanager
+def _on_stand_ins(module: nn.Module) -> Iterator[None]:
+    """Inside, absent parameters and buffers of the module are ordinary tensors."""
+    kept: list[tuple[nn.Module, str, Tensor]] = []
+    made: dict[int, Tensor] = {}  # a parameter with two names is one tensor
+    try:
+        for submodule in module.modules():
+            for name, tensor in [*parameters_of(submodule).items(), *buffers_of(submodule).items()]:
+                if isinstance(tensor, AbsentTensor):
+                    kept.append((submodule, name, tensor))
+                    if id(tensor) not in made:
+                        made[id(tensor)] = _stand_in(tensor)
+                    setattr(submodule, name, made[id(tensor)])  # as in make_absent
+        yield
+    finally:
+        for submodule, name, tensor in kept:
+            setattr(submodule, name, tensor)
+
+
+def _stand_in(value: Any) -> Any:
+    """Small random numbers, zeros for integers (which are indices of something), True for masks."""
+    if not isinstance(value, AbsentTensor):
+        return value
+    made = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    if value.dtype.is_floating_point or value.dtype.is_complex:
+        made = made.normal_().mul_(0.1)
+    else:
+        made = made.fill_(value.dtype is torch.bool)
+    return nn.Parameter(made, requires_grad=False) if isinstance(value, nn.Parameter) else made
+
+
+def _signature(x: Any) -> Any:
+    """Equal for inputs of equal structure, shapes and plain values. A deep model has many absent layers, each of which
+    asks for it in every microbatch; torch's walk through containers takes three times as long."""
+    if isinstance(x, Tensor):
+        with subclass_functions_disabled():
+            return (x.shape, x.dtype, x.device)
+    if isinstance(x, (tuple, list)):
+        return (type(x), *map(_signature, x))
+    if isinstance(x, dict):
+        return (type(x), *((key, _signature(value)) for key, value in x.items()))
+    if isinstance(x, (int, float, str, bool, type(None), torch.dtype, torch.device, Enum)):
+        return (type(x), x)  # 1 == True == 1.0
+    leaves, spec = tree_flatten(x)
+    return type(x) if spec.is_leaf() else (str(spec), *map(_signature, leaves))
