@@ -52,14 +52,19 @@ def agreed_partition(
         stop = trainer.should_stop
         try:
             with as_in(trainer, module), logging_through(module, lambda *args, **kwargs: None):
-                return partition(module, step, layout.stages, options.layers, options.balance)
+                balance = options.balance
+                if balance == "time" and layout.rank > 0:  # each rank would measure another time
+                    balance = "parameters"
+                device = trainer.strategy.root_device
+                return partition(module, step, layout.stages, options.layers, balance, device)
         finally:
             trainer.should_stop = stop  # the step itself will set it again
 
     world = dist.group.WORLD
     assert world is not None, "the ranks have met"
     mine = together(world, look)
-    _check_equal(mine, model_group)
+    if options.balance != "time":
+        _check_equal(mine, model_group)
     # Replicas see batches of their own, perhaps of other shapes: the first one decides.
     return broadcast_object(mine, 0, world, trainer.strategy.root_device)
 

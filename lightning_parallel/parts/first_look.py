@@ -1,4 +1,4 @@
-"""The look at the first step of a kind: what crosses the cuts between stages in it, besides the chain of layers.
+"""The look at the first step of a kind: what crosses the cuts between stages in it.
 
 Before the first real step of each kind (training, the validation step of each loader, ...), every rank runs that step
 once on absent tensors (:func:`lightning_parallel.pipeline.flow.survey`). If it fails on one rank, all ranks raise.
@@ -22,7 +22,7 @@ from lightning_parallel.parts.logs import logging_through
 from lightning_parallel.parts.stages import Stages
 from lightning_parallel.pipeline.flow import Flow, tensors_of
 
-MANY = 4  # this many tensors may cross a cut besides the chain without a warning: a U-Net's skip connections
+MANY = 5  # this many tensors may cross a cut without a warning: a layer's output and a U-Net's skip connections
 
 
 class FirstLook:
@@ -111,9 +111,8 @@ class FirstLook:
             return
         self._warned = True
         rank_zero_warn(
-            f"{tensors_of(cargo)} tensors cross the cut between stages {stage} and {stage + 1} besides the output of "
-            f"the last layer before it, for each microbatch, and their gradients come back: the outputs of "
-            f"{first_few([repr(item.module) for item in cargo])}. Later stages use them. If training_step or forward "
-            f"adds them up between the layers, as in `x = x + layer(x)`, move this into the layer's forward: then its "
-            f"output is all that crosses."
+            f"{tensors_of(cargo)} tensors cross the cut between stages {stage} and {stage + 1} for each microbatch, "
+            f"and their gradients come back: the outputs of {first_few([repr(item.module) for item in cargo])}. Later "
+            f"stages use them. If training_step or forward adds them up between the layers, as in `x = x + layer(x)`, "
+            f"move this into the layer's forward: then its output is all that crosses."
         )

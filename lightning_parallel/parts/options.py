@@ -63,8 +63,9 @@ class StagedOptions(ProcessOptions):
         microbatches: the number of parts into which a batch is split. Losses and logs are means weighted by microbatch
             size; BatchNorm normalises over a microbatch. ``"auto"``: chosen by the schedule.
         layers: names or patterns of the layers between which the model may be cut, such as ``["net.blocks.*"]``. By
-            default the children of the ``nn.Sequential`` or ``nn.ModuleList`` that can be shared out best.
-        balance: ``"parameters"``, ``"layers"``, or the number of layers of each stage.
+            default what hangs in lists, in the order in which the first step calls it; without lists all modules.
+        balance: ``"parameters"`` (stages of equal size), ``"operations"`` (of equal work, counted in the first step),
+            ``"time"`` (of equal work, measured), ``"layers"`` (equal counts), or the number of layers of each stage.
         activation_checkpointing: keep only the inputs of layers, and run the layers again in the backward: less memory,
             for about a third more time. BatchNorm then updates its statistics twice.
         tensor_parallel: the number of ranks that share a stage's layers; see
@@ -87,7 +88,7 @@ class StagedOptions(ProcessOptions):
     stages: Count | Auto = "auto"
     microbatches: Count | Auto = "auto"
     layers: Sequence[str] | None = None
-    balance: Literal["parameters", "layers"] | Sequence[Count] = "parameters"
+    balance: Literal["parameters", "operations", "time", "layers"] | Sequence[Count] = "parameters"
     activation_checkpointing: bool = False
     tensor_parallel: Count | Auto = 1
     plan: Plan | None = None

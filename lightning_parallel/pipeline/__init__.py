@@ -2,9 +2,11 @@
 
 In the order in which a batch meets them::
 
-    partition.py      which layers a stage owns             balance.py, source_order.py, flow.py
+    trace.py          what the user's step calls            absent.py, absent_forward.py, kept_state.py, timing.py
+    partition.py      which layers a stage owns             layers.py, balance.py
+    flow.py           what crosses the cuts
     schedule.py       what each stage computes, in order    async_schedule.py, simulate.py
     engine.py         runs a schedule on a stage            weights.py, timeline.py
-    stage.py          runs the user's step, cut to a stage  forward_pass.py, absent.py, arrival.py
+    stage.py          runs the user's step, cut to a stage  forward_pass.py, interception.py, arrival.py
     channel.py        sends and receives                    message.py
 """

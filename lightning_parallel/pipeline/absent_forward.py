@@ -109,8 +109,8 @@ def asked(
     except AbsentValueError:
         if any(forward_hooks(part) > 0 for part in module.modules() if part is not module):
             raise
-    with _on_stand_ins(module):
-        return forward(*tree_map(_stand_in, args), **tree_map(_stand_in, kwargs))
+    with on_stand_ins(module, stand_in):
+        return forward(*tree_map(stand_in, args), **tree_map(stand_in, kwargs))
 
 
 @contextmanager
@@ -142,34 +142,47 @@ def _absentees(tree: Any, origin: str) -> Any:
 
 
 @contextmanager
-def _on_stand_ins(module: nn.Module) -> Iterator[None]:
-    """Inside, absent parameters and buffers of the module are ordinary tensors."""
+def on_stand_ins(module: nn.Module, made_of: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Inside, absent parameters and buffers of the module are ordinary tensors.
+
+    Args:
+        module: with all its parts.
+        made_of: makes the stand-in for an absent tensor.
+    """
     kept: list[tuple[nn.Module, str, Tensor]] = []
     made: dict[int, Tensor] = {}  # a parameter with two names is one tensor
     try:
-        for submodule in module.modules():
-            for name, tensor in [*parameters_of(submodule).items(), *buffers_of(submodule).items()]:
+        for part in module.modules():
+            for name, tensor in [*parameters_of(part).items(), *buffers_of(part).items()]:
                 if isinstance(tensor, AbsentTensor):
-                    kept.append((submodule, name, tensor))
+                    kept.append((part, name, tensor))
                     if id(tensor) not in made:
-                        made[id(tensor)] = _stand_in(tensor)
-                    setattr(submodule, name, made[id(tensor)])  # as in make_absent
+                        made[id(tensor)] = made_of(tensor)
+                    setattr(part, name, made[id(tensor)])  # as in make_absent
         yield
     finally:
-        for submodule, name, tensor in kept:
-            setattr(submodule, name, tensor)
+        for part, name, tensor in kept:
+            setattr(part, name, tensor)
 
 
-def _stand_in(value: Any) -> Any:
-    """Small random numbers, zeros for integers (which are indices of something), True for masks."""
+def stand_in(value: Any, device: torch.device | None = None, trains: bool = False) -> Any:
+    """For an absent tensor small random numbers, zeros for integers (which are indices of something), True for masks.
+    Other values stay.
+
+    Args:
+        value: perhaps an absent tensor.
+        device: of the stand-in; by default where the absent tensor is said to be.
+        trains: floating-point numbers require gradients, but for frozen parameters.
+    """
     if not isinstance(value, AbsentTensor):
-        return value
-    made = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    if value.dtype.is_floating_point or value.dtype.is_complex:
-        made = made.normal_().mul_(0.1)
-    else:
-        made = made.fill_(value.dtype is torch.bool)
-    return nn.Parameter(made, requires_grad=False) if isinstance(value, nn.Parameter) else made
+        return value.to(device) if isinstance(value, Tensor) and device is not None else value
+    made = torch.empty(value.shape, dtype=value.dtype, device=device or value.device)
+    if not (value.dtype.is_floating_point or value.dtype.is_complex):
+        return made.fill_(value.dtype is torch.bool)
+    made = made.normal_().mul_(0.1)
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(made, requires_grad=trains and value.requires_grad)
+    return made.requires_grad_(trains)
 
 
 def _signature(x: Any) -> Any:

@@ -23,8 +23,8 @@ def bounds_of(
         costs: of each layer, with what goes with it.
         trainable: which layers learn.
         stages: at most as many as layers.
-        balance: ``"parameters"`` or ``"operations"``, whichever the costs are, ``"layers"``, or the number of layers of
-            each stage.
+        balance: ``"parameters"``, ``"operations"`` or ``"time"``, whichever the costs are, ``"layers"``, or the number
+            of layers of each stage.
         allowed: after which layers a bound may be, besides the last; by default after all.
 
     Raises:
@@ -48,8 +48,10 @@ def bounds_of(
         return [round(stage * len(costs) / stages) for stage in range(stages + 1)]
     if balance == "layers":
         costs = [1] * len(costs)
-    elif balance not in ("parameters", "operations"):
-        raise ValueError(f"balance={balance!r}: use 'parameters', 'operations', 'layers', or a list of layer counts.")
+    elif balance not in ("parameters", "operations", "time"):
+        raise ValueError(
+            f"balance={balance!r}: use 'parameters', 'operations', 'time', 'layers', or a list of layer counts."
+        )
     return balanced(costs, trainable, stages, allowed)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import nn
 
@@ -63,6 +63,11 @@ class Layers:
         if name in self._opened:
             return False
         return name in self._with_state or name in self._in_sequence
+
+    def frozen(self) -> Callable[[str], bool]:
+        """:meth:`is_unit` as it is now, whatever is opened later."""
+        units = {name for name in self._parts if self.is_unit(name)}
+        return units.__contains__
 
     def open(self, name: str) -> None:
         """Take the modules that a unit calls as units, in its place. If it was a layer, so are they."""

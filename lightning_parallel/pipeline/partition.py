@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_parallel.pipeline.absent import origin_of_parameter
@@ -97,6 +98,7 @@ def partition(
     stages: int,
     layers: Sequence[str] | None = None,
     balance: Balance = "parameters",
+    device: torch.device | None = None,
 ) -> Partition:
     """Cut ``module`` into ``stages``.
 
@@ -107,8 +109,9 @@ def partition(
         layers: names or patterns of the layers between which a cut may fall. ``*`` stands for one part of a dotted
             name, as in ``"net.blocks.*"``. None to find them.
         balance: ``"parameters"`` (the largest stage is as small as can be), ``"operations"`` (the same, by the
-            floating-point operations of the forward), ``"layers"`` (equal counts), or the number of layers of each
-            stage.
+            floating-point operations of the forward), ``"time"`` (the same, by measured times), ``"layers"`` (equal
+            counts), or the number of layers of each stage.
+        device: where times are measured; by default on the CPU.
 
     Raises:
         ValueError: a pattern matches nothing or what isn't called, there are more stages than layers, or a stage would
@@ -116,9 +119,10 @@ def partition(
         Exception: the step's own, if nothing can be learned from it before.
     """
     units = Layers(module, named_layers(module, layers))
+    timed_on = (device or torch.device("cpu")) if balance == "time" else None
     found: list[_Cut] = []
     while True:
-        seen = trace(module, units.is_unit, step, names=units.names)
+        seen = trace(module, units.is_unit, step, names=units.names, timed_on=timed_on)
         if overlapping := units.overlapping({call.unit for call in seen.calls}):
             units.open(overlapping)
             continue
@@ -133,6 +137,7 @@ def partition(
     best = min(found, key=lambda cut: round(cut.largest, 2))  # the first of nearly equal ones has larger units
     if best.bounds is None:
         raise best.refusal()
+    _check_repeatable(best.seen, trace(module, best.is_unit, step, names=units.names, seed=1))
     result = best.partition()
     _check_trainable(result, {name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad})
     return result
@@ -142,6 +147,8 @@ class _Cut:
     """A trace cut into stages.
 
     Attributes:
+        seen: the trace.
+        is_unit: tells which modules were taken as a whole.
         bounds: between the layers; None if there are too few.
         largest: the cost of the largest stage, as a multiple of the mean.
     """
@@ -149,8 +156,9 @@ class _Cut:
     def __init__(
         self, module: nn.Module, units: Layers, seen: Trace, stages: int, balance: Balance, keep_together: bool
     ) -> None:
-        self._module, self._seen, self._stages, self._balance = module, seen, stages, balance
-        self._names = units.names
+        self.seen = seen
+        self._module, self._stages, self._balance = module, stages, balance
+        self.is_unit = units.frozen()
         called = [call.unit for call in seen.calls]
         among = units.among(list(dict.fromkeys(called)), stages)
         self._chain = [i for i, name in enumerate(called) if name in among]  # indices of calls of layers
@@ -182,10 +190,10 @@ class _Cut:
             return None
         positions = self._positions()
         costs: dict[str, float] = {}
-        for i, call in enumerate(self._seen.calls):
+        for i, call in enumerate(self.seen.calls):
             if self.bounds is None or self._stage(positions[i]) in self._largest_stages():
                 costs[call.unit] = costs.get(call.unit, 0) + self._cost_of(i)
-        inside = {call.unit: call.inside for call in self._seen.calls}
+        inside = {call.unit: call.inside for call in self.seen.calls}
         worth = [n for n in costs if units.can_open(n, inside[n]) and 2 * self._stages * costs[n] > sum(self._cost)]
         if self.bounds is None and not worth:
             worth = [n for n in costs if units.can_open(n, inside[n])]
@@ -193,9 +201,9 @@ class _Cut:
 
     def refusal(self) -> Exception:
         """Why there is no cut."""
-        if self._seen.stopped is not None and len(self._chain) < self._stages:
-            return self._seen.stopped
-        calls = self._seen.calls
+        if self.seen.stopped is not None and len(self._chain) < self._stages:
+            return self.seen.stopped
+        calls = self.seen.calls
         names = list(dict.fromkeys(calls[i].unit for i in self._chain))
         most = 1 + sum(self._allowed(keep_together=False)[:-1]) if self._chain else 1
         advice = "name finer layers with `layers`" if self._named else "other axes"
@@ -210,7 +218,7 @@ class _Cut:
         """For each call the index of the layer in the chain that it goes with: the next one, or the last."""
         positions: list[int] = []
         passed = 0
-        for i in range(len(self._seen.calls)):
+        for i in range(len(self.seen.calls)):
             positions.append(min(passed, len(self._chain) - 1))
             passed += passed < len(self._chain) and self._chain[passed] == i
         return positions
@@ -227,9 +235,11 @@ class _Cut:
     def _cost_of(self, call: int) -> int:
         """Of a call. A unit called again costs nothing more in parameters, unless it is a layer: then its calls are
         what the stages share."""
-        traced = self._seen.calls[call]
+        traced = self.seen.calls[call]
         if self._balance == "operations":
             return traced.operations
+        if self._balance == "time":
+            return traced.nanoseconds
         if traced.call > 0 and call not in self._chain:
             return 0
         return sum(p.numel() for p in self._module.get_submodule(traced.unit).parameters())
@@ -241,9 +251,9 @@ class _Cut:
             return costs, trainable
         for i, position in enumerate(self._positions()):
             costs[position] += self._cost_of(i)
-            unit = self._module.get_submodule(self._seen.calls[i].unit)
+            unit = self._module.get_submodule(self.seen.calls[i].unit)
             trainable[position] |= any(p.requires_grad for p in unit.parameters())
-        for name in self._uncalled if self._balance != "operations" else ():
+        for name in self._uncalled if self._balance not in ("operations", "time") else ():
             costs[-1] += sum(p.numel() for p in self._module.get_submodule(name).parameters())
         return costs, trainable
 
@@ -252,7 +262,7 @@ class _Cut:
         since two copies would differ, nor, if these are to be kept together, of any unit."""
         allowed = [True] * len(self._chain)
         spans: dict[str, tuple[int, int]] = {}
-        for call, position in zip(self._seen.calls, self._positions(), strict=True):
+        for call, position in zip(self.seen.calls, self._positions(), strict=True):
             first, _ = spans.get(call.unit, (position, position))
             spans[call.unit] = first, position
         for name, (first, last) in spans.items():
@@ -263,7 +273,7 @@ class _Cut:
     # -- who owns what -------------------------------------------------------------------------------------------
 
     def partition(self) -> Partition:
-        calls, bounds = self._seen.calls, self.bounds
+        calls, bounds = self.seen.calls, self.bounds
         assert bounds is not None
         last = self._stages - 1
         stage_of = [self._stage(position) for position in self._positions()]
@@ -303,8 +313,8 @@ class _Cut:
         """The stages at which the code around the units reads a parameter, by its name."""
         names = {origin_of_parameter(name): name for name, _ in self._module.named_parameters(remove_duplicate=False)}
         read: dict[str, set[int]] = {}
-        ends = [*zip((call.needs for call in self._seen.calls), stage_of, strict=True)]
-        for needs, stage in [*ends, (self._seen.end, self._stages - 1)]:
+        ends = [*zip((call.needs for call in self.seen.calls), stage_of, strict=True)]
+        for needs, stage in [*ends, (self.seen.end, self._stages - 1)]:
             for origin in needs & names.keys():
                 read.setdefault(names[origin], set()).add(stage)
         return read
@@ -318,7 +328,20 @@ def _collects(unit: nn.Module) -> bool:
 def _check_called(named: Sequence[str] | None, seen: Trace) -> None:
     missing = set(named or ()) - {call.unit for call in seen.calls}
     if missing:
-        raise ValueError(f"layers: the step doesn't call {enumerated(sorted(missing))}. Leave out what it doesn't call.")
+        raise ValueError(
+            f"layers: the step doesn't call {enumerated(sorted(missing))}. Leave out what it doesn't call."
+        )
+
+
+def _check_repeatable(first: Trace, second: Trace) -> None:
+    """Layer drop calls other layers in each microbatch. What crosses a cut could not be said before."""
+    calls, again = ([(call.unit, call.call) for call in seen.calls] for seen in (first, second))
+    if calls != again:
+        raise ValueError(
+            f"The step calls {enumerated(sorted({name for name, _ in set(calls) ^ set(again)}))} or not, by the random "
+            f"numbers that it draws. A pipeline's stages need the same calls in every microbatch: switch this off "
+            f"(layer drop, as in layerdrop=0.0), or drop a layer's output inside the layer's own forward."
+        )
 
 
 def _check_trainable(parts: Partition, trainable: set[str]) -> None:

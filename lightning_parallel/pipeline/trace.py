@@ -37,7 +37,8 @@ from lightning_parallel.pipeline.absent import (
 from lightning_parallel.pipeline.absent_forward import asked, is_scripted
 from lightning_parallel.pipeline.interception import Interception
 from lightning_parallel.pipeline.kept_state import StateKept
-from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_kept
+from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_kept, seed_host_generators
+from lightning_parallel.pipeline.timing import nanoseconds_of
 from lightning_parallel.torch_private import (
     TorchDispatchMode,
     buffers_of,
@@ -60,6 +61,7 @@ class TracedCall:
         tensors: the number of tensors in its output.
         nbytes: their size.
         operations: floating-point operations of its forward, of matrix products and convolutions.
+        nanoseconds: that its forward and backward take; 0 if that wasn't asked for.
         inside: the modules that its own code calls.
         direct: it was called by its method ``forward``, past its hooks.
     """
@@ -70,6 +72,7 @@ class TracedCall:
     tensors: int
     nbytes: int
     operations: int
+    nanoseconds: int
     inside: frozenset[str]
     direct: bool
 
@@ -124,6 +127,8 @@ def trace(
     *,
     names: dict[int, str] | None = None,
     logged: Sequence[Any] = (),
+    seed: int = 0,
+    timed_on: torch.device | None = None,
 ) -> Trace:
     """Watch one step. An error ends it: perhaps it works on values only, and what was called so far is told.
 
@@ -133,17 +138,19 @@ def trace(
         step: the user's step, bound to a batch.
         names: of the module's parts, by their ids; by default the first name of each.
         logged: what ``step`` has logged by its end.
+        seed: of the random numbers that the step draws meanwhile.
+        timed_on: where to measure how long calls take, if that is asked for.
     """
     names = names or names_of(module)
-    watch = _Watch(is_unit, names)
+    watch = _Watch(is_unit, names, timed_on)
     parts = [part for part in module.modules() if part is not module]
     stopped: Exception | None = None
     with (
         everything_absent(module, [part for part in parts if is_unit(names[id(part)])]),
         watch.installed(parts),
         StateKept(module, apart=[part for part in parts if is_unit(names[id(part)])]) as state,
-        TorchGenerators(torch.device("cpu")).seeded(0),
-        host_generators_kept(),
+        TorchGenerators(torch.device("cpu")).seeded(seed),
+        _host_generators_seeded(seed),
         torch.no_grad(),
         torch.compiler.set_stance("force_eager"),
     ):
@@ -156,6 +163,13 @@ def trace(
             stopped = error
         watch.need_at_the_end(origins_in((logged, [*state.written()])))
     return Trace(tuple(watch.calls), frozenset(watch.end), watch.escapes, stopped)
+
+
+@contextmanager
+def _host_generators_seeded(seed: int) -> Iterator[None]:
+    with host_generators_kept():
+        seed_host_generators(seed)
+        yield
 
 
 def names_of(module: nn.Module) -> dict[int, str]:
@@ -174,12 +188,13 @@ _PARAMETER = origin_of_parameter("").removesuffix("'")
 class _Watch:
     """Stands in for the forwards of a module's parts while a step runs."""
 
-    def __init__(self, is_unit: Callable[[str], bool], names: dict[int, str]) -> None:
+    def __init__(self, is_unit: Callable[[str], bool], names: dict[int, str], timed_on: torch.device | None) -> None:
         self.calls: list[TracedCall] = []
         self.end: set[str] = set()
         self.escapes: dict[str, Escape] = {}
         self._is_unit = is_unit
         self._names = names
+        self._timed_on = timed_on
         self._count: Counter[str] = Counter()
         self._announced: Counter[int] = Counter()  # by id: calls whose forward is yet to come
         self._depth = 0  # of modules inside a unit
@@ -229,6 +244,7 @@ class _Watch:
                 len(tensors),
                 sum(t.numel() * t.dtype.itemsize for t in tensors),
                 counted.operations,
+                self._time(part, forward, args, kwargs),
                 frozenset(self._inside),
                 direct,
             )
@@ -258,6 +274,15 @@ class _Watch:
         self._depth += 1
         try:
             return asked(part, forward, args, kwargs, inside)
+        finally:
+            self._depth -= 1
+
+    def _time(self, part: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        if self._timed_on is None:
+            return 0
+        self._depth += 1
+        try:
+            return nanoseconds_of(part, forward, args, kwargs, self._timed_on)
         finally:
             self._depth -= 1
 

@@ -267,12 +267,13 @@ class AsyncPipelineStrategy(StagedStrategy):
 
 
 def _refuse_ties(parts: Partition) -> None:
-    """Parameters of two stages can't have asynchronous updates of different staleness."""
+    """Parameters that two stages hold can't have asynchronous updates of different staleness."""
     tied = {name: stages for name, stages in parts.shared().items() if name not in parts.loose}
     for name, stages in tied.items():
         others = [other for other, first in parts.aliases.items() if first == name and other != name]
+        used = f"is tied to {others} on" if others else "is used on"
         raise ValueError(
-            f"'{name}' is tied to {others} on stages {list(stages)}: asynchronous updates of different staleness would "
-            f"drive the copies apart. Untie the weights (tie_word_embeddings=False in transformers), or use "
-            f"PipelineStrategy."
+            f"'{name}' {used} stages {list(stages)}: asynchronous updates of different staleness would drive the "
+            f"copies apart. Untie the weights (tie_word_embeddings=False in transformers), use a parameter inside its "
+            f"module and a module on one stage only (see `layers` and `balance`), or take PipelineStrategy."
         )

@@ -71,7 +71,6 @@ def test_it_holds_no_memory() -> None:
         lambda x: nn.functional.dropout(x, 0.5),
         lambda x: x.chunk(2, dim=-1),
         lambda x: x @ nn.Parameter(torch.ones(4, 2)),
-        lambda x: torch.rand_like(x),  # its values would have to be equal on all stages
         lambda x: x.unbind(),
     ],
 )
@@ -212,7 +211,6 @@ def test_first_absent_looks_into_structures(absent: AbsentTensor) -> None:
         lambda x: torch.normal(x, 1.0),
         lambda x: torch.multinomial(x.softmax(-1), 2),
         lambda x: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]),
-        lambda x: nn.functional.rrelu(x, training=True),
         lambda x: x + torch.randn(x.shape),
     ],
 )

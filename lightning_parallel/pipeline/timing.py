@@ -1,0 +1,52 @@
+"""How long a unit takes: its forward and backward run on stand-ins, for ``balance="time"``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.pipeline.absent_forward import on_stand_ins, stand_in
+from lightning_parallel.torch_private import tree_leaves, tree_map
+
+RUNS = 3  # the fastest counts, after one that warms up
+
+
+def nanoseconds_of(
+    unit: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+) -> int:
+    """The time that a call takes.
+
+    Args:
+        unit: whose parameters are absent.
+        forward: its own.
+        args, kwargs: of the call, absent.
+        device: where it is to be run.
+    """
+    here = partial(stand_in, device=device, trains=True)
+    times: list[int] = []
+    with torch.enable_grad(), on_stand_ins(unit, here):
+        for _ in range(1 + RUNS):
+            inputs = tree_map(here, (args, kwargs))
+            _finish(device)
+            start = time.perf_counter_ns()
+            output = forward(*inputs[0], **inputs[1])
+            wanted = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+            if wanted:
+                torch.autograd.backward(wanted, [torch.ones_like(x) for x in wanted])
+            _finish(device)
+            times.append(time.perf_counter_ns() - start)
+    return min(times[1:])
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
