@@ -109,6 +109,9 @@ def _of_errors(reports: list[Report]) -> Verdict | None:
     if refused:
         return Verdict(Outcome.REFUSED, cause.message)
     ranks = f"{len(errors)} of {len(reports)} ranks, after {max(report.updates for report in reports)} updates"
+    lost = sum(bool(_BROKEN.search(error.message)) for error in errors)
+    if lost and cause.message not in (error.message for error in errors if _BROKEN.search(error.message)):
+        ranks += f", {lost} of them only lost the others"
     return Verdict(Outcome.CRASHED, f"{cause.kind} ({ranks}): {cause.message}", trace=cause.trace)
 
 

@@ -22,7 +22,7 @@ def entry(
     wrap: Callable[[Any], L.LightningModule] = OwnLoss,
     layers: int = 4,
     by_nature: Nature | None = None,
-    dropout: bool = False,
+    drops: bool = False,
     dtype: torch.dtype = torch.float64,
     prepare: Callable[[Any], Any] = lambda model: None,
     **settings: Any,
@@ -33,7 +33,7 @@ def entry(
         name: as in `Entry`, and so are batch, layers, by_nature and dtype.
         model: the name of its class.
         wrap: makes the LightningModule around it.
-        dropout: whether what the configuration drops by default stays.
+        drops: whether the configuration's dropout stays.
         prepare: called with the model.
         settings: of the configuration.
     """
@@ -41,7 +41,7 @@ def entry(
     def module() -> L.LightningModule:
         kind = getattr(transformers, model)
         config = kind.config_class(**settings)
-        if not dropout:
+        if not drops:
             drop_nothing(config)
         made = kind(config)
         prepare(made)

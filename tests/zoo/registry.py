@@ -10,7 +10,12 @@ from tests.zoo.entry import Entry
 
 ROOMS = {  # module: the packages that its entries need
     "tests.zoo.transformers_text": ("transformers",),
+    "tests.zoo.transformers_other": ("transformers",),
+    "tests.zoo.vision": ("torchvision", "timm"),
+    "tests.zoo.diffusion": ("diffusers",),
+    "tests.zoo.peft_models": ("transformers", "peft"),
     "tests.zoo.handwritten": (),
+    "tests.zoo.handwritten_steps": (),
 }
 
 

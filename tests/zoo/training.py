@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -24,6 +23,7 @@ from lightning_parallel.shard import Shard
 from tests.strategies.harness import complete, here
 from tests.zoo import layouts
 from tests.zoo.entry import Entry
+from tests.zoo.precision import everything_in
 
 PACKAGE = Path(lightning_parallel.__file__).parent
 
@@ -100,9 +100,17 @@ def train(room: str, name: str, layout_name: str) -> Report:
     except BaseException as error:  # SystemExit too
         report.error = _described(error, monotonic() - begin)
         traceback.clear_frames(error.__traceback__)
-    if report.error is not None and dist.is_initialized():
-        dist.destroy_process_group()  # closed connections tell the ranks that wait for this one
+    if report.error is not None:
+        _hang_up()
     return report
+
+
+def _hang_up() -> None:
+    """Closed connections tell the ranks that wait for this one, as the end of a user's process would."""
+    gc.collect()  # a pipeline's engine holds some
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
 
 
 def _fit(entry: Entry, layout: layouts.Layout, report: Report) -> None:
@@ -126,26 +134,6 @@ def _fit(entry: Entry, layout: layouts.Layout, report: Report) -> None:
     report.weights = {name: complete(parameter.detach()) for name, parameter in here(module).items()}
     if isinstance(trainer.strategy, lightning_parallel.PipelineStrategy | lightning_parallel.TensorParallelStrategy):
         report.shards = trainer.strategy.local_model.shards
-
-
-@contextmanager
-def everything_in(dtype: torch.dtype) -> Iterator[None]:
-    """``dtype`` as the default, and a ``tensor.float()`` that leaves a float64 tensor as it is.
-
-    transformers casts logits to float32 before the loss. The rounding of its mean would bound every comparison.
-    """
-    torch.set_default_dtype(dtype)
-    to_float32 = torch.Tensor.float
-
-    def to_float(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return tensor if tensor.dtype == torch.float64 else to_float32(tensor, *args, **kwargs)
-
-    torch.Tensor.float = to_float  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.Tensor.float = to_float32  # type: ignore[method-assign]
-        torch.set_default_dtype(torch.float32)
 
 
 def _described(error: BaseException, seconds: float) -> Error:
