@@ -69,7 +69,9 @@ class Quantised(Trained):
         return F.mse_loss(output.sample, batch) + output.commit_loss.mean()
 
 
-def denoiser(name: str, make: Callable[[], nn.Module], shape: tuple[int, ...], by_nature: Nature | None = None, **extra: Any) -> Entry:
+def denoiser(
+    name: str, make: Callable[[], nn.Module], shape: tuple[int, ...], by_nature: Nature | None = None, **extra: Any
+) -> Entry:
     """The batch has noise of a shape, times, and what ``extra`` makes."""
 
     def batch() -> dict[str, Any]:
@@ -92,6 +94,17 @@ def kl() -> nn.Module:
         block_out_channels=(8, 16), latent_channels=4, norm_num_groups=4, sample_size=16,
         down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
     )  # fmt: skip
+
+
+def vq() -> nn.Module:
+    return diffusers.VQModel(
+        block_out_channels=(8, 16), norm_num_groups=4, num_vq_embeddings=16,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+    )  # fmt: skip
+
+
+def kl_with(sample: bool) -> Callable[[], Trained]:
+    return lambda: Autoencoder(kl(), sample)
 
 
 def unet() -> nn.Module:
@@ -127,8 +140,14 @@ def sd3() -> nn.Module:
 ENTRIES = (
     denoiser("unet", unet, (8, 3, 8, 8), sample=of((8, 3, 8, 8)), timestep=times),
     Entry("unet, ddpm", "diffusers", lambda: Diffusion(unet()), lambda: images(8), by_nature=Nature.DRAWS),
-    denoiser("unet, conditional", conditional, LATENT, sample=of(LATENT), timestep=times, encoder_hidden_states=of((8, 5, 16))),
-    denoiser("dit, dropped classes", dit, LATENT, Nature.DRAWS, hidden_states=of(LATENT), timestep=times, class_labels=lambda: torch.randint(0, 50, (8,))),
+    denoiser(
+        "unet, conditional", conditional, LATENT, sample=of(LATENT), timestep=times,
+        encoder_hidden_states=of((8, 5, 16)),
+    ),
+    denoiser(
+        "dit, dropped classes", dit, LATENT, Nature.DRAWS, hidden_states=of(LATENT), timestep=times,
+        class_labels=lambda: torch.randint(0, 50, (8,)),
+    ),
     denoiser(
         "pixart", pixart, LATENT, hidden_states=of(LATENT), timestep=times, encoder_hidden_states=of((8, 5, 16)),
     ),
@@ -136,7 +155,7 @@ ENTRIES = (
         "stable diffusion 3", sd3, LATENT, hidden_states=of(LATENT), timestep=times,
         encoder_hidden_states=of((8, 5, 16)), pooled_projections=of((8, 16)),
     ),
-    Entry("kl autoencoder", "diffusers", lambda: Autoencoder(kl(), sample=False), lambda: images(16)),
-    Entry("kl autoencoder, sampled", "diffusers", lambda: Autoencoder(kl(), sample=True), lambda: images(16), by_nature=Nature.DRAWS),
-    Entry("vq autoencoder", "diffusers", lambda: Quantised(diffusers.VQModel(block_out_channels=(8, 16), norm_num_groups=4, num_vq_embeddings=16, down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2)), lambda: images(16)),
+    Entry("kl autoencoder", "diffusers", kl_with(sample=False), lambda: images(16)),
+    Entry("kl autoencoder, sampled", "diffusers", kl_with(sample=True), lambda: images(16), by_nature=Nature.DRAWS),
+    Entry("vq autoencoder", "diffusers", lambda: Quantised(vq()), lambda: images(16)),
 )  # fmt: skip

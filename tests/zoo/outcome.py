@@ -97,21 +97,23 @@ def _of_errors(reports: list[Report]) -> Verdict | None:
     errors = [report.error for report in reports if report.error is not None]
     if not errors:
         return None
-    cause = next((error for error in errors if not _BROKEN.search(error.message)), errors[0])
-    if any(error.seconds >= TIMEOUT and _WAITED.search(error.message) for error in errors):
-        return Verdict(Outcome.HANG, cause.message, trace=cause.trace)
+    waited = [error for error in errors if error.seconds >= TIMEOUT and _WAITED.search(error.message)]
+    causes = [error for error in errors if error not in waited and not _BROKEN.search(error.message)]
+    if waited and not causes:  # with a cause, a user's process would have ended, and the others with it
+        return Verdict(Outcome.HANG, waited[0].message, trace=waited[0].trace)
+    cause = (causes or errors)[0]
     refused = (
         len(errors) == len(reports)
-        and all(error.is_refusal and not _BROKEN.search(error.message) for error in errors)
+        and len(causes) == len(errors)
+        and all(error.is_refusal for error in errors)
         and len({error.kind for error in errors}) == 1
         and all(report.updates == 0 for report in reports)
     )
     if refused:
         return Verdict(Outcome.REFUSED, cause.message)
     ranks = f"{len(errors)} of {len(reports)} ranks, after {max(report.updates for report in reports)} updates"
-    lost = sum(bool(_BROKEN.search(error.message)) for error in errors)
-    if lost and cause.message not in (error.message for error in errors if _BROKEN.search(error.message)):
-        ranks += f", {lost} of them only lost the others"
+    if causes and len(causes) < len(errors):
+        ranks += f", {len(errors) - len(causes)} of them only lost the others"
     return Verdict(Outcome.CRASHED, f"{cause.kind} ({ranks}): {cause.message}", trace=cause.trace)
 
 
@@ -121,11 +123,11 @@ def _largest(reports: list[Report], reference: list[Report], shares: bool) -> tu
         return math.inf, "the number of losses"
     deviations = {}
     for step, expected in enumerate(_losses(reference, shares)):
-        for rank, loss in enumerate(_losses([report], shares)[step] for report in reports if not shares):
-            deviations[f"loss of step {step} on rank {rank}"] = _relative(torch.tensor(loss), torch.tensor(expected))
-        if shares:
-            mean = torch.tensor(_losses(reports, shares)[step])
-            deviations[f"loss of step {step}"] = _relative(mean, torch.tensor(expected))
+        found = {"": _losses(reports, shares)[step]} if shares else {
+            f" on rank {rank}": report.losses[step] for rank, report in enumerate(reports)
+        }  # fmt: skip
+        for rank, loss in found.items():
+            deviations[f"loss of step {step}{rank}"] = _relative(_exact(loss), _exact(expected))
     weights = reference[0].weights
     held: set[str] = set()
     for report in reports:
@@ -148,6 +150,10 @@ def _losses(reports: list[Report], shares: bool) -> list[float]:
     if not shares:
         return reports[0].losses
     return [sum(losses) / len(reports) for losses in zip(*(report.losses for report in reports), strict=True)]
+
+
+def _exact(loss: float) -> Tensor:
+    return torch.tensor(loss, dtype=torch.float64)
 
 
 def _part(whole: Tensor, shard: Shard | None) -> Tensor:

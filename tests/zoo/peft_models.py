@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -15,7 +16,12 @@ from tests.zoo.transformers_text import GPT2, T5, WIDE
 
 
 def adapted(
-    name: str, model: str, config: peft.PeftConfig, batch: Any = language, by_nature: Nature | None = None, **settings: Any
+    name: str,
+    model: str,
+    config: peft.PeftConfig,
+    batch: Callable[[], Any] = language,
+    by_nature: Nature | None = None,
+    **settings: Any,
 ) -> Entry:
     def module() -> OwnLoss:
         kind = getattr(transformers, model)
@@ -34,11 +40,23 @@ def lora(*targets: str, **settings: Any) -> peft.LoraConfig:
 ENTRIES = (
     adapted("gpt2, lora", "GPT2LMHeadModel", lora("c_attn", fan_in_fan_out=True), **GPT2),
     adapted("llama, lora", "LlamaForCausalLM", lora("q_proj", "v_proj"), **WIDE),
-    adapted("llama, lora everywhere", "LlamaForCausalLM", lora("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), **WIDE),
-    adapted("llama, lora with dropout", "LlamaForCausalLM", lora("q_proj", "v_proj", lora_dropout=0.2), by_nature=Nature.DRAWS, **WIDE),
+    adapted(
+        "llama, lora everywhere", "LlamaForCausalLM",
+        lora("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), **WIDE,
+    ),
+    adapted(
+        "llama, lora with dropout", "LlamaForCausalLM", lora("q_proj", "v_proj", lora_dropout=0.2),
+        by_nature=Nature.DRAWS, **WIDE,
+    ),
     adapted("llama, dora", "LlamaForCausalLM", lora("q_proj", "v_proj", use_dora=True), **WIDE),
     adapted("llama, lora and head", "LlamaForCausalLM", lora("q_proj", modules_to_save=["lm_head"]), **WIDE),
-    adapted("llama, ia3", "LlamaForCausalLM", peft.IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]), **WIDE),
-    adapted("bert, lora", "BertForSequenceClassification", lora("query", "value", modules_to_save=["classifier"]), classification, num_labels=CLASSES, **WIDE),
+    adapted(
+        "llama, ia3", "LlamaForCausalLM",
+        peft.IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]), **WIDE,
+    ),
+    adapted(
+        "bert, lora", "BertForSequenceClassification", lora("query", "value", modules_to_save=["classifier"]),
+        classification, num_labels=CLASSES, **WIDE,
+    ),
     adapted("t5, lora", "T5ForConditionalGeneration", lora("q", "v"), translation, **T5),
 )  # fmt: skip

@@ -14,8 +14,12 @@ ROOMS = {  # module: the packages that its entries need
     "tests.zoo.vision": ("torchvision", "timm"),
     "tests.zoo.diffusion": ("diffusers",),
     "tests.zoo.peft_models": ("transformers", "peft"),
-    "tests.zoo.handwritten": (),
-    "tests.zoo.handwritten_steps": (),
+    "tests.zoo.handwritten.order": (),
+    "tests.zoo.handwritten.sharing": (),
+    "tests.zoo.handwritten.layers": (),
+    "tests.zoo.handwritten.steps": (),
+    "tests.zoo.handwritten.losses": (),
+    "tests.zoo.handwritten.updates": (),
 }
 
 

@@ -11,7 +11,9 @@ from tests.zoo.layouts import TIMEOUT, Layout
 from tests.zoo.outcome import Outcome, Verdict, judge
 from tests.zoo.training import Report, train
 
-PATIENCE = 3 * TIMEOUT  # seconds until ranks that don't even time out are given up
+
+class UselessEntryError(RuntimeError):
+    """An entry that can't be trained in one process."""
 
 
 @dataclass(slots=True)
@@ -19,6 +21,7 @@ class Runner:
     """Keeps the references of the entry that it ran last, since an entry's layouts come one after the other."""
 
     pool: WorkerPool
+    patience: float = 3 * TIMEOUT  # seconds until ranks that don't even time out are given up
     _of: tuple[str, str] = ("", "")
     _references: dict[str, list[Report]] = field(default_factory=dict)
 
@@ -31,7 +34,7 @@ class Runner:
             layout: how to train it.
 
         Raises:
-            RuntimeError: the entry can't be trained in one process, or its weights don't change: it is of no use.
+            UselessEntryError: the entry can't be trained in one process.
         """
         if layout.stages > entry.layers:
             return None
@@ -45,9 +48,9 @@ class Runner:
     def _plain(self, room: str, entry: Entry) -> Report:
         (plain,) = self._reference(room, entry, layouts.PLAIN)
         if plain.error is not None:
-            raise RuntimeError(f"{entry.name!r} fails in one process:\n{plain.error.trace}")
+            raise UselessEntryError(f"{entry.name!r} fails in one process:\n{plain.error.trace}")
         if not plain.updates:
-            raise RuntimeError(f"{entry.name!r} makes no update in one process.")
+            raise UselessEntryError(f"{entry.name!r} makes no update in one process.")
         return plain
 
     def _reference(self, room: str, entry: Entry, name: str) -> list[Report]:
@@ -58,7 +61,7 @@ class Runner:
         return self._references[name]
 
     def _train(self, room: str, entry: Entry, layout: Layout) -> list[Report]:
-        return self.pool.run(train, layout.ranks, room, entry.name, layout.name, init=False, timeout=PATIENCE)
+        return self.pool.run(train, layout.ranks, room, entry.name, layout.name, init=False, timeout=self.patience)
 
 
 def _lost(error: WorkerError) -> Verdict:
@@ -66,5 +69,5 @@ def _lost(error: WorkerError) -> Verdict:
     text = error.errors[error.rank]
     hung = [rank for rank, text in error.errors.items() if "had not answered" in text]
     if hung:
-        return Verdict(Outcome.HANG, f"rank {hung[0]} gave no answer within {PATIENCE:g} s", trace=error.errors[hung[0]])
+        return Verdict(Outcome.HANG, f"rank {hung[0]} gave no answer", trace=error.errors[hung[0]])
     return Verdict(Outcome.CRASHED, text.strip().splitlines()[-1], trace=text)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.zoo.entry import Entry, Nature
-from tests.zoo.modules import CLASSES, VOCABULARY, OwnLoss, Trained, WithAdam
+from tests.zoo.modules import CLASSES, VOCABULARY, Trained, WithAdam
 from tests.zoo.pretrained import classification, entry, language, translation, unequal_labels
 
 SPECIAL: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -118,7 +118,10 @@ ENTRIES = (
     entry("gpt2, dropout", "GPT2LMHeadModel", language, by_nature=Nature.DRAWS, drops=True, **GPT2),
     entry("gpt2, unequal labels", "GPT2LMHeadModel", unequal_labels, by_nature=Nature.LABELS, **GPT2),
     entry("gpt2, hidden states in the loss", "GPT2LMHeadModel", language, wrap=HiddenStates, **GPT2),
-    entry("gpt2, attentions in the loss", "GPT2LMHeadModel", language, wrap=Attentions, attn_implementation="eager", **GPT2),
+    entry(
+        "gpt2, attentions in the loss", "GPT2LMHeadModel", language, wrap=Attentions, attn_implementation="eager",
+        **GPT2,
+    ),
     entry("gpt2, gradient checkpointing", "GPT2LMHeadModel", language, prepare=checkpointed, **GPT2),
     entry("gpt2, own loss", "GPT2LMHeadModel", language, wrap=Unlabelled, **GPT2),
     entry("gpt2, distilled", "GPT2LMHeadModel", language, wrap=Distilled, **GPT2),
@@ -140,7 +143,8 @@ ENTRIES = (
     lm(
         "gemma 3n", "Gemma3nForCausalLM", num_key_value_heads=2, head_dim=8, sliding_window=6,
         vocab_size_per_layer_input=VOCABULARY, hidden_size_per_layer_input=8, laurel_rank=4, altup_num_inputs=2,
-        num_kv_shared_layers=0, activation_sparsity_pattern=[0.0] * 4, layer_types=["sliding_attention"] * 3 + ["full_attention"],
+        num_kv_shared_layers=0, activation_sparsity_pattern=[0.0] * 4,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"],
     ),
     lm("phi", "PhiForCausalLM"),
     lm("phi 3", "Phi3ForCausalLM", num_key_value_heads=2),
@@ -148,11 +152,17 @@ ENTRIES = (
     entry("bloom", "BloomForCausalLM", language, n_layer=4, hidden_size=32, n_head=4, **SPECIAL),
     lm("falcon", "FalconForCausalLM"),
     lm("gpt-neox", "GPTNeoXForCausalLM"),
-    lm("gpt-neo", "GPTNeoForCausalLM", num_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]], window_size=6),
+    lm(
+        "gpt-neo", "GPTNeoForCausalLM", num_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]],
+        window_size=6,
+    ),
     entry("gpt-j", "GPTJForCausalLM", language, rotary_dim=4, **GPT2),
     entry("codegen", "CodeGenForCausalLM", language, rotary_dim=4, **GPT2),
     entry("gpt-bigcode", "GPTBigCodeForCausalLM", language, **GPT2),
-    entry("mpt", "MptForCausalLM", language, d_model=32, n_heads=4, n_layers=4, max_seq_len=16, expansion_ratio=2, **SPECIAL),
+    entry(
+        "mpt", "MptForCausalLM", language, d_model=32, n_heads=4, n_layers=4, max_seq_len=16, expansion_ratio=2,
+        **SPECIAL,
+    ),
     lm("stablelm", "StableLmForCausalLM", num_key_value_heads=4),
     lm("starcoder 2", "Starcoder2ForCausalLM", num_key_value_heads=2),
     lm("olmo", "OlmoForCausalLM"),
@@ -168,28 +178,64 @@ ENTRIES = (
     # -- mixtures of experts
     lm("mixtral", "MixtralForCausalLM", num_local_experts=4, num_key_value_heads=2, **EAGER),
     lm("mixtral, float32", "MixtralForCausalLM", dtype=torch.float32, num_local_experts=4, num_key_value_heads=2),
-    lm("mixtral, batched", "MixtralForCausalLM", num_local_experts=4, num_key_value_heads=2, experts_implementation="batched_mm"),
-    lm("mixtral, balanced", "MixtralForCausalLM", num_local_experts=4, num_key_value_heads=2, prepare=aux, by_nature=Nature.BALANCE, **EAGER),
-    entry("qwen2 moe", "Qwen2MoeForCausalLM", language, num_experts=4, num_experts_per_tok=2, shared_expert_intermediate_size=16, **SPARSE),
+    lm(
+        "mixtral, batched", "MixtralForCausalLM", num_local_experts=4, num_key_value_heads=2,
+        experts_implementation="batched_mm",
+    ),
+    lm(
+        "mixtral, balanced", "MixtralForCausalLM", num_local_experts=4, num_key_value_heads=2, prepare=aux,
+        by_nature=Nature.BALANCE, **EAGER,
+    ),
+    entry(
+        "qwen2 moe", "Qwen2MoeForCausalLM", language, num_experts=4, num_experts_per_tok=2,
+        shared_expert_intermediate_size=16, **SPARSE,
+    ),
     entry("qwen3 moe", "Qwen3MoeForCausalLM", language, num_experts=4, num_experts_per_tok=2, head_dim=8, **SPARSE),
-    entry("qwen3 moe, float32", "Qwen3MoeForCausalLM", language, dtype=torch.float32, num_experts=4, num_experts_per_tok=2, head_dim=8, **{**SPARSE, "experts_implementation": None}),
-    entry("qwen3 moe, router in the loss", "Qwen3MoeForCausalLM", language, wrap=RouterLogits, num_experts=4, num_experts_per_tok=2, head_dim=8, **SPARSE),
+    entry(
+        "qwen3 moe, float32", "Qwen3MoeForCausalLM", language, dtype=torch.float32, num_experts=4,
+        num_experts_per_tok=2, head_dim=8, **{**SPARSE, "experts_implementation": None},
+    ),
+    entry(
+        "qwen3 moe, router in the loss", "Qwen3MoeForCausalLM", language, wrap=RouterLogits, num_experts=4,
+        num_experts_per_tok=2, head_dim=8, **SPARSE,
+    ),
     entry("deepseek v2", "DeepseekV2ForCausalLM", language, **DEEPSEEK),
     entry("deepseek v3", "DeepseekV3ForCausalLM", language, **DEEPSEEK),
-    lm("llama 4", "Llama4ForCausalLM", num_key_value_heads=2, head_dim=8, intermediate_size_mlp=64, num_local_experts=4, num_experts_per_tok=1, interleave_moe_layer_step=2, attention_chunk_size=8),
+    lm(
+        "llama 4", "Llama4ForCausalLM", num_key_value_heads=2, head_dim=8, intermediate_size_mlp=64,
+        num_local_experts=4, num_experts_per_tok=1, interleave_moe_layer_step=2, attention_chunk_size=8,
+    ),
     lm("olmoe", "OlmoeForCausalLM", num_experts=4, num_experts_per_tok=2, **EAGER),
-    lm("gpt-oss", "GptOssForCausalLM", num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=2, head_dim=8, sliding_window=6, **EAGER),
+    lm(
+        "gpt-oss", "GptOssForCausalLM", num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=2, head_dim=8,
+        sliding_window=6, **EAGER,
+    ),
     lm("jetmoe", "JetMoeForCausalLM", num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=2, kv_channels=8),
     lm("granite moe", "GraniteMoeForCausalLM", num_local_experts=4, num_experts_per_tok=2, **EAGER),
-    lm("phi moe", "PhimoeForCausalLM", by_nature=Nature.DRAWS, num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=2, **EAGER),
-    lm("ernie 4.5 moe", "Ernie4_5_MoeForCausalLM", num_key_value_heads=2, moe_intermediate_size=16, moe_num_experts=4, moe_k=2, moe_num_shared_experts=1, **EAGER),
-    entry("switch", "SwitchTransformersForConditionalGeneration", translation, num_experts=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, expert_capacity=64, router_jitter_noise=0.0, **T5),
+    lm(
+        "phi moe", "PhimoeForCausalLM", by_nature=Nature.DRAWS, num_local_experts=4, num_experts_per_tok=2,
+        num_key_value_heads=2, **EAGER,
+    ),
+    lm(
+        "ernie 4.5 moe", "Ernie4_5_MoeForCausalLM", num_key_value_heads=2, moe_intermediate_size=16, moe_num_experts=4,
+        moe_k=2, moe_num_shared_experts=1, **EAGER,
+    ),
+    entry(
+        "switch", "SwitchTransformersForConditionalGeneration", translation, num_experts=2, num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1, expert_capacity=64, router_jitter_noise=0.0, **T5,
+    ),
     # -- state spaces and other recurrences
     lm("mamba", "MambaForCausalLM", state_size=4, time_step_rank=4),
     lm("mamba 2", "Mamba2ForCausalLM", state_size=4, num_heads=4, head_dim=16, n_groups=1, chunk_size=4, expand=2),
     lm("rwkv", "RwkvForCausalLM", attention_hidden_size=32, context_length=16),
-    lm("recurrent gemma", "RecurrentGemmaForCausalLM", lru_width=32, num_key_value_heads=1, attention_window_size=6, block_types=["recurrent", "attention"]),
-    lm("jamba", "JambaForCausalLM", num_key_value_heads=2, num_experts=2, use_mamba_kernels=False, mamba_d_state=4, **EAGER, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1),
+    lm(
+        "recurrent gemma", "RecurrentGemmaForCausalLM", lru_width=32, num_key_value_heads=1, attention_window_size=6,
+        block_types=["recurrent", "attention"],
+    ),
+    lm(
+        "jamba", "JambaForCausalLM", num_key_value_heads=2, num_experts=2, use_mamba_kernels=False, mamba_d_state=4,
+        **EAGER, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
+    ),
     # -- encoders
     lm("bert", "BertForMaskedLM"),
     lm("bert, unequal labels", "BertForMaskedLM", batch=unequal_labels, by_nature=Nature.LABELS),
@@ -199,17 +245,26 @@ ENTRIES = (
     lm("xlm-roberta xl", "XLMRobertaXLForMaskedLM"),
     lm("camembert, classes", "CamembertForSequenceClassification", batch=classification, num_labels=CLASSES),
     lm("deberta v2", "DebertaV2ForMaskedLM", relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8),
-    lm("deberta", "DebertaForSequenceClassification", batch=classification, num_labels=CLASSES, relative_attention=True, pos_att_type=["c2p"]),
+    lm(
+        "deberta", "DebertaForSequenceClassification", batch=classification, num_labels=CLASSES,
+        relative_attention=True, pos_att_type=["c2p"],
+    ),
     lm("electra", "ElectraForMaskedLM", embedding_size=16),
     lm("albert", "AlbertForMaskedLM", embedding_size=16),
     lm("albert, two groups", "AlbertForMaskedLM", embedding_size=16, num_hidden_groups=2),
     entry("distilbert", "DistilBertForMaskedLM", language, dim=32, hidden_dim=64, n_layers=4, n_heads=4, **SPECIAL),
     lm("mpnet", "MPNetForMaskedLM"),
-    lm("modernbert", "ModernBertForMaskedLM", global_attn_every_n_layers=2, local_attention=6, cls_token_id=1, sep_token_id=2),
+    lm(
+        "modernbert", "ModernBertForMaskedLM", global_attn_every_n_layers=2, local_attention=6, cls_token_id=1,
+        sep_token_id=2,
+    ),
     lm("roformer", "RoFormerForMaskedLM", embedding_size=32),
     lm("squeezebert", "SqueezeBertForMaskedLM", embedding_size=32, q_groups=2, k_groups=2, v_groups=2),
     lm("convbert", "ConvBertForMaskedLM", embedding_size=32, conv_kernel_size=3, head_ratio=2),
-    lm("nystromformer", "NystromformerForMaskedLM", by_nature=Nature.SAMPLES, num_landmarks=4, segment_means_seq_len=12),
+    lm(
+        "nystromformer", "NystromformerForMaskedLM", by_nature=Nature.SAMPLES, num_landmarks=4,
+        segment_means_seq_len=12,
+    ),
     lm("fnet", "FNetForMaskedLM"),
     lm("layoutlm", "LayoutLMForMaskedLM"),
     lm("longformer", "LongformerForMaskedLM", attention_window=4),
@@ -219,7 +274,10 @@ ENTRIES = (
         num_decoder_layers=2, **SPECIAL,
     ),
     entry("xlnet", "XLNetLMHeadModel", language, d_model=32, n_layer=4, n_head=4, d_inner=64, **SPECIAL),
-    entry("xlm", "XLMWithLMHeadModel", language, emb_dim=32, n_layers=4, n_heads=4, n_langs=1, **{**SPECIAL, "vocab_size": VOCABULARY, "n_words": VOCABULARY}),
+    entry(
+        "xlm", "XLMWithLMHeadModel", language, emb_dim=32, n_layers=4, n_heads=4, n_langs=1,
+        **{**SPECIAL, "vocab_size": VOCABULARY, "n_words": VOCABULARY},
+    ),
     lm(
         "reformer", "ReformerModelWithLMHead", attn_layers=["local", "local", "local", "local"], is_decoder=True,
         axial_pos_embds=False, attention_head_size=8, feed_forward_size=64, local_attn_chunk_length=4,
@@ -228,7 +286,10 @@ ENTRIES = (
     lm("esm", "EsmForMaskedLM", position_embedding_type="rotary", mask_token_id=3),
     # -- encoders with decoders
     entry("t5", "T5ForConditionalGeneration", translation, **T5),
-    entry("t5, gated, untied", "T5ForConditionalGeneration", translation, feed_forward_proj="gated-gelu", tie_word_embeddings=False, **T5),
+    entry(
+        "t5, gated, untied", "T5ForConditionalGeneration", translation, feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False, **T5,
+    ),
     entry("t5, dropout", "T5ForConditionalGeneration", translation, drops=True, by_nature=Nature.DRAWS, **T5),
     entry("mt5", "MT5ForConditionalGeneration", translation, **T5),
     entry("umt5", "UMT5ForConditionalGeneration", translation, **T5),
@@ -238,7 +299,10 @@ ENTRIES = (
     entry("pegasus", "PegasusForConditionalGeneration", translation, **SEQ2SEQ),
     entry("marian", "MarianMTModel", translation, **SEQ2SEQ),
     entry("m2m100", "M2M100ForConditionalGeneration", translation, **SEQ2SEQ),
-    entry("led", "LEDForConditionalGeneration", translation, attention_window=4, max_encoder_position_embeddings=64, max_decoder_position_embeddings=64, **SEQ2SEQ),
+    entry(
+        "led", "LEDForConditionalGeneration", translation, attention_window=4, max_encoder_position_embeddings=64,
+        max_decoder_position_embeddings=64, **SEQ2SEQ,
+    ),
     entry(
         "prophetnet", "ProphetNetForConditionalGeneration", translation, hidden_size=32, num_encoder_layers=2,
         num_decoder_layers=2, num_encoder_attention_heads=4, num_decoder_attention_heads=4, encoder_ffn_dim=64,

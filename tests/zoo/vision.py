@@ -76,10 +76,10 @@ def segmentation(name: str, make: Callable[[], nn.Module]) -> Entry:
     return Entry(name, "torchvision", lambda: Segmenter(make()), batch, by_nature=STATISTICS)
 
 
-def tm(name: str, model: str, by_nature: Nature | None = None, *, size: int = 32, layers: int = 4, **settings: Any) -> Entry:
+def tm(name: str, model: str, by_nature: Nature | None = None, *, size: int = 32, **settings: Any) -> Entry:
     """A classifier that `timm.create_model` makes."""
     make = partial(timm.create_model, model, num_classes=CLASSES, **settings)
-    return tv(name, make, by_nature, size=size, layers=layers, source="timm")
+    return tv(name, make, by_nature, size=size, source="timm")
 
 
 def timm_class(name: str, kind: Callable[..., nn.Module], by_nature: Nature | None = None, **settings: Any) -> Entry:
@@ -110,7 +110,7 @@ def efficientnet(stochastic_depth: float = 0.0) -> nn.Module:
         block(1, stride=1, input_channels=16, out_channels=8), block(4, stride=2, input_channels=8, out_channels=12),
         block(4, stride=2, input_channels=12, out_channels=16, num_layers=2),
     ]  # fmt: skip
-    return models.EfficientNet(settings, dropout=0.0, stochastic_depth_prob=stochastic_depth, num_classes=CLASSES, last_channel=32)
+    return models.EfficientNet(settings, 0.0, stochastic_depth, num_classes=CLASSES, last_channel=32)
 
 
 def regnet() -> nn.Module:
@@ -124,7 +124,8 @@ def convnext(stochastic_depth: float = 0.0) -> nn.Module:
 
 
 def swin(stochastic_depth: float = 0.0) -> nn.Module:
-    return models.SwinTransformer([2, 2], 8, [2, 2], [2, 2], [4, 4], stochastic_depth_prob=stochastic_depth, num_classes=CLASSES)
+    shape = {"patch_size": [2, 2], "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": [4, 4]}
+    return models.SwinTransformer(**shape, stochastic_depth_prob=stochastic_depth, num_classes=CLASSES)
 
 
 def vit(dropout: float = 0.0) -> nn.Module:
@@ -158,7 +159,10 @@ class Backbone(nn.Module):
 ENTRIES = (
     # -- torchvision
     tv("resnet", resnet, STATISTICS),
-    tv("resnet, bottleneck", lambda: ResNet(Bottleneck, [1, 1, 1, 1], num_classes=CLASSES, width_per_group=8), STATISTICS),
+    tv(
+        "resnet, bottleneck", lambda: ResNet(Bottleneck, [1, 1, 1, 1], num_classes=CLASSES, width_per_group=8),
+        STATISTICS,
+    ),
     tv("resnet, group norm", partial(resnet, norm_layer=group_norm)),
     tv("resnet, batch norm in eval mode", resnet, wrap=EvalNorm),
     tv("resnet, frozen backbone", resnet, wrap=FrozenBackbone),
@@ -166,9 +170,24 @@ ENTRIES = (
     tv("vgg, dropout", lambda: vgg(nn.Dropout(0.2)), DRAWS),
     tv("squeezenet", lambda: models.SqueezeNet("1_1", CLASSES, dropout=0.0)),
     tv("densenet", lambda: models.DenseNet(4, (2, 2, 2), 8, num_classes=CLASSES), STATISTICS),
-    tv("densenet, batch norm in eval mode", lambda: models.DenseNet(4, (2, 2, 2), 8, num_classes=CLASSES), wrap=EvalNorm),
-    tv("mobilenet v2", lambda: models.MobileNetV2(CLASSES, 0.25, dropout=0.0, inverted_residual_setting=[[1, 16, 1, 1], [4, 24, 2, 2], [4, 32, 1, 2]]), STATISTICS),
-    tv("mobilenet v2, batch norm in eval mode", lambda: models.MobileNetV2(CLASSES, 0.25, dropout=0.0, inverted_residual_setting=[[1, 16, 1, 1], [4, 24, 2, 2], [4, 32, 1, 2]]), wrap=EvalNorm),
+    tv(
+        "densenet, batch norm in eval mode", lambda: models.DenseNet(4, (2, 2, 2), 8, num_classes=CLASSES),
+        wrap=EvalNorm,
+    ),
+    tv(
+        "mobilenet v2",
+        lambda: models.MobileNetV2(
+            CLASSES, 0.25, dropout=0.0, inverted_residual_setting=[[1, 16, 1, 1], [4, 24, 2, 2], [4, 32, 1, 2]],
+        ),
+        STATISTICS,
+    ),
+    tv(
+        "mobilenet v2, batch norm in eval mode",
+        lambda: models.MobileNetV2(
+            CLASSES, 0.25, dropout=0.0, inverted_residual_setting=[[1, 16, 1, 1], [4, 24, 2, 2], [4, 32, 1, 2]],
+        ),
+        wrap=EvalNorm,
+    ),
     tv("mobilenet v3", mobilenet_v3, STATISTICS),
     tv("mnasnet", lambda: models.MNASNet(0.25, CLASSES, dropout=0.0), STATISTICS, size=64),
     tv("efficientnet", efficientnet, STATISTICS),
@@ -178,7 +197,11 @@ ENTRIES = (
     tv("regnet", regnet, STATISTICS),
     tv("regnet, batch norm in eval mode", regnet, wrap=EvalNorm),
     tv("googlenet", lambda: models.GoogLeNet(CLASSES, aux_logits=False, init_weights=False), STATISTICS),
-    tv("googlenet, auxiliary heads, in eval mode", lambda: models.GoogLeNet(CLASSES, init_weights=False, dropout=0.0, dropout_aux=0.0), wrap=type("AuxiliaryInEvalMode", (WithAuxiliary, EvalNorm), {})),
+    tv(
+        "googlenet, auxiliary heads, in eval mode",
+        lambda: models.GoogLeNet(CLASSES, init_weights=False, dropout=0.0, dropout_aux=0.0),
+        wrap=type("AuxiliaryInEvalMode", (WithAuxiliary, EvalNorm), {}),
+    ),
     tv("convnext of torchvision", convnext),
     tv("convnext, stochastic depth", partial(convnext, 0.3), DRAWS),
     tv("swin of torchvision", swin),
@@ -196,21 +219,42 @@ ENTRIES = (
     tm("timm beit", "beit_base_patch16_224", size=16, **VIT),
     tm("timm eva 02", "eva02_tiny_patch14_224", size=16, **VIT),
     tm("timm cait", "cait_xxs24_224", size=16, depth_token_only=1, **{**VIT, "depth": 3}),
-    tm("timm swin", "swin_tiny_patch4_window7_224", img_size=32, window_size=4, embed_dim=8, depths=(2, 2), num_heads=(2, 2), drop_path_rate=0.0),
+    tm(
+        "timm swin", "swin_tiny_patch4_window7_224", img_size=32, window_size=4, embed_dim=8, depths=(2, 2),
+        num_heads=(2, 2), drop_path_rate=0.0,
+    ),
     tm("timm convnext", "convnext_atto", depths=(1, 1, 1, 1), dims=(8, 16, 16, 32)),
     tm("timm xcit", "xcit_nano_12_p16_224", STATISTICS, img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=4),
-    tm("timm pit", "pit_ti_224", layers=3, img_size=32, patch_size=8, stride=4, base_dims=[8, 8, 8], depth=[1, 1, 1], heads=[2, 2, 2]),
+    tm(
+        "timm pit", "pit_ti_224", img_size=32, patch_size=8, stride=4, base_dims=[8, 8, 8], depth=[1, 1, 1],
+        heads=[2, 2, 2],
+    ),
     tm("timm edgenext", "edgenext_xx_small", size=64, dims=(8, 16, 16, 24), depths=(1, 1, 1, 1)),
     tm("timm resnet-t", "resnet10t", STATISTICS, channels=(8, 16, 16, 24), stem_width=8),
-    tm("timm twins", "twins_svt_small", size=64, img_size=64, embed_dims=(8, 16, 16, 32), num_heads=(1, 2, 2, 2), depths=(1, 1, 2, 1), wss=(4, 4, 4, 2)),
-    tm("timm davit", "davit_tiny", depths=(1, 1, 1, 1), embed_dims=(8, 16, 16, 32), num_heads=(2, 2, 2, 2), window_size=4),
+    tm(
+        "timm twins", "twins_svt_small", size=64, img_size=64, embed_dims=(8, 16, 16, 32), num_heads=(1, 2, 2, 2),
+        depths=(1, 1, 2, 1), wss=(4, 4, 4, 2),
+    ),
+    tm(
+        "timm davit", "davit_tiny", depths=(1, 1, 1, 1), embed_dims=(8, 16, 16, 32), num_heads=(2, 2, 2, 2),
+        window_size=4,
+    ),
     tm("timm coat", "coat_lite_tiny", size=64, img_size=64, embed_dims=(8, 16, 16, 24), serial_depths=(1, 1, 1, 1)),
     tm("timm tinynet", "tinynet_e", STATISTICS),
     timm_class("timm mixer", timm.models.MlpMixer, **MIXER),
     timm_class("timm convmixer", timm.models.ConvMixer, STATISTICS, dim=16, depth=4, kernel_size=3, patch_size=4),
     timm_class("timm metaformer", timm.models.MetaFormer, depths=(1, 1, 1, 1), dims=(8, 16, 16, 32)),
-    timm_class("timm nest", timm.models.Nest, img_size=32, num_levels=2, embed_dims=(16, 32), num_heads=(2, 4), depths=(2, 2), drop_path_rate=0.0),
+    timm_class(
+        "timm nest", timm.models.Nest, img_size=32, num_levels=2, embed_dims=(16, 32), num_heads=(2, 4), depths=(2, 2),
+        drop_path_rate=0.0,
+    ),
     timm_class("timm focalnet", timm.models.FocalNet, embed_dim=8, depths=(1, 1, 1, 1), drop_path_rate=0.0),
-    timm_class("timm tnt", timm.models.TNT, img_size=32, embed_dim=32, inner_dim=8, depth=4, num_heads_inner=2, num_heads_outer=4),
-    timm_class("timm volo", timm.models.VOLO, img_size=32, layers=(1, 1, 1, 1), embed_dims=(16, 32, 32, 32), num_heads=(2, 2, 2, 2), patch_size=8),
+    timm_class(
+        "timm tnt", timm.models.TNT, img_size=32, embed_dim=32, inner_dim=8, depth=4, num_heads_inner=2,
+        num_heads_outer=4,
+    ),
+    timm_class(
+        "timm volo", timm.models.VOLO, img_size=32, layers=(1, 1, 1, 1), embed_dims=(16, 32, 32, 32),
+        num_heads=(2, 2, 2, 2), patch_size=8,
+    ),
 )  # fmt: skip
