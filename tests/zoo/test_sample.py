@@ -22,8 +22,8 @@ SAMPLE = [
     ("plain attributes", ["GPipe 2"]),
     ("two lists taking turns", ["1F1B 2"]),
     ("registered in another order", ["recomputed 2"]),
-    ("tied by hand", ["1F1B 2"]),
-    ("self.last = h", ["1F1B 2"]),
+    ("tied", ["1F1B 2"]),
+    ("multi-task", ["1F1B 2"]),
     ("batch norm", ["GPipe 2"]),
     ("metrics", ["1F1B 2"]),
 ]
