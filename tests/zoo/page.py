@@ -18,7 +18,7 @@ MARKS = {
     Outcome.CRASHED: "**crashed**",
     Outcome.HANG: "**hang**",
 }
-SHOWN = 300  # characters of a message
+SHOWN = 160  # characters of a message
 Cases = dict[str, dict[str, Verdict | None]]
 
 
@@ -81,7 +81,7 @@ def _wrong(cases: Cases) -> Iterable[str]:
 
 
 def _refusals(cases: Cases) -> Iterable[str]:
-    """Grouped by their message, in the order of the tables."""
+    """A line for each message of an entry, in the order of the tables."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, layout, verdict in _all(cases):
         if verdict.outcome is Outcome.REFUSED:

@@ -196,7 +196,6 @@ ENTRIES = (
     tv("shufflenet", lambda: models.ShuffleNetV2([2, 2, 2], [8, 16, 24, 32, 48], num_classes=CLASSES), STATISTICS),
     tv("regnet", regnet, STATISTICS),
     tv("regnet, batch norm in eval mode", regnet, wrap=EvalNorm),
-    tv("googlenet", lambda: models.GoogLeNet(CLASSES, aux_logits=False, init_weights=False), STATISTICS),
     tv(
         "googlenet, auxiliary heads, in eval mode",
         lambda: models.GoogLeNet(CLASSES, init_weights=False, dropout=0.0, dropout_aux=0.0),
@@ -254,7 +253,7 @@ ENTRIES = (
         num_heads_outer=4,
     ),
     timm_class(
-        "timm volo", timm.models.VOLO, img_size=32, layers=(1, 1, 1, 1), embed_dims=(16, 32, 32, 32),
+        "timm volo", timm.models.VOLO, DRAWS, img_size=32, layers=(1, 1, 1, 1), embed_dims=(16, 32, 32, 32),
         num_heads=(2, 2, 2, 2), patch_size=8,
     ),
 )  # fmt: skip
