@@ -4,9 +4,13 @@
 #     make test ARGS="tests/pipeline -k gpipe"
 #     make test JOBS=0                         # one test at a time, without pytest-xdist: for a debugger
 #     make docs                                # the site of docs/, into site/
+#     make zoo                                 # three hundred small models under every layout, into docs/zoo.md
+#     make zoo ARGS="--only 'gpt2*' --traces"  # some of them; ARGS="--resume" goes on after an interruption
 
 PYTHON ?= python3
 VENV ?= .venv
+# The zoo has one of its own: torchvision would change what the tests import.
+ZOO_VENV ?= .venv-zoo
 ARGS ?=
 # Tests at a time. Each is of up to eight processes, which often wait for each other: three keep two cores busy. They run
 # in the order of their files: by itself pytest-xdist puts files of few tests last, which here are the slowest.
@@ -14,8 +18,10 @@ JOBS ?= 3
 
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
+RUN_ZOO := $(ZOO_VENV)/bin/python
+ZOO_READY := $(ZOO_VENV)/.ready
 
-.PHONY: train compare test lint docs clean
+.PHONY: train compare test zoo lint docs clean
 
 train: $(READY)
 	$(RUN) -m recipes.train strategy=pipeline_async $(ARGS)
@@ -26,6 +32,9 @@ compare: $(READY)
 test: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
+zoo: $(ZOO_READY)
+	$(RUN_ZOO) -m tests.zoo --page docs/zoo.md --record $(ARGS)
+
 lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
@@ -34,14 +43,17 @@ docs: $(READY)
 	$(RUN) -m zensical build --clean --strict
 
 clean:
-	rm -rf $(VENV) build site .cache *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(ZOO_VENV) build site .cache *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Made anew when what is to be installed changes; a set-up that was cut short has no .ready and is done again.
-$(READY): pyproject.toml constraints.txt
+$(READY) $(ZOO_READY): %/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
 		{ echo "$(PYTHON) is not Python 3.11, 3.12 or 3.13: make PYTHON=/path/to/one"; exit 1; }
-	@echo "Setting up $(VENV): once, a minute or more"
-	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[recipes,test,docs]"
+	@echo "Setting up $*: once, a minute or more"
+	$(PYTHON) -m venv $*
+	$*/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
 	@touch $@
+
+$(READY): EXTRAS = recipes,test,docs
+$(ZOO_READY): EXTRAS = zoo

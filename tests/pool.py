@@ -109,8 +109,14 @@ class _Worker:
 
 @dataclass(slots=True)
 class WorkerPool:
-    """Runs functions on ranks that are processes. Use the fixture `pool`: there is one for the session."""
+    """Runs functions on ranks that are processes. Use the fixture `pool`: there is one for the session.
 
+    Args:
+        preload: modules that the server imports that workers are forked from. A process has one such server: the first
+            pool's modules count.
+    """
+
+    preload: list[str] = field(default_factory=lambda: list(PRELOAD))
     _workers: list[_Worker] = field(default_factory=list)
     _directory: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="lightning-parallel-tests-")))
     _serial: itertools.count[int] = field(default_factory=itertools.count)
@@ -172,7 +178,7 @@ class WorkerPool:
     def _grow(self, count: int) -> None:
         new: list[_Worker] = []
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context.set_forkserver_preload(self.preload)
         while len(self._workers) < count:
             log = self._directory / f"worker{next(self._serial)}.log"
             log.touch()

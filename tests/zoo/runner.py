@@ -1,0 +1,73 @@
+"""Runs entries under layouts, in the processes of a pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tests.pool import WorkerError, WorkerPool
+from tests.zoo import layouts
+from tests.zoo.entry import Entry
+from tests.zoo.layouts import TIMEOUT, Layout
+from tests.zoo.outcome import Outcome, Verdict, judge
+from tests.zoo.training import Report, train
+
+
+class UselessEntryError(RuntimeError):
+    """An entry that can't be trained in one process."""
+
+
+@dataclass(slots=True)
+class Runner:
+    """Keeps the references of the entry that it ran last, since an entry's layouts come one after the other."""
+
+    pool: WorkerPool
+    patience: float = 3 * TIMEOUT  # seconds until ranks that don't even time out are given up
+    _of: tuple[str, str] = ("", "")
+    _references: dict[str, list[Report]] = field(default_factory=dict)
+
+    def run(self, room: str, entry: Entry, layout: Layout) -> Verdict | None:
+        """The verdict on an entry under a layout; None if it has fewer layers than the layout has stages.
+
+        Args:
+            room: the module that lists the entry.
+            entry: what to train.
+            layout: how to train it.
+
+        Raises:
+            UselessEntryError: the entry can't be trained in one process.
+        """
+        if layout.stages > entry.layers:
+            return None
+        plain = self._plain(room, entry)
+        try:
+            reports = self._train(room, entry, layout)
+        except WorkerError as error:
+            return _lost(error)
+        return judge(entry, layout, reports, plain, lambda: self._reference(room, entry, layout.fallback or ""))
+
+    def _plain(self, room: str, entry: Entry) -> Report:
+        (plain,) = self._reference(room, entry, layouts.PLAIN)
+        if plain.error is not None:
+            raise UselessEntryError(f"{entry.name!r} fails in one process:\n{plain.error.trace}")
+        if not plain.updates:
+            raise UselessEntryError(f"{entry.name!r} makes no update in one process.")
+        return plain
+
+    def _reference(self, room: str, entry: Entry, name: str) -> list[Report]:
+        if self._of != (room, entry.name):
+            self._of, self._references = (room, entry.name), {}
+        if name not in self._references:
+            self._references[name] = self._train(room, entry, layouts.find(name))
+        return self._references[name]
+
+    def _train(self, room: str, entry: Entry, layout: Layout) -> list[Report]:
+        return self.pool.run(train, layout.ranks, room, entry.name, layout.name, init=False, timeout=self.patience)
+
+
+def _lost(error: WorkerError) -> Verdict:
+    """Ranks that didn't answer at all, or that died."""
+    text = error.errors[error.rank]
+    hung = [rank for rank, text in error.errors.items() if "had not answered" in text]
+    if hung:
+        return Verdict(Outcome.HANG, f"rank {hung[0]} gave no answer", trace=error.errors[hung[0]])
+    return Verdict(Outcome.CRASHED, text.strip().splitlines()[-1], trace=text)

@@ -1,0 +1,132 @@
+"""The zoo's runner: it calls a difference a difference, a refusal a refusal, and a hang a hang."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.pool import WorkerPool
+from tests.zoo import layouts
+from tests.zoo.entry import Nature
+from tests.zoo.layouts import TIMEOUT
+from tests.zoo.outcome import Outcome, Verdict, judge
+from tests.zoo.runner import Runner, UselessEntryError
+from tests.zoo.training import Error, Report, load
+
+FAULTY, ORDER = "tests.zoo.faulty", "tests.zoo.handwritten.order"
+
+
+def verdict_on(pool: WorkerPool, name: str, layout: str, room: str = FAULTY, **options: float) -> Verdict:
+    verdict = Runner(pool, **options).run(room, load(room, name), layouts.find(layout))
+    assert verdict is not None
+    return verdict
+
+
+@pytest.mark.parametrize("layout", ["1F1B 2", "fully sharded 2"])
+def test_equal_is_equal(pool: WorkerPool, layout: str) -> None:
+    verdict = verdict_on(pool, "sequential", layout, ORDER)
+    assert verdict.outcome is Outcome.EQUAL and verdict.deviation is not None and verdict.deviation < 1e-12
+
+
+@pytest.mark.parametrize("layout", ["1F1B 2", "fully sharded 2"])
+@pytest.mark.parametrize("entry", ["perturbed", "perturbed weights"])
+def test_a_difference_of_a_millionth_is_one(pool: WorkerPool, entry: str, layout: str) -> None:
+    verdict = verdict_on(pool, entry, layout)
+    assert verdict.outcome is Outcome.DIFFERENT and verdict.deviation is not None and 1e-8 < verdict.deviation < 1e-4
+
+
+def test_what_depends_on_the_number_of_stages_is_no_nature(pool: WorkerPool) -> None:
+    verdict = verdict_on(pool, "perturbed dropout", "1F1B 2")
+    assert verdict.outcome is Outcome.DIFFERENT and "one stage" in verdict.detail
+
+
+def test_dropout_is_different_by_nature(pool: WorkerPool) -> None:
+    verdict = verdict_on(pool, "dropout", "fully sharded 2", "tests.zoo.handwritten.layers")
+    assert verdict.outcome is Outcome.BY_NATURE and verdict.detail == Nature.DRAWS
+
+
+def test_an_error_of_the_strategy_before_training_is_a_refusal(pool: WorkerPool) -> None:
+    verdict = verdict_on(pool, "sequential", "tensor 2", ORDER)
+    assert verdict.outcome is Outcome.REFUSED and "needs a plan" in verdict.detail
+
+
+@pytest.mark.parametrize(
+    ("entry", "layout", "said"),
+    [
+        ("late error", "fully sharded 2", "after 2 updates): too late to refuse"),
+        ("own error", "fully sharded 2", "not a refusal of the strategy"),
+        ("error on one rank", "1F1B 2", "KeyError"),
+    ],
+)
+def test_any_other_error_is_a_crash(pool: WorkerPool, entry: str, layout: str, said: str) -> None:
+    verdict = verdict_on(pool, entry, layout)
+    assert verdict.outcome is Outcome.CRASHED and said in verdict.detail and verdict.trace
+
+
+def test_a_rank_that_never_answers_is_a_hang(pool: WorkerPool) -> None:
+    verdict = verdict_on(pool, "sleeping", "1F1B 2", patience=10.0)
+    assert verdict.outcome is Outcome.HANG and "in training_step" in verdict.trace
+
+
+def test_a_model_with_fewer_layers_than_stages_is_left_out(pool: WorkerPool) -> None:
+    entry = replace(load(ORDER, "sequential"), layers=3)
+    assert Runner(pool).run(ORDER, entry, layouts.find("1F1B 4")) is None
+
+
+def test_an_entry_that_fails_in_one_process_is_useless(pool: WorkerPool) -> None:
+    with pytest.raises(UselessEntryError, match="never trains"):
+        verdict_on(pool, "useless", "1F1B 2")
+
+
+# -- judging, without processes ----------------------------------------------------------------------------------
+
+WEIGHTS = {"w": torch.ones(4, dtype=torch.float64), "b": torch.zeros(2, dtype=torch.float64)}
+MESSAGE = "layers='x' isn't there"
+
+
+def error(message: str = MESSAGE, *, kind: str = "ValueError", ours: bool = True, seconds: float = 1.0) -> Error:
+    return Error(kind, message, ours, "trace", seconds)
+
+
+def judged(*reports: Report, layout: str = "tensor 2") -> Outcome:
+    plain = Report(losses=[1.0, 2.0], weights=dict(WEIGHTS), updates=2)
+    return judge(load(ORDER, "sequential"), layouts.find(layout), list(reports), plain, lambda: [plain]).outcome
+
+
+def good(**weights: torch.Tensor) -> Report:
+    return Report([1.0, 2.0], WEIGHTS | weights)
+
+
+def test_a_refusal_is_the_same_on_all_ranks_and_before_any_update() -> None:
+    refused = Report(error=error())
+    assert judged(refused, refused) is Outcome.REFUSED
+    assert judged(refused, good()) is Outcome.CRASHED
+    assert judged(refused, Report(error=error(kind="RuntimeError"))) is Outcome.CRASHED
+    assert judged(refused, Report(error=error(ours=False))) is Outcome.CRASHED
+    assert judged(refused, Report(error=error(), updates=1)) is Outcome.CRASHED
+    assert judged(refused, Report(error=error("The link to stage 0 broke"))) is Outcome.CRASHED
+
+
+def test_a_rank_that_waited_until_the_timeout_has_hung() -> None:
+    waited = Report(error=error("stage 0 did not answer within the timeout", seconds=TIMEOUT + 1))
+    assert judged(waited, waited) is judged(waited, good()) is Outcome.HANG
+    assert judged(waited, Report(error=error())) is Outcome.CRASHED  # a process that ends is noticed
+
+
+def test_every_weight_and_loss_counts() -> None:
+    assert judged(good(), good()) is Outcome.EQUAL
+    assert judged(good(), good(w=torch.tensor([1.0, 1.0, 1.0, 1.0 + 1e-9], dtype=torch.float64))) is Outcome.DIFFERENT
+    assert judged(good(), replace(good(), losses=[1.0, 2.0 + 1e-9])) is Outcome.DIFFERENT
+    assert judged(good(), good(w=WEIGHTS["w"] * torch.nan)) is Outcome.DIFFERENT
+    assert judged(good(), good(other=torch.ones(1))) is Outcome.DIFFERENT
+    assert judged(Report([1.0, 2.0], {"w": WEIGHTS["w"]}), Report([1.0, 2.0])) is Outcome.DIFFERENT  # no rank has b
+    assert judged(good(), replace(good(), losses=[1.0, 2.1])) is Outcome.DIFFERENT
+    assert judged(good(), replace(good(), losses=[1.0])) is Outcome.DIFFERENT
+
+
+def test_shares_of_a_batch_have_the_mean_of_their_losses() -> None:
+    low, high = replace(good(), losses=[0.5, 1.0]), replace(good(), losses=[1.5, 3.0])
+    assert judged(low, high, layout="fully sharded 2") is Outcome.EQUAL
+    assert judged(low, high) is Outcome.DIFFERENT
