@@ -7,7 +7,8 @@ function says. It matters on the last stage only, where losses are. What can't b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_parallel.pipeline.loss_terms import LossTerms
+from lightning_parallel.pipeline.recording import Recording
+from lightning_parallel.pipeline.watching import Playing, Watching, kept_out_of
 
 _NORMALISE_OVER_SAMPLES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -25,7 +28,7 @@ class LossMeans:
 
     Args:
         module: whose loss it is.
-        owned: the modules that hold parameters, around which the user's code runs.
+        apart: modules whose insides don't belong to the loss: the layers, and what other stages hold.
         wanted: the setting ``microbatch_weight``.
         is_last_stage: losses are computed here.
         device: of this rank.
@@ -34,7 +37,7 @@ class LossMeans:
     def __init__(
         self,
         module: nn.Module,
-        owned: Iterable[nn.Module],
+        apart: Iterable[nn.Module],
         wanted: Callable[[Any], float] | None,
         *,
         is_last_stage: bool,
@@ -42,7 +45,7 @@ class LossMeans:
     ) -> None:
         self._module = module
         # A metric's own state isn't the loss.
-        self._apart = [*owned, *(part for part in module.modules() if isinstance(part, Metric))]
+        self._apart = [*apart, *(part for part in module.modules() if isinstance(part, Metric))]
         self._wanted = wanted
         self._is_last_stage = is_last_stage
         self._device = device
@@ -72,7 +75,28 @@ class LossMeans:
         if not self._is_last_stage:
             return by_samples, None
         checks = first or self._device.type == "cpu"
-        return by_samples, LossTerms(batch, parts, sizes, apart=self._apart, warn=self._warn, checks=checks)
+        return by_samples, LossTerms(batch, parts, sizes, warn=self._warn, checks=checks)
+
+    @contextmanager
+    def watched(self, terms: LossTerms, number: int) -> Iterator[Watching | None]:
+        """Around the step of a microbatch on the last stage.
+
+        Args:
+            terms: of its batch. The first microbatch that runs finds them.
+            number: of the microbatch, within its batch.
+        """
+        mode: Watching
+        if not terms.recorded:
+            terms.recorded = True
+            mode = Recording(terms, number, terms.leaves(number))
+        elif terms.need_watching:
+            mode = Playing(terms, number)
+        else:
+            yield None
+            return
+        with mode, kept_out_of(mode, self._apart):
+            yield mode
+        mode.end()
 
     def _by_function(self, function: Callable[[Any], float], parts: Sequence[Any]) -> list[float]:
         weights = []

@@ -29,7 +29,8 @@ from lightning_parallel.parts.logs import LogRecorder, logging_through
 from lightning_parallel.parts.loss_means import LossMeans
 from lightning_parallel.parts.tensor_shards import TensorShards
 from lightning_parallel.pipeline.engine import Microbatch
-from lightning_parallel.pipeline.loss_terms import LossTerms, Recording
+from lightning_parallel.pipeline.loss_terms import LossTerms
+from lightning_parallel.pipeline.recording import Recording
 from lightning_parallel.pipeline.seeding import mix, seed_host_generators
 from lightning_parallel.settings import Auto, Count
 
@@ -134,10 +135,9 @@ class Microbatches:
         with self._precision.train_step_context(), self._shards.region():
             return self._module.training_step(*arguments)
 
-    @staticmethod
-    def _run_watched(step: Callable[[], Any], terms: LossTerms, number: int, recorder: LogRecorder) -> Any:
+    def _run_watched(self, step: Callable[[], Any], terms: LossTerms, number: int, recorder: LogRecorder) -> Any:
         """A step on the last stage, whose loss may average over something else than samples."""
-        with terms.watched(number) as watching:
+        with self._means.watched(terms, number) as watching:
             recorder.counts_by_samples = _never if watching is None else watching.is_divided
             output = step()
             if isinstance(watching, Recording):

@@ -15,33 +15,16 @@ from parameters, from a layer's output or with random numbers is *foreign*: no o
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_parallel.pipeline.absent import AbsentTensor
 from lightning_parallel.torch_private import tree_leaves
 
 Registers = dict[int, Any]
-
-_SIZES = frozenset({Tensor.size, Tensor.numel, Tensor.nelement, Tensor.shape.__get__, torch.numel})  # type: ignore[attr-defined]
-_VALUES = frozenset({Tensor.__int__, Tensor.__index__, Tensor.__float__, Tensor.item, Tensor.tolist})
-_FROM_PYTHON = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy})
-_RANDOM = {
-    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli",
-    "multinomial", "poisson", "binomial", "random_", "uniform_", "normal_", "bernoulli_", "exponential_", "geometric_",
-    "log_normal_", "cauchy_", "dropout", "dropout_", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
-    "dropout1d", "dropout2d", "dropout3d", "gumbel_softmax", "rrelu",
-}  # fmt: skip
-# They change neither the number of elements nor the elements. A step writes sizes into them that it read elsewhere.
-_LAYOUT = {
-    "view", "reshape", "flatten", "unflatten", "contiguous", "ravel", "squeeze", "unsqueeze", "transpose", "permute",
-    "swapaxes", "movedim", "t", "__get__", "view_as", "reshape_as", "clone", "detach",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +32,12 @@ class Register:
     """The place of a tensor in the arguments of a recorded call."""
 
     number: int
+
+
+class Ledger(Protocol):
+    """What has registers."""
+
+    is_open: bool
 
 
 class Known(int):
@@ -61,12 +50,12 @@ class Known(int):
         reads: the registers that it needs.
     """
 
-    record: Record
+    record: Ledger
     again: Callable[[Registers], int]
     reads: frozenset[int]
 
     @staticmethod
-    def of(value: int, record: Record, again: Callable[[Registers], int], reads: frozenset[int]) -> Known:
+    def of(value: int, record: Ledger, again: Callable[[Registers], int], reads: frozenset[int]) -> Known:
         known = Known(value)
         known.record, known.again, known.reads = record, again, reads
         return known
@@ -121,7 +110,7 @@ def _again(value: Any, registers: Registers) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class Call:
     """Attributes:
     function: of torch.
     args, kwargs: its arguments, registers in the place of tensors.
@@ -138,9 +127,9 @@ class _Call:
     memory: int | None
 
     def run(self, registers: Registers) -> None:
-        args = _mapped(self.args, lambda leaf: _again(leaf, registers))
-        kwargs = _mapped(self.kwargs, lambda leaf: _again(leaf, registers))
-        results = [leaf for leaf in tree_leaves(self.function(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        args = mapped(self.args, lambda leaf: _again(leaf, registers))
+        kwargs = mapped(self.kwargs, lambda leaf: _again(leaf, registers))
+        results = tensors_of(self.function(*args, **kwargs))
         registers.update(zip(self.results, results, strict=True))
 
 
@@ -154,7 +143,7 @@ class Program:
         reads_batch: some of them depend on values of the batch, not only on its sizes.
     """
 
-    calls: tuple[_Call, ...]
+    calls: tuple[Call, ...]
     wanted: tuple[int | Known, ...]
     reads_batch: bool
 
@@ -172,228 +161,36 @@ class Program:
         return [x.again(registers) if isinstance(x, Known) else registers[x] for x in self.wanted]
 
 
-class Record:
-    """What a step has done with a batch so far.
-
-    Args:
-        leaves: the tensors of the batch, in order.
-    """
-
-    def __init__(self, leaves: Sequence[Tensor]) -> None:
-        self._calls: list[_Call] = []
-        self._held: list[Tensor] = []  # by register: while they live, their ids are theirs
-        self._numbers: dict[int, int] = {}  # registers by the tensors' ids
-        self._foreign: dict[int, weakref.ref[Tensor]] = {}
-        self._read: set[Any] = set()  # numbers that left torch
-        self.is_open = True
-        self._leaves = len(leaves)
-        for leaf in leaves:
-            self._hold(leaf)
-
-    def end(self) -> None:
-        """Nothing more is noted."""
-        self.is_open = False
-        self._calls, self._held = [], []
-        self._numbers, self._foreign, self._read = {}, {}, set()
-
-    def register(self, tensor: Tensor) -> int | None:
-        """Of a tensor that comes from the batch and from constants; None for any other."""
-        return self._numbers.get(id(tensor))
-
-    def is_foreign(self, tensor: Tensor) -> bool:
-        """Does it come from the model, or from random numbers? All else that has no register is a constant."""
-        if id(tensor) in self._numbers:
-            return False
-        return tensor.requires_grad or isinstance(tensor, AbsentTensor) or self.is_marked(tensor)
-
-    def is_marked(self, tensor: Tensor) -> bool:
-        """Has it been marked as foreign, or found to be?"""
-        known = self._foreign.get(id(tensor))
-        return known is not None and known() is tensor
-
-    def mark_foreign(self, values: Any) -> None:
-        """Tensors of a nested structure come from the model."""
-        for leaf in tree_leaves(values):
-            if isinstance(leaf, Tensor):
-                self._numbers.pop(id(leaf), None)
-                self._foreign[id(leaf)] = weakref.ref(leaf)
-
-    def note(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Take note of a call.
-
-        Returns:
-            ``output``; sizes of the batch's tensors as integers that know where they come from.
-        """
-        given = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
-        if function in _SIZES or function is Tensor.item:
-            output = self._sizes(function, args, kwargs, output)
-        if function in _SIZES:
-            return output
-        if function in _VALUES:
-            self._read.update(
-                leaf for leaf in tree_leaves(output) if isinstance(leaf, int | float) and not isinstance(leaf, Known)
-            )
-            return output
-        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        written = _written(function, args, kwargs)
-        if not results and written is None:
-            return output
-        if any(map(self.is_foreign, given)) or self._is_opaque(function, args, kwargs):
-            self.mark_foreign(results)
-            if written is not None:
-                self._lose(written)
-            return output
-        if written is not None and self.register(written) is None:
-            self.mark_foreign(written)  # a constant no more
-            self.mark_foreign(results)
-            return output
-        self._keep(function, args, kwargs, results, written)
-        return output
-
-    def was_read(self, number: float) -> bool:
-        """Is it a value that the step has read from a tensor?"""
-        return number in self._read
-
-    def tensor(self, register: int) -> Tensor:
-        """The tensor of a register."""
-        return self._held[register]
-
-    def program(self, wanted: Iterable[int | Known], *, counted: bool = False) -> Program:
-        """The calls that lead to some registers, or to integers.
-
-        Args:
-            wanted: the registers and integers.
-            counted: only the elements of the tensors matter, not their shape.
-        """
-        numbers = list(wanted)
-        if counted and not any(call.memory is not None for call in self._calls):
-            numbers = [x if isinstance(x, Known) else self._before_layout(x) for x in numbers]
-        needed: set[int] = set().union(*(x.reads if isinstance(x, Known) else {x} for x in numbers))
-        memory = {self._memory(number) for number in needed}
-        calls: list[_Call] = []
-        for call in reversed(self._calls):
-            if needed.isdisjoint(call.results) and (call.memory is None or call.memory not in memory):
-                continue
-            calls.append(call)
-            needed |= call.reads
-            memory |= {self._memory(number) for number in call.reads}
-        inside = (leaf for call in calls for leaf in leaves_of((call.args, call.kwargs)))
-        used = {x.number for x in inside if isinstance(x, Register)}.union(
-            x for x in numbers if not isinstance(x, Known)
-        )
-        return Program(tuple(reversed(calls)), tuple(numbers), any(number < self._leaves for number in used))
-
-    def _before_layout(self, number: int) -> int:
-        made = {result: call for call in self._calls for result in call.results}
-        while number in made:
-            call = made[number]
-            first = call.args[0] if call.args else None
-            if getattr(call.function, "__name__", "") not in _LAYOUT or not isinstance(first, Register):
-                break
-            if self._held[first.number].numel() != self._held[number].numel():
-                break
-            number = first.number
-        return number
-
-    def _keep(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        results: list[Tensor],
-        written: Tensor | None,
-    ) -> None:
-        reads: set[int] = set()
-
-        def named(leaf: Any) -> Any:
-            if isinstance(leaf, Known):
-                if leaf.record is not self:
-                    return int(leaf)
-                reads.update(leaf.reads)
-            elif isinstance(leaf, Tensor):
-                number = self.register(leaf)
-                if number is not None:
-                    reads.add(number)
-                    return Register(number)
-            return leaf
-
-        args, kwargs = _mapped(args, named), _mapped(kwargs, named)
-        memory = None if written is None else written.untyped_storage().data_ptr()
-        numbers = tuple(self._hold(result) for result in results)
-        self._calls.append(_Call(function, args, kwargs, numbers, frozenset(reads), memory))
-
-    def _sizes(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        number = self.register(args[0]) if args else None
-        if number is None or isinstance(output, bool) or not isinstance(output, int | torch.Size):
-            return output
-        rest, reads = args[1:], frozenset([number])
-
-        def again(registers: Registers) -> Any:
-            return function(registers[number], *rest, **kwargs)
-
-        def one(place: int, size: int) -> Known:
-            return Known.of(size, self, lambda registers: again(registers)[place], reads)
-
-        if isinstance(output, torch.Size):
-            return torch.Size([one(place, size) for place, size in enumerate(output)])
-        return Known.of(output, self, again, reads)
-
-    def _is_opaque(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Do its results depend on what isn't recorded: random numbers, or values that the step has read?"""
-        if getattr(function, "__name__", "") in _RANDOM:
-            return True
-        if function in _FROM_PYTHON and not isinstance(args[0] if args else None, Tensor | int | float | bool):
-            return True
-        if not self._read:
-            return False
-        return any(
-            isinstance(leaf, int | float)
-            and not isinstance(leaf, bool | Known)
-            and leaf not in (0, 1, -1)
-            and leaf in self._read
-            for leaf in leaves_of((args, kwargs))
-        )
-
-    def _lose(self, written: Tensor) -> None:
-        """A tensor, and all that share its memory, hold foreign values from now on."""
-        if id(written) not in self._numbers:
-            self.mark_foreign(written)
-            return
-        memory = written.untyped_storage().data_ptr()
-        self.mark_foreign([held for held in self._held if held.untyped_storage().data_ptr() == memory])
-
-    def _hold(self, tensor: Tensor) -> int:
-        self._held.append(tensor)
-        self._numbers[id(tensor)] = len(self._held) - 1
-        return len(self._held) - 1
-
-    def _memory(self, number: int) -> int:
-        return self._held[number].untyped_storage().data_ptr()
-
-
-def _written(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The tensor that a call writes in place."""
-    name = getattr(function, "__name__", "")
-    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name == "__set__"
-    target = args[0] if in_place and args else kwargs.get("out")
-    return target if isinstance(target, Tensor) else None
-
-
-def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     """A nested structure of arguments with ``function`` applied to its leaves. torch's own walk doesn't enter slices
     and sizes."""
     if isinstance(value, slice):
-        return slice(*(_mapped(x, function) for x in (value.start, value.stop, value.step)))
+        return slice(*(mapped(x, function) for x in (value.start, value.stop, value.step)))
     if type(value) in (tuple, list, torch.Size):
-        inside = [_mapped(x, function) for x in value]
+        inside = [mapped(x, function) for x in value]
         return inside if type(value) is list else tuple(inside)
     if type(value) is dict:
-        return {key: _mapped(x, function) for key, x in value.items()}
+        return {key: mapped(x, function) for key, x in value.items()}
     return function(value)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in a nested structure."""
+    if isinstance(value, Tensor):
+        return [value]
+    if type(value) in (tuple, list):  # torch's walk is slow
+        return [tensor for inside in value for tensor in tensors_of(inside)]
+    if type(value) is dict:
+        return [tensor for inside in value.values() for tensor in tensors_of(inside)]
+    if isinstance(value, slice):
+        return tensors_of([value.start, value.stop, value.step])
+    if value is None or isinstance(value, int | float | str | torch.Size | torch.dtype | torch.device):
+        return []
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def leaves_of(value: Any) -> list[Any]:
     """The leaves of arguments, those in slices and sizes too."""
     leaves: list[Any] = []
-    _mapped(value, leaves.append)
+    mapped(value, leaves.append)
     return leaves

@@ -178,10 +178,11 @@ class StagedStrategy(LayoutStrategy):
             completing=completing,
         )
         self._evaluation = Evaluation(self._engine, self._stages, look, self._last_stage)
-        owned = (*self.stage.partition.layers, *self.stage.partition.outside)
+        parts = self.stage.partition
+        elsewhere = (name for name, stage in parts.outside.items() if stage != layout.stage)
         means = LossMeans(
             module,
-            [module.get_submodule(name) for name in owned],
+            [module.get_submodule(name) for name in (*parts.layers, *elsewhere)],
             self.options.microbatch_weight,
             is_last_stage=layout.is_last_stage,
             device=device,

@@ -138,6 +138,40 @@ class ClassWeights(LeNet):
         return self.criterion(self.net(images), labels)
 
 
+class Head(nn.Module):
+    """Computes the loss itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, TOKENS)
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.linear(hidden).transpose(1, 2), labels)
+
+
+class LossInHead(Tokens):
+    """The loss inside a module with parameters."""
+
+    def build(self) -> None:
+        super().build()
+        self.head = Head()
+
+    def loss(self, batch: Any) -> Tensor:
+        loss: Tensor = self.head(self.blocks(self.embed(batch["input_ids"])), batch["labels"])
+        return loss
+
+
+class Compiled(Tokens):
+    """A loss that torch.compile has."""
+
+    def build(self) -> None:
+        super().build()
+        self.compiled = torch.compile(super().loss, backend="aot_eager")
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.compiled(batch)
+
+
 class Noisy(Tokens):
     """Which labels count is drawn in the step."""
 
@@ -178,7 +212,7 @@ def labels_that_count(batch: Any) -> Tensor:
 COUNTED = {
     model.__name__: model
     for model in (
-        PaddedLlama, Bert, Tokens, Masked, Selected, ClassWeights, Noisy, Summed, InBatch,
+        PaddedLlama, Bert, Tokens, Masked, Selected, ClassWeights, LossInHead, Compiled, Noisy, Summed, InBatch,
     )
 } | {"BatchNormed": Normalised}  # fmt: skip
-EQUAL = ("PaddedLlama", "Bert", "Tokens", "Masked", "Selected", "ClassWeights")
+EQUAL = ("PaddedLlama", "Bert", "Tokens", "Masked", "Selected", "ClassWeights", "LossInHead", "Compiled")
