@@ -117,12 +117,14 @@ def _join_tensors(parts: list[Tensor], counts: list[int]) -> Tensor:
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The mean of tensors of one shape. 16-bit and integer tensors are averaged in float32."""
+    """The mean of tensors of one shape. 16-bit and integer tensors are averaged in float32. What weighs nothing doesn't
+    count, even if it isn't a number."""
     exact = [value if value.dtype in (torch.float32, torch.float64) else value.float() for value in values]
     if len(exact) == 1:
         return exact[0]  # to the bit
-    total = exact[0] * weights[0]
-    for value, weight in zip(exact[1:], weights[1:], strict=True):
+    counting = [(value, weight) for value, weight in zip(exact, weights, strict=True) if weight]
+    total = counting[0][0] * counting[0][1]
+    for value, weight in counting[1:]:
         total = total + value * weight
     return total / sum(weights)
 

@@ -17,6 +17,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 from torch.distributed.checkpoint import metadata
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 # Observing operators (recipes/traffic.py). Named as public by torch's own documentation, but its module is not.
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,6 +30,7 @@ __all__ = [
     "METADATA_CLASSES",
     "boxed_group",
     "buffers_of",
+    "current_function_mode",
     "dispatch_disabled",
     "drawing_for_nothing",
     "forget_meshes",
@@ -100,6 +102,11 @@ def dispatch_disabled() -> AbstractContextManager[None]:
     change a tensor's shape in place, whose result has to be that very tensor."""
     disabled: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
     return disabled
+
+
+def current_function_mode() -> TorchFunctionMode | None:
+    """The innermost ``TorchFunctionMode`` that is entered. Only that one can be left for a while."""
+    return _get_current_function_mode()
 
 
 def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
-from lightning_parallel.batch import batch_size, join_outputs, sizes, split
+from lightning_parallel.batch import batch_size, join_outputs, sizes, split, weighted_mean
 
 
 class Pair(NamedTuple):
@@ -223,3 +223,7 @@ def test_empty_containers_are_in_every_microbatch() -> None:
     batch = {"x": torch.arange(4), "none": {}, "nothing": [], "neither": ()}
     for microbatch in split(batch, 2):
         assert (microbatch["none"], microbatch["nothing"], microbatch["neither"]) == ({}, [], ())
+
+
+def test_what_weighs_nothing_is_no_part_of_a_mean() -> None:
+    assert weighted_mean([torch.tensor(2.0), torch.tensor(torch.nan)], [3, 0]).item() == 2.0

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.overrides import TorchFunctionMode
 
 from lightning_parallel import torch_private
 from lightning_parallel.torch_private import TorchDispatchMode
@@ -247,3 +248,15 @@ def test_checkpoints_ask_a_tensor_for_its_boxes_by_three_methods() -> None:
 
     methods = {"__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"}
     assert methods <= set(vars(_Checkpointable)) and methods <= set(vars(Slices))
+
+
+class Mode(TorchFunctionMode):
+    pass
+
+
+def test_the_innermost_function_mode_is_known() -> None:
+    assert torch_private.current_function_mode() is None
+    with Mode() as outer:
+        with Mode() as inner:
+            assert torch_private.current_function_mode() is inner
+        assert torch_private.current_function_mode() is outer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
@@ -31,6 +31,7 @@ class _Entry:
         step_values: of metric objects, what their last forward returned.
         weights: the sizes of the microbatches.
         given: ``batch_size=`` as the user passed it.
+        by_samples: the mean is weighted by samples, whatever was given.
     """
 
     options: dict[str, Any]
@@ -38,6 +39,7 @@ class _Entry:
     step_values: list[Any] = field(default_factory=list)
     weights: list[int] = field(default_factory=list)
     given: list[int | None] = field(default_factory=list)
+    by_samples: bool = False
 
 
 class LogRecorder:
@@ -59,10 +61,14 @@ class LogRecorder:
 
     Attributes:
         weight: the size of the microbatch that runs.
+        loss_weights: of the losses of all microbatches, where they aren't weighted by samples.
+        counts_by_samples: does a value that is logged have the samples as its weight, whatever ``batch_size=`` says?
     """
 
     def __init__(self) -> None:
         self.weight = 1
+        self.loss_weights: list[float] = []
+        self.counts_by_samples: Callable[[Any], bool] = lambda value: False
         self._entries: dict[str, _Entry] = {}
 
     def log(
@@ -101,6 +107,7 @@ class LogRecorder:
                 }
             )
         # A copy, as Lightning makes: the step may change the tensor afterwards. Detached, or graphs would pile up.
+        entry.by_samples |= self.counts_by_samples(value)
         entry.values.append(value.detach().clone() if isinstance(value, Tensor) else value)
         entry.step_values.append(step_value(value))
         entry.weights.append(self.weight)
@@ -114,25 +121,40 @@ class LogRecorder:
             own.step_values += entry.step_values
             own.weights += entry.weights
             own.given += entry.given
+            own.by_samples |= entry.by_samples
 
-    def replay(self, log: Callable[..., None]) -> None:
+    def replay(self, log: Callable[..., None], losses: Sequence[Tensor] = ()) -> None:
         """Log each name once, in the order of the first calls, and forget everything.
 
         Args:
             log: the real ``LightningModule.log``.
+            losses: of the microbatches. What equals them is weighted as they are.
         """
         entries, self._entries = self._entries, {}
         for name, entry in entries.items():
-            weights = entry.weights
+            weights: Sequence[float] = entry.weights
+            size = sum(entry.weights)
             if None not in entry.given:
                 given = [size for size in entry.given if size is not None]
                 # One number for microbatches of different sizes is a setting, not a count of what is in each.
                 if len(set(given)) > 1 or len(set(weights)) == 1:
-                    weights = given
-            log(name, _reduced(entry, weights), batch_size=sum(weights), **entry.options)
+                    weights, size = weights if entry.by_samples else given, sum(given)
+            if self.loss_weights != entry.weights and _are(entry.values, losses):
+                weights = self.loss_weights
+            log(name, _reduced(entry, weights), batch_size=size, **entry.options)
 
 
-def _reduced(entry: _Entry, weights: list[int]) -> Any:
+def _are(values: Sequence[Any], losses: Sequence[Tensor]) -> bool:
+    """Are the values that were logged the losses?"""
+    if len(values) != len(losses) or not all(isinstance(value, Tensor | float) for value in values):
+        return False
+    return all(
+        bool(torch.isclose(torch.as_tensor(value, device=loss.device, dtype=loss.dtype), loss, 1e-6, 0, True).all())
+        for value, loss in zip(values, losses, strict=True)
+    )
+
+
+def _reduced(entry: _Entry, weights: Sequence[float]) -> Any:
     values, how = entry.values, entry.options["reduce_fx"]
     how = how.lower() if isinstance(how, str) else how
     if not any(isinstance(value, Tensor) for value in values) and not all(isinstance(value, Real) for value in values):
@@ -155,7 +177,7 @@ def _reduced(entry: _Entry, weights: list[int]) -> Any:
     return weighted_mean(scalars, weights)
 
 
-def _reduced_numbers(values: list[Any], weights: list[int], how: Any) -> Any:
+def _reduced_numbers(values: list[Any], weights: Sequence[float], how: Any) -> Any:
     if how in _SUM:
         return sum(values)
     if how in _MAX:

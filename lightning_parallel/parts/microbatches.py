@@ -3,6 +3,8 @@
 ::
 
     batch of 10 samples, microbatches=4    sizes 3, 3, 2, 2    weights of the losses 0.3, 0.3, 0.2, 0.2
+
+``loss_means.py`` has what is weighted otherwise: losses that average over labels, for example.
 """
 
 from __future__ import annotations
@@ -24,8 +26,11 @@ from lightning_parallel.parts.first_look import FirstLook
 from lightning_parallel.parts.last_stage import LastStage
 from lightning_parallel.parts.loaders import check_same_batch
 from lightning_parallel.parts.logs import LogRecorder, logging_through
+from lightning_parallel.parts.loss_means import LossMeans
 from lightning_parallel.parts.tensor_shards import TensorShards
 from lightning_parallel.pipeline.engine import Microbatch
+from lightning_parallel.pipeline.loss_terms import LossTerms
+from lightning_parallel.pipeline.recording import Recording
 from lightning_parallel.pipeline.seeding import mix, seed_host_generators
 from lightning_parallel.settings import Auto, Count
 
@@ -43,6 +48,7 @@ class Microbatches:
         precision: in whose context steps run.
         shards: whose region a step leaves at its end.
         look: at the first step.
+        means: weigh the microbatches.
         last_stage: runs the end of the steps.
         model_group: the ranks that hold one copy of the model together.
         device: of this rank.
@@ -60,6 +66,7 @@ class Microbatches:
         precision: Precision,
         shards: TensorShards,
         look: FirstLook,
+        means: LossMeans,
         last_stage: LastStage,
         model_group: dist.ProcessGroup,
         device: torch.device,
@@ -68,7 +75,7 @@ class Microbatches:
         self._wanted, self._automatic = wanted, automatic
         self._layout, self._seed = layout, seed
         self._precision, self._shards = precision, shards
-        self._look, self._last_stage = look, last_stage
+        self._look, self._means, self._last_stage = look, means, last_stage
         self._model_group, self._device = model_group, device
         self._is_first_batch = True
 
@@ -105,16 +112,19 @@ class Microbatches:
         # Numbered through the whole run, so a resumed run draws the same random numbers.
         number = self._trainer.fit_loop.total_batch_idx
         work: dict[int, Microbatch] = {}
-        for k, part in enumerate(split(batch, len(counts))):
+        parts = split(batch, len(counts))
+        recorder.loss_weights, terms = self._means.of(batch, parts, counts)
+        for k, part in enumerate(parts):
             seed = mix(self._seed, self._layout.index("data"), number, k)
+            step = partial(self._run, (part, *rest), recorder, counts[k], seed)
             work[first + k] = Microbatch(
-                step=partial(self._run, (part, *rest), recorder, counts[k], seed),
-                weight=counts[k] / size * scale,
+                step=step if terms is None else partial(self._run_watched, step, terms, k, recorder),
+                weight=recorder.loss_weights[k] / sum(recorder.loss_weights) * scale,
                 place=k,
                 seed=seed,
                 begins_update=begins_update and k == 0,
             )
-        self._look.follow("training_step", work[first].step)
+        self._look.follow("training_step", partial(self._run, (parts[0], *rest), recorder, counts[0], work[first].seed))
         self._is_first_batch = False
         return work, counts
 
@@ -124,6 +134,15 @@ class Microbatches:
         seed_host_generators(seed)
         with self._precision.train_step_context(), self._shards.region():
             return self._module.training_step(*arguments)
+
+    def _run_watched(self, step: Callable[[], Any], terms: LossTerms, number: int, recorder: LogRecorder) -> Any:
+        """A step on the last stage, whose loss may average over something else than samples."""
+        with self._means.watched(terms, number) as watching:
+            recorder.counts_by_samples = _never if watching is None else watching.is_divided
+            output = step()
+            if isinstance(watching, Recording):
+                watching.check_loss(loss_of(output))
+        return output
 
     @contextmanager
     def recorded(self, recorder: LogRecorder) -> Iterator[None]:
@@ -135,10 +154,15 @@ class Microbatches:
     def joined(self, outputs: list[Any], counts: list[int], recorder: LogRecorder) -> Any:
         """On the last stage: log what the batch would have logged, and return what its step would have returned,
         detached."""
-        recorder.replay(self._module.log)
-        loss = weighted_mean([loss_of(output).detach().reshape(()) for output in outputs], counts)
+        losses = [loss_of(output).detach().reshape(()) for output in outputs]
+        recorder.replay(self._module.log, losses)
+        loss = weighted_mean(losses, recorder.loss_weights)
         output = join_outputs(outputs, counts)
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+
+def _never(value: Any) -> bool:
+    return False
 
 
 def loss_of(output: Any) -> Tensor:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -60,8 +60,12 @@ class StagedOptions(ProcessOptions):
 
     Args:
         stages: the number of pipeline stages; ``"auto"``: as many as the processes that the other axes leave.
-        microbatches: the number of parts into which a batch is split. Losses and logs are means weighted by microbatch
-            size; BatchNorm normalises over a microbatch. ``"auto"``: chosen by the schedule.
+        microbatches: the number of parts into which a batch is split. Losses and logs are means weighted by samples,
+            or by what the loss averages over, such as labels that aren't ignored. BatchNorm normalises over a
+            microbatch. ``"auto"``: chosen by the schedule.
+        microbatch_weight: a function of a microbatch that returns what its loss averages over, such as
+            ``lambda batch: (batch["labels"] != -100).sum()``. Losses, and logged values equal to them, are then
+            weighted by it. By default this is found out where it can be; a warning says where it can't.
         layers: names or patterns of the layers between which the model may be cut, such as ``["net.blocks.*"]``. By
             default what hangs in lists, in the order in which the first step calls it; without lists all modules.
         balance: ``"parameters"`` (stages of equal size), ``"operations"`` (of equal work, counted in the first step),
@@ -87,6 +91,7 @@ class StagedOptions(ProcessOptions):
 
     stages: Count | Auto = "auto"
     microbatches: Count | Auto = "auto"
+    microbatch_weight: Callable[[Any], float] | None = None
     layers: Sequence[str] | None = None
     balance: Literal["parameters", "operations", "time", "layers"] | Sequence[Count] = "parameters"
     activation_checkpointing: bool = False

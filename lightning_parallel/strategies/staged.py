@@ -7,6 +7,7 @@ Training differs: see ``pipeline.py`` and ``pipeline_async.py``. The parts, in t
     Replicas        copies of the stage, gradients averaged
     LastStage       hooks and logs of the last stage, for all
     FirstLook       what crosses the cuts in a step
+    LossMeans       by what microbatches are weighted
     Engine          runs a schedule on the stage
     Evaluation      validation, test, prediction
     Microbatches    a batch's work, and its outputs joined
@@ -30,6 +31,7 @@ from lightning_parallel.parts.cutting import agreed_partition
 from lightning_parallel.parts.evaluation import Evaluation
 from lightning_parallel.parts.first_look import FirstLook
 from lightning_parallel.parts.last_stage import LastStage
+from lightning_parallel.parts.loss_means import LossMeans
 from lightning_parallel.parts.microbatches import Microbatches, loss_of
 from lightning_parallel.parts.options import StagedOptions
 from lightning_parallel.parts.stages import Stages, refuse_evaluation, refuse_training
@@ -178,6 +180,15 @@ class StagedStrategy(LayoutStrategy):
             completing=completing,
         )
         self._evaluation = Evaluation(self._engine, self._stages, look, self._last_stage)
+        parts = self.stage.partition
+        elsewhere = (name for name, stage in parts.outside.items() if stage != layout.stage)
+        means = LossMeans(
+            module,
+            [module.get_submodule(name) for name in (*parts.layers, *elsewhere)],
+            self.options.microbatch_weight,
+            is_last_stage=layout.is_last_stage,
+            device=device,
+        )
         self._microbatches = Microbatches(
             trainer,
             module,
@@ -188,6 +199,7 @@ class StagedStrategy(LayoutStrategy):
             precision=self.precision_plugin,
             shards=self._shards,
             look=look,
+            means=means,
             last_stage=self._last_stage,
             model_group=groups.model,
             device=device,

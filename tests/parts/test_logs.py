@@ -212,3 +212,25 @@ def test_recorders_of_parts_join_into_one() -> None:
     assert logged[0] == logged[1] and [(name, value) for name, value, _ in logged[0]] == [
         ("loss", 2.0), ("rows", 4.0), ("last", 7.0)
     ]  # fmt: skip
+
+
+def test_what_equals_the_loss_is_weighted_as_the_loss() -> None:
+    recorder = LogRecorder()
+    recorder.loss_weights = [3.0, 1.0]
+    losses = [torch.tensor(1.0), torch.tensor(5.0)]
+    for loss in losses:
+        recorder.log("loss", loss)
+        recorder.log("number", loss.item())
+        recorder.log("other", loss * 2)
+    calls: dict[str, float] = {}
+    recorder.replay(lambda name, value, **_: calls.update({name: float(value)}), losses)
+    assert calls == {"loss": 2.0, "number": 2.0, "other": 6.0}
+
+
+def test_what_is_divided_by_the_batch_s_number_is_weighted_by_samples() -> None:
+    recorder = LogRecorder()
+    recorder.counts_by_samples = lambda value: True
+    for value, given in ((1.0, 10), (4.0, 20)):
+        recorder.log("loss", torch.tensor(value), batch_size=given)
+    ((_, value, options),) = replayed(recorder)
+    assert value.item() == 2.5 and options["batch_size"] == 30

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 import lightning_parallel as lp
 from lightning_parallel.pipeline.absent import AbsentTensor
 from lightning_parallel.shard import Shard
+from tests.strategies.counted import COUNTED
 from tests.strategies.models import BATCH, MODELS, SAMPLES
 from tests.strategies.replicated import REPLICATED
 from tests.strategies.shardable import SHARDABLE
@@ -29,7 +30,7 @@ STRATEGIES = {
     "fsdp": lp.FullyShardedStrategy,
     "ddp": DDPStrategy,  # Lightning's, to compare with
 }
-ALL = {**MODELS, **SHARDABLE, **REPLICATED}
+ALL = {**MODELS, **SHARDABLE, **REPLICATED, **COUNTED}
 ACCUMULATION_AND_CLIPPING = pytest.mark.parametrize("trainer_options", [
     {"accumulate_grad_batches": 2},
     {"gradient_clip_val": 0.05},
@@ -126,7 +127,7 @@ def train(
     trainer.fit(module, loader(shuffle, batch_size, samples, share), loader())
     report.weights = {name: complete(p.detach()) for name, p in here(module).items()}
     report.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    report.shards = trainer.strategy.local_model.shards if strategy not in ("single", "data") else {}  # type: ignore[attr-defined]
+    report.shards = trainer.strategy.local_model.shards if strategy not in ("single", "data", "ddp") else {}  # type: ignore[attr-defined]
     report.validation = trainer.validate(module, ALL[model].loader(), verbose=False)
     return report
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,11 +39,13 @@ def delayed(
     clip: float | None = None,
     epochs: int = 2,
     lr_discount: int | None = None,
+    weigh: Callable[[Any], float] = batch_size,
     **options: Any,
 ) -> Report:
     """Train as AsyncPipelineStrategy does, drained at the end of every epoch, and where 2BW has to.
 
     Args:
+        weigh: a microbatch's weight in its batch.
         options: of `Delayed`.
     """
     torch.set_default_dtype(torch.float64)
@@ -82,14 +85,15 @@ def delayed(
             size = batch_size(batch)
             ends_update = not (number + 1) % accumulate or number + 1 == len(loader)
             total = 0.0
-            parts = split(batch, min(microbatches, size))
+            parts = split(batch, min(microbatches, batch_size(batch)))
+            size = sum(map(weigh, parts))
             if options.get("weights") == "2bw" and 0 < before < stages - 1:
                 pipeline.drain()
             gathering += len(parts)
             for part, reading in zip(parts, pipeline.feed(len(parts), ends_update=ends_update), strict=True):
                 loss = functional_call(_Loss(module), {f"module.{n}": p for n, p in reading.weights.items()}, (part,))
-                pipeline.backward(reading, loss, batch_size(part) / size * (1 / accumulate))
-                total += float(loss) * (batch_size(part) / size)
+                pipeline.backward(reading, loss, weigh(part) / size * (1 / accumulate))
+                total += float(loss) * (weigh(part) / size)
             report.losses.append(total / accumulate)  # as Lightning reports it
             if ends_update:
                 report.gradients.append({})

@@ -1,0 +1,120 @@
+"""Losses that aren't means over samples have the numbers of a single process, or a warning says that they don't."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+from tests.pool import WorkerPool
+from tests.strategies.counted import COUNTED, EQUAL, labels_that_count
+from tests.strategies.harness import Report, joined, largest_difference, train
+from tests.strategies.reference import delayed
+
+EXACT = 1e-10  # float64
+
+
+def assert_equal(reports: list[Report], reference: Report) -> None:
+    for report in reports:
+        assert report.losses == pytest.approx(reference.losses, rel=0, abs=EXACT)
+        assert report.metrics == pytest.approx(reference.metrics, rel=0, abs=EXACT)
+    for update in range(len(reference.gradients)):
+        assert largest_difference(joined(reports, "gradients", update), reference.gradients[update]) < EXACT
+    assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
+
+
+# Of 8 samples, the last batch of 6: in 4 microbatches of 2, the last batch 2, 2, 1, 1; in 3 of 3, 3, 2.
+@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 4), ("gpipe", 3)])
+@pytest.mark.parametrize("model", EQUAL)
+def test_means_over_what_counts_are_those_of_one_process(
+    pool: WorkerPool, single: Any, model: str, schedule: str, microbatches: int
+) -> None:
+    options = {"schedule": schedule, "microbatches": microbatches}
+    assert_equal(pool.run(train, 2, model, "sync", options, init=False), single(model))
+
+
+@pytest.mark.parametrize("model", ["Bert", "Masked"])
+def test_accumulated_batches_are_averaged_as_lightning_does(pool: WorkerPool, single: Any, model: str) -> None:
+    reports = pool.run(train, 2, model, "sync", {"microbatches": 4}, init=False, accumulate_grad_batches=2)
+    assert_equal(reports, single(model, accumulate_grad_batches=2))
+
+
+def test_one_stage_alone_splits_batches_too(pool: WorkerPool, single: Any) -> None:
+    assert_equal(pool.run(train, 1, "Tokens", "sync", {"microbatches": 4}, init=False), single("Tokens"))
+
+
+def test_replicas_average_their_means_as_under_ddp(pool: WorkerPool) -> None:
+    options = {"stages": 2, "data_parallel": 2, "microbatches": 2}
+    reports = pool.run(train, 4, "Tokens", "sync", options, init=False, batch_size=4)
+    reference = pool.run(train, 2, "Tokens", "ddp", init=False, batch_size=4)[0]
+    assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
+
+
+@pytest.mark.parametrize("options", [{}, {"correction": None, "accumulate": 2}], ids=["corrected", "accumulated"])
+def test_the_asynchronous_pipeline_equals_its_delayed_reference(pool: WorkerPool, options: dict[str, Any]) -> None:
+    accumulate = options.get("accumulate", 1)
+    given = {name: value for name, value in options.items() if name != "accumulate"}
+    reports = pool.run(
+        train, 2, "Tokens", "async", {"microbatches": 4, **given}, init=False, accumulate_grad_batches=accumulate
+    )
+    reference = delayed(COUNTED["Tokens"], 2, 4, **options, weigh=lambda part: float(labels_that_count(part)))
+    assert reports[0].losses == pytest.approx(reference.losses, rel=0, abs=EXACT)
+    assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
+
+
+# -- a weight of the user's own ---------------------------------------------------------------------------------------
+
+
+def count_wrongly(batch: Any) -> Any:
+    return "many"
+
+
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+def test_a_function_of_the_user_s_weighs_microbatches(pool: WorkerPool, single: Any, strategy: str) -> None:
+    options = {"microbatches": 4, "microbatch_weight": labels_that_count}
+    reports = pool.run(train, 2, "Tokens", strategy, options, init=False)
+    if strategy == "sync":
+        assert_equal(reports, single("Tokens"))
+    else:
+        assert reports[0].losses[0] == pytest.approx(single("Tokens").losses[0], rel=0, abs=EXACT)
+
+
+def test_a_weight_that_is_no_number_is_refused_on_all_ranks(pool: WorkerPool) -> None:
+    options = {"microbatches": 4, "microbatch_weight": count_wrongly}
+    failures = pool.run(train, 2, "Tokens", "sync", options, init=False, expect_errors=True)
+    assert all("ValueError: microbatch_weight returned 'many'" in failure for failure in failures)
+
+
+# -- warnings ----------------------------------------------------------------------------------------------------------
+
+
+def warned(model: str, **options: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, "sync", {"microbatches": 4, **options})
+    return [str(each.message) for each in caught if "microbatch" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("Noisy", "The cross_entropy at counted.py:"),
+        ("Summed", "The loss is a sum over the batch."),
+        ("InBatch", "compares the samples of a batch with each other"),
+        ("BatchNormed", "'net.1' is a BatchNorm2d, which normalises over the 2 samples of a microbatch"),
+    ],
+)
+def test_what_can_t_be_a_mean_is_warned_of_once_by_name(pool: WorkerPool, model: str, words: str) -> None:
+    found = pool.run(warned, 2, model, init=False)[0]
+    assert len(found) == 1 and words in found[0], found
+    assert "microbatches=1" in found[0]
+
+
+@pytest.mark.parametrize("model", ["Blocks", "Autoencoder", "DemoTransformer", *EQUAL])
+def test_there_is_no_warning_of_what_is_right(pool: WorkerPool, model: str) -> None:
+    assert pool.run(warned, 2, model, init=False)[0] == []
+
+
+def test_there_is_no_warning_of_undivided_batches(pool: WorkerPool) -> None:
+    assert pool.run(warned, 2, "Summed", init=False, microbatches=1)[0] == []
