@@ -105,25 +105,34 @@ class Microbatches:
         # Numbered through the whole run, so a resumed run draws the same random numbers.
         number = self._trainer.fit_loop.total_batch_idx
         work: dict[int, Microbatch] = {}
+        steps: list[Callable[..., Any]] = []
         for k, part in enumerate(split(batch, len(counts))):
             seed = mix(self._seed, self._layout.index("data"), number, k)
+            steps.append(partial(self._run, (part, *rest), recorder, counts[k], seed))
             work[first + k] = Microbatch(
-                step=partial(self._run, (part, *rest), recorder, counts[k], seed),
+                step=steps[k],
                 weight=counts[k] / size * scale,
                 place=k,
                 seed=seed,
                 begins_update=begins_update and k == 0,
             )
-        self._look.follow("training_step", work[first].step)
+        self._look.follow("training_step", partial(steps[0], kind=None))
         self._is_first_batch = False
         return work, counts
 
-    def _run(self, arguments: tuple[Any, ...], recorder: LogRecorder, size: int, seed: int) -> Any:
-        """The user's step on one microbatch."""
+    def _run(
+        self,
+        arguments: tuple[Any, ...],
+        recorder: LogRecorder,
+        size: int,
+        seed: int,
+        kind: str | None = "training_step",
+    ) -> Any:
+        """The user's step on one microbatch; ``kind=None`` for a look at it."""
         recorder.weight = size
         seed_host_generators(seed)
-        with self._precision.train_step_context(), self._shards.region():
-            return self._module.training_step(*arguments)
+        with self._precision.train_step_context():
+            return self._shards.run(partial(self._module.training_step, *arguments), kind)
 
     @contextmanager
     def recorded(self, recorder: LogRecorder) -> Iterator[None]:

@@ -175,7 +175,7 @@ class StagedStrategy(LayoutStrategy):
             timeline=self._timeline,
             completing=completing,
         )
-        self._evaluation = Evaluation(self._engine, self._stages, look, self._last_stage)
+        self._evaluation = Evaluation(self._engine, self._stages, look, self._last_stage, self._shards)
         self._microbatches = Microbatches(
             trainer,
             module,

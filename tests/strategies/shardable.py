@@ -113,6 +113,54 @@ class Apart(ShardableLlama):
         return [{"input_ids": row, "labels": row} for row in tokens]
 
 
+class PenalisesShards(ShardableLlama):
+    """An L2 penalty on parameters, most of which are divided."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 1e-9 * sum(p.pow(2).sum() for p in self.parameters())
+
+
+class PenalisesZeros(Mixed):
+    """A penalty on a divided bias, whose shards have equal norms: it is zero at the start."""
+
+    def build(self) -> None:
+        super().build()
+        nn.init.zeros_(self.mlp[0].bias)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + self.mlp[0].bias.norm()
+
+
+class DrawsByRank(ShardableLlama):
+    """Noise on the loss from a generator that is seeded by rank."""
+
+    def loss(self, batch: Any) -> Tensor:
+        noise = torch.rand((), generator=torch.Generator().manual_seed(self.global_rank))
+        return super().loss(batch) + 0.01 * noise
+
+
+class DrawsInValidation(ShardableLlama):
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) + self.global_rank
+
+
+class LogsShards(ShardableLlama):
+    """Averages and logs weights, which trains as in one process; what is logged is of a shard."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        layer = self.model.model.layers[0].mlp.up_proj
+        self.log("norm", layer.weight.detach().norm())
+        return super().training_step(batch, batch_idx)
+
+
+class ByForward(ShardableLlama):
+    """The head called by its forward, without hooks."""
+
+    def loss(self, batch: Any) -> Tensor:
+        hidden = self.model.model(input_ids=batch["input_ids"]).last_hidden_state
+        return next_token_loss(self.model.lm_head.forward(hidden), batch["labels"], TOKENS)
+
+
 class Fails(ShardableLlama):
     """Rank 1 raises in the second batch, while the others go on to sum with it."""
 
@@ -137,5 +185,8 @@ class Counting(ShardableLlama):
 
 SHARDABLE = {
     model.__name__: model
-    for model in (ShardableGPT2, DroppingGPT2, ShardableLlama, ShardableQwen2, Mixed, Forgetful, Apart, Fails, Counting)
-}
+    for model in (
+        ShardableGPT2, DroppingGPT2, ShardableLlama, ShardableQwen2, Mixed, Forgetful, Apart, Fails, Counting,
+        PenalisesShards, PenalisesZeros, DrawsByRank, DrawsInValidation, LogsShards, ByForward,
+    )
+}  # fmt: skip
