@@ -21,9 +21,10 @@ from lightning_parallel.gradients.swapping import Gradients
 from lightning_parallel.local_model import LocalModel
 from lightning_parallel.parts.first_losses import FirstLosses
 from lightning_parallel.shard import Shard
-from lightning_parallel.tensor.plan import Plan, find_plan
+from lightning_parallel.tensor.plan import find_plan
 from lightning_parallel.tensor.region import ShardedRegion
 from lightning_parallel.tensor.sharding import Sharding, shard_module
+from lightning_parallel.tensor.style import Plan
 
 T = TypeVar("T")
 

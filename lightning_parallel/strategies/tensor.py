@@ -32,7 +32,7 @@ from lightning_parallel.parts.options import ProcessOptions
 from lightning_parallel.parts.tensor_shards import TensorShards
 from lightning_parallel.settings import Auto, Count, takes
 from lightning_parallel.strategies.base import LayoutStrategy
-from lightning_parallel.tensor.plan import Plan
+from lightning_parallel.tensor.style import Plan
 
 
 @dataclass(frozen=True, kw_only=True)

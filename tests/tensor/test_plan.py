@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from lightning_parallel.tensor.plan import find_plan, resolve
+from lightning_parallel.tensor.linear_styles import Column, Row
+from lightning_parallel.tensor.module_styles import Divide
+from lightning_parallel.tensor.plan import find_plan
+from lightning_parallel.tensor.rules import resolve
 from lightning_parallel.tensor.sharding import shard_module
-from lightning_parallel.tensor.styles import Column, Divide, Row, read_style
+from lightning_parallel.tensor.styles import read_style
 from tests.tensor.test_sharding import LLAMA, Loss, gpt, gpt2, lenet, llama, mlp, phi3, qwen3, ranks
 
 
@@ -108,8 +111,8 @@ def test_a_transformers_model_without_a_plan_is_refused_by_name() -> None:
 
 def test_a_transformers_plan_with_an_unknown_style_is_refused_whole() -> None:
     model = llama()
-    model.tp_plan["model.layers.*.mlp"] = "moe_tp_experts"  # type: ignore[index,operator]
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM \(model\) .*'model.layers.\*.mlp': 'moe_tp_experts'"):
+    model.tp_plan["model.layers.*.mlp"] = "sequence_parallel"  # type: ignore[index,operator]
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM \(model\) .*'model.layers.\*.mlp': 'sequence_parallel'"):
         find_plan(Loss(model))
 
 
@@ -141,5 +144,8 @@ def test_styles_are_read_and_written() -> None:
     assert read_style("column:3") == Column(parts=(3,))
     assert read_style("column:512,128,128") == Column(parts=(512, 128, 128))
     assert read_style("divide:num_heads,split_size") == Divide(attributes=("num_heads", "split_size"))
-    for text in ("column", "column:3", "column_gather", "row", "row_split", "embedding", "divide:a,b", "sum_gradient"):
+    for text in (
+        "column", "column:3", "column_gather", "row", "row_split", "embedding", "divide:a,b/2", "sum_gradient",
+        "heads:2", "experts:up=1x2,down=2,bias=sum", "parameters:sinks=0", "copy", "copy:64", "reduce", "divide_input",
+    ):  # fmt: skip
         assert read_style(text).text == text
