@@ -74,6 +74,18 @@ class InputShared(ParallelLayer):
         return super().forward(*(x / count if _is_value(x) else x for x in args), **kwargs)
 
 
+class OutsideRegion(ParallelLayer):
+    """Draws the same random numbers on all ranks, though it is called where a region may have been entered."""
+
+    region: ShardedRegion | None
+    _uncopied = ("group", "region")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.region is not None:
+            self.region.leave()
+        return super().forward(*args, **kwargs)
+
+
 class OwnDivided(ParallelLayer):
     """Own parameters are divided, and input and output are divided values or don't depend on them.
 

@@ -29,7 +29,7 @@ def with_few_heads(root: nn.Module, rules: Sequence[Rule], count: int) -> list[R
             adapted.append(rule)
             continue
         adapted.append(replace(rule, style=SharedHeads(heads)))
-        names = tuple(name.rpartition(".")[0] for name in rule.names)
+        names = tuple(seat.rpartition(".")[0] for seat in rule.seats)
         divide = Divide((f"{_GROUPS}/{count // heads}",))
         groups.setdefault(names[0], Rule(root.get_submodule(names[0]), names, rule.pattern, divide))
     return [*adapted, *groups.values()]
@@ -37,7 +37,7 @@ def with_few_heads(root: nn.Module, rules: Sequence[Rule], count: int) -> list[R
 
 def _heads(root: nn.Module, rule: Rule) -> int | None:
     """The number of key-value heads that a layer projects to, if it is one that does and its module tells."""
-    parent, _, own = rule.seat.rpartition(".")
+    parent, _, own = rule.seats[0].rpartition(".")
     around = vars(root.get_submodule(parent))
     size = around.get("head_dim")
     if own not in _KEY_VALUE or not isinstance(rule.module, nn.Linear) or type(around.get(_GROUPS)) is not int:

@@ -47,7 +47,7 @@ class Column(Style):
 
     def check_division(self, rule: Rule, root: nn.Module, rules: Sequence[Rule], count: int) -> None:
         """Refuse to cut a head in two: each head must be on one rank."""
-        for name in (name.removesuffix(rule.wrapper) for name in rule.names):
+        for name in rule.seats:
             parent_name, _, own = name.rpartition(".")
             parent = root.get_submodule(parent_name)
             if "qk_head_dim" in vars(parent):  # DeepSeek's attention, whose keys and values differ in size

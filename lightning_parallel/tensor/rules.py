@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from lightning_parallel.tensor.adapters import without_adapters
 from lightning_parallel.tensor.layer import ParallelLayer
 from lightning_parallel.tensor.linear import is_linear
 from lightning_parallel.tensor.style import Plan, Rule
@@ -39,12 +40,13 @@ def resolve(module: nn.Module, plan: Plan) -> list[Rule]:
             raise ValueError(f"plan: {pattern!r} matches no module. Did you mean {close}?")
         for name in matched:
             found = modules[name]
-            rule = rules.setdefault(id(found), Rule(found, tuple(names_of[id(found)]), pattern, style))
-            if rule.pattern != pattern:
-                raise ValueError(f"plan: both {rule.pattern!r} and {pattern!r} match {name!r}: leave one.")
-            if isinstance(found, ParallelLayer):
-                raise RuntimeError(rule.misfit(": it is divided already."))
-            style.check(rule)
+            for rule in without_adapters(Rule(found, tuple(names_of[id(found)]), pattern, style)):
+                before = rules.setdefault(id(rule.module), rule)
+                if before.pattern != pattern:
+                    raise ValueError(f"plan: both {before.pattern!r} and {pattern!r} match {name!r}: leave one.")
+                if isinstance(rule.module, ParallelLayer):
+                    raise RuntimeError(rule.misfit(": it is divided already."))
+                rule.style.check(rule)
     return list(rules.values())
 
 

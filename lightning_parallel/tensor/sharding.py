@@ -118,7 +118,8 @@ def _siblings(rules: list[Rule]) -> dict[str, Siblings]:
 
 
 def _parent(rule: Rule) -> str:
-    return rule.name.rpartition(".")[0]
+    name = rule.seats[0] if rule.wrapper == ".base_layer" else rule.name  # an adapter's layers get inputs of their own
+    return name.rpartition(".")[0]
 
 
 def _of_rule(rule: Rule, error: ValueError) -> ValueError:

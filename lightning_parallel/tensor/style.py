@@ -39,9 +39,9 @@ class Rule:
         return self.names[0]
 
     @property
-    def seat(self) -> str:
-        """The name of the module that the model's code calls: this one, or one that wraps it."""
-        return self.name.removesuffix(self.wrapper)
+    def seats(self) -> tuple[str, ...]:
+        """The names of the module that the model's code calls: this one, or one that wraps it."""
+        return tuple(name.removesuffix(self.wrapper) for name in self.names)
 
     def misfit(self, what: str) -> str:
         """A message that says the style doesn't fit the module."""

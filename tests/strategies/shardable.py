@@ -65,6 +65,48 @@ class ShardableQwen2(Llama):
         self.model.loss_function = next_token_loss
 
 
+class LoraLlama(ShardableLlama):
+    """Adapted by PEFT: only the adapters are trained."""
+
+    def build(self) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        super().build()
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"]
+        config = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+        self.model = get_peft_model(self.model, config, autocast_adapter_dtype=False)
+
+
+class FewHeadsLlama(Llama):
+    """One key-value head."""
+
+    def build(self) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            hidden_size=16, intermediate_size=26, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=1,
+            vocab_size=TOKENS, max_position_embeddings=16, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        self.model = LlamaForCausalLM(config)
+        self.model.loss_function = next_token_loss
+
+
+class Experts(Llama):
+    """A mixture of experts, by its model's plan."""
+
+    def build(self) -> None:
+        from transformers import GptOssConfig, GptOssForCausalLM
+
+        config = GptOssConfig(
+            hidden_size=24, intermediate_size=12, num_hidden_layers=4, num_attention_heads=12, num_key_value_heads=6,
+            head_dim=2, num_local_experts=4, num_experts_per_tok=2, vocab_size=TOKENS, max_position_embeddings=16,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        self.model = GptOssForCausalLM(config)
+        self.model.set_experts_implementation("eager")  # whose kernels know float64
+        self.model.loss_function = next_token_loss
+
+
 class Mixed(LeNet):
     """Convolutions and BatchNorm left whole, then linear layers by a plan of the module's own; one frozen."""
 
@@ -187,6 +229,7 @@ SHARDABLE = {
     model.__name__: model
     for model in (
         ShardableGPT2, DroppingGPT2, ShardableLlama, ShardableQwen2, Mixed, Forgetful, Apart, Fails, Counting,
-        PenalisesShards, PenalisesZeros, DrawsByRank, DrawsInValidation, LogsShards, ByForward,
+        LoraLlama, FewHeadsLlama, Experts, PenalisesShards, PenalisesZeros, DrawsByRank, DrawsInValidation, LogsShards,
+        ByForward,
     )
 }  # fmt: skip

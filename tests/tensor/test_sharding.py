@@ -156,6 +156,8 @@ def agree(tensor: Tensor | None, group: dist.ProcessGroup, what: str) -> None:
 
 def sum_partial(module: nn.Module, sharding: Sharding, group: dist.ProcessGroup) -> None:
     for name in sharding.partial:
+        if not module.get_parameter(name).requires_grad:
+            continue
         gradient = module.get_parameter(name).grad
         assert gradient is not None, name
         dist.all_reduce(gradient, group=group)
