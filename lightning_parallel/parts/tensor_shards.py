@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_parallel.collectives import broadcast_tensors, guarded
@@ -63,7 +64,7 @@ class TensorShards:
         """
         if self._divided is module or group.size() == 1:
             return
-        plan = find_plan(module, self._plan)
+        plan = find_plan(module, self._plan, group.size(), rank_zero_info)
         self._region = ShardedRegion(group.rank(), device)
         self._sharding = shard_module(
             module, plan, group, sequence_parallel=self._sequence_parallel, region=self._region

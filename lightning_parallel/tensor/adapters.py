@@ -1,7 +1,7 @@
 """PEFT's layers under a plan: what a rule for a layer means where PEFT has put an adapter around it.
 
-LoRA keeps the layer as ``base_layer``, and adds ``lora_B(lora_A(dropout(x)))`` to what it returns. Of a column layer the
-outputs are divided, so those of lora_B are too. Of a row layer the inputs are divided, so those of lora_A are::
+LoRA keeps the layer as ``base_layer``, and adds ``lora_B(lora_A(dropout(x)))`` to what it returns. Of a column layer
+the outputs are divided, so those of lora_B are too. Of a row layer the inputs are divided, so those of lora_A are::
 
               x ── base_layer (column) ──┐                      x piece ── base_layer (row) ──┐
               └─ lora_A ── lora_B ───────┴─ y piece              └─ lora_A (row) ── lora_B ───┴─ y

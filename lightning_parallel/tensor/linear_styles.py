@@ -61,7 +61,7 @@ class Column(Style):
                     if part % head == 0 and (part // head) % count:
                         kind = _HEADS.get(own, "attention")
                         raise ValueError(f"{name!r} has {part // head} {kind} heads (of {head}), {over(count)}.")
-            counts = dict(_integers(parent, _HEAD_COUNTS))
+            counts = dict(_integers(parent, HEAD_COUNTS))
             divided = any(isinstance(other.style, Divide) for other in rules if other.module is parent)
             if counts and parent_name and not sizes and not divided and count > 1:
                 # x.view(..., num_heads, -1) would go on without an error, and mix the heads.
@@ -205,7 +205,7 @@ class SplitRow(Row):
 _HEADS = {"q_proj": "query", "k_proj": "key-value", "v_proj": "key-value"}
 # Under which names modules keep the size of a head, or how many there are.
 _HEAD_SIZES = ("head_dim", "head_size")
-_HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "heads", "num_attention_heads", "num_kv_heads", "num_key_value_heads")
+HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "heads", "num_attention_heads", "num_kv_heads", "num_key_value_heads")
 
 
 def _outputs(linear: nn.Module) -> int:

@@ -59,7 +59,7 @@ def matching(pattern: str, names: Iterable[str]) -> list[str]:
 def layers_of(module: nn.Module) -> str:
     """The layers that a plan can name, those of equal blocks once."""
     found = {
-        _pattern_of(module, name): type(layer).__name__
+        pattern_of(module, name): type(layer).__name__
         for name, layer in module.named_modules()
         if is_linear(layer) or isinstance(layer, nn.Embedding)
     }
@@ -68,11 +68,11 @@ def layers_of(module: nn.Module) -> str:
 
 def _close(module: nn.Module, pattern: str) -> list[str]:
     """Patterns that match something and look like ``pattern``."""
-    every = list(dict.fromkeys(_pattern_of(module, name) for name, _ in module.named_modules() if name))
+    every = list(dict.fromkeys(pattern_of(module, name) for name, _ in module.named_modules() if name))
     return difflib.get_close_matches(pattern, every, n=3, cutoff=0.5) or every[:5]
 
 
-def _pattern_of(module: nn.Module, name: str) -> str:
+def pattern_of(module: nn.Module, name: str) -> str:
     """``name``, with a ``*`` for each part that is one of several modules of the same class."""
     parts, around = [], module
     for part in name.split("."):

@@ -91,6 +91,20 @@ class FewHeadsLlama(Llama):
         self.model.loss_function = next_token_loss
 
 
+class PlanlessOPT(Llama):
+    """A family without a plan: one is found."""
+
+    def build(self) -> None:
+        from transformers import OPTConfig, OPTForCausalLM
+
+        config = OPTConfig(
+            vocab_size=TOKENS, hidden_size=16, ffn_dim=26, num_hidden_layers=4, num_attention_heads=4, dropout=0.0,
+            word_embed_proj_dim=16, max_position_embeddings=16, pad_token_id=0, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        self.model = OPTForCausalLM(config)
+        self.model.loss_function = next_token_loss
+
+
 class Experts(Llama):
     """A mixture of experts, by its model's plan."""
 
@@ -229,7 +243,7 @@ SHARDABLE = {
     model.__name__: model
     for model in (
         ShardableGPT2, DroppingGPT2, ShardableLlama, ShardableQwen2, Mixed, Forgetful, Apart, Fails, Counting,
-        LoraLlama, FewHeadsLlama, Experts, PenalisesShards, PenalisesZeros, DrawsByRank, DrawsInValidation, LogsShards,
-        ByForward,
+        LoraLlama, FewHeadsLlama, PlanlessOPT, Experts, PenalisesShards, PenalisesZeros, DrawsByRank,
+        DrawsInValidation, LogsShards, ByForward,
     )
 }  # fmt: skip

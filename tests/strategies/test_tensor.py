@@ -20,6 +20,7 @@ EXACT = 1e-12  # float64
     ("ShardableLlama", 2, True),
     ("ShardableQwen2", 2, False), ("ShardableQwen2", 4, True),
     ("LoraLlama", 2, True), ("FewHeadsLlama", 2, True), ("Experts", 2, False),
+    ("PlanlessOPT", 2, False),
 ])  # fmt: skip
 def test_transformers_train_as_in_one_process(
     pool: WorkerPool, single: Any, model: str, ranks: int, sequence_parallel: bool
@@ -50,6 +51,7 @@ def test_accumulation_and_clipping_as_in_one_process(
 @pytest.mark.parametrize(("model", "schedule", "sequence_parallel"), [
     ("ShardableGPT2", "gpipe", False), ("ShardableGPT2", "1f1b", True),
     ("ShardableLlama", "gpipe", True), ("ShardableLlama", "1f1b", False), ("FewHeadsLlama", "1f1b", False),
+    ("PlanlessOPT", "1f1b", False),
 ])  # fmt: skip
 def test_tensor_and_pipeline_together_train_as_in_one_process(
     pool: WorkerPool, single: Any, model: str, schedule: str, sequence_parallel: bool

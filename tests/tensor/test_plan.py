@@ -52,7 +52,7 @@ def test_two_models_bring_a_plan_each() -> None:
 def test_what_lies_inside_a_model_of_transformers_is_in_its_plan() -> None:
     model = llama()
     alone = find_plan(model)
-    model.tower = opt()  # without a plan
+    model.tower = without_pairs()  # without a plan
     assert find_plan(model) == alone
 
 
@@ -94,19 +94,16 @@ def test_without_a_plan_the_layers_are_named() -> None:
         find_plan(Hooked(), {})
 
 
-def opt() -> nn.Module:
-    from transformers import OPTConfig, OPTModel
+def without_pairs() -> nn.Module:
+    """Heads that no two ranks can share, and no MLP to divide."""
+    from transformers import MambaConfig, MambaModel
 
-    config = OPTConfig(
-        vocab_size=8, hidden_size=8, ffn_dim=8, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=8,
-        pad_token_id=0, bos_token_id=0, eos_token_id=0, max_position_embeddings=8,
-    )  # fmt: skip
-    return OPTModel(config)
+    return MambaModel(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, state_size=4))
 
 
 def test_a_transformers_model_without_a_plan_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"OPTModel \(model\) brings none: .*'model.decoder.layers.\*.fc1' \(Linear\)"):
-        find_plan(Loss(opt()))
+    with pytest.raises(ValueError, match=r"MambaModel \(model\) brings none, and none was found: no pair of its"):
+        find_plan(Loss(without_pairs()))
 
 
 def test_a_transformers_plan_with_an_unknown_style_is_refused_whole() -> None:
