@@ -72,7 +72,13 @@ def _of_example(
         else:
             module(*(example if isinstance(example, tuple) else (example,)))
 
-    plan = found_plan(module, run, count)
+    try:
+        plan = found_plan(module, run, count)
+    except Exception as error:  # any: of the user's code
+        raise ValueError(
+            f"Tensor parallelism needs a plan, and none was found: forward(example_input_array) raised "
+            f"{type(error).__name__}: {error}. Give plan={{'pattern': 'style'}}. The layers are {layers_of(module)}."
+        ) from error
     if plan:
         announce(f"No plan is given for tensor parallelism. Found by trying:\n{table_of(module, plan)}")
     return plan

@@ -92,21 +92,6 @@ def t5_with_labels() -> nn.Module:
     return WithLabels(t5)
 
 
-MODELS = (opt, bert, bart_with_labels, bloom, gpt_neo, t5_with_labels)
-
-
-def found_plans_train_as_the_whole(index: int) -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    with InDouble():
-        trains_as_the_whole(MODELS[index], group, False)
-
-
-@pytest.mark.parametrize("index", range(len(MODELS)), ids=[make.__name__ for make in MODELS])
-def test_found_plans_train_as_the_whole(pool: WorkerPool, index: int) -> None:
-    pool.run(found_plans_train_as_the_whole, 2, index)
-
-
 def test_what_is_shipped_for_gpt2_is_found_too() -> None:
     model: Any = gpt2()
     found = found_plan(model, lambda: model(**model.dummy_inputs), 2)
@@ -158,6 +143,21 @@ class Net(nn.Module):
         return out
 
 
+MODELS = (opt, bert, bart_with_labels, bloom, gpt_neo, t5_with_labels, Net)
+
+
+def found_plans_train_as_the_whole(index: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    with InDouble():
+        trains_as_the_whole(MODELS[index], group, False)
+
+
+@pytest.mark.parametrize("index", range(len(MODELS)), ids=[make.__name__ for make in MODELS])
+def test_found_plans_train_as_the_whole(pool: WorkerPool, index: int) -> None:
+    pool.run(found_plans_train_as_the_whole, 2, index)
+
+
 def test_pairs_are_told_by_what_flows_into_what() -> None:
     net = Net()
     pairs = find_pairs(net, lambda: net(net.example_input_array))
@@ -178,6 +178,7 @@ def test_a_model_by_hand_is_left_as_it_was() -> None:
     before, state = dict(net.named_parameters()), torch.get_rng_state()
     plan = find_plan(net)
     assert plan["blocks.1.gate"] == plan["blocks.1.up"] == "column" and plan["blocks.1.down"] == "row"
+    assert plan["blocks.0.qkv"] == "column:3" and plan["blocks.0"] == "divide:count"
     assert all(before[name] is parameter for name, parameter in net.named_parameters())
     assert all(part.training for part in net.modules()) and torch.equal(torch.get_rng_state(), state)
     assert [block.count for block in net.blocks] == [4, 4]
@@ -192,4 +193,18 @@ def test_without_an_example_it_is_asked_for() -> None:
     net = Net()
     net.example_input_array = None  # type: ignore[assignment]
     with pytest.raises(ValueError, match="or set example_input_array, by which one may be found"):
+        find_plan(net)
+
+
+def test_equal_positions_do_not_hide_wrong_heads() -> None:
+    """Attention over equal positions returns their value, however many heads there are."""
+    net = Net()
+    nn.init.zeros_(net.embed.weight)
+    assert find_plan(net)["blocks.0"] == "divide:count"
+
+
+def test_an_example_that_fails_is_told() -> None:
+    net = Net()
+    net.example_input_array = torch.full((1, 2), VOCABULARY)
+    with pytest.raises(ValueError, match=r"none was found: forward\(example_input_array\) raised IndexError"):
         find_plan(net)
