@@ -13,6 +13,7 @@ from typing import Any
 from lightning_parallel.parts.first_look import FirstLook
 from lightning_parallel.parts.last_stage import LastStage
 from lightning_parallel.parts.stages import Stages
+from lightning_parallel.parts.tensor_shards import TensorShards
 from lightning_parallel.pipeline.engine import Engine
 
 
@@ -24,13 +25,17 @@ class Evaluation:
         stages: this rank's stage.
         look: at the first step of each kind.
         last_stage: runs the end of the steps.
+        shards: compare the losses of tensor ranks.
     """
 
-    def __init__(self, engine: Engine, stages: Stages, look: FirstLook, last_stage: LastStage) -> None:
+    def __init__(
+        self, engine: Engine, stages: Stages, look: FirstLook, last_stage: LastStage, shards: TensorShards
+    ) -> None:
         self._engine = engine
         self._stages = stages
         self._look = look
         self._last_stage = last_stage
+        self._shards = shards
         self._batches = 0
 
     def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -47,7 +52,7 @@ class Evaluation:
         bound = partial(step, *args, **kwargs)
         self._look.follow(f"{step.__name__} {args[2:]}", bound)  # each loader may have a step of its own
         with self._last_stage.alone(step.__name__, *(index for index in args[1:] if isinstance(index, int))):
-            output = self._engine.evaluate(bound, self._batches)
+            output = self._engine.evaluate(partial(self._shards.run, bound, step.__name__), self._batches)
         if self._stages.fully_sharded is not None:
             self._stages.fully_sharded.free()
         return output

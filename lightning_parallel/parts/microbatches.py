@@ -114,9 +114,11 @@ class Microbatches:
         work: dict[int, Microbatch] = {}
         parts = split(batch, len(counts))
         recorder.loss_weights, terms = self._means.of(batch, parts, counts)
+        steps: list[Callable[..., Any]] = []
         for k, part in enumerate(parts):
             seed = mix(self._seed, self._layout.index("data"), number, k)
             step = partial(self._run, (part, *rest), recorder, counts[k], seed)
+            steps.append(step)
             work[first + k] = Microbatch(
                 step=step if terms is None else partial(self._run_watched, step, terms, k, recorder),
                 weight=recorder.loss_weights[k] / sum(recorder.loss_weights) * scale,
@@ -124,16 +126,23 @@ class Microbatches:
                 seed=seed,
                 begins_update=begins_update and k == 0,
             )
-        self._look.follow("training_step", partial(self._run, (parts[0], *rest), recorder, counts[0], work[first].seed))
+        self._look.follow("training_step", partial(steps[0], kind=None))
         self._is_first_batch = False
         return work, counts
 
-    def _run(self, arguments: tuple[Any, ...], recorder: LogRecorder, size: int, seed: int) -> Any:
-        """The user's step on one microbatch."""
+    def _run(
+        self,
+        arguments: tuple[Any, ...],
+        recorder: LogRecorder,
+        size: int,
+        seed: int,
+        kind: str | None = "training_step",
+    ) -> Any:
+        """The user's step on one microbatch; ``kind=None`` for a look at it."""
         recorder.weight = size
         seed_host_generators(seed)
-        with self._precision.train_step_context(), self._shards.region():
-            return self._module.training_step(*arguments)
+        with self._precision.train_step_context():
+            return self._shards.run(partial(self._module.training_step, *arguments), kind)
 
     def _run_watched(self, step: Callable[[], Any], terms: LossTerms, number: int, recorder: LogRecorder) -> Any:
         """A step on the last stage, whose loss may average over something else than samples."""

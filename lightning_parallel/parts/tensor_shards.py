@@ -2,27 +2,32 @@
 
 The layers that the plan names are replaced by this rank's shards before optimizers are made. From then on the ranks of
 a tensor group compute one model together: they must see the same batch, and compute the same loss. In the first update,
-the batch is compared between ranks, and so are the gradients of parameters that the plan leaves whole. Otherwise an
-incomplete plan would train wrongly without an error.
+the batch is compared between ranks, then the loss (:mod:`lightning_parallel.parts.first_losses`), then the gradients of
+parameters that the plan leaves whole. Otherwise an incomplete plan would train wrongly without an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_parallel.collectives import broadcast_tensors, guarded
 from lightning_parallel.gradients.summing import summed_over
 from lightning_parallel.gradients.swapping import Gradients
 from lightning_parallel.local_model import LocalModel
+from lightning_parallel.parts.first_losses import FirstLosses
 from lightning_parallel.shard import Shard
-from lightning_parallel.tensor.plan import Plan, find_plan
+from lightning_parallel.tensor.plan import find_plan
 from lightning_parallel.tensor.region import ShardedRegion
 from lightning_parallel.tensor.sharding import Sharding, shard_module
+from lightning_parallel.tensor.style import Plan
+
+T = TypeVar("T")
 
 _TOLERANCE = 1e-2  # of norms: rounding differs by far less, a forgotten sum by far more
 
@@ -44,6 +49,7 @@ class TensorShards:
         self._unchecked = False  # until the gradients of the first update have been compared
         self._local: LocalModel | None = None
         self._group: dist.ProcessGroup | None = None
+        self._losses: FirstLosses | None = None
 
     def divide(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
         """Replace the layers that the plan names by this rank's shards, once for a module.
@@ -58,7 +64,7 @@ class TensorShards:
         """
         if self._divided is module or group.size() == 1:
             return
-        plan = find_plan(module, self._plan)
+        plan = find_plan(module, self._plan, group.size(), rank_zero_info)
         self._region = ShardedRegion(group.rank(), device)
         self._sharding = shard_module(
             module, plan, group, sequence_parallel=self._sequence_parallel, region=self._region
@@ -79,14 +85,22 @@ class TensorShards:
         """
         self._local, self._group = local, group
         self._unchecked = group.size() > 1
+        self._losses = FirstLosses(self._divided, list(self.shards), group) if self._divided is not None else None
         whole = [parameter for name, parameter in local.replicated.items() if name not in self.shards]
         broadcast_tensors((*whole, *local.buffers().values()), dist.get_global_rank(group, 0), group)
 
-    @contextmanager
-    def region(self) -> Iterator[None]:
-        """Around a step: afterwards the tensor ranks draw the same random numbers again, even if the step raised."""
+    def run(self, step: Callable[[], T], kind: str | None) -> T:
+        """Run a step. Afterwards the tensor ranks draw the same random numbers again, even if the step raised.
+
+        Args:
+            step: the user's step, bound to a batch.
+            kind: its name; None for a look at it, on absent tensors.
+
+        Raises:
+            RuntimeError: on all ranks of the group, if they come to different losses in the first step of this kind.
+        """
         try:
-            yield
+            return step() if self._losses is None or kind is None else self._losses.run(kind, step)
         finally:
             if self._region is not None:
                 self._region.leave()

@@ -179,12 +179,12 @@ class StagedStrategy(LayoutStrategy):
             timeline=self._timeline,
             completing=completing,
         )
-        self._evaluation = Evaluation(self._engine, self._stages, look, self._last_stage)
+        self._evaluation = Evaluation(self._engine, self._stages, look, self._last_stage, self._shards)
         parts = self.stage.partition
-        elsewhere = (name for name, stage in parts.outside.items() if stage != layout.stage)
+        elsewhere = (name for name, stages in parts.outside.items() if layout.stage not in stages)
         means = LossMeans(
             module,
-            [module.get_submodule(name) for name in (*parts.layers, *elsewhere)],
+            [module.get_submodule(name) for name in dict.fromkeys((*parts.layers, *elsewhere))],
             self.options.microbatch_weight,
             is_last_stage=layout.is_last_stage,
             device=device,

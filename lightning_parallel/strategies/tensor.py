@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -31,7 +32,7 @@ from lightning_parallel.parts.options import ProcessOptions
 from lightning_parallel.parts.tensor_shards import TensorShards
 from lightning_parallel.settings import Auto, Count, takes
 from lightning_parallel.strategies.base import LayoutStrategy
-from lightning_parallel.tensor.plan import Plan
+from lightning_parallel.tensor.style import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +115,15 @@ class TensorParallelStrategy(LayoutStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         if self._shards.is_first_update:
             check_same_batch((*args, *kwargs.values())[0], self.groups.model, self.root_device)
-        with self._shards.region():
-            return super().training_step(*args, **kwargs)
+        return self._shards.run(partial(super().training_step, *args, **kwargs), "training_step")
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        return self._shards.run(partial(super().validation_step, *args, **kwargs), "validation_step")
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        return self._shards.run(partial(super().test_step, *args, **kwargs), "test_step")
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -73,6 +73,8 @@ class VocabParallelEmbedding(ParallelLayer):
         super().__init__()
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
         self.padding_idx = whole.padding_idx
+        # Nothing but these is taken; adapters ask for them.
+        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, whole.norm_type, False, False
         self.group = group
         assert isinstance(whole.weight, nn.Parameter)
         shard = Shard.of(whole.weight.shape, 0, group)

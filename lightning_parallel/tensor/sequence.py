@@ -125,7 +125,7 @@ def _gathering(module: nn.Module, blocks: dict[str, nn.Module], rules: list[Rule
     divided: set[str] = set()
     gathering: dict[str, nn.Module] = {}
     for rule in rules:
-        inside = [name for name in rule.names if any(f"{name}.".startswith(f"{block}.") for block in blocks)]
+        inside = [name for name in rule.seats if any(f"{name}.".startswith(f"{block}.") for block in blocks)]
         if not inside:
             continue
         if not rule.style.in_sequence_blocks:

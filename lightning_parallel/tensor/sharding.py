@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_parallel.shard import Shard
+from lightning_parallel.tensor.few_heads import with_few_heads
 from lightning_parallel.tensor.layer import ParallelLayer
-from lightning_parallel.tensor.plan import Plan, resolve
 from lightning_parallel.tensor.region import ShardedRegion
+from lightning_parallel.tensor.rules import resolve
 from lightning_parallel.tensor.sequence import Chain, find_chains
 from lightning_parallel.tensor.siblings import Siblings
-from lightning_parallel.tensor.style import Rule, Site
+from lightning_parallel.tensor.style import Plan, Rule, Site
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def shard_module(
         ValueError: the plan doesn't fit the model, or the model doesn't fit the size of the group.
         RuntimeError: the model has been divided before.
     """
-    rules = resolve(module, plan)
+    rules = with_few_heads(module, resolve(module, plan), group.size())
     chains = find_chains(module, rules) if sequence_parallel else []
     _check_ties(module, rules)
     for rule in rules:
@@ -75,7 +76,7 @@ def shard_module(
             parent, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(parent), attribute, layer)
     for rule in rules:
-        rule.style.divide_in_place(rule.module, group.size())
+        rule.style.divide_in_place(rule, module, group.size())
     for chain in chains:
         chain.wrap(group, region)
     return Sharding(shards_of(module), partial)
@@ -117,7 +118,8 @@ def _siblings(rules: list[Rule]) -> dict[str, Siblings]:
 
 
 def _parent(rule: Rule) -> str:
-    return rule.name.rpartition(".")[0]
+    name = rule.seats[0] if rule.wrapper == ".base_layer" else rule.name  # an adapter's layers get inputs of their own
+    return name.rpartition(".")[0]
 
 
 def _of_rule(rule: Rule, error: ValueError) -> ValueError:

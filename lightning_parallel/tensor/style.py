@@ -5,7 +5,7 @@ A new style is a subclass of :class:`Style`, and a plan takes an instance of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -25,16 +25,23 @@ class Rule:
         names: all names under which it is registered.
         pattern: the pattern of the plan that matched it.
         style: how it is divided.
+        wrapper: what follows the name of the module that the model's code calls, if that one wraps this one.
     """
 
     module: nn.Module
     names: tuple[str, ...]
     pattern: str
     style: Style
+    wrapper: str = ""
 
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def seats(self) -> tuple[str, ...]:
+        """The names of the module that the model's code calls: this one, or one that wraps it."""
+        return tuple(name.removesuffix(self.wrapper) for name in self.names)
 
     def misfit(self, what: str) -> str:
         """A message that says the style doesn't fit the module."""
@@ -119,8 +126,8 @@ class Style:
         """This rank's shard of the module, to be put in its place; None: the module stays."""
         return None
 
-    def divide_in_place(self, module: nn.Module, count: int) -> None:
-        """Change a module that stays, when everything has been checked."""
+    def divide_in_place(self, rule: Rule, root: nn.Module, count: int) -> None:
+        """Change a module that stays, when everything has been checked and the new layers are in their places."""
 
     def divided_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """The module's own parameters that are divided, by name."""
@@ -129,3 +136,6 @@ class Style:
     def partial_parameters(self, module: nn.Module) -> list[nn.Parameter]:
         """Parameters that stay whole, and of whose gradient each rank gets a part, to be summed over the ranks."""
         return []
+
+
+Plan = Mapping[str, str | Style]  # patterns of module names, to styles

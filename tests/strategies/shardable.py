@@ -65,6 +65,62 @@ class ShardableQwen2(Llama):
         self.model.loss_function = next_token_loss
 
 
+class LoraLlama(ShardableLlama):
+    """Adapted by PEFT: only the adapters are trained."""
+
+    def build(self) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        super().build()
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"]
+        config = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+        self.model = get_peft_model(self.model, config, autocast_adapter_dtype=False)
+
+
+class FewHeadsLlama(Llama):
+    """One key-value head."""
+
+    def build(self) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            hidden_size=16, intermediate_size=26, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=1,
+            vocab_size=TOKENS, max_position_embeddings=16, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        self.model = LlamaForCausalLM(config)
+        self.model.loss_function = next_token_loss
+
+
+class PlanlessOPT(Llama):
+    """A family without a plan: one is found."""
+
+    def build(self) -> None:
+        from transformers import OPTConfig, OPTForCausalLM
+
+        config = OPTConfig(
+            vocab_size=TOKENS, hidden_size=16, ffn_dim=26, num_hidden_layers=4, num_attention_heads=4, dropout=0.0,
+            word_embed_proj_dim=16, max_position_embeddings=16, pad_token_id=0, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        self.model = OPTForCausalLM(config)
+        self.model.loss_function = next_token_loss
+
+
+class Experts(Llama):
+    """A mixture of experts, by its model's plan."""
+
+    def build(self) -> None:
+        from transformers import GptOssConfig, GptOssForCausalLM
+
+        config = GptOssConfig(
+            hidden_size=24, intermediate_size=12, num_hidden_layers=4, num_attention_heads=12, num_key_value_heads=6,
+            head_dim=2, num_local_experts=4, num_experts_per_tok=2, vocab_size=TOKENS, max_position_embeddings=16,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        self.model = GptOssForCausalLM(config)
+        self.model.set_experts_implementation("eager")  # whose kernels know float64
+        self.model.loss_function = next_token_loss
+
+
 class Mixed(LeNet):
     """Convolutions and BatchNorm left whole, then linear layers by a plan of the module's own; one frozen."""
 
@@ -113,6 +169,54 @@ class Apart(ShardableLlama):
         return [{"input_ids": row, "labels": row} for row in tokens]
 
 
+class PenalisesShards(ShardableLlama):
+    """An L2 penalty on parameters, most of which are divided."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 1e-9 * sum(p.pow(2).sum() for p in self.parameters())
+
+
+class PenalisesZeros(Mixed):
+    """A penalty on a divided bias, whose shards have equal norms: it is zero at the start."""
+
+    def build(self) -> None:
+        super().build()
+        nn.init.zeros_(self.mlp[0].bias)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + self.mlp[0].bias.norm()
+
+
+class DrawsByRank(ShardableLlama):
+    """Noise on the loss from a generator that is seeded by rank."""
+
+    def loss(self, batch: Any) -> Tensor:
+        noise = torch.rand((), generator=torch.Generator().manual_seed(self.global_rank))
+        return super().loss(batch) + 0.01 * noise
+
+
+class DrawsInValidation(ShardableLlama):
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) + self.global_rank
+
+
+class LogsShards(ShardableLlama):
+    """Averages and logs weights, which trains as in one process; what is logged is of a shard."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        layer = self.model.model.layers[0].mlp.up_proj
+        self.log("norm", layer.weight.detach().norm())
+        return super().training_step(batch, batch_idx)
+
+
+class ByForward(ShardableLlama):
+    """The head called by its forward, without hooks."""
+
+    def loss(self, batch: Any) -> Tensor:
+        hidden = self.model.model(input_ids=batch["input_ids"]).last_hidden_state
+        return next_token_loss(self.model.lm_head.forward(hidden), batch["labels"], TOKENS)
+
+
 class Fails(ShardableLlama):
     """Rank 1 raises in the second batch, while the others go on to sum with it."""
 
@@ -137,5 +241,9 @@ class Counting(ShardableLlama):
 
 SHARDABLE = {
     model.__name__: model
-    for model in (ShardableGPT2, DroppingGPT2, ShardableLlama, ShardableQwen2, Mixed, Forgetful, Apart, Fails, Counting)
-}
+    for model in (
+        ShardableGPT2, DroppingGPT2, ShardableLlama, ShardableQwen2, Mixed, Forgetful, Apart, Fails, Counting,
+        LoraLlama, FewHeadsLlama, PlanlessOPT, Experts, PenalisesShards, PenalisesZeros, DrawsByRank,
+        DrawsInValidation, LogsShards, ByForward,
+    )
+}  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ EXACT = 1e-12  # float64
     ("ShardableGPT2", 2, False), ("ShardableGPT2", 3, True), ("ShardableGPT2", 4, False),
     ("ShardableLlama", 2, True),
     ("ShardableQwen2", 2, False), ("ShardableQwen2", 4, True),
+    ("LoraLlama", 2, True), ("FewHeadsLlama", 2, True), ("Experts", 2, False),
+    ("PlanlessOPT", 2, False),
 ])  # fmt: skip
 def test_transformers_train_as_in_one_process(
     pool: WorkerPool, single: Any, model: str, ranks: int, sequence_parallel: bool
@@ -47,7 +50,8 @@ def test_accumulation_and_clipping_as_in_one_process(
 
 @pytest.mark.parametrize(("model", "schedule", "sequence_parallel"), [
     ("ShardableGPT2", "gpipe", False), ("ShardableGPT2", "1f1b", True),
-    ("ShardableLlama", "gpipe", True), ("ShardableLlama", "1f1b", False),
+    ("ShardableLlama", "gpipe", True), ("ShardableLlama", "1f1b", False), ("FewHeadsLlama", "1f1b", False),
+    ("PlanlessOPT", "1f1b", False),
 ])  # fmt: skip
 def test_tensor_and_pipeline_together_train_as_in_one_process(
     pool: WorkerPool, single: Any, model: str, schedule: str, sequence_parallel: bool
@@ -93,6 +97,46 @@ def test_a_forgotten_sum_of_gradients_is_told_by_name(pool: WorkerPool) -> None:
     for error in pool.run(train, 2, "Forgetful", "tensor", init=False, expect_errors=True):
         assert "q_norm" in str(error) or "k_norm" in str(error)
         assert "sum_gradient" in str(error)
+
+
+@pytest.mark.parametrize(("model", "name"), [
+    ("PenalisesShards", "embed_tokens.weight"), ("PenalisesZeros", "mlp.0.bias"),
+])  # fmt: skip
+def test_a_penalty_on_shards_is_told_by_name_however_small(pool: WorkerPool, model: str, name: str) -> None:
+    for error in pool.run(train, 2, model, "tensor", init=False, expect_errors=True):
+        assert "training_step reads '" in str(error) and name in str(error) and "weight_decay" in str(error)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("tensor", 2), ("sync", 4), ("async", 4)])
+def test_ranks_that_come_to_different_losses_are_told_both(pool: WorkerPool, strategy: str, ranks: int) -> None:
+    options = {"tensor_parallel": 2} | ({} if strategy == "tensor" else {"microbatches": 2})
+    errors = pool.run(train, ranks, "DrawsByRank", strategy, options, init=False, expect_errors=True)
+    told = [str(error) for error in errors if "different values in training_step: 'loss' is" in str(error)]
+    assert len(errors) == ranks and len(told) >= 2 and all("random numbers" in text for text in told)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("tensor", 2), ("sync", 4)])
+def test_validation_is_compared_too(pool: WorkerPool, strategy: str, ranks: int) -> None:
+    options = {"tensor_parallel": 2} | ({} if strategy == "tensor" else {"microbatches": 2})
+    errors = pool.run(train, ranks, "DrawsInValidation", strategy, options, init=False, expect_errors=True)
+    told = [error for error in errors if "different values in validation_step" in str(error)]
+    assert len(errors) == ranks and len(told) >= 2
+
+
+def test_a_logged_norm_of_shards_is_warned_of(pool: WorkerPool, single: Any) -> None:
+    reports = pool.run(train_with_warnings, 2, "LogsShards", init=False)
+    assert any("log different values" in text and "'norm'" in text for text in reports[0])
+
+
+def train_with_warnings(model: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, "tensor", max_epochs=1)
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_layer_called_by_its_forward_is_no_read(pool: WorkerPool, single: Any) -> None:
+    assert_equal(pool.run(train, 2, "ByForward", "tensor", init=False), single("ByForward"))
 
 
 def test_ranks_with_batches_of_their_own_are_refused(pool: WorkerPool) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from lightning_parallel.tensor.plan import find_plan, resolve
+from lightning_parallel.tensor.linear_styles import Column, Row
+from lightning_parallel.tensor.module_styles import Divide
+from lightning_parallel.tensor.plan import find_plan
+from lightning_parallel.tensor.rules import resolve
 from lightning_parallel.tensor.sharding import shard_module
-from lightning_parallel.tensor.styles import Column, Divide, Row, read_style
+from lightning_parallel.tensor.styles import read_style
 from tests.tensor.test_sharding import LLAMA, Loss, gpt, gpt2, lenet, llama, mlp, phi3, qwen3, ranks
 
 
@@ -49,7 +52,7 @@ def test_two_models_bring_a_plan_each() -> None:
 def test_what_lies_inside_a_model_of_transformers_is_in_its_plan() -> None:
     model = llama()
     alone = find_plan(model)
-    model.tower = opt()  # without a plan
+    model.tower = without_pairs()  # without a plan
     assert find_plan(model) == alone
 
 
@@ -91,25 +94,22 @@ def test_without_a_plan_the_layers_are_named() -> None:
         find_plan(Hooked(), {})
 
 
-def opt() -> nn.Module:
-    from transformers import OPTConfig, OPTModel
+def without_pairs() -> nn.Module:
+    """Heads that no two ranks can share, and no MLP to divide."""
+    from transformers import MambaConfig, MambaModel
 
-    config = OPTConfig(
-        vocab_size=8, hidden_size=8, ffn_dim=8, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=8,
-        pad_token_id=0, bos_token_id=0, eos_token_id=0, max_position_embeddings=8,
-    )  # fmt: skip
-    return OPTModel(config)
+    return MambaModel(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, state_size=4))
 
 
 def test_a_transformers_model_without_a_plan_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"OPTModel \(model\) brings none: .*'model.decoder.layers.\*.fc1' \(Linear\)"):
-        find_plan(Loss(opt()))
+    with pytest.raises(ValueError, match=r"MambaModel \(model\) brings none, and none was found: no pair of its"):
+        find_plan(Loss(without_pairs()))
 
 
 def test_a_transformers_plan_with_an_unknown_style_is_refused_whole() -> None:
     model = llama()
-    model.tp_plan["model.layers.*.mlp"] = "moe_tp_experts"  # type: ignore[index,operator]
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM \(model\) .*'model.layers.\*.mlp': 'moe_tp_experts'"):
+    model.tp_plan["model.layers.*.mlp"] = "sequence_parallel"  # type: ignore[index,operator]
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM \(model\) .*'model.layers.\*.mlp': 'sequence_parallel'"):
         find_plan(Loss(model))
 
 
@@ -141,5 +141,8 @@ def test_styles_are_read_and_written() -> None:
     assert read_style("column:3") == Column(parts=(3,))
     assert read_style("column:512,128,128") == Column(parts=(512, 128, 128))
     assert read_style("divide:num_heads,split_size") == Divide(attributes=("num_heads", "split_size"))
-    for text in ("column", "column:3", "column_gather", "row", "row_split", "embedding", "divide:a,b", "sum_gradient"):
+    for text in (
+        "column", "column:3", "column_gather", "row", "row_split", "embedding", "divide:a,b/2", "sum_gradient",
+        "heads:2", "experts:up=1x2,down=2,bias=sum", "parameters:sinks=0", "copy", "copy:64", "reduce", "divide_input",
+    ):  # fmt: skip
         assert read_style(text).text == text

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from lightning_parallel.shard import Shard
 from lightning_parallel.tensor.layer import ParallelLayer, shard_parameter
-from lightning_parallel.tensor.plan import Plan, resolve
-from lightning_parallel.tensor.style import Rule, Site, Style
+from lightning_parallel.tensor.rules import resolve
+from lightning_parallel.tensor.style import Plan, Rule, Site, Style
 from tests.pool import WorkerPool
 from tests.tensor.test_sharding import trains_as_the_whole
 

@@ -1,0 +1,294 @@
+"""A plan for a model that brings none: pairs of linear layers found by one run, and each tried before it is used.
+
+The run tells which layers could make a pair (:mod:`~lightning_parallel.tensor.flows`). How such a pair is to be divided
+(fused projections part by part? which of the attention's integers count heads?) is tried out. The columns get random
+weights, and their module is run whole, then with each rank's shards in their place. What reaches the row layer on a
+rank must be that rank's piece of what reaches it in the whole run. Nothing is sent for this, and the model is left as
+it was. A pair for which no way is found stays whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_parallel.shard import Shard, piece
+from lightning_parallel.tensor.flows import Pair, find_pairs
+from lightning_parallel.tensor.linear import is_linear
+from lightning_parallel.tensor.linear_styles import HEAD_COUNTS
+from lightning_parallel.tensor.rules import pattern_of
+from lightning_parallel.tensor.style import Style
+from lightning_parallel.torch_private import tree_map
+
+_HUGE = 1e3  # masks hold larger values
+_ATTEMPTS = 40  # ways to divide one pair that are tried
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A way to divide a pair.
+
+    Attributes:
+        parts: of each column layer, how many equal fused parts.
+        attributes: the integers that are divided, by the name of their module inside the block.
+    """
+
+    parts: int
+    attributes: tuple[tuple[str, str], ...]
+
+
+class _Reached(Exception):
+    """What has come to the row layer."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+
+class _Row(nn.Module):
+    """In the place of a row layer, of which code may read the weight's dtype."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        assert isinstance(layer.weight, Tensor)
+        self.register_buffer("weight", layer.weight.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise _Reached(x)
+
+
+class _Column(nn.Module):
+    """A linear layer with given weights [out, in], in the place of another."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)  # type: ignore[arg-type]
+
+
+def found_plan(module: nn.Module, run: Callable[[], Any], count: int) -> dict[str, str | Style]:
+    """Rules for all pairs that can be divided over ``count`` ranks, by full names.
+
+    Args:
+        module: the whole model, in the state in which it is to be trained.
+        run: runs it on any input, without an effect that matters.
+        count: the number of tensor ranks.
+    """
+    plan: dict[str, str | Style] = {}
+    known: dict[str, _Way | None] = {}  # by what blocks have in common
+    with _at_rest(module):
+        pairs = [pair for pair in find_pairs(module, run) if _fits(module, pair)]
+        calls = _calls(module, {_around(pair) for pair in pairs}, run)
+        for pair in pairs:
+            block = _Block(module, pair, calls[_around(pair)], count)
+            way = known.get(block.kind)
+            if way is None or not block.allows(way):
+                way = known[block.kind] = next((way for way in block.ways() if block.allows(way)), None)
+            if way is not None:
+                plan |= block.rules(way)
+    return plan
+
+
+def table_of(module: nn.Module, plan: dict[str, str | Style]) -> str:
+    """The rules of a found plan as lines, those of equal blocks once, and the linear layers that stay whole."""
+    lines = [f"    {pattern_of(module, name)}: {style}" for name, style in plan.items()]
+    linear = [name for name, layer in module.named_modules() if is_linear(layer)]
+    whole = dict.fromkeys(pattern_of(module, name) for name in linear if name not in plan)
+    return "\n".join([*dict.fromkeys(lines), *(f"    {name}: whole" for name in whole)])
+
+
+def _fits(module: nn.Module, pair: Pair) -> bool:
+    """Are all of them layers that can be divided, inside a module that is called?"""
+    layers = [module.get_submodule(name) for name in (*pair.columns, pair.row)]
+    plain = all(type(layer).forward is nn.Linear.forward for layer in layers if isinstance(layer, nn.Linear))
+    return plain and all(is_linear(layer) for layer in layers)
+
+
+class _Block:
+    """A pair, in the smallest module that holds it."""
+
+    def __init__(self, root: nn.Module, pair: Pair, call: tuple[Any, Any], count: int) -> None:
+        self._root, self._pair, self._count = root, pair, count
+        self._name = _around(pair)
+        self._around, self._row = root.get_submodule(self._name), root.get_submodule(pair.row)
+        generator = torch.Generator().manual_seed(0)
+        self._call = tree_map(lambda x: _noisy(x, generator), call)
+        self._weights = {name: self._drawn(name, generator) for name in pair.columns}
+        self._whole = self._reaching({name: _Column(*drawn) for name, drawn in self._weights.items()}, {})
+
+    @property
+    def kind(self) -> str:
+        """What equal blocks of a model have in common."""
+        inside = [name.removeprefix(self._name) for name in (*self._pair.columns, self._pair.row)]
+        shapes = [tuple(weight.shape) for weight, _ in self._weights.values()]
+        return f"{type(self._around).__name__} {inside} {shapes}"
+
+    def ways(self) -> Iterator[_Way]:
+        """Ways to divide it, the likely ones first."""
+        width = None if self._whole is None else self._whole.shape[-1]
+        parents = dict.fromkeys((*(name.rpartition(".")[0] for name in self._pair.columns), self._name))
+        parents = dict.fromkeys(parent.removeprefix(self._name).lstrip(".") for parent in parents)
+        integers = [
+            (parent, name, value)
+            for parent in parents
+            for name, value in vars(self._around.get_submodule(parent)).items()
+            if type(value) is int and value > 1 and value % self._count == 0
+        ]
+        heads = tuple((parent, name) for parent, name, _ in integers if name in HEAD_COUNTS)
+        # Those that may count heads under another name, or be the width of all heads.
+        sizes = [(p, name) for p, name, value in integers if width and width % value == 0 and (p, name) not in heads]
+        single = len(self._pair.columns) == 1
+        outputs = self._weights[self._pair.columns[0]][0].shape[0]
+        tried = 0
+        for number in range(len(sizes) + 1):
+            for chosen in combinations(sizes, number):
+                for parts in (1, 3, 2) if single else (1,):
+                    if outputs % parts == 0 and tried < _ATTEMPTS:
+                        tried += 1
+                        yield _Way(parts, (*heads, *chosen))
+
+    def allows(self, way: _Way) -> bool:
+        """Does each rank's row layer get that rank's piece of what the whole one gets?"""
+        if self._whole is None:
+            return False
+        for rank in range(self._count):
+            columns: dict[str, nn.Module] = {}
+            for name, (weight, bias) in self._weights.items():
+                size = weight.shape[0] // way.parts
+                if piece(size, self._count - 1, self._count)[0] >= size or weight.shape[0] % way.parts:
+                    return False  # nothing would be left for the last rank
+                cut = Shard((weight.shape[0],), 0, (size,) * way.parts, rank, self._count)
+                rows = torch.cat([torch.arange(*ends) for ends in cut.ranges()])
+                columns[name] = _Column(weight[rows], None if bias is None else bias[rows])
+            mine = self._reaching(columns, dict.fromkeys(way.attributes, self._count))
+            start, stop = piece(self._whole.shape[-1], rank, self._count)
+            theirs = self._whole[..., start:stop]
+            if mine is None or mine.shape != theirs.shape or not _equal(mine, theirs):
+                return False
+        return True
+
+    def rules(self, way: _Way) -> dict[str, str | Style]:
+        column = f"column:{way.parts}" if way.parts > 1 else "column"
+        rules: dict[str, str | Style] = dict.fromkeys(self._pair.columns, column)
+        rules[self._pair.row] = "row"
+        for parent in dict.fromkeys(parent for parent, _ in way.attributes):
+            whole = ".".join(part for part in (self._name, parent) if part)
+            rules[whole] = f"divide:{','.join(name for owner, name in way.attributes if owner == parent)}"
+        return rules
+
+    def _drawn(self, name: str, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+        """Random weights [out, in], since equal ones, or zeros, would fit any way."""
+        layer: Any = self._root.get_submodule(name)
+        shape = layer.weight.shape if isinstance(layer, nn.Linear) else layer.weight.shape[::-1]
+        options = {"device": layer.weight.device, "dtype": layer.weight.dtype}
+        weight = torch.randn(shape, generator=generator) / shape[1] ** 0.5
+        bias = None if layer.bias is None else torch.randn(shape[0], generator=generator).to(**options)
+        return weight.to(**options), bias
+
+    def _reaching(self, columns: dict[str, Any], divisors: dict[tuple[str, str], int]) -> Tensor | None:
+        """What comes to the row layer with other column layers and integers; None if the module can't run so."""
+        modules = {**columns, self._pair.row: _Row(self._row)}
+        inside = {name.removeprefix(self._name).lstrip("."): layer for name, layer in modules.items()}
+        with _replaced(self._around, inside, divisors), torch.no_grad():
+            try:
+                args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, self._call)
+                self._around(*args, **kwargs)
+            except _Reached as reached:
+                return reached.value
+            except Exception:  # any: of shapes that don't fit, in code that isn't ours
+                return None
+        return None
+
+
+def _noisy(x: Any, generator: torch.Generator) -> Any:
+    """An activation with noise: where all positions hold the same, attention would fit any number of heads."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel() or not bool(x.abs().max() < _HUGE):
+        return x
+    return x + torch.randn(x.shape, generator=generator).to(x)
+
+
+def _equal(mine: Tensor, theirs: Tensor) -> bool:
+    """But for rounding. What differs in more than that differs in much of its norm, so all ranks decide alike."""
+    size, apart = theirs.double().norm(), (mine.double() - theirs.double()).norm()
+    tolerance = 1e-3 if torch.finfo(theirs.dtype).bits > 16 else 5e-2
+    return bool(size > 0) and bool(apart <= tolerance * size)
+
+
+def _around(pair: Pair) -> str:
+    """The smallest module that holds all layers of a pair."""
+    names = [name.split(".")[:-1] for name in (*pair.columns, pair.row)]
+    common = []
+    for parts in zip(*names, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
+
+
+def _calls(module: nn.Module, names: set[str], run: Callable[[], Any]) -> dict[str, tuple[Any, Any]]:
+    """With what modules are called first. Those that are never called (containers) get an empty call."""
+    calls: dict[str, tuple[Any, Any]] = {name: ((), {}) for name in names}
+    seen: set[str] = set()
+
+    def keep(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if name not in seen:
+                seen.add(name)
+                calls[name] = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))
+
+        return hook
+
+    handles = [module.get_submodule(name).register_forward_pre_hook(keep(name), with_kwargs=True) for name in names]
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+@contextmanager
+def _replaced(root: nn.Module, modules: dict[str, Any], divisors: dict[tuple[str, str], int]) -> Iterator[None]:
+    """Inside, other modules are in the places of these, and integers are divided."""
+    before = {name: root.get_submodule(name) for name in modules}
+    values = {(owner, name): getattr(root.get_submodule(owner), name) for owner, name in divisors}
+    try:
+        _set(root, modules)
+        for (owner, name), divisor in divisors.items():
+            setattr(root.get_submodule(owner), name, values[owner, name] // divisor)
+        yield
+    finally:
+        _set(root, before)
+        for (owner, name), value in values.items():
+            setattr(root.get_submodule(owner), name, value)
+
+
+def _set(root: nn.Module, modules: dict[str, Any]) -> None:
+    for name, layer in modules.items():
+        parent, _, own = name.rpartition(".")
+        setattr(root.get_submodule(parent), own, layer)
+
+
+@contextmanager
+def _at_rest(module: nn.Module) -> Iterator[None]:
+    """Inside, the model is in evaluation mode, and random numbers are drawn from a copy of the generators."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        for part in training:
+            part.training = True

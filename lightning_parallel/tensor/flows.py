@@ -1,0 +1,136 @@
+"""Which linear layer's output flows into which other one, told by one run of the model.
+
+Every value of the run is one of three things: no activation at all (a parameter, a mask), a whole activation, or made
+of the outputs of some linear layers and nothing else::
+
+    x (whole) --+-- q --+
+                +-- k --+-- softmax(q k) v --- out --- + x      out's input is made of {q, k, v}
+                +-- v --+
+      (whole) ----- up ----- gelu ------------ down -- + x      down's input is made of {up}
+
+Layers whose outputs all end in one other layer's input, with no whole activation mixed in, may be columns, and that one
+their row. Whether they can really be divided is another question (:mod:`~lightning_parallel.tensor.finding`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_parallel.tensor.linear import is_linear
+from lightning_parallel.torch_private import tree_leaves
+
+Label = frozenset[str] | None  # linear layers by name; the empty set for a whole activation; None for no activation
+_WHOLE: Label = frozenset()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Linear layers that may be divided by output features, and the one that takes what they make.
+
+    Attributes:
+        columns: their names, in the order of calls.
+        row: its name.
+    """
+
+    columns: tuple[str, ...]
+    row: str
+
+
+class _Labels(TorchFunctionMode):
+    """Labels the results of torch's functions by what they are made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed: set[str] = set()  # layers whose outputs have met a whole activation
+        self._labels: dict[int, Label] = {}
+        self._kept: list[Tensor] = []  # ids are used again
+
+    def of(self, values: Any) -> Label:
+        labels = [self._labels.get(id(x)) for x in tree_leaves(values) if isinstance(x, Tensor)]
+        known = [label for label in labels if label is not None]
+        if not known:
+            return None
+        made = frozenset[str]().union(*known)
+        if _WHOLE in known:
+            self.mixed |= made
+            return _WHOLE
+        return made
+
+    def put(self, values: Any, label: Label) -> None:
+        for x in tree_leaves(values):
+            if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()):
+                self._labels[id(x)] = label
+                self._kept.append(x)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        label = self.of((args, dict(kwargs or {})))
+        result = func(*args, **(kwargs or {}))
+        self.put(args[0] if func is Tensor.__setitem__ else result, label)
+        return result
+
+
+def find_pairs(module: nn.Module, run: Callable[[], Any]) -> list[Pair]:
+    """Run the model, and tell its pairs, in the order of calls.
+
+    Args:
+        module: the model.
+        run: runs it. It must end without an error.
+    """
+    labels = _Labels()
+    inputs: dict[str, list[Label]] = {}
+    handles = []
+
+    def before(name: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        made = labels.of((args, kwargs))
+        if is_linear(layer):
+            inputs.setdefault(name, []).append(made)
+        else:
+            labels.mixed |= made or frozenset()
+
+    def after(name: str, layer: nn.Module, args: Any, output: Any) -> None:
+        labels.put(output, frozenset({name}) if is_linear(layer) else _WHOLE)
+
+    for name, layer in module.named_modules():
+        holds = any(True for _ in layer.parameters(recurse=False))
+        if holds and not any(is_linear(child) for child in layer.modules() if child is not layer):
+            handles.append(layer.register_forward_pre_hook(partial(before, name), with_kwargs=True))
+            handles.append(layer.register_forward_hook(partial(after, name)))
+    try:
+        with labels, torch.no_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return _pairs(inputs, labels.mixed)
+
+
+def _pairs(inputs: dict[str, list[Label]], mixed: set[str]) -> list[Pair]:
+    """From what went into each layer, in the order of first calls."""
+    takers: dict[str, set[str]] = {}
+    for name, labels in inputs.items():
+        for label in labels:
+            for maker in label or ():
+                takers.setdefault(maker, set()).add(name)
+    pairs: list[Pair] = []
+    rows: set[str] = set()
+    for name, labels in inputs.items():
+        makers = labels[0]
+        if not makers or any(label != makers for label in labels):
+            continue
+        if not any(maker in mixed or maker in rows or takers[maker] != {name} for maker in makers):
+            pairs.append(Pair(tuple(maker for maker in inputs if maker in makers), name))
+            rows.add(name)
+    return pairs

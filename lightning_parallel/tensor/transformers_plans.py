@@ -1,0 +1,194 @@
+"""Plans of transformers' models: those that they bring along, in our styles, and those that are shipped for others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from lightning_parallel.tensor.finding import found_plan, table_of
+from lightning_parallel.tensor.module_styles import Copy
+from lightning_parallel.tensor.parameter_styles import Experts, Parameters
+from lightning_parallel.tensor.rules import layers_of, matching, resolve
+from lightning_parallel.tensor.style import Plan, Style
+from lightning_parallel.tensor.styles import OTHER_NAMES
+
+# The dimension along which transformers' styles divide a bare parameter, and the equal parts that are fused there, by
+# its number of dimensions. Experts hold matrices [experts, out, in], some models' [experts, in, out].
+_OF_PARAMETERS: Mapping[str, Callable[[int], tuple[int, int]]] = MappingProxyType(
+    {
+        "colwise": lambda dims: (max(0, dims - 2), 1),
+        "rowwise": lambda dims: (dims - 1, 1),
+        "packed_colwise": lambda dims: (max(0, dims - 2), 2),
+        "packed_rowwise": lambda dims: (dims - 1, 2),
+    }
+)
+# What it gives the module that holds such parameters.
+_OF_OWNERS: Mapping[str, type[Parameters]] = MappingProxyType({"moe_tp_experts": Experts, "local_params": Parameters})
+
+# For models of transformers that bring no plan: by the name of the class, with names relative to it.
+_SHIPPED: Mapping[str, Plan] = MappingProxyType(
+    {
+        "GPT2Model": {
+            "wte": "embedding",
+            "h.*.attn": "divide:num_heads,split_size",
+            "h.*.attn.c_attn": "column:3",
+            "h.*.attn.c_proj": "row",
+            "h.*.mlp.c_fc": "column",
+            "h.*.mlp.c_proj": "row",
+        },
+        "GPT2LMHeadModel": {"lm_head": "column_gather"},
+        "GPT2DoubleHeadsModel": {"lm_head": "column_gather"},
+        "GptOssModel": {  # which brings a plan for expert parallelism only
+            "layers.*.self_attn.q_proj": "column",
+            "layers.*.self_attn.k_proj": "column",
+            "layers.*.self_attn.v_proj": "column",
+            "layers.*.self_attn.o_proj": "row",
+            "layers.*.self_attn": "parameters:sinks=0",
+            # Gates and what they gate take turns along the dimension: pairs must not be cut.
+            "layers.*.mlp.experts": "experts:gate_up_proj=2x1,gate_up_proj_bias=1,down_proj=1,down_proj_bias=sum",
+        },
+        "GptOssForCausalLM": {"lm_head": "column_gather"},
+    }
+)
+
+
+def transformers_plan(module: nn.Module, count: int, announce: Callable[[str], None]) -> dict[str, str | Style]:
+    """The plans of all transformers models in ``module``: what a model brings, or what is shipped for it, or one that
+    is found by trying.
+
+    Args:
+        module: the whole model.
+        count: the number of tensor ranks.
+        announce: takes the words about a plan that was found.
+
+    Raises:
+        ValueError: there is none for a model, or it holds a style that has no counterpart here.
+    """
+    plan: dict[str, str | Style] = {}
+    roots: list[str] = []
+    for name, model in module.named_modules():
+        if "PreTrainedModel" not in _bases(model) or any(f"{name}.".startswith(root) for root in roots):
+            continue  # what lies inside another one is in its plan
+        prefix = f"{name}." if name else ""
+        roots.append(prefix)
+        own = _translated(dict(getattr(model, "tp_plan", None) or {}), name, model) | _shipped_plan(model)
+        own = _without_scaled_embeddings(model, own)
+        if all(rule.style.is_alone for rule in resolve(model, own)):  # a head at most
+            own = _found(model, name, count, announce) | own
+        plan |= {prefix + pattern: style for pattern, style in own.items()}
+    return plan
+
+
+def _found(model: nn.Module, name: str, count: int, announce: Callable[[str], None]) -> dict[str, str | Style]:
+    """The plan found by running the model on its own example input."""
+    who = f"{type(model).__name__}{f' ({name})' if name else ''}"
+    try:
+        with _without_cache(model):
+            plan = found_plan(model, lambda: model(**_example(model)), count)
+        problem = f"no pair of its layers could be divided over {count} ranks"
+    except Exception as error:  # any: of a model that takes another input than transformers' example
+        plan, problem = {}, f"it could not be run on transformers' example input ({type(error).__name__}: {error})"
+    if not plan:
+        raise ValueError(
+            f"Tensor parallelism needs a plan, but {who} brings none, and none was found: {problem}. Give "
+            f"plan={{'pattern': 'style'}}. The layers are {layers_of(model)}."
+        )
+    announce(f"{who} brings no plan for tensor parallelism. Found by trying:\n{table_of(model, plan)}")
+    return plan
+
+
+def _example(model: nn.Module) -> dict[str, Any]:
+    """transformers' example input, with ids that the vocabulary has."""
+    given: Any = model.dummy_inputs
+    size = getattr(model.config, "vocab_size", None)
+    inputs = dict(given)
+    for name in ("input_ids", "decoder_input_ids"):
+        if name in inputs and isinstance(size, int):
+            inputs[name] = inputs[name] % size
+    return inputs
+
+
+@contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Inside, the model keeps no keys and values for generation: they would be those of an earlier call."""
+    config: Any = model.config
+    before = getattr(config, "use_cache", None)
+    if before is not None:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        if before is not None:
+            config.use_cache = before
+
+
+def _translated(theirs: dict[str, str], name: str, model: nn.Module) -> dict[str, str | Style]:
+    """In our styles. Patterns that match nothing belong to another variant of the model, and are left out."""
+    modules = dict(model.named_modules())
+    parameters = dict(model.named_parameters())
+    plan: dict[str, str | Style] = {}
+    unknown: dict[str, str] = {}
+    divided: dict[str, list[tuple[str, int, int]]] = {}  # by the owner's pattern
+    owners: dict[str, str] = {}
+    for pattern, style in theirs.items():
+        owner, _, own = pattern.rpartition(".")
+        whole = matching(pattern, modules)
+        held = matching(pattern, parameters)
+        if held and not whole and style in _OF_PARAMETERS:
+            divided.setdefault(owner, []).append((own, *_OF_PARAMETERS[style](parameters[held[0]].dim())))
+        elif whole and style in _OF_OWNERS:
+            owners[pattern] = style
+        elif whole and style == "mla_kv_a_proj":
+            plan[pattern] = Copy(model.get_submodule(whole[0].rpartition(".")[0]).qk_rope_head_dim)  # type: ignore[arg-type]
+        elif whole and style in OTHER_NAMES:
+            plan[pattern] = OTHER_NAMES[style]
+        elif (whole or held) and style != "replicate":
+            unknown[pattern] = style
+    for owner, dims in divided.items():
+        if owner in owners:
+            plan[owner] = _OF_OWNERS[owners.pop(owner)](tuple(dims))
+        else:
+            unknown |= {f"{owner}.{own}": theirs[f"{owner}.{own}"] for own, _, _ in dims}
+    unknown |= {pattern: style for pattern, style in owners.items() if style != "local_params"}
+    if unknown:
+        # All or nothing: what remains might be one half of a pair.
+        raise ValueError(
+            f"The tensor parallel plan of {type(model).__name__}{f' ({name})' if name else ''} holds styles without "
+            f"a counterpart here: {', '.join(f'{p!r}: {s!r}' for p, s in unknown.items())}. Give a plan of your own: "
+            f"plan={{'pattern': 'style'}}."
+        )
+    return plan
+
+
+def _without_scaled_embeddings(model: nn.Module, plan: dict[str, str | Style]) -> dict[str, str | Style]:
+    """Gemma's embeddings multiply what they look up, in a forward of their own. Those stay whole, and so does a head
+    that is tied to one."""
+    whole = {
+        id(part.weight)
+        for part in model.modules()
+        if isinstance(part, nn.Embedding) and type(part).forward is not nn.Embedding.forward
+    }
+    left = {
+        rule.pattern
+        for rule in (resolve(model, plan) if whole else ())
+        if rule.style.is_alone and id(rule.module.weight) in whole
+    }
+    return {pattern: style for pattern, style in plan.items() if pattern not in left}
+
+
+def _shipped_plan(model: nn.Module) -> dict[str, str | Style]:
+    plan: dict[str, str | Style] = {}
+    for name, part in model.named_modules():
+        prefix = f"{name}." if name else ""
+        for base in _bases(part) & _SHIPPED.keys():
+            plan |= {prefix + pattern: style for pattern, style in _SHIPPED[base].items()}
+    return plan
+
+
+def _bases(module: nn.Module) -> set[str]:
+    """The names of the transformers classes that a module is of. Not by isinstance, which would import them."""
+    return {base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformers.")}
