@@ -33,6 +33,7 @@ __all__ = [
     "forget_meshes",
     "group_by_name",
     "has_hooks",
+    "keeps_graph",
     "make_parameter",
     "modules_of",
     "parameters_of",
@@ -110,6 +111,13 @@ def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str,
 def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors of one dtype and device in place, in one kernel on a GPU, where a loop launches one for each."""
     torch._foreach_mul_(tensors, factor)
+
+
+def keeps_graph() -> bool:
+    """Was the backward that runs called with ``retain_graph=True``? A node that runs a backward of its own inside has to
+    keep that one's graph too, and autograd tells a node nothing of it."""
+    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return kept
 
 
 # -- modules -----------------------------------------------------------------------------------------------------

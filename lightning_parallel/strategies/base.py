@@ -30,7 +30,7 @@ from lightning_parallel.lightning_private import (
 )
 from lightning_parallel.local_model import LocalModel
 from lightning_parallel.parts import loaders, process_group
-from lightning_parallel.parts.checkpoints import SEVERAL_OPTIMIZERS, Checkpoints, remove_checkpoint
+from lightning_parallel.parts.checkpoints import Checkpoints, remove_checkpoint
 from lightning_parallel.parts.collectives import Collectives
 from lightning_parallel.parts.options import ProcessOptions
 from lightning_parallel.parts.replicas import Replicas
@@ -65,7 +65,7 @@ class LayoutStrategy(ParallelStrategy):
         self._local: LocalModel | None = None
         self._replicas: Replicas | None = None
         self._checkpoints: Checkpoints | None = None
-        self._group_names: list[list[str]] = []
+        self._group_names: list[list[list[str]]] = []
 
     # -- which rank this is --------------------------------------------------------------------------------------
 
@@ -199,13 +199,7 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """``configure_optimizers`` sees the whole model's parameters; then those of other ranks are dropped."""
-        try:
-            super().setup_optimizers(trainer)
-        except RuntimeError as error:
-            if "multiple optimizers" not in str(error):
-                raise
-            # Lightning advises manual optimization.
-            raise ValueError(SEVERAL_OPTIMIZERS) from error
+        super().setup_optimizers(trainer)
         assert self.lightning_module is not None
         self.checkpoints.take_groups(self.lightning_module, self.optimizers)
 

@@ -29,6 +29,7 @@ from lightning_parallel.parts.clipping import install_clipping, share_overflows
 from lightning_parallel.parts.evaluation import Evaluation
 from lightning_parallel.parts.first_look import FirstLook
 from lightning_parallel.parts.last_stage import LastStage
+from lightning_parallel.parts.manual import SEVERAL_OPTIMIZERS, refuse_manual_optimization
 from lightning_parallel.parts.microbatches import Microbatches, loss_of
 from lightning_parallel.parts.options import StagedOptions
 from lightning_parallel.parts.stages import Stages, refuse_evaluation, refuse_training
@@ -119,6 +120,7 @@ class StagedStrategy(LayoutStrategy):
 
         # The module in parts, before it takes memory on the device.
         if training:
+            refuse_manual_optimization(module)
             refuse_training(module)
         refuse_evaluation(module)
         self._stages.take(
@@ -190,6 +192,16 @@ class StagedStrategy(LayoutStrategy):
             model_group=groups.model,
             device=device,
         )
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            if "multiple optimizers" not in str(error):
+                raise
+            # Lightning advises manual optimization.
+            raise ValueError(SEVERAL_OPTIMIZERS) from error
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
