@@ -114,8 +114,8 @@ def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
 
 
 def keeps_graph() -> bool:
-    """Was the backward that runs called with ``retain_graph=True``? A node that runs a backward of its own inside has to
-    keep that one's graph too, and autograd tells a node nothing of it."""
+    """Was the backward that runs called with ``retain_graph=True``? A node that runs a backward of its own inside has
+    to keep that one's graph too, and autograd tells a node nothing of it."""
     kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
     return kept
 

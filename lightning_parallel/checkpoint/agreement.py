@@ -102,7 +102,9 @@ def agree(ranks: Sequence[RankSummary], order: Sequence[str]) -> Agreement:
     own = frozenset[str]().union(*(rank.own_options for rank in ranks))
     counts = [len(rank.param_groups) for rank in ranks]
     if len(set(counts)) > 1:
-        raise ValueError(f"The ranks have {counts} optimizers: configure_optimizers has to make the same on every rank.")
+        raise ValueError(
+            f"The ranks have {counts} optimizers: configure_optimizers has to make the same on every rank."
+        )
     groups = [merge_groups(list(copies), order, own) for copies in zip(*(r.param_groups for r in ranks), strict=True)]
     own_options = {rank.coordinate: [_only(own, of_one) for of_one in rank.param_groups] for rank in ranks if own}
     names = {name for of_one in groups for group in of_one for name in group["params"]}

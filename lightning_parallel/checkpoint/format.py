@@ -59,8 +59,8 @@ class Loaded:
 
     Attributes:
         trainer: what was given to :func:`save` as ``trainer``.
-        optimizers: those that were saved, with the state of the wanted parameters, and the whole model's groups. Tensors
-            are on the CPU.
+        optimizers: those that were saved, with the state of the wanted parameters, and the whole model's groups.
+            Tensors are on the CPU.
         rank_state: what was saved at this coordinate; empty if the layout that saved had no such coordinate.
         own_options: the options that were saved for each rank. The groups have those of this coordinate, or of the
             first rank if the layout that saved had no such coordinate.

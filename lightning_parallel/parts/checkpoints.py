@@ -17,6 +17,7 @@ from lightning_parallel import checkpoint as format_
 from lightning_parallel.checkpoint.rank import RankCheckpoint
 from lightning_parallel.local_model import LocalModel
 
+
 class Checkpoints:
     """Saves and loads a run's state. A checkpoint is a directory that all ranks write.
 

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 _CAN = "TensorParallelStrategy, FullyShardedStrategy and DataParallelStrategy train such modules"
 SEVERAL_OPTIMIZERS = (
     f"configure_optimizers returned several optimizers, but a pipeline runs backward and step itself, by its schedule, "
-    f"for one optimizer. Return one, with parameter groups if need be. With automatic_optimization=False, {_CAN}."
+    f"for one. Return one optimizer, with parameter groups if need be. With automatic_optimization=False, {_CAN}."
 )
 
 

@@ -159,11 +159,13 @@ class DataParallelStrategy(SingleDeviceStrategy):
         with self.precision_plugin.train_step_context():
             output = self._step("training_step", *args, *kwargs.values())
         if self._loss_on == "output_device" and not self._shared_calls:
-            what, manual = "self(...)", not self._module().automatic_optimization
+            automatic = self._module().automatic_optimization
+            called, use = (
+                ("self(...)", "loss_on='replicas'") if automatic else ("self(...) or a child", "strategy='ddp'")
+            )
             raise ValueError(
-                f"loss_on='output_device': training_step never called {what + ' or a child of it' * manual}, whose calls "
-                f"the replicas share, so one device did everything. Let training_step call {what} with the inputs, or "
-                f"use {'automatic optimization' if manual else 'loss_on=' + repr('replicas')}."
+                f"loss_on='output_device': training_step never called {called}, whose calls the replicas share, so one "
+                f"device did everything. Let training_step call self(...) with the inputs, or use {use}."
             )
         return output
 

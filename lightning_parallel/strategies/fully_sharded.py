@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel.collectives import broadcast_tensors
-from lightning_parallel.fully_sharded.units import check_dtypes, materialize, untied
+from lightning_parallel.fully_sharded.units import check_dtypes, materialize, refuse_second_derivatives, untied
 from lightning_parallel.gradients.averaging import GradientAverager
 from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
 from lightning_parallel.lightning_private import say_device
@@ -181,6 +181,8 @@ class FullyShardedStrategy(LayoutStrategy):
             fully_shard(part, reshard_after_forward=reshard, ignored_params=scalars, **settings)
             assert isinstance(part, FSDPModule)
             self._units.append(part)
+            if name:
+                refuse_second_derivatives(name, part)
         for buffer in module.buffers():
             buffer.data = buffer.data.to(self.root_device)
         self._root, self._fully_sharded = root, module

@@ -10,7 +10,7 @@ node's backward goes through these graphs in the replicas' threads. The sum of w
 replicas, is the gradient of the weights. From outside there is one graph: hooks on parameters, ``.grad``, scaling and
 accumulation see one gradient, as without replicas. For GPUs torch has a backward thread each, so one call does it.
 
-A second derivative (``create_graph=True``) doesn't pass the node, and torch says so. A second backward finds the
+A second derivative (``create_graph=True``) doesn't pass the node, and is refused. A second backward finds the
 replicas' graphs if the first one was to retain them.
 """
 
@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_parallel.batch import mapped, tensors
 from lightning_parallel.threaded_replicas.replicate import Replica, reduce
@@ -72,8 +71,12 @@ class _Node(torch.autograd.Function):
         return tuple(output.detach() for outputs in graphs.outputs for output in outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True: outputs that replicas in threads have computed have no second derivative. Compute "
+                "it inside of what a replica runs, with loss_on='replicas', or use one device."
+            )
         return None, *ctx.graphs.backward(gradients)
 
 

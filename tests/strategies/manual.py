@@ -78,8 +78,8 @@ class GAN(_ByHand):
         self.untoggle_optimizer(opt_g)
 
         self.toggle_optimizer(opt_d)
-        loss_d = (is_real(self.discriminator(real), True) + is_real(self.discriminator(self(noise).detach()), False)) / 2
-        self.manual_backward(loss_d)
+        loss_d = is_real(self.discriminator(real), True) + is_real(self.discriminator(self(noise).detach()), False)
+        self.manual_backward(loss_d / 2)
         opt_d.step()
         opt_d.zero_grad()
         self.untoggle_optimizer(opt_d)
@@ -148,6 +148,26 @@ class SharedGraph(_ByHand):
         return [opt_g, torch.optim.SGD(self.discriminator.parameters(), lr=0.1)]
 
 
+class GradientPenalty(SharedGraph):
+    """A second derivative: the loss has the norm of a gradient in it (WGAN-GP)."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, noise = batch
+        opt_g, opt_d = self.optimizers()
+        between = (0.3 * real + 0.7 * self(noise).detach()).requires_grad_()
+        scores = self.discriminator(between)
+        [gradient] = torch.autograd.grad(scores.sum(), between, create_graph=True)
+        loss = scores.mean() + 10 * (gradient.norm(dim=1) - 1).pow(2).mean()
+        opt_d.zero_grad()
+        self.manual_backward(loss)
+        opt_d.step()
+        opt_g.zero_grad()
+        loss_g = -self.discriminator(self(noise)).mean()
+        self.manual_backward(loss_g)
+        opt_g.step()
+        self.saw(loss, loss_g)
+
+
 class Direct(Accumulating):
     """A backward that the strategy doesn't see."""
 
@@ -155,7 +175,7 @@ class Direct(Accumulating):
         self(batch[1]).mean().backward()
 
 
-BY_HAND = {model.__name__: model for model in (GAN, Accumulating, SharedGraph, Direct)}
+BY_HAND = {model.__name__: model for model in (GAN, Accumulating, SharedGraph, GradientPenalty, Direct)}
 
 
 def fit(

@@ -28,7 +28,8 @@ def run(pool: WorkerPool, strategy: str, ranks: int, model: str, options: dict[s
 
 
 def assert_equal(reports: list[Report], whole: Report) -> None:
-    losses = torch.tensor([report.losses for report in reports], dtype=torch.float64).mean(0)  # each replica's is that of its share
+    # Each replica's losses are those of its share.
+    losses = torch.tensor([report.losses for report in reports], dtype=torch.float64).mean(0)
     assert losses.tolist() == pytest.approx(whole.losses, rel=0, abs=EXACT)
     assert largest_difference(joined(reports, "weights"), whole.weights) < EXACT
 
@@ -40,6 +41,26 @@ def test_manual_optimization_trains_as_in_one_process(
 ) -> None:
     [whole] = pool.run(fit, 1, model, init=False)
     assert_equal(run(pool, strategy, ranks, model, options), whole)
+
+
+@pytest.mark.parametrize(("strategy", "options"), [
+    ("tensor", {"tensor_parallel": 1, "data_parallel": 2}), ("fsdp", {"units": ["generator"]}),
+])  # fmt: skip
+def test_a_gradient_penalty_is_that_of_one_process_where_its_network_is_whole(
+    pool: WorkerPool, strategy: str, options: dict[str, Any]
+) -> None:
+    [whole] = pool.run(fit, 1, "GradientPenalty", init=False)
+    assert_equal(run(pool, strategy, 2, "GradientPenalty", options), whole)
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "fix"), [
+    ("tensor", 2, "create_graph=True"), ("fsdp", 2, "`units`"), ("data", 1, "loss_on='replicas'"),
+])  # fmt: skip
+def test_a_gradient_penalty_is_refused_where_its_network_is_divided(
+    pool: WorkerPool, strategy: str, ranks: int, fix: str
+) -> None:
+    failures = run(pool, strategy, ranks, "GradientPenalty", {}, expect_errors=True)
+    assert_refused(failures, "RuntimeError", ["second derivative", fix])
 
 
 @pytest.mark.parametrize(("first", "second"), [
