@@ -42,10 +42,12 @@ from typing_extensions import override
 
 from lightning_parallel.collectives import broadcast_tensors
 from lightning_parallel.fully_sharded.units import check_dtypes, materialize, refuse_second_derivatives, untied
+from lightning_parallel.fully_sharded.uses import ModuleUses
 from lightning_parallel.gradients.averaging import GradientAverager
 from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
 from lightning_parallel.lightning_private import say_device
 from lightning_parallel.local_model import LocalModel
+from lightning_parallel.parts.afterwards import PartOfModel
 from lightning_parallel.parts.clipping import install_clipping
 from lightning_parallel.parts.manual import BackwardGuard, networks
 from lightning_parallel.parts.options import ProcessOptions
@@ -115,6 +117,8 @@ class FullyShardedStrategy(LayoutStrategy):
         self._root: _Root | None = None  # with automatic optimization
         self._units: list[FSDPModule] = []  # all of them, the root too
         self._whole: dict[str, nn.Parameter] = {}  # parameters that aren't divided
+        self._uses: ModuleUses | None = None
+        self._part = PartOfModel()
         self._guard = BackwardGuard()
 
     # -- set-up --------------------------------------------------------------------------------------------------
@@ -129,6 +133,7 @@ class FullyShardedStrategy(LayoutStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         # Parameters that evaluation gathered are used again in training, where tensors made in inference mode fail.
+        self._part.end()
         epochs = trainer.fit_loop.epoch_loop
         for loop in (epochs.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
@@ -186,6 +191,12 @@ class FullyShardedStrategy(LayoutStrategy):
         for buffer in module.buffers():
             buffer.data = buffer.data.to(self.root_device)
         self._root, self._fully_sharded = root, module
+        divided = {
+            name: part
+            for name, part in module.named_modules()
+            if any(isinstance(parameter, DTensor) for parameter in part.parameters(recurse=False))
+        }
+        self._uses = ModuleUses(units, divided, replicas, self.root_device)
         self._whole = {name: p for name, p in module.named_parameters() if not isinstance(p, DTensor)}
 
     @override
@@ -208,7 +219,8 @@ class FullyShardedStrategy(LayoutStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """As Lightning's, with the gradients of what is whole averaged before any hook sees them."""
         module = self.lightning_module
-        assert module is not None
+        assert module is not None and self._uses is not None
+        self._uses.compare()
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         accumulated = swap_gradients(self._whole, {})  # of earlier batches: means already
@@ -249,6 +261,8 @@ class FullyShardedStrategy(LayoutStrategy):
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with _explained():
             output = step(*args, **kwargs)
+        assert self._uses is not None
+        self._uses.compare()
         self._free()  # after training steps the backward does it
         return output
 
@@ -257,12 +271,25 @@ class FullyShardedStrategy(LayoutStrategy):
     @override
     def teardown(self) -> None:
         self._guard.end()
+        if self._root is not None:
+            self._part.begin(_outside_units(self._root))
         # Lightning's, without the move of the module to the CPU, from where fully_shard would not bring it back.
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+def _outside_units(root: _Root) -> Iterator[nn.Module]:
+    """The module and what in it has divided parameters that only the root gathers."""
+    inside = {
+        part for unit in root.modules() if isinstance(unit, FSDPModule) and unit is not root for part in unit.modules()
+    }
+    for part in root.module.modules():
+        own = any(isinstance(parameter, DTensor) for parameter in part.parameters(recurse=False))
+        if part is root.module or (own and part not in inside):
+            yield part
 
 
 def find_units(

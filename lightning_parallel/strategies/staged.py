@@ -22,9 +22,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 from typing_extensions import override
 
 from lightning_parallel.lightning_private import trainer_of
+from lightning_parallel.parts.afterwards import PartOfModel
 from lightning_parallel.parts.clipping import install_clipping, share_overflows
 from lightning_parallel.parts.evaluation import Evaluation
 from lightning_parallel.parts.first_look import FirstLook
@@ -35,6 +37,7 @@ from lightning_parallel.parts.options import StagedOptions
 from lightning_parallel.parts.stages import Stages, refuse_evaluation, refuse_training
 from lightning_parallel.parts.tensor_shards import TensorShards
 from lightning_parallel.parts.timelines import warn_without_pictures, write_timeline
+from lightning_parallel.pipeline.absent import AbsentTensor
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.stage import Stage
@@ -58,6 +61,7 @@ class StagedStrategy(LayoutStrategy):
         self._stages = Stages(options)
         self._timeline = Timeline(enabled=options.timeline)
         self._last_stage: LastStage | None = None
+        self._part = PartOfModel()
         self._engine: Engine | None = None
         self._evaluation: Evaluation | None = None
         self._microbatches: Microbatches | None = None
@@ -116,6 +120,7 @@ class StagedStrategy(LayoutStrategy):
         """
         layout, groups, device = self.layout, self.groups, self.root_device
         training = trainer.state.fn == TrainerFn.FITTING
+        self._part.end()
         module = self.prepare(trainer)
 
         # The module in parts, before it takes memory on the device.
@@ -250,4 +255,10 @@ class StagedStrategy(LayoutStrategy):
             if trainer_of(self.lightning_module) is not None:
                 self._last_stage.end()
             self._last_stage = None
+        if self.lightning_module is not None:
+            self._part.begin(part for part in self.lightning_module.modules() if _has_absent_ones(part))
         super().teardown()
+
+
+def _has_absent_ones(module: nn.Module) -> bool:
+    return any(isinstance(parameter, AbsentTensor) for parameter in module.parameters())
