@@ -14,11 +14,12 @@ import os
 from datetime import timedelta
 from functools import lru_cache
 
-import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 
-def store_of_next_group(environment: ClusterEnvironment, timeout: timedelta) -> dist.Store:
+def store_of_next_group(environment: ClusterEnvironment, timeout: timedelta) -> Store:
     """A store that no earlier process group has written to. All processes call it, for each group.
 
     Args:
@@ -30,7 +31,7 @@ def store_of_next_group(environment: ClusterEnvironment, timeout: timedelta) -> 
     rank = environment.global_rank()
     store = _store(address, port, rank, environment.world_size(), timeout)
     count = store.add(f"lightning_parallel/groups_of/{rank}", 1)
-    return dist.PrefixStore(f"lightning_parallel/{count}", store)
+    return PrefixStore(f"lightning_parallel/{count}", store)
 
 
 def end() -> None:
@@ -39,8 +40,7 @@ def end() -> None:
 
 
 @lru_cache(maxsize=1)
-def _store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+def _store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Store:
     """The arguments say which store it is."""
-    store: dist.Store
-    store, *_ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timeout)))
+    store, *_ = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))
     return store
