@@ -37,6 +37,7 @@ __all__ = [
     "forward_hooks",
     "group_by_name",
     "has_hooks",
+    "keeps_graph",
     "make_parameter",
     "modules_of",
     "parameters_of",
@@ -129,6 +130,13 @@ def drawing_for_nothing(operator: Any, args: tuple[Any, ...], kwargs: Mapping[st
 def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors of one dtype and device in place, in one kernel on a GPU, where a loop launches one for each."""
     torch._foreach_mul_(tensors, factor)
+
+
+def keeps_graph() -> bool:
+    """Was the backward that runs called with ``retain_graph=True``? A node that runs a backward of its own inside has
+    to keep that one's graph too, and autograd tells a node nothing of it."""
+    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return kept
 
 
 # -- modules -----------------------------------------------------------------------------------------------------

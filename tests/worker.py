@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from lightning_parallel.parts import rendezvous
+
 ROOT = Path(__file__).resolve().parent.parent
 HUNG_UP = (
     EOFError,
@@ -151,6 +153,7 @@ def _leave() -> None:
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
+    rendezvous.end()
     _servers.clear()
     gc.collect()
 

@@ -33,15 +33,15 @@ class RankSummary:
     Attributes:
         coordinate: its place in the layout.
         shapes: of its tensors, by key.
-        scalars: its optimizer's state that is no tensor, by parameter.
-        param_groups: its optimizer's groups: options, and the names of the parameters under "params".
+        scalars: for each optimizer its state that is no tensor, by parameter.
+        param_groups: for each optimizer its groups: options, and the names of the parameters under "params".
         own_options: the options that may have other values on other ranks.
     """
 
     coordinate: str
     shapes: dict[str, Shape]
-    scalars: dict[str, dict[str, Any]]
-    param_groups: list[dict[str, Any]]
+    scalars: list[dict[str, dict[str, Any]]]
+    param_groups: list[list[dict[str, Any]]]
     own_options: frozenset[str]
 
     @classmethod
@@ -49,13 +49,14 @@ class RankSummary:
         cls,
         coordinate: str,
         tensors: Mapping[str, Tensor],
-        scalars: dict[str, dict[str, Any]],
-        param_groups: Sequence[Mapping[str, Any]],
+        scalars: list[dict[str, dict[str, Any]]],
+        param_groups: Sequence[Sequence[Mapping[str, Any]]],
         own_options: Iterable[str],
     ) -> RankSummary:
         """The summary of a rank that holds these tensors."""
         shapes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
-        return cls(coordinate, shapes, scalars, [dict(options) for options in param_groups], frozenset(own_options))
+        groups = [[dict(options) for options in of_one] for of_one in param_groups]
+        return cls(coordinate, shapes, scalars, groups, frozenset(own_options))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +64,16 @@ class Agreement:
     """What the ranks' summaries say together.
 
     Attributes:
-        scalars: the whole model's optimizer state that is no tensor, by parameter.
-        param_groups: the whole model's parameter groups.
-        own_options: the options that differ between ranks and may: for each coordinate, a dictionary for each group.
+        scalars: for each optimizer the whole model's state that is no tensor, by parameter.
+        param_groups: for each optimizer the whole model's parameter groups.
+        own_options: the options that differ between ranks and may: for each coordinate and optimizer, a dictionary for
+            each group.
         copied: the parameters that several ranks hold.
     """
 
-    scalars: dict[str, dict[str, Any]]
-    param_groups: list[dict[str, Any]]
-    own_options: dict[str, list[dict[str, Any]]]
+    scalars: list[dict[str, dict[str, Any]]]
+    param_groups: list[list[dict[str, Any]]]
+    own_options: dict[str, list[list[dict[str, Any]]]]
     copied: list[str]
 
 
@@ -83,7 +85,8 @@ def agree(ranks: Sequence[RankSummary], order: Sequence[str]) -> Agreement:
         order: the whole model's parameters in their order; see :func:`merge_groups`.
 
     Raises:
-        ValueError: two ranks share a coordinate, or disagree about a shape or about the parameter groups.
+        ValueError: two ranks share a coordinate, or disagree about a shape, the number of optimizers, or the parameter
+            groups.
     """
     twice = [place for place, count in Counter(rank.coordinate for rank in ranks).items() if count > 1]
     if twice:
@@ -97,16 +100,24 @@ def agree(ranks: Sequence[RankSummary], order: Sequence[str]) -> Agreement:
                     f"name."
                 )
     own = frozenset[str]().union(*(rank.own_options for rank in ranks))
-    groups = merge_groups([rank.param_groups for rank in ranks], order, own)
-    own_options = {
-        rank.coordinate: [{key: value for key, value in group.items() if key in own} for group in rank.param_groups]
-        for rank in ranks
-        if own
-    }
-    names = {name for group in groups for name in group["params"]}
+    counts = [len(rank.param_groups) for rank in ranks]
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"The ranks have {counts} optimizers: configure_optimizers has to make the same on every rank."
+        )
+    groups = [merge_groups(list(copies), order, own) for copies in zip(*(r.param_groups for r in ranks), strict=True)]
+    own_options = {rank.coordinate: [_only(own, of_one) for of_one in rank.param_groups] for rank in ranks if own}
+    names = {name for of_one in groups for group in of_one for name in group["params"]}
     holders = Counter(name for name in names for rank in ranks if f"model/{name}" in rank.shapes)
-    scalars = {name: values for rank in reversed(ranks) for name, values in rank.scalars.items()}
+    scalars = [
+        {name: values for copy in reversed(copies) for name, values in copy.items()}
+        for copies in zip(*(rank.scalars for rank in ranks), strict=True)
+    ]
     return Agreement(scalars, groups, own_options, [name for name, count in holders.items() if count > 1])
+
+
+def _only(options: Set[str], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key in options} for group in groups]
 
 
 def digests(model: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, bytes]:
@@ -138,7 +149,7 @@ def check_copies(ranks: Sequence[Mapping[str, bytes]]) -> None:
 def merge_groups(
     ranks: list[list[dict[str, Any]]], order: Sequence[str], own_options: Set[str] = frozenset()
 ) -> list[dict[str, Any]]:
-    """The optimizer's parameter groups as one process with the whole model would have them.
+    """An optimizer's parameter groups as one process with the whole model would have them.
 
     Args:
         ranks: the groups of each rank: options, and the names of the parameters under "params".

@@ -3,7 +3,7 @@
 Tensors are saved under names that don't depend on the layout::
 
     model/<parameter or buffer>              as the whole model's state_dict() calls it
-    optimizer/0/<parameter>/<state>          for example optimizer/0/net.0.weight/exp_avg
+    optimizer/<index>/<parameter>/<state>    for example optimizer/0/net.0.weight/exp_avg
     rank/<coordinate>/<name>                 what belongs to one place in the layout: states of random generators
 
 All else is in trainer.pt, which the first rank writes. Each rank passes the names it holds, and reads the names it
@@ -39,6 +39,7 @@ from lightning_parallel.checkpoint.agreement import (
     digests,
     first_few,
 )
+from lightning_parallel.checkpoint.optimizers import OptimizerState, State, divided, parts_of
 from lightning_parallel.checkpoint.reading import METADATA, TRAINER, Found, Reader, read_trainer
 from lightning_parallel.checkpoint.slices import Slices
 from lightning_parallel.collectives import (
@@ -58,16 +59,15 @@ class Loaded:
 
     Attributes:
         trainer: what was given to :func:`save` as ``trainer``.
-        optimizer: the optimizer state of each wanted parameter that has any. Tensors are on the CPU.
-        param_groups: of the whole model: options, and the names of the parameters under "params".
+        optimizers: those that were saved, with the state of the wanted parameters, and the whole model's groups.
+            Tensors are on the CPU.
         rank_state: what was saved at this coordinate; empty if the layout that saved had no such coordinate.
         own_options: the options that were saved for each rank. The groups have those of this coordinate, or of the
             first rank if the layout that saved had no such coordinate.
     """
 
     trainer: dict[str, Any]
-    optimizer: dict[str, dict[str, Any]]
-    param_groups: list[dict[str, Any]]
+    optimizers: list[OptimizerState]
     rank_state: dict[str, Tensor]
     own_options: frozenset[str] = frozenset()
 
@@ -76,8 +76,7 @@ def save(
     path: PathLike,
     *,
     model: Mapping[str, Tensor],
-    optimizer: Mapping[str, Mapping[str, Any]],
-    param_groups: Sequence[Mapping[str, Any]],
+    optimizers: Sequence[OptimizerState],
     trainer: Mapping[str, Any],
     rank_state: Mapping[str, Tensor],
     coordinate: str,
@@ -93,9 +92,8 @@ def save(
     Args:
         path: the directory to be written.
         model: parameters and buffers held here, by their names in the whole model.
-        optimizer: the state of each parameter held here: tensors, and plain values.
-        param_groups: the optimizer's groups: options, and the names held here under "params". Every rank has the same
-            groups with the same options; groups of which it holds no parameter are empty.
+        optimizers: the state of the parameters held here, and their names in the groups. Every rank has the same
+            optimizers, and the same groups with the same options; groups of which it holds no parameter are empty.
         trainer: everything else. The first rank's is saved.
         rank_state: tensors that belong to this coordinate.
         coordinate: of this rank in the layout, such as "pp0.dp0.tp0".
@@ -109,8 +107,9 @@ def save(
         RuntimeError: copies of one parameter differ, or a rank could not write. What was at ``path`` is untouched.
     """
     path = Path(path)
-    tensors, scalars = _by_key(model, optimizer, rank_state, coordinate)
-    summaries = gather_objects_on_first(RankSummary.of(coordinate, tensors, scalars, param_groups, own_options), group)
+    tensors, scalars = _by_key(model, [each.state for each in optimizers], rank_state, coordinate)
+    groups = [each.param_groups for each in optimizers]
+    summaries = gather_objects_on_first(RankSummary.of(coordinate, tensors, scalars, groups, own_options), group)
     agreement: Agreement | None = None
 
     def begin() -> tuple[str, list[str]]:
@@ -162,23 +161,24 @@ def load(
         ValueError: on every rank, if there is no checkpoint, or some rank lacks names or finds other shapes.
     """
     reader, found = together(group, lambda: _open(Path(path)))
-    state = together(group, lambda: read_trainer(Path(reader.path), weights_only))
+    state = together(group, lambda: _with_numbered_optimizers(read_trainer(Path(reader.path), weights_only)))
     reports = gather_objects_on_first((_differences(model, found, strict), list(model) if strict else []), group)
     decided_by_first(group, lambda: _refuse_misfits(path, found, reports or [], strict))
 
-    optimizer = _empty_optimizer(found, parameters, model)
+    states = _empty_states(found, parameters, model, len(state["param_groups"]))
     prefix = f"rank/{coordinate}/"
     rank_state = {key.removeprefix(prefix): _empty(found, key) for key in found if key.startswith(prefix)}
     wanted = {f"model/{name}": tensor for name, tensor in model.items() if f"model/{name}" in found}
-    tensors, _ = _by_key({}, optimizer, rank_state, coordinate)
+    tensors, _ = _by_key({}, states, rank_state, coordinate)
     together(group, lambda: _read_tensors(reader, wanted | tensors))
-    for values in optimizer.values():
+    for values in (values for by_name in states for values in by_name.values()):
         values.update({key: value.local for key, value in values.items() if isinstance(value, Slices)})
-    for name in parameters:
-        if name in state["optimizer_scalars"]:
-            optimizer.setdefault(name, {}).update(state["optimizer_scalars"][name])
+    for by_name, scalars in zip(states, state["optimizer_scalars"], strict=True):
+        for name in (name for name in parameters if name in scalars):
+            by_name.setdefault(name, {}).update(scalars[name])
     groups, own = _with_own_options(state["param_groups"], state.get("own_options", {}), coordinate)
-    return Loaded(state["trainer"], optimizer, groups, rank_state, own)
+    optimizers = [OptimizerState(by_name, of_one) for by_name, of_one in zip(states, groups, strict=True)]
+    return Loaded(state["trainer"], optimizers, rank_state, own)
 
 
 def read_full(path: PathLike) -> dict[str, Tensor]:
@@ -210,20 +210,11 @@ def remove(path: PathLike) -> None:
 
 
 def _by_key(
-    model: Mapping[str, Tensor],
-    optimizer: Mapping[str, Mapping[str, Any]],
-    rank_state: Mapping[str, Tensor],
-    coordinate: str,
-) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """All tensors by their keys in the file, and the optimizer's other values by parameter."""
-    tensors = {f"model/{name}": tensor for name, tensor in model.items()}
-    scalars: dict[str, dict[str, Any]] = {}
-    for name, values in optimizer.items():
-        for key, value in values.items():
-            if isinstance(value, Tensor):
-                tensors[f"optimizer/0/{name}/{key}"] = value
-            else:
-                scalars.setdefault(name, {})[key] = value
+    model: Mapping[str, Tensor], states: Sequence[State], rank_state: Mapping[str, Tensor], coordinate: str
+) -> tuple[dict[str, Tensor], list[dict[str, dict[str, Any]]]]:
+    """All tensors by their keys in the file, and the optimizers' other values by parameter."""
+    tensors, scalars = divided(states)
+    tensors |= {f"model/{name}": tensor for name, tensor in model.items()}
     tensors |= {f"rank/{coordinate}/{key}": tensor for key, tensor in rank_state.items()}
     return tensors, scalars
 
@@ -254,40 +245,56 @@ def _empty(found: Found, key: str) -> Tensor:
     return torch.empty(found[key].size, dtype=found[key].properties.dtype)
 
 
-def _empty_optimizer(found: Found, parameters: Iterable[str], model: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """Tensors to read the wanted parameters' optimizer state into; of a shard, one of the shard's shape."""
-    wanted, result = set(parameters), dict[str, dict[str, Any]]()
+def _empty_states(
+    found: Found, parameters: Iterable[str], model: Mapping[str, Tensor], count: int
+) -> list[dict[str, dict[str, Any]]]:
+    """Tensors to read the wanted parameters' state in each optimizer into; of a shard, one of the shard's shape."""
+    wanted = set(parameters)
+    result: list[dict[str, dict[str, Any]]] = [{} for _ in range(count)]
     for key, entry in found.items():
-        if not key.startswith("optimizer/0/"):
+        parts = parts_of(key)
+        if parts is None or parts[1] not in wanted:
             continue
-        name, state = key.removeprefix("optimizer/0/").rsplit("/", 1)
-        if name not in wanted:
-            continue
-        like = model.get(name)
+        index, parameter, name = parts
+        like = model.get(parameter)
         if isinstance(like, Slices) and entry.size == like.shape:
             empty: Tensor = Slices(torch.empty(like.local.shape, dtype=entry.properties.dtype), like.shard)
         elif isinstance(like, DTensor) and entry.size == like.shape:
             empty = torch.empty_like(like, dtype=entry.properties.dtype)
         else:
             empty = _empty(found, key)
-        result.setdefault(name, {})[state] = empty
+        result[index].setdefault(parameter, {})[name] = empty
     return result
 
 
+def _with_numbered_optimizers(state: dict[str, Any]) -> dict[str, Any]:
+    """The content of trainer.pt; of one that was written before there could be several optimizers, as it is now."""
+    if not isinstance(state["optimizer_scalars"], dict):
+        return state
+    present = bool(state["param_groups"])
+    return {
+        **state,
+        "optimizer_scalars": [state["optimizer_scalars"]] * present,
+        "param_groups": [state["param_groups"]] * present,
+        "own_options": {place: [options] * present for place, options in state.get("own_options", {}).items()},
+    }
+
+
 def _with_own_options(
-    groups: list[dict[str, Any]], ranks: Mapping[str, list[dict[str, Any]]], coordinate: str
-) -> tuple[list[dict[str, Any]], frozenset[str]]:
+    optimizers: list[list[dict[str, Any]]], ranks: Mapping[str, list[list[dict[str, Any]]]], coordinate: str
+) -> tuple[list[list[dict[str, Any]]], frozenset[str]]:
     """The groups with the options that were saved for this coordinate, and the names of such options."""
-    names = frozenset(key for own in ranks.values() for options in own for key in options)
+    names = frozenset(key for own in ranks.values() for groups in own for options in groups for key in options)
     if coordinate in ranks:
-        return [{**group, **own} for group, own in zip(groups, ranks[coordinate], strict=True)], names
+        pairs = zip(optimizers, ranks[coordinate], strict=True)
+        return [[{**group, **own} for group, own in zip(*pair, strict=True)] for pair in pairs], names
     if names:
         warnings.warn(
             f"The optimizer had {', '.join(sorted(names))} for each rank of the layout that saved. This rank "
             f"({coordinate}) was not among them, and goes on with the first one's.",
             stacklevel=2,
         )
-    return groups, names
+    return optimizers, names
 
 
 # -- files -------------------------------------------------------------------------------------------------------

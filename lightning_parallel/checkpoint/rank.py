@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.checkpoint import format as format_
+from lightning_parallel.checkpoint.optimizers import OptimizerState
 from lightning_parallel.checkpoint.random_state import random_state, restore_random_state
 from lightning_parallel.checkpoint.slices import Slices
 from lightning_parallel.local_model import LocalModel
@@ -30,14 +31,18 @@ class RankCheckpoint:
 
     Args:
         local: the rank's part of the model.
-        group_names: for each parameter group of the optimizer, the whole model's names in it, in order.
+        group_names: for each optimizer and each of its parameter groups, the whole model's names in it, in order.
         coordinate: of this rank in the layout.
-        written_options: the options that the optimizer writes itself. They may differ between ranks, so each rank's are
+        written_options: the options that an optimizer writes itself. They may differ between ranks, so each rank's are
             saved. A checkpoint that is loaded adds to it.
     """
 
     def __init__(
-        self, local: LocalModel, group_names: Sequence[Sequence[str]], coordinate: str, written_options: set[str]
+        self,
+        local: LocalModel,
+        group_names: Sequence[Sequence[Sequence[str]]],
+        coordinate: str,
+        written_options: set[str],
     ) -> None:
         self._parameters, self._shards, self._names = local.parameters, local.shards, local.names
         tensors = {**{name: p.data for name, p in local.parameters.items()}, **local.buffers()}
@@ -54,24 +59,22 @@ class RankCheckpoint:
         Args:
             checkpoint: the trainer's state, as Lightning's ``dump_checkpoint`` makes it.
             path: the directory.
-            optimizers: none, or the one whose state is saved.
+            optimizers: whose state is saved, unless the trainer's has none.
         """
         trainer = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        with_optimizer = "optimizer_states" in checkpoint and len(optimizers) == 1
-        state, groups = self._optimizer_state(optimizers[0]) if with_optimizer else ({}, [])
+        with_optimizers = "optimizer_states" in checkpoint
         format_.save(
             path,
             model=self._model,
-            optimizer=state,
-            param_groups=groups,
+            optimizers=[self._optimizer_state(optimizer) for optimizer in optimizers] if with_optimizers else [],
             trainer=trainer,
             rank_state=random_state(),
             coordinate=self._coordinate,
             own_options=self._written_options,
-            order=[name for names in self._group_names for name in names],
+            order=[name for groups in self._group_names for names in groups for name in names],
         )
 
-    def _optimizer_state(self, optimizer: Optimizer) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    def _optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
         names = self._names
         state = {
             names[id(p)]: self._placed(names[id(p)], values) for p, values in optimizer.state.items() if id(p) in names
@@ -80,7 +83,7 @@ class RankCheckpoint:
             {**group, "params": [names[id(p)] for p in group["params"] if id(p) in names]}
             for group in optimizer.param_groups
         ]
-        return state, groups
+        return OptimizerState(state, groups)
 
     def _placed(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """A parameter's optimizer state. That of a shard is marked with its place in the whole."""
@@ -102,11 +105,11 @@ class RankCheckpoint:
     # -- load ----------------------------------------------------------------------------------------------------
 
     def load(self, path: PathLike, optimizers: Sequence[Optimizer], weights_only: bool) -> dict[str, Any]:
-        """Fill this rank's tensors and its optimizer from a directory. A collective over all ranks.
+        """Fill this rank's tensors and its optimizers from a directory. A collective over all ranks.
 
         Args:
             path: the directory, written under any layout.
-            optimizers: none, or the one to be filled.
+            optimizers: to be filled; none where nothing is trained.
             weights_only: see :func:`lightning_parallel.checkpoint.load`.
 
         Returns:
@@ -119,8 +122,10 @@ class RankCheckpoint:
             coordinate=self._coordinate,
             weights_only=weights_only,
         )
-        if optimizers and loaded.param_groups:
-            self._fill_optimizer(optimizers[0], loaded.optimizer, loaded.param_groups)
+        if optimizers and loaded.optimizers:
+            _check_count(path, len(loaded.optimizers), len(optimizers))
+            for optimizer, saved in zip(optimizers, loaded.optimizers, strict=True):
+                self._fill_optimizer(optimizer, saved.state, saved.param_groups)
             self._written_options |= loaded.own_options
             restore_random_state(loaded.rank_state)
         return {**loaded.trainer, "state_dict": {}, "optimizer_states": []}
@@ -131,10 +136,10 @@ class RankCheckpoint:
         Args:
             loaded: the content of the file.
             path: the file, for errors.
-            optimizers: none, or the one to be filled.
+            optimizers: to be filled; none where nothing is trained.
 
         Raises:
-            ValueError: the file lacks tensors of this rank's part of the model.
+            ValueError: the file lacks tensors of this rank's part of the model, or has another number of optimizers.
         """
         missing = [name for name in self._model if name not in loaded["state_dict"]]
         if missing:
@@ -146,10 +151,12 @@ class RankCheckpoint:
                 _fill(tensor, loaded["state_dict"][name])
         states = loaded.get("optimizer_states") or []
         if optimizers and states:
-            # Its states are numbered through the groups, in the order of `group_names`.
-            names = [name for group in self._group_names for name in group]
-            state = {names[index]: self._taken(names[index], values) for index, values in states[0]["state"].items()}
-            self._fill_optimizer(optimizers[0], state, states[0]["param_groups"])
+            _check_count(path, len(states), len(optimizers))
+            for optimizer, groups, saved in zip(optimizers, self._group_names, states, strict=True):
+                # States are numbered through an optimizer's groups, in the order of `group_names`.
+                names = [name for group in groups for name in group]
+                state = {names[index]: self._taken(names[index], values) for index, values in saved["state"].items()}
+                self._fill_optimizer(optimizer, state, saved["param_groups"])
         return {**loaded, "state_dict": {}, "optimizer_states": []}
 
     def _taken(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,6 +191,14 @@ class RankCheckpoint:
             index += count
         states = {i: dict(state[name]) for i, name in enumerate(held) if name is not None and name in state}
         optimizer.load_state_dict({"state": states, "param_groups": packed})
+
+
+def _check_count(path: PathLike, saved: int, made: int) -> None:
+    if saved != made:
+        raise ValueError(
+            f"The checkpoint {os.fspath(path)} has the state of {saved} optimizer{'s' * (saved != 1)}, but "
+            f"configure_optimizers made {made}: return the same ones, in the same order."
+        )
 
 
 def _fill(tensor: Tensor, whole: Tensor) -> None:

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lightning_parallel.torch_private import tree_leaves
 
 
 def untied(module: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
@@ -32,6 +35,29 @@ def untied(module: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
         if inside and all(uses[key] == count for key, count in inside.items()):
             units[name] = unit
     return units
+
+
+def refuse_second_derivatives(name: str, unit: nn.Module) -> None:
+    """Refuse ``create_graph=True`` through a unit: when the second derivative needs its parameters, they are freed.
+
+    Args:
+        name: of the unit, for the error.
+        unit: on which a hook is put.
+    """
+
+    def refuse(gradient: Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"create_graph=True: there is no second derivative through '{name}', whose parameters are gathered "
+                f"only while it runs. Leave it out of `units` (what is in no unit is whole), or use strategy='ddp'."
+            )
+
+    def watch(module: nn.Module, args: Any, output: Any) -> None:
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(refuse)
+
+    unit.register_forward_hook(watch)
 
 
 def _uses(module: nn.Module) -> Counter[int]:

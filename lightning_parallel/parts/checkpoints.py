@@ -17,11 +17,6 @@ from lightning_parallel import checkpoint as format_
 from lightning_parallel.checkpoint.rank import RankCheckpoint
 from lightning_parallel.local_model import LocalModel
 
-SEVERAL_OPTIMIZERS = (
-    "configure_optimizers returned several optimizers: a checkpoint can't keep their states apart, and a pipeline runs "
-    "the backward itself, for one optimizer. Return one optimizer, with parameter groups if need be."
-)
-
 
 class Checkpoints:
     """Saves and loads a run's state. A checkpoint is a directory that all ranks write.
@@ -29,14 +24,14 @@ class Checkpoints:
     Args:
         local: what this rank holds of the model.
         coordinate: of this rank in the layout.
-        group_names: for each parameter group of the optimizer, the whole model's names in it. :meth:`take_groups` fills
-            it, and a later run that only evaluates still saves by it.
+        group_names: for each optimizer and each of its parameter groups, the whole model's names in it.
+            :meth:`take_groups` fills it, and a later run that only evaluates still saves by it.
 
     Attributes:
-        written_options: the options that the optimizer is known to write itself, which may differ between ranks.
+        written_options: the options that an optimizer is known to write itself, which may differ between ranks.
     """
 
-    def __init__(self, local: LocalModel, coordinate: str, group_names: list[list[str]]) -> None:
+    def __init__(self, local: LocalModel, coordinate: str, group_names: list[list[list[str]]]) -> None:
         self._local = local
         self._coordinate = coordinate
         self._group_names = group_names
@@ -44,27 +39,27 @@ class Checkpoints:
         self._failed = False
 
     def take_groups(self, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
-        """Note which parameters the optimizer has, and leave it those that are on this rank.
+        """Note which parameters the optimizers have, and leave them those that are on this rank.
 
         Args:
             module: ``configure_optimizers`` has seen the whole model's parameters.
             optimizers: that it returned.
 
         Raises:
-            ValueError: several optimizers, or one that needs the whole model.
+            ValueError: an optimizer needs the whole model.
         """
-        if len(optimizers) > 1:
-            raise ValueError(SEVERAL_OPTIMIZERS)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         elsewhere = names.keys() - self._local.names.keys()
         self._group_names.clear()
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ValueError("LBFGS needs products over the whole model, of which a rank holds a part only.")
+            names_of_groups: list[list[str]] = []
             for group in optimizer.param_groups:
                 listed = [self._local.aliases[names[id(p)]] for p in group["params"] if id(p) in names]
-                self._group_names.append(list(dict.fromkeys(listed)))
+                names_of_groups.append(list(dict.fromkeys(listed)))
                 group["params"] = [p for p in group["params"] if id(p) not in elsewhere]
+            self._group_names.append(names_of_groups)
             for parameter in list(optimizer.state):
                 if id(parameter) in elsewhere:
                     del optimizer.state[parameter]

@@ -20,6 +20,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning_parallel.collectives import gather_objects
 from lightning_parallel.layout import Layout
 from lightning_parallel.lightning_private import init_process_group
+from lightning_parallel.parts import rendezvous
 from lightning_parallel.torch_private import forget_meshes
 
 
@@ -44,8 +45,12 @@ def join(
     forget_meshes()  # of process groups that are gone
     joined = not dist.is_initialized()
     if joined:
+        # A failed Trainer is part of reference cycles, and keeps its groups' connections open. A rank that has not
+        # failed with it notices the error when they are closed.
+        gc.collect()
         options: dict[str, Any] = {"device_id": device} if backend == "nccl" else {}
-        init_process_group(environment, backend, timeout, **options)
+        store = rendezvous.store_of_next_group(environment, timeout)
+        init_process_group(environment, backend, timeout, store=store, **options)
         atexit.unregister(leave)
         atexit.register(leave)
     if dist.get_world_size() != layout.world_size:
@@ -95,3 +100,4 @@ def leave() -> None:
         gc.collect()  # a finished Trainer is part of reference cycles, and keeps groups alive
         dist.destroy_process_group()
         time.sleep(0.01)
+    rendezvous.end()

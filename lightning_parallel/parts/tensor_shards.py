@@ -114,25 +114,32 @@ class TensorShards:
 
     @property
     def is_first_update(self) -> bool:
-        """Have no gradients been compared yet?"""
+        """Are gradients compared?"""
         return self._unchecked
 
-    def completed(self, gradients: Gradients) -> Gradients:
+    def end_step(self) -> None:
+        """A step has ended that ran backwards itself."""
+        self._unchecked = False
+        if self._region is not None:
+            self._region.close()
+
+    def completed(self, gradients: Gradients, *, more_follow: bool = False) -> Gradients:
         """An update's gradients, with those summed over the tensor group of which each rank has a part. A collective.
 
         Args:
             gradients: of this rank, by name, with the same names on all ranks of the group.
+            more_follow: other backwards of the step may follow, until :meth:`end_step` is called.
 
         Raises:
             RuntimeError: in the first update, if ranks have different gradients of what they hold whole.
         """
         assert self._local is not None and self._group is not None
-        if self._region is not None:
+        if self._region is not None and not more_follow:
             self._region.close()
         partial = [name for name in self._sharding.partial if name in gradients]
         gradients = {**gradients, **summed_over(self._group, partial, self._local.parameters, gradients)}
         if self._unchecked:
-            self._unchecked = False
+            self._unchecked = more_follow
             self._check_whole(gradients)
         return gradients
 

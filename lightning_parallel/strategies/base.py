@@ -23,6 +23,7 @@ from typing_extensions import override
 from lightning_parallel.groups import Groups
 from lightning_parallel.layout import Layout, Size
 from lightning_parallel.lightning_private import (
+    callbacks_of,
     launched_by_make_launcher,
     layer_sync_of,
     move_optimizers,
@@ -30,7 +31,8 @@ from lightning_parallel.lightning_private import (
 )
 from lightning_parallel.local_model import LocalModel
 from lightning_parallel.parts import loaders, process_group
-from lightning_parallel.parts.checkpoints import SEVERAL_OPTIMIZERS, Checkpoints, remove_checkpoint
+from lightning_parallel.parts.callbacks import IN_PARTS, Reasons, refuse_callbacks
+from lightning_parallel.parts.checkpoints import Checkpoints, remove_checkpoint
 from lightning_parallel.parts.collectives import Collectives
 from lightning_parallel.parts.options import ProcessOptions
 from lightning_parallel.parts.replicas import Replicas
@@ -46,6 +48,8 @@ class LayoutStrategy(ParallelStrategy):
         options: what all of them take.
         **axes: the sizes that the user gave to the axes, by name of the axis.
     """
+
+    refused_callbacks: Reasons = IN_PARTS
 
     def __init__(self, options: ProcessOptions, **axes: Size) -> None:
         super().__init__(
@@ -65,7 +69,7 @@ class LayoutStrategy(ParallelStrategy):
         self._local: LocalModel | None = None
         self._replicas: Replicas | None = None
         self._checkpoints: Checkpoints | None = None
-        self._group_names: list[list[str]] = []
+        self._group_names: list[list[list[str]]] = []
 
     # -- which rank this is --------------------------------------------------------------------------------------
 
@@ -166,6 +170,7 @@ class LayoutStrategy(ParallelStrategy):
     def prepare(self, trainer: pl.Trainer) -> pl.LightningModule:
         """Begin a run: the accelerator, the precision, metrics. Returns the module, whole and unmoved."""
         assert self.accelerator is not None and self.lightning_module is not None
+        refuse_callbacks(callbacks_of(trainer), self.refused_callbacks, type(self).__name__)
         if self.layout.size("data") == 1:
             # The warning is right for several replicas. With one, what is logged is already the whole.
             warnings.filterwarnings("ignore", message=r".*self\.log\(.*sync_dist=True")
@@ -199,13 +204,7 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """``configure_optimizers`` sees the whole model's parameters; then those of other ranks are dropped."""
-        try:
-            super().setup_optimizers(trainer)
-        except RuntimeError as error:
-            if "multiple optimizers" not in str(error):
-                raise
-            # Lightning advises manual optimization.
-            raise ValueError(SEVERAL_OPTIMIZERS) from error
+        super().setup_optimizers(trainer)
         assert self.lightning_module is not None
         self.checkpoints.take_groups(self.lightning_module, self.optimizers)
 

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,11 +23,14 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
 from typing_extensions import override
 
+from lightning_parallel.batch import batch_size
 from lightning_parallel.lightning_private import launched_by_make_launcher, layer_sync_of, tell_device
 from lightning_parallel.parts.logs import LogRecorder
-from lightning_parallel.settings import SET_BY_TRAINER, check, takes
+from lightning_parallel.parts.manual import networks
+from lightning_parallel.settings import SET_BY_TRAINER, Auto, check, takes
 from lightning_parallel.threaded_replicas.data_parallel import DataParallel
 from lightning_parallel.threaded_replicas.join import joined
 from lightning_parallel.threaded_replicas.metrics import in_turn, metric_itself
@@ -47,6 +50,8 @@ class DataParallelOptions:
             holds the memory of its outputs. ``"output_device"`` runs the step once, on the first device. The replicas
             share the calls of ``self(...)`` in it, and their outputs are joined, as torch.nn.DataParallel does. So the
             loss may compare samples of the whole batch (contrastive losses), and the first device holds all outputs.
+            With manual optimization the replicas share the calls of the module's children too: a GAN's generator and
+            discriminator. ``"auto"``: on the output device with manual optimization, otherwise on the replicas.
         accelerator: filled in by the Trainer, as in Lightning's strategies.
         parallel_devices: filled in by the Trainer; may name one GPU several times.
         cluster_environment: filled in by the Trainer.
@@ -54,7 +59,7 @@ class DataParallelOptions:
         precision_plugin: filled in by the Trainer.
     """
 
-    loss_on: LossOn = "replicas"
+    loss_on: LossOn | Auto = "auto"
     accelerator: Accelerator | None = field(default=None, metadata=SET_BY_TRAINER)
     parallel_devices: list[torch.device] | None = field(default=None, metadata=SET_BY_TRAINER)
     cluster_environment: ClusterEnvironment | None = field(default=None, metadata=SET_BY_TRAINER)
@@ -97,10 +102,11 @@ class DataParallelStrategy(SingleDeviceStrategy):
         )
         self.parallel_devices = options.parallel_devices
         self.cluster_environment = options.cluster_environment
-        self._loss_on = options.loss_on
+        self._wanted = options.loss_on
+        self._loss_on: LossOn = "replicas"
         self._num_nodes = 1
         self._parallel: DataParallel | None = None
-        self._forward_calls = 0  # those that the replicas shared, in the step that runs
+        self._shared_calls = 0  # of the step that runs
 
     @property
     @override
@@ -134,7 +140,10 @@ class DataParallelStrategy(SingleDeviceStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.parallel_devices
-        _check_module(self._module(), self._loss_on, trainer.state.fn == TrainerFn.FITTING)
+        module = self._module()
+        automatic: LossOn = "replicas" if module.automatic_optimization else "output_device"
+        self._loss_on = automatic if self._wanted == "auto" else self._wanted
+        _check_module(module, self._loss_on, trainer.state.fn == TrainerFn.FITTING)
         super().setup(trainer)
         self._parallel = DataParallel(self.parallel_devices)
 
@@ -146,13 +155,17 @@ class DataParallelStrategy(SingleDeviceStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._forward_calls = 0
+        self._shared_calls = 0
         with self.precision_plugin.train_step_context():
             output = self._step("training_step", *args, *kwargs.values())
-        if self._loss_on == "output_device" and not self._forward_calls:
+        if self._loss_on == "output_device" and not self._shared_calls:
+            automatic = self._module().automatic_optimization
+            called, use = (
+                ("self(...)", "loss_on='replicas'") if automatic else ("self(...) or a child", "strategy='ddp'")
+            )
             raise ValueError(
-                "loss_on='output_device': training_step never called self(...), whose calls the replicas share, so one "
-                "device did everything. Let training_step call self(...) with the inputs, or use loss_on='replicas'."
+                f"loss_on='output_device': training_step never called {called}, whose calls the replicas share, so one "
+                f"device did everything. Let training_step call self(...) with the inputs, or use {use}."
             )
         return output
 
@@ -173,23 +186,29 @@ class DataParallelStrategy(SingleDeviceStrategy):
 
     def _step(self, name: str, batch: Any, *indices: int) -> Any:
         """Run the user's step ``name`` on the replicas, or on the output device with its forwards on the replicas."""
-        if self._loss_on == "replicas":
-            return self._on_replicas(name, lambda copy, part: getattr(copy, name)(part, *indices), batch)
-
         module = self._module()
-        own = module.__dict__.get("forward")
+        if self._loss_on == "replicas":
+            return self._on_replicas(module, name, lambda copy, part: getattr(copy, name)(part, *indices), batch)
+        called = {"": module} if module.automatic_optimization else {"": module, **networks(module)}
+        own = {each: each.__dict__.get("forward") for each in called.values()}
 
-        def shared_forward(*args: Any, **kwargs: Any) -> Any:
-            self._forward_calls += 1
-            with _forward_is(module, own):  # in the replicas, which are copied here
-                call = (args, kwargs)
-                return self._on_replicas(f"{name}.forward", lambda copy, part: copy.forward(*part[0], **part[1]), call)
+        def shared(path: str, part: nn.Module) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                with _forwards_are(own):  # in the replicas, which are copied here
+                    if path and not _is_batch((args, kwargs)):
+                        return part.forward(*args, **kwargs)
+                    self._shared_calls += 1
+                    kind = f"{name}.{path}.forward"
+                    return self._on_replicas(part, kind, lambda copy, s: copy.forward(*s[0], **s[1]), (args, kwargs))
 
-        with _forward_is(module, shared_forward):
+            return forward
+
+        with _forwards_are({part: shared(path, part) for path, part in called.items()}):
             return getattr(module, name)(batch, *indices)
 
-    def _on_replicas(self, kind: str, call: Callable[[Any, Any], Any], batch: Any) -> Any:
-        """The joined results of ``call(replica, share of the batch)``. What the replicas log is logged once."""
+    def _on_replicas(self, module: nn.Module, kind: str, call: Callable[[Any, Any], Any], batch: Any) -> Any:
+        """The joined results of ``call(replica of the module, share of the batch)``. What the replicas log is logged
+        once."""
         assert self._parallel is not None
         recorders = [LogRecorder() for _ in self._parallel.devices]
 
@@ -199,7 +218,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
             _settle(replica, recorder)
             return call(replica.module, share.batch)
 
-        outputs, samples = self._parallel.apply(self._module(), run, batch, kind=kind, stand_in=in_turn)
+        outputs, samples = self._parallel.apply(module, run, batch, kind=kind, stand_in=in_turn)
         for recorder in recorders[1:]:
             recorders[0].extend(recorder)
         recorders[0].replay(self._module().log)
@@ -237,7 +256,7 @@ def _check_module(module: pl.LightningModule, loss_on: LossOn, training: bool) -
     if training and loss_on == "replicas" and not module.automatic_optimization:
         raise ValueError(
             "automatic_optimization=False with loss_on='replicas': each replica's training_step would step the "
-            "optimizer with the gradients of its share. Use loss_on='output_device', or automatic optimization."
+            "optimizer with the gradients of its share. Use loss_on='auto', or automatic optimization."
         )
     if training and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ValueError(
@@ -251,25 +270,35 @@ def _settle(replica: Replica, recorder: LogRecorder) -> None:
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         recorder.log(name, metric_itself(value), *args, **kwargs)
 
-    replica.copied[0].set("log", log)
+    if isinstance(replica.module, pl.LightningModule):
+        replica.copied[0].set("log", log)
     for each in replica.copied:
         tell_device(each.copy, each.set, replica.device)
 
 
+def _is_batch(call: Any) -> bool:
+    try:
+        batch_size(call)
+    except ValueError:
+        return False
+    return True
+
+
 @contextlib.contextmanager
-def _forward_is(module: pl.LightningModule, forward: Callable[..., Any] | None) -> Iterator[None]:
-    """Inside, ``self(...)`` is ``forward``; None: what the class defines. It is an instance attribute, which is how
-    Lightning's own strategies set it."""
-    before = module.__dict__.get("forward")
-    _set_forward(module, forward)
+def _forwards_are(forwards: Mapping[nn.Module, Callable[..., Any] | None]) -> Iterator[None]:
+    """Inside, calls of these modules run these functions; None: what the class defines. They are instance attributes,
+    which is how Lightning's own strategies set them."""
+    before = {module: module.__dict__.get("forward") for module in forwards}
+    _set_forwards(forwards)
     try:
         yield
     finally:
-        _set_forward(module, before)
+        _set_forwards(before)
 
 
-def _set_forward(module: pl.LightningModule, forward: Callable[..., Any] | None) -> None:
-    if forward is None:
-        module.__dict__.pop("forward", None)
-    else:
-        module.__dict__["forward"] = forward
+def _set_forwards(forwards: Mapping[nn.Module, Callable[..., Any] | None]) -> None:
+    for module, forward in forwards.items():
+        if forward is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.__dict__["forward"] = forward

@@ -11,6 +11,15 @@ the model are its units (:mod:`lightning_parallel.fully_sharded.units`). What li
 ``fully_shard`` hooks into ``forward``, but Lightning calls ``training_step``. So the steps are called through the
 forward of the root, as Lightning does with DDP's wrapper. A parameter without dimensions can't be divided: every rank
 keeps it whole, and its gradient is averaged here.
+
+A step with manual optimization updates parameters while it runs, so nothing may stay gathered for all of it. There each
+network that the module holds (a GAN's generator and discriminator) is gathered while it runs, and there is no root::
+
+      LightningModule          as it is
+        generator              fully_shard: gathered for its forward, and for its backward
+          block 0, 1, ...      fully_shard each
+        discriminator          fully_shard
+        prototypes             in no network: whole on every rank, its gradient averaged after every backward
 """
 
 from __future__ import annotations
@@ -22,6 +31,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,12 +41,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel.collectives import broadcast_tensors
-from lightning_parallel.fully_sharded.units import check_dtypes, materialize, untied
+from lightning_parallel.fully_sharded.units import check_dtypes, materialize, refuse_second_derivatives, untied
+from lightning_parallel.fully_sharded.uses import ModuleUses
 from lightning_parallel.gradients.averaging import GradientAverager
 from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
 from lightning_parallel.lightning_private import say_device
 from lightning_parallel.local_model import LocalModel
+from lightning_parallel.parts.afterwards import PartOfModel
 from lightning_parallel.parts.clipping import install_clipping
+from lightning_parallel.parts.manual import BackwardGuard, networks
 from lightning_parallel.parts.options import ProcessOptions
 from lightning_parallel.pipeline.layers import Layers, named_layers
 from lightning_parallel.settings import Auto, Count, takes
@@ -55,7 +68,9 @@ class FullyShardedOptions(ProcessOptions):
             optimizer there.
         units: the names of the modules that are gathered at a time; ``*`` stands for one part, as in
             ``["net.blocks.*"]``. They have to run through their ``forward``. By default the layers between which a
-            pipeline would be cut: the children of the largest ``nn.Sequential`` or ``nn.ModuleList``.
+            pipeline would be cut: the children of the largest ``nn.Sequential`` or ``nn.ModuleList``. With manual
+            optimization, the module's children, which the step has to call, and such layers in each of them. What lies
+            in no unit is then whole on every rank.
     """
 
     data_parallel: Count | Auto = "auto"
@@ -99,8 +114,12 @@ class FullyShardedStrategy(LayoutStrategy):
     def __init__(self, options: FullyShardedOptions) -> None:
         super().__init__(options, data=options.data_parallel)
         self._fully_sharded: pl.LightningModule | None = None
-        self._root: FSDPModule | None = None
-        self._scalars: dict[str, nn.Parameter] = {}  # parameters that can't be divided
+        self._root: _Root | None = None  # with automatic optimization
+        self._units: list[FSDPModule] = []  # all of them, the root too
+        self._whole: dict[str, nn.Parameter] = {}  # parameters that aren't divided
+        self._uses: ModuleUses | None = None
+        self._part = PartOfModel()
+        self._guard = BackwardGuard()
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
@@ -114,6 +133,7 @@ class FullyShardedStrategy(LayoutStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         # Parameters that evaluation gathered are used again in training, where tensors made in inference mode fail.
+        self._part.end()
         epochs = trainer.fit_loop.epoch_loop
         for loop in (epochs.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
@@ -121,8 +141,8 @@ class FullyShardedStrategy(LayoutStrategy):
         is_new = self._fully_sharded is not module
         if is_new:
             self._fully_shard(module)
-        assert isinstance(self._root, nn.Module)
-        self.model = self._root
+        if self._root is not None:
+            self.model = self._root
         local = LocalModel.of(module)
         self.hold(trainer, local)
         if is_new:
@@ -130,6 +150,8 @@ class FullyShardedStrategy(LayoutStrategy):
         install_clipping(
             self.precision_plugin, local, replicas=self.groups.along("data"), parts=None, device=self.root_device
         )
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._guard.begin([] if module.automatic_optimization else self._whole.values())
 
     def _fully_shard(self, module: pl.LightningModule) -> None:
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
@@ -137,7 +159,8 @@ class FullyShardedStrategy(LayoutStrategy):
                 "The module's parameters are fully sharded already, by another Trainer or by you. Build a new module "
                 "for this Trainer, and load its weights from a checkpoint."
             )
-        units = find_units(module, self.options.units)
+        manual = not module.automatic_optimization
+        units = find_units(module, self.options.units, manual=manual)
         offload = self.options.cpu_offload and self.root_device.type != "cpu"
         replicas = self.groups.along("data")
         settings: dict[str, Any] = {
@@ -145,22 +168,36 @@ class FullyShardedStrategy(LayoutStrategy):
             "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
         }
         scalars: set[nn.Parameter] = set()
-        root = _Root(module)
-        for name, part in (*units.items(), ("", root)):  # the root last: it takes what the others have left
+        root = None if manual else _Root(module)
+        self._units = []
+        for name, part in (*units.items(), ("", root or module)):  # the rest last: what the others have left
             materialize(name, part if name else module, self.root_device)
             parameters = [p for p in part.parameters() if not isinstance(p, DTensor) and p not in scalars]
             for parameter in parameters:
                 parameter.data = parameter.data.to(self.root_device).contiguous()
             # A user's script need not seed its weights.
             broadcast_tensors(parameters, self.layout.rank_at(data=0), replicas)
+            if part is module:
+                break  # there is no root
             scalars.update(parameter for parameter in parameters if parameter.dim() == 0)
             check_dtypes(name, [parameter for parameter in parameters if parameter.dim() > 0])
             # None: the root's parameters stay, since its backward begins as soon as its forward has ended.
             reshard = self.options.reshard_after_forward if part is not root else None
             fully_shard(part, reshard_after_forward=reshard, ignored_params=scalars, **settings)
-        assert isinstance(root, FSDPModule)
+            assert isinstance(part, FSDPModule)
+            self._units.append(part)
+            if name:
+                refuse_second_derivatives(name, part)
+        for buffer in module.buffers():
+            buffer.data = buffer.data.to(self.root_device)
         self._root, self._fully_sharded = root, module
-        self._scalars = {name: parameter for name, parameter in module.named_parameters() if parameter in scalars}
+        divided = {
+            name: part
+            for name, part in module.named_modules()
+            if any(isinstance(parameter, DTensor) for parameter in part.parameters(recurse=False))
+        }
+        self._uses = ModuleUses(units, divided, replicas, self.root_device)
+        self._whole = {name: p for name, p in module.named_parameters() if not isinstance(p, DTensor)}
 
     @override
     def model_to_device(self) -> None:
@@ -182,18 +219,30 @@ class FullyShardedStrategy(LayoutStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """As Lightning's, with the gradients of what is whole averaged before any hook sees them."""
         module = self.lightning_module
-        assert module is not None
+        assert module is not None and self._uses is not None
+        self._uses.compare()
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        accumulated = swap_gradients(self._scalars, {})  # of earlier batches: means already
-        with _explained():
+        accumulated = swap_gradients(self._whole, {})  # of earlier batches: means already
+        with _explained(), self._guard.open():
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        if self._scalars:
-            averager = GradientAverager(self._scalars, self.groups.along("data"))
-            add_gradients(self._scalars, averager.finish(swap_gradients(self._scalars, accumulated)))
+        if self._whole:
+            averager = GradientAverager(self._whole, self.groups.along("data"))
+            add_gradients(self._whole, averager.finish(swap_gradients(self._whole, accumulated)))
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._root is None:
+            self._free()  # with reshard_after_forward=False, what no backward has freed would be used as it was
+        return output
+
+    def _free(self) -> None:
+        for unit in self._units:
+            unit.reshard()
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
@@ -212,14 +261,18 @@ class FullyShardedStrategy(LayoutStrategy):
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with _explained():
             output = step(*args, **kwargs)
-        assert self._root is not None
-        self._root.reshard()  # after training steps the backward does it
+        assert self._uses is not None
+        self._uses.compare()
+        self._free()  # after training steps the backward does it
         return output
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     @override
     def teardown(self) -> None:
+        self._guard.end()
+        if self._root is not None:
+            self._part.begin(_outside_units(self._root))
         # Lightning's, without the move of the module to the CPU, from where fully_shard would not bring it back.
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
@@ -228,18 +281,38 @@ class FullyShardedStrategy(LayoutStrategy):
         self.checkpoint_io.teardown()
 
 
-def find_units(module: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:
-    """The units of a model, by name.
+def _outside_units(root: _Root) -> Iterator[nn.Module]:
+    """The module and what in it has divided parameters that only the root gathers."""
+    inside = {
+        part for unit in root.modules() if isinstance(unit, FSDPModule) and unit is not root for part in unit.modules()
+    }
+    for part in root.module.modules():
+        own = any(isinstance(parameter, DTensor) for parameter in part.parameters(recurse=False))
+        if part is root.module or (own and part not in inside):
+            yield part
+
+
+def find_units(
+    module: nn.Module, patterns: Sequence[str] | None = None, *, manual: bool = False
+) -> dict[str, nn.Module]:
+    """The units of a model, by name, those inside another one first.
 
     Args:
         module: the whole model.
         patterns: the names of the modules that are units, ``*`` standing for one part of a dotted name. None: the
             layers between which a pipeline would be cut, or no units if the model has no such chain.
+        manual: no root is going to be gathered around the units, so by default networks are units too.
 
     Raises:
         ValueError: a pattern matches nothing, or a unit is inside another.
     """
-    names = named_layers(module, patterns, "units") or Layers(module, None).in_lists()
+    if patterns is not None:
+        return untied(module, named_layers(module, patterns, "units") or [])
+    if not manual:
+        return untied(module, Layers(module, None).in_lists())
+    names = []
+    for name, network in networks(module).items():
+        names += [*(f"{name}.{layer}" for layer in Layers(network, None).in_lists()), name]
     return untied(module, names)
 
 
@@ -252,5 +325,6 @@ def _explained() -> Iterator[None]:
             raise
         raise RuntimeError(
             "A parameter was used while it was sharded: its unit's `forward` was not running. A unit's weights can "
-            "only be used inside its `forward`. Name other modules in `units`, or leave this setting out."
+            "only be used inside its `forward`. Name other modules in `units`, or leave this setting out. With manual "
+            "optimization the module's children are units: name the layers of a child that the step doesn't call."
         ) from error

@@ -30,6 +30,7 @@ from typing_extensions import override
 from lightning_parallel.gradients.swapping import Gradients
 from lightning_parallel.lightning_private import without_sigterm_broadcast
 from lightning_parallel.parts.asynchronous import AsynchronousTraining
+from lightning_parallel.parts.callbacks import ASYNCHRONOUS, IN_PARTS
 from lightning_parallel.parts.late_gradients import LateGradients
 from lightning_parallel.parts.logs import LogRecorder
 from lightning_parallel.parts.options import StagedOptions
@@ -86,6 +87,8 @@ class AsyncPipelineStrategy(StagedStrategy):
     schedulers have set for batch u, on every stage. Gradients are clipped by each stage's own norm, since a norm over
     stages would make them wait for each other.
     """
+
+    refused_callbacks = (*IN_PARTS, *ASYNCHRONOUS)
 
     @takes(AsyncPipelineOptions)
     def __init__(self, options: AsyncPipelineOptions) -> None:

@@ -23,20 +23,24 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 from typing_extensions import override
 
 from lightning_parallel.lightning_private import trainer_of
+from lightning_parallel.parts.afterwards import PartOfModel
 from lightning_parallel.parts.clipping import install_clipping, share_overflows
 from lightning_parallel.parts.cutting import agreed_partition
 from lightning_parallel.parts.evaluation import Evaluation
 from lightning_parallel.parts.first_look import FirstLook
 from lightning_parallel.parts.last_stage import LastStage
 from lightning_parallel.parts.loss_means import LossMeans
+from lightning_parallel.parts.manual import SEVERAL_OPTIMIZERS, refuse_manual_optimization
 from lightning_parallel.parts.microbatches import Microbatches, loss_of
 from lightning_parallel.parts.options import StagedOptions
 from lightning_parallel.parts.stages import Stages, refuse_evaluation, refuse_training
 from lightning_parallel.parts.tensor_shards import TensorShards
 from lightning_parallel.parts.timelines import warn_without_pictures, write_timeline
+from lightning_parallel.pipeline.absent import AbsentTensor
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.stage import Stage
@@ -60,6 +64,7 @@ class StagedStrategy(LayoutStrategy):
         self._stages = Stages(options)
         self._timeline = Timeline(enabled=options.timeline)
         self._last_stage: LastStage | None = None
+        self._part = PartOfModel()
         self._engine: Engine | None = None
         self._evaluation: Evaluation | None = None
         self._microbatches: Microbatches | None = None
@@ -118,10 +123,12 @@ class StagedStrategy(LayoutStrategy):
         """
         layout, groups, device = self.layout, self.groups, self.root_device
         training = trainer.state.fn == TrainerFn.FITTING
+        self._part.end()
         module = self.prepare(trainer)
 
         # The module in parts, before it takes memory on the device.
         if training:
+            refuse_manual_optimization(module)
             refuse_training(module)
         refuse_evaluation(module)
         self._stages.take(
@@ -205,6 +212,16 @@ class StagedStrategy(LayoutStrategy):
             device=device,
         )
 
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            if "multiple optimizers" not in str(error):
+                raise
+            # Lightning advises manual optimization.
+            raise ValueError(SEVERAL_OPTIMIZERS) from error
+
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     @override
@@ -252,4 +269,10 @@ class StagedStrategy(LayoutStrategy):
             if trainer_of(self.lightning_module) is not None:
                 self._last_stage.end()
             self._last_stage = None
+        if self.lightning_module is not None:
+            self._part.begin(part for part in self.lightning_module.modules() if _has_absent_ones(part))
         super().teardown()
+
+
+def _has_absent_ones(module: nn.Module) -> bool:
+    return any(isinstance(parameter, AbsentTensor) for parameter in module.parameters())

@@ -8,6 +8,8 @@ do here: sum the partial gradients of whole parameters, take the norm over all s
     training_step        the user's step, in a region of equal random numbers
     backward             autograd, then gradients averaged over replicas and summed over shards
     clip, step           by the norm of the whole model
+
+With manual optimization, every ``manual_backward`` completes the gradients that it adds.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
 from lightning_parallel.local_model import LocalModel
 from lightning_parallel.parts.clipping import install_clipping, share_overflows
 from lightning_parallel.parts.loaders import check_same_batch
+from lightning_parallel.parts.manual import BackwardGuard
 from lightning_parallel.parts.options import ProcessOptions
 from lightning_parallel.parts.tensor_shards import TensorShards
 from lightning_parallel.settings import Auto, Count, takes
@@ -75,6 +78,7 @@ class TensorParallelStrategy(LayoutStrategy):
         super().__init__(options, data=options.data_parallel, tensor=options.tensor_parallel)
         self._shards = TensorShards(options.plan, options.sequence_parallel)
         self._ends_update = False  # does an update follow the batch that runs?
+        self._guard = BackwardGuard()
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
@@ -99,6 +103,7 @@ class TensorParallelStrategy(LayoutStrategy):
         self._shards.begin(local, groups.along("tensor"))
         if trainer.state.fn == TrainerFn.FITTING:
             self.replicas.begin(watch=True)
+            self._guard.begin([] if module.automatic_optimization else local.parameters.values())
 
     # -- a batch -------------------------------------------------------------------------------------------------
 
@@ -115,7 +120,11 @@ class TensorParallelStrategy(LayoutStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         if self._shards.is_first_update:
             check_same_batch((*args, *kwargs.values())[0], self.groups.model, self.root_device)
-        return self._shards.run(partial(super().training_step, *args, **kwargs), "training_step")
+        assert self.lightning_module is not None
+        output = self._shards.run(partial(super().training_step, *args, **kwargs), "training_step")
+        if not self.lightning_module.automatic_optimization:
+            self._shards.end_step()
+        return output
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -137,11 +146,17 @@ class TensorParallelStrategy(LayoutStrategy):
         earlier = swap_gradients(parameters, {}) if manual else {}
         if manual or self._ends_update:
             self.replicas.begin_last_backward()
-        self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        with self._guard.open():
+            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         if manual or self._ends_update:
-            own = swap_gradients(parameters, {})
-            swap_gradients(parameters, self._shards.completed(self.replicas.averaged(own)))
+            own = self.replicas.averaged(swap_gradients(parameters, {}))
+            swap_gradients(parameters, self._shards.completed(own, more_follow=manual))
         add_gradients(parameters, earlier)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    @override
+    def teardown(self) -> None:
+        self._guard.end()
+        super().teardown()

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_anything
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_parallel.checkpoint import Loaded, is_checkpoint, load, read_full, remove, save
+from lightning_parallel.checkpoint import Loaded, OptimizerState, is_checkpoint, load, read_full, remove, save
 from lightning_parallel.checkpoint.reading import TRAINER
 from tests.pool import WorkerError, WorkerPool
 
@@ -57,8 +57,7 @@ def held(rank: int, size: int, *, extra: tuple[str, ...] = ()) -> dict[str, Any]
     ]
     return {
         "model": {name: tensor for name, tensor in model.state_dict().items() if name in mine},
-        "optimizer": {name: values for name, values in state.items() if name in mine},
-        "param_groups": groups,
+        "optimizers": [OptimizerState({name: values for name, values in state.items() if name in mine}, groups)],
         "trainer": {"epoch": 3, "by": rank},
         "rank_state": {"rng": torch.full((3,), rank, dtype=torch.uint8)},
         "coordinate": f"pp{rank}.dp0.tp0",
@@ -81,18 +80,19 @@ def assert_right(loaded: Loaded, model: dict[str, Tensor], rank: int, size: int)
     assert model.keys() == expected["model"].keys()
     for name, tensor in expected["model"].items():
         assert torch.equal(model[name], tensor) and model[name].dtype == tensor.dtype, name
-    assert loaded.optimizer.keys() == expected["optimizer"].keys()
-    for name, values in expected["optimizer"].items():
-        assert loaded.optimizer[name].keys() == values.keys()
+    [optimizer], [saved] = loaded.optimizers, expected["optimizers"]
+    assert optimizer.state.keys() == saved.state.keys()
+    for name, values in saved.state.items():
+        assert optimizer.state[name].keys() == values.keys()
         for key, value in values.items():
-            same = torch.equal(loaded.optimizer[name][key], value) if isinstance(value, Tensor) else True
-            assert same and type(loaded.optimizer[name][key]) is type(value), (name, key)
+            same = torch.equal(optimizer.state[name][key], value) if isinstance(value, Tensor) else True
+            assert same and type(optimizer.state[name][key]) is type(value), (name, key)
     assert loaded.trainer == {"epoch": 3, "by": 0}
-    assert [group["params"] for group in loaded.param_groups] == [
+    assert [group["params"] for group in optimizer.param_groups] == [
         ["0.weight", "2.weight", "3.weight"],
         ["0.bias", "1.weight", "1.bias", "2.bias", "3.bias"],
     ]
-    options = [(group["weight_decay"], group["lr"], group["betas"]) for group in loaded.param_groups]
+    options = [(group["weight_decay"], group["lr"], group["betas"]) for group in optimizer.param_groups]
     assert options == [(0.1, 0.01, (0.8, 0.9)), (0.0, 0.01, (0.8, 0.9))]
 
 
@@ -180,9 +180,11 @@ def save_misfits(path: str, what: str) -> None:
     elif what == "coordinate":
         arguments["coordinate"] = "pp0.dp0.tp0"
     elif what == "groups" and rank:
-        arguments["param_groups"] = arguments["param_groups"][:1]
+        arguments["optimizers"] = [OptimizerState({}, arguments["optimizers"][0].param_groups[:1])]
+    elif what == "optimizers" and rank:
+        arguments["optimizers"] = []
     elif what == "options":
-        arguments["param_groups"][1]["lr"] = 0.01 * (rank + 1)
+        arguments["optimizers"][0].param_groups[1]["lr"] = 0.01 * (rank + 1)
     save(path, **arguments)
 
 
@@ -192,6 +194,7 @@ def save_misfits(path: str, what: str) -> None:
         ("shape", "model/buffer is"),
         ("coordinate", "coordinate='pp0.dp0.tp0' is given by several ranks"),
         ("groups", r"\[2, 1\] parameter groups"),
+        ("optimizers", r"The ranks have \[1, 0\] optimizers"),
         ("options", "parameter group 1 has lr=0.01 on one rank and 0.02 on another"),
     ],
 )
@@ -330,12 +333,12 @@ def test_tensors_of_any_shape_and_dtype_come_back(path: str) -> None:
         "complex": torch.tensor([1 + 2j]),
         "low": torch.tensor([1.5], dtype=torch.bfloat16),
     }
-    empty: dict[str, Any] = {"optimizer": {}, "param_groups": [], "trainer": {}, "rank_state": {}}
+    empty: dict[str, Any] = {"optimizers": [], "trainer": {}, "rank_state": {}}
     save(path, model=state, coordinate="pp0", **empty)
     found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     loaded = load(path, model=found, parameters=["one"], coordinate="pp0")
     assert all(torch.equal(found[name], state[name]) for name in state)
-    assert loaded == Loaded({}, {}, [], {})
+    assert loaded == Loaded({}, [], {})
 
 
 class Touch:
@@ -387,8 +390,9 @@ def save_sharded(path: str) -> None:
     save(
         path,
         model={"weight": shard},
-        optimizer={"weight": {"momentum": momentum, "step": 3}},
-        param_groups=[{"lr": 0.1, "params": ["weight"]}],
+        optimizers=[
+            OptimizerState({"weight": {"momentum": momentum, "step": 3}}, [{"lr": 0.1, "params": ["weight"]}])
+        ],
         trainer={},
         rank_state={},
         coordinate=f"pp0.dp0.tp{dist.get_rank()}",
@@ -403,9 +407,10 @@ def test_shards_of_a_tensor_are_one_tensor_elsewhere(pool: WorkerPool, path: str
     weight = torch.zeros(5, 3)
     loaded = load(path, model={"weight": weight}, parameters=["weight"], coordinate="pp0.dp0.tp0")
     assert torch.equal(weight, torch.arange(15.0).reshape(5, 3))
-    assert torch.equal(loaded.optimizer["weight"]["momentum"], -weight)
-    assert loaded.optimizer["weight"]["step"] == 3
-    assert loaded.param_groups == [{"lr": 0.1, "params": ["weight"]}]
+    [optimizer] = loaded.optimizers
+    assert torch.equal(optimizer.state["weight"]["momentum"], -weight)
+    assert optimizer.state["weight"]["step"] == 3
+    assert optimizer.param_groups == [{"lr": 0.1, "params": ["weight"]}]
 
 
 def test_a_removed_checkpoint_leaves_nothing(path: str) -> None:
@@ -443,7 +448,7 @@ def exchanged(path: Path) -> list[str]:
             stack.enter_context(mock.patch.object(dist, name, watched))
         save(path, **held(rank, size))
         mine = held(rank, size)
-        load(path, coordinate=mine["coordinate"], model=mine["model"], parameters=list(mine["optimizer"]))
+        load(path, coordinate=mine["coordinate"], model=mine["model"], parameters=names_of(rank, size))
     return seen
 
 
@@ -456,11 +461,11 @@ def test_options_of_each_rank_come_back_at_its_place_and_elsewhere_with_a_warnin
     group = {"lr": 0.1, "d": 2.0, "params": ["w"]}
     tensor = {"w": torch.ones(2)}
     save(
-        tmp_path / "c", model=tensor, optimizer={}, param_groups=[group], trainer={}, rank_state={},
+        tmp_path / "c", model=tensor, optimizers=[OptimizerState({}, [group])], trainer={}, rank_state={},
         coordinate="pp1.dp0.tp0", own_options={"d"},
     )  # fmt: skip
     state = torch.load(tmp_path / "c" / TRAINER)
-    state["own_options"]["pp0.dp0.tp0"] = [{"d": 5.0}]  # of a second stage
+    state["own_options"]["pp0.dp0.tp0"] = [[{"d": 5.0}]]  # of a second stage
     torch.save(state, tmp_path / "c" / TRAINER)
 
     def loaded(place: str) -> Loaded:
@@ -468,6 +473,29 @@ def test_options_of_each_rank_come_back_at_its_place_and_elsewhere_with_a_warnin
 
     for place, d in (("pp1.dp0.tp0", 2.0), ("pp0.dp0.tp0", 5.0)):
         found = loaded(place)
-        assert found.param_groups == [{**group, "d": d}] and found.own_options == {"d"}
+        assert found.optimizers[0].param_groups == [{**group, "d": d}] and found.own_options == {"d"}
     with pytest.warns(UserWarning, match="The optimizer had d for each rank of the layout that saved"):
-        assert loaded("pp2.dp0.tp0").param_groups == [group]
+        assert loaded("pp2.dp0.tp0").optimizers[0].param_groups == [group]
+
+
+def test_optimizers_of_one_parameter_keep_their_states_apart(path: str) -> None:
+    weight, names = torch.ones(2), {"params": ["w"]}
+    states = [
+        OptimizerState({"w": {"momentum": torch.full((2,), float(i)), "step": i}}, [{"lr": 0.1 * i, **names}])
+        for i in range(3)
+    ]
+    save(path, model={"w": weight}, optimizers=states, trainer={}, rank_state={}, coordinate="pp0")
+    loaded = load(path, model={"w": weight}, parameters=["w"], coordinate="pp0")
+    for found, saved in zip(loaded.optimizers, states, strict=True):
+        assert torch.equal(found.state["w"]["momentum"], saved.state["w"]["momentum"])
+        assert found.state["w"]["step"] == saved.state["w"]["step"]
+        assert found.param_groups == saved.param_groups
+
+
+def test_a_checkpoint_from_before_there_could_be_several_optimizers_is_read(path: str) -> None:
+    save_here(path)
+    state = torch.load(Path(path) / TRAINER)
+    for key in ("optimizer_scalars", "param_groups"):
+        [state[key]] = state[key]
+    torch.save(state, Path(path) / TRAINER)
+    load_here(path)

@@ -25,7 +25,7 @@ TRAINER_STATE = {"epoch": 3, "loops": {"seen": [1, 2]}, "sum": torch.ones(2, dty
 def checkpoint(tmp_path: Path) -> Path:
     path = tmp_path / "last.ckpt"
     tensors = {"net.weight": torch.zeros(2, 3), "net.steps": torch.zeros((), dtype=torch.int64)}
-    save(path, model=tensors, optimizer={}, param_groups=[], trainer=TRAINER_STATE, rank_state={}, coordinate="pp0")
+    save(path, model=tensors, optimizers=[], trainer=TRAINER_STATE, rank_state={}, coordinate="pp0")
     return path
 
 

@@ -194,7 +194,7 @@ def orders_saved(folder: Path) -> list[list[str]]:
     groups = [
         load(folder / name, model={}, parameters=[], coordinate="", strict=False) for name in ("fitted", "tested")
     ]
-    return [[*each.param_groups[0]["params"]] for each in groups]
+    return [[*each.optimizers[0].param_groups[0]["params"]] for each in groups]
 
 
 def test_a_checkpoint_after_a_test_has_the_parameters_in_the_model_s_order(pool: WorkerPool, tmp_path: Path) -> None:

@@ -332,7 +332,7 @@ class OneText(Forward):
 
 @pytest.mark.parametrize(("module", "loss_on", "words"), [
     (MODELS["LeNet"], "output_device", ["never called self(...)", "loss_on='replicas'"]),
-    (Manual, "replicas", ["automatic_optimization=False", "loss_on='output_device'"]),
+    (Manual, "replicas", ["automatic_optimization=False", "loss_on='auto'"]),
     (Iterating, "replicas", ["dataloader_iter", "training_step(batch)"]),
     (OneText, "replicas", ["no tensor that could be split along dimension 0"]),
 ])  # fmt: skip

@@ -25,7 +25,7 @@ from tests.strategies.harness import (
     make_trainer,
     train,
 )
-from tests.strategies.models import BATCH, Blocks, Gate, LeNet
+from tests.strategies.models import BATCH, LENGTH, Blocks, Gate, LeNet
 from tests.strategies.shardable import Mixed
 from tests.strategies.test_fully_sharded_state import fit
 
@@ -309,3 +309,65 @@ def test_is_refused_in_words(pool: WorkerPool, arguments: tuple[Any, ...], words
     for error in pool.run(refused, 2, *arguments, init=False, expect_errors=True):
         message = error.rsplit("Error: ", 1)[-1]
         assert all(word in message for word in words), message
+
+
+class Fork(nn.Module):
+    """Two ways of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ModuleList(nn.Linear(LENGTH, LENGTH) for _ in range(2))
+
+    def forward(self, x: Tensor, way: int) -> Tensor:
+        out: Tensor = torch.tanh(self.ways[way](x))
+        return out
+
+
+class Branching(LeNet):
+    """From the second batch on, each replica takes a way of its own."""
+
+    branches = ""  # between units, inside a unit, or outside of them; "together": all replicas take another way
+
+    def build(self) -> None:
+        self.net = nn.ModuleList(Fork() for _ in range(3))
+        self.head = Fork()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, way = batch[0].flatten(1)[:, :LENGTH], min(1, batch_idx)
+        own = way * self.global_rank
+        first = own if self.branches == "between" else way if self.branches == "together" else 0
+        x = self.net[first](x, own if self.branches == "inside" else 0)
+        x = self.net[2](x, way if self.branches == "together" else 0)
+        return self.head(x, own if self.branches == "outside" else 0).pow(2).mean()
+
+
+class Between(Branching):
+    branches = "between"
+
+
+class Inside(Branching):
+    branches = "inside"
+
+
+class Outside(Branching):
+    branches = "outside"
+
+
+class Together(Branching):
+    branches = "together"
+
+
+@pytest.mark.parametrize(("model", "words"), [
+    (Between, ["replica 0 used 'net.0', replica 1 used 'net.1'"]),
+    (Inside, ["replica 0 used 'net.0.ways.0', replica 1 used 'net.0.ways.1'"]),
+    (Outside, ["replica 0 used 'head.ways.0', replica 1 used 'head.ways.1'"]),
+], ids=["between", "inside", "outside"])  # fmt: skip
+def test_replicas_that_use_different_modules_of_one_size_are_refused(
+    pool: WorkerPool, model: Any, words: list[str]
+) -> None:
+    for error in pool.run(refused, 2, model, {}, init=False, expect_errors=True):
+        assert all(word in error for word in words), error
+
+
+def test_replicas_may_take_another_way_together(pool: WorkerPool) -> None:
+    pool.run(refused, 2, Together, {}, init=False)

@@ -99,11 +99,23 @@ def test_without_gradients_there_is_no_node(parallel: DataParallel) -> None:
     assert not forward(parallel, net().requires_grad_(False), torch.ones(3, 4).double()).requires_grad
 
 
-def test_a_second_backward_says_that_the_graph_is_gone(parallel: DataParallel) -> None:
-    loss = forward(parallel, net(), torch.ones(3, 4).double()).sum()
+def test_a_second_backward_finds_the_graphs_only_if_they_were_retained(parallel: DataParallel) -> None:
+    model = net()
+    loss = forward(parallel, model, torch.ones(3, 4).double()).sum()
     loss.backward(retain_graph=True)
+    once = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    loss.backward()
+    twice = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert once and all(torch.equal(2 * a, b) for a, b in zip(once, twice, strict=True))
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
+
+
+def test_a_second_derivative_is_refused(parallel: DataParallel) -> None:
+    inputs = torch.ones(3, 4).double().requires_grad_()
+    outputs = forward(parallel, net(), inputs)
+    with pytest.raises(RuntimeError, match="have no second derivative"):
+        torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
 
 
 def test_an_error_in_a_backward_is_raised(parallel: DataParallel) -> None:

@@ -1,0 +1,95 @@
+"""Which modules a step has used, compared between the replicas.
+
+Fully sharded replicas gather a unit's parameters together, and reduce its gradients together, those that have any. If a
+branch of the user's step depends on values or on the rank, one replica may use module A where another one uses module
+B. If both have the same size, nothing fails, and each computes with a mixture of the two. So before each backward the
+replicas compare one number, which stands for what they have used since the last one::
+
+    units      in the order of their calls: each call gathers
+    modules    any order and number of calls: each has a gradient, or has none
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_parallel.collectives import gather_objects, guarded
+
+
+class ModuleUses:
+    """The modules that are called, as this replica sees them.
+
+    Args:
+        units: by name. Hooks are put on them, and on the others, for good.
+        modules: all that have parameters which are divided.
+        group: the replicas.
+        device: of this rank.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[str, nn.Module],
+        modules: Mapping[str, nn.Module],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._group = group
+        self._device = device
+        self._units: list[str] = []
+        self._modules: set[str] = set()
+        if group.size() > 1:
+            for name, unit in units.items():
+                self._watch_unit(name, unit)
+            for name, module in modules.items():
+                self._watch_module(name, module)
+
+    def _watch_unit(self, name: str, unit: nn.Module) -> None:
+        def note(*_: object) -> None:
+            self._units.append(name)
+
+        unit.register_forward_pre_hook(note)
+
+    def _watch_module(self, name: str, module: nn.Module) -> None:
+        def note(*_: object) -> None:
+            if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters(recurse=False)):
+                self._modules.add(name)
+
+        module.register_forward_pre_hook(note)
+
+    def compare(self) -> None:
+        """Compare the uses since the last comparison. All replicas call it.
+
+        Raises:
+            RuntimeError: on all replicas, if they have called different modules.
+        """
+        if self._group.size() == 1:
+            return
+        used = (self._units, sorted(self._modules))
+        self._units, self._modules = [], set()
+        number = int.from_bytes(hashlib.blake2b(repr(used).encode(), digest_size=7).digest(), "little")
+        extremes = torch.tensor([number, -number], device=self._device)
+        guarded(dist.all_reduce, extremes, dist.ReduceOp.MAX, group=self._group)
+        largest, smallest = extremes.tolist()
+        if largest == -smallest:
+            return
+        everyones = gather_objects(used, self._group)
+        rank, other = next((rank, each) for rank, each in enumerate(everyones) if each != everyones[0])
+        part = 0 if everyones[0][0] != other[0] else 1
+        pairs = zip_longest(everyones[0][part], other[part], fillvalue="")
+        one, another = next((a, b) for a, b in pairs if a != b)
+        raise RuntimeError(
+            f"Replicas have used different modules in a step: where replica 0 used {_words(one)}, replica {rank} used "
+            f"{_words(another)}. Fully sharded replicas gather parameters and reduce gradients together, so they have "
+            f"to use the same modules: let no branch depend on the rank or on the values of a share of the batch, or "
+            f"use strategy='ddp_find_unused_parameters_true'."
+        )
+
+
+def _words(name: str) -> str:
+    return f"'{name}'" if name else "no other"

@@ -1,0 +1,39 @@
+"""What a module is when its Trainer has ended: a part of the model, which says so when it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+class PartOfModel:
+    """Refuses calls of modules that work only while a Trainer runs."""
+
+    def __init__(self) -> None:
+        self._hooks: list[RemovableHandle] = []
+
+    def begin(self, modules: Iterable[nn.Module]) -> None:
+        """A Trainer has ended.
+
+        Args:
+            modules: that can't be called any more.
+        """
+        self.end()
+        self._hooks = [module.register_forward_pre_hook(_refuse) for module in modules]
+
+    def end(self) -> None:
+        """A Trainer begins."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def _refuse(module: nn.Module, args: Any) -> NoReturn:  # of this module: a module with hooks can be pickled
+    raise RuntimeError(
+        f"{type(module).__name__} can't be called: since its Trainer has run, each rank holds a part of the parameters. "
+        f"Call trainer.predict(module, ...), or load a checkpoint into a new module in one process "
+        f"(lightning_parallel.checkpoint.read_full gives its state_dict)."
+    )

@@ -1,0 +1,63 @@
+"""Lightning's callbacks that work on the whole model in one process, and are refused where ranks hold parts of it.
+
+::
+
+    callback                            process on each device     threads
+    WeightAveraging, EMAWeightAveraging refused                    as in one process
+    StochasticWeightAveraging           refused                    as in one process
+    BatchSizeFinder                     refused                    as in one process
+    LearningRateFinder                  refused if asynchronous    as in one process
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Callback,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+
+Reasons = Sequence[tuple[type[Callback], str]]
+
+_AVERAGES = (
+    "it averages a copy of the whole model, of which a rank holds a part. Average the weights of checkpoints after "
+    "training (lightning_parallel.checkpoint.read_full), or use DataParallelStrategy or strategy='ddp'"
+)
+# Subclasses too: EMAWeightAveraging is a WeightAveraging.
+IN_PARTS: Reasons = (
+    (WeightAveraging, _AVERAGES),
+    (StochasticWeightAveraging, _AVERAGES),
+    (
+        BatchSizeFinder,
+        "it goes on after one rank has run out of memory, while the other ranks wait for that one. Set the batch size "
+        "by hand",
+    ),
+)
+ASYNCHRONOUS: Reasons = (
+    (
+        LearningRateFinder,
+        "it acts on the loss of every batch, for which the stages of an asynchronous pipeline don't wait. Find the "
+        "learning rate under PipelineStrategy, or in one process",
+    ),
+)
+
+
+def refuse_callbacks(callbacks: Iterable[Callback], refused: Reasons, strategy: str) -> None:
+    """Refuse callbacks that can't do their work under a strategy.
+
+    Args:
+        callbacks: of the Trainer.
+        refused: classes of callbacks, with the reason and the fix.
+        strategy: its name, for the error.
+
+    Raises:
+        ValueError: it names the callback.
+    """
+    for callback in callbacks:
+        for kind, reason in refused:
+            if isinstance(callback, kind):
+                raise ValueError(f"{type(callback).__name__} can't be used under {strategy}: {reason}.")

@@ -1,0 +1,89 @@
+"""Modules that run backwards and optimizers themselves: ``automatic_optimization=False``.
+
+A user may step after any ``self.manual_backward``, so each one completes the gradients that it adds. A backward that is
+run in another way adds what nobody completes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import lightning.pytorch as pl
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+_CAN = "TensorParallelStrategy, FullyShardedStrategy and DataParallelStrategy train such modules"
+SEVERAL_OPTIMIZERS = (
+    f"configure_optimizers returned several optimizers, but a pipeline runs backward and step itself, by its schedule, "
+    f"for one. Return one optimizer, with parameter groups if need be. With automatic_optimization=False, {_CAN}."
+)
+
+
+def refuse_manual_optimization(module: pl.LightningModule) -> None:
+    """For strategies that run backward and step by a schedule.
+
+    Raises:
+        ValueError: the module runs them itself.
+    """
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"automatic_optimization=False: a pipeline runs backward and step itself, by its schedule. Use automatic "
+            f"optimization with one optimizer, or another strategy: {_CAN}."
+        )
+
+
+def networks(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules with parameters that a module calls, by name: its children, and in a container the children of that.
+
+    Args:
+        module: whose own ``forward`` doesn't count.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, child in module.named_children():
+        if next(child.parameters(), None) is None:
+            continue
+        if type(child).forward is nn.Module.forward:  # nn.ModuleList, nn.ModuleDict
+            found |= {f"{name}.{inner}": network for inner, network in networks(child).items()}
+        else:
+            found[name] = child
+    return found
+
+
+class BackwardGuard:
+    """Refuses backwards that don't run inside ``self.manual_backward``."""
+
+    def __init__(self) -> None:
+        self._hooks: list[RemovableHandle] = []
+        self._inside = False
+
+    def begin(self, parameters: Iterable[Tensor]) -> None:
+        """Training with manual optimization begins.
+
+        Args:
+            parameters: whose gradients have to be completed.
+        """
+        self.end()
+        self._hooks = [p.register_post_accumulate_grad_hook(self._grown) for p in parameters if p.requires_grad]
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Inside, gradients may grow."""
+        before, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = before
+
+    def _grown(self, parameter: Tensor) -> None:
+        if not self._inside:
+            raise RuntimeError(
+                "A backward has run outside of self.manual_backward, so its gradients are not joined with those of "
+                "other ranks. Call self.manual_backward(loss) in the place of loss.backward()."
+            )
+
+    def end(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []

@@ -1,0 +1,31 @@
+"""parts/rendezvous.py: every process group of a script meets under keys of its own."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+from lightning_parallel.layout import Layout
+from lightning_parallel.parts import process_group
+from tests.pool import WorkerPool
+
+
+def sums_of_groups() -> list[float]:
+    """A sum in each of three groups, which are closed as after an error."""
+    found = []
+    for _ in range(3):
+        environment, cpu = TorchElasticEnvironment(), torch.device("cpu")
+        layout = Layout.resolve(2, environment.global_rank(), data=2)
+        process_group.join(environment, layout, "gloo", timedelta(seconds=20), cpu)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        found.append(total.item())
+        process_group.close()
+    return found
+
+
+def test_a_group_can_be_joined_after_one_that_was_closed(pool: WorkerPool) -> None:
+    assert pool.run(sums_of_groups, 2, init=False) == [[2.0, 2.0, 2.0]] * 2

@@ -1,0 +1,208 @@
+"""Modules that run backwards and optimizers themselves, and a run of one that reports all there is to compare."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from tests.strategies.harness import Report, complete, make_trainer, spoil
+from tests.strategies.models import Rows
+
+NOISE, WIDTH, SAMPLES, BATCH = 4, 6, 16, 8
+
+
+class _ByHand(L.LightningModule):
+    """Seeded data; what the steps report is kept in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.automatic_optimization = False
+        self.seen: list[list[float]] = []
+        self.generator = nn.Sequential(nn.Linear(NOISE, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, WIDTH))
+        self.discriminator = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def configure_tensor_parallel(self) -> dict[str, str]:
+        return {
+            "generator.0": "column", "generator.2": "row",
+            "discriminator.0": "column", "discriminator.2": "row",
+        }  # fmt: skip
+
+    def saw(self, *values: Any) -> None:
+        self.seen.append([float(value) for value in values])
+
+    @classmethod
+    def loader(cls, share: Any = None, batch_size: int = BATCH) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(3)
+        real = torch.randn(SAMPLES, WIDTH, generator=generator)
+        noise = torch.randn(SAMPLES, NOISE, generator=generator)
+        rows = Rows(list(zip(real, noise, strict=True)))
+        sampler = None if share is None else DistributedSampler(rows, **share, shuffle=False)
+        return DataLoader(rows, batch_size=batch_size, sampler=sampler)
+
+
+def is_real(logits: Tensor, real: bool) -> Tensor:
+    return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, float(real)))
+
+
+class GAN(_ByHand):
+    """Two optimizers that take turns, each network frozen while the other one learns; schedulers stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(WIDTH))  # in no network
+
+    def forward(self, noise: Tensor) -> Tensor:
+        return self.generator(noise) + self.shift
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, noise = batch
+        opt_g, opt_d = self.optimizers()
+        sched_g, sched_d = self.lr_schedulers()
+
+        self.toggle_optimizer(opt_g)
+        loss_g = is_real(self.discriminator(self(noise)), True)
+        opt_g.zero_grad()
+        self.manual_backward(loss_g)
+        assert all(p.grad is None for p in self.discriminator.parameters())
+        self.clip_gradients(opt_g, gradient_clip_val=0.2)
+        opt_g.step()
+        self.untoggle_optimizer(opt_g)
+
+        self.toggle_optimizer(opt_d)
+        loss_d = is_real(self.discriminator(real), True) + is_real(self.discriminator(self(noise).detach()), False)
+        self.manual_backward(loss_d / 2)
+        opt_d.step()
+        opt_d.zero_grad()
+        self.untoggle_optimizer(opt_d)
+
+        sched_g.step()
+        if self.trainer.is_last_batch:
+            sched_d.step()
+        self.log_dict({"g": loss_g, "d": loss_d})
+        self.saw(loss_g, loss_d)
+
+    def configure_optimizers(self) -> Any:
+        opt_g = torch.optim.Adam([*self.generator.parameters(), self.shift], lr=1e-2, eps=1e-4)
+        opt_d = torch.optim.SGD(self.discriminator.parameters(), lr=0.1, momentum=0.9)
+        schedules = [torch.optim.lr_scheduler.StepLR(opt_g, 2, 0.5), torch.optim.lr_scheduler.StepLR(opt_d, 1, 0.8)]
+        return [opt_g, opt_d], schedules
+
+
+class Accumulating(_ByHand):
+    """One optimizer, a step after every second batch; its parts are called by the module's forward."""
+
+    def forward(self, noise: Tensor) -> Tensor:
+        return self.discriminator(self.generator(noise))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, noise = batch
+        loss = is_real(self(noise), True) + is_real(self.discriminator(real), False)
+        self.manual_backward(loss / 2)
+        if batch_idx % 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+            self.lr_schedulers().step()
+        self.saw(loss)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class SharedGraph(_ByHand):
+    """Two backwards through one graph, on to different optimizers; one in a closure."""
+
+    def forward(self, noise: Tensor) -> Tensor:
+        return self.generator(noise)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, noise = batch
+        opt_g, opt_d = self.optimizers()
+        opt_g.zero_grad()
+        opt_d.zero_grad()
+        made = self(noise)
+        fooled = is_real(self.discriminator(made), True)
+        self.manual_backward(fooled, retain_graph=True)
+        self.manual_backward(0.5 * made.pow(2).mean())
+        opt_g.step()
+        opt_d.zero_grad()
+
+        def closure() -> Tensor:
+            loss = is_real(self.discriminator(real), True) + is_real(self.discriminator(made.detach()), False)
+            self.manual_backward(loss)
+            return loss
+
+        self.saw(fooled, opt_d.step(closure))
+
+    def configure_optimizers(self) -> Any:
+        opt_g = torch.optim.Adam(self.generator.parameters(), lr=1e-2, eps=1e-4)
+        return [opt_g, torch.optim.SGD(self.discriminator.parameters(), lr=0.1)]
+
+
+class GradientPenalty(SharedGraph):
+    """A second derivative: the loss has the norm of a gradient in it (WGAN-GP)."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, noise = batch
+        opt_g, opt_d = self.optimizers()
+        between = (0.3 * real + 0.7 * self(noise).detach()).requires_grad_()
+        scores = self.discriminator(between)
+        [gradient] = torch.autograd.grad(scores.sum(), between, create_graph=True)
+        loss = scores.mean() + 10 * (gradient.norm(dim=1) - 1).pow(2).mean()
+        opt_d.zero_grad()
+        self.manual_backward(loss)
+        opt_d.step()
+        opt_g.zero_grad()
+        loss_g = -self.discriminator(self(noise)).mean()
+        self.manual_backward(loss_g)
+        opt_g.step()
+        self.saw(loss, loss_g)
+
+
+class Direct(Accumulating):
+    """A backward that the strategy doesn't see."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self(batch[1]).mean().backward()
+
+
+BY_HAND = {model.__name__: model for model in (GAN, Accumulating, SharedGraph, GradientPenalty, Direct)}
+
+
+def fit(
+    model: str,
+    strategy: str = "single",
+    options: dict[str, Any] | None = None,
+    *,
+    save: Path | None = None,
+    resume: Path | None = None,
+    epochs: int = 4,
+    **given: Any,
+) -> Report:
+    """Train, with a checkpoint an epoch if `save` says where. A module to be resumed is made with other weights."""
+    torch.set_default_dtype(torch.float64)
+    module = BY_HAND[model]()
+    if resume is not None:
+        spoil(module)
+    keeper = [] if save is None else [ModelCheckpoint(save, "{epoch}", save_top_k=-1)]
+    trainer = make_trainer(
+        strategy, list(keeper), options or {}, max_epochs=epochs, enable_checkpointing=bool(keeper), **given
+    )
+    layout = getattr(trainer.strategy, "layout", None)
+    replicas = layout.size("data") if layout is not None else 1
+    share = trainer.distributed_sampler_kwargs if replicas > 1 else None
+    trainer.fit(module, module.loader(share, BATCH // replicas), ckpt_path=resume)
+    report = Report(weights={name: complete(p.detach()) for name, p in module.named_parameters()})
+    report.losses = [value for values in module.seen for value in values]
+    if strategy not in ("single", "data"):
+        report.shards = trainer.strategy.local_model.shards  # type: ignore[attr-defined]
+    return report

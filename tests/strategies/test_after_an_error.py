@@ -1,0 +1,91 @@
+"""A script that catches an error of one Trainer can go on to the next one, in the processes that Lightning launched."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.pool import WorkerPool
+from tests.strategies.harness import Report, Witness, joined, largest_difference, make_trainer, train
+from tests.strategies.shardable import Mixed
+
+SCRIPT = """
+import json, os, sys
+os.environ["WORLD_SIZE"] = "2"  # make_trainer takes it for the number of devices
+from tests.strategies.test_after_an_error import go_on
+rank, caught, losses = go_on()
+with open(os.path.join(sys.argv[1], f"{rank}.json"), "w") as file:
+    json.dump([caught, losses], file)
+"""
+
+
+class Fails(Mixed):
+    """In the second batch, on all ranks or on one."""
+
+    ranks = (0, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1 and self.global_rank in self.ranks:
+            raise ValueError("no luck")
+        return super().training_step(batch, batch_idx)
+
+
+class FailsOnOne(Fails):
+    ranks = (1,)
+
+
+def go_on() -> tuple[int, list[str], list[float]]:
+    """Two Trainers fail, a third one trains: this rank, what it caught, and the losses."""
+    torch.set_default_dtype(torch.float64)
+    caught = []
+    for kind, strategy in ((Fails, "sync"), (FailsOnOne, "tensor")):
+        os.environ["WORLD_SIZE"] = "2"  # a Trainer that ends deletes it
+        try:
+            make_trainer(strategy, [], {}).fit(kind(), kind.loader())
+        except (ValueError, RuntimeError) as error:
+            caught.append("lost" if isinstance(error, RuntimeError) else str(error))
+    os.environ["WORLD_SIZE"] = "2"
+    report = Report()
+    trainer = make_trainer("tensor", [Witness(report)], {}, max_epochs=1)
+    trainer.fit(Mixed(), Mixed.loader())
+    return trainer.global_rank, caught, report.losses
+
+
+def test_a_script_goes_on_after_errors(tmp_path: Path, pool: WorkerPool) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "RANK")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py"), str(tmp_path)], env=environment, timeout=300,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout
+    [whole] = pool.run(train, 1, "Mixed", init=False, max_epochs=1)
+    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [caught for caught, _ in results] == [["no luck", "lost"], ["no luck", "no luck"]]
+    for _, losses in results:
+        assert losses == pytest.approx(whole.losses, rel=0, abs=1e-12)
+
+
+def train_after(first: str, second: str) -> Report:
+    module = Fails()
+    with pytest.raises(ValueError, match="no luck"):
+        make_trainer(first, [], {}).fit(module, module.loader())
+    return train("Mixed", second, max_epochs=1)
+
+
+@pytest.mark.parametrize(("first", "second"), [("async", "sync"), ("fsdp", "fsdp"), ("sync", "async")])
+def test_the_next_trainer_has_the_numbers_that_it_has_alone(pool: WorkerPool, first: str, second: str) -> None:
+    after = pool.run(train_after, 2, first, second, init=False)
+    alone = pool.run(train, 2, "Mixed", second, max_epochs=1, init=False)
+    assert [report.losses for report in after] == [report.losses for report in alone]
+    weights = [joined(reports, "weights") for reports in (after, alone)]
+    assert largest_difference(*weights) == 0

@@ -1,0 +1,96 @@
+"""Modules with several optimizers, or with manual optimization, have the numbers of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pool import WorkerPool
+from tests.strategies.failures import assert_refused
+from tests.strategies.harness import Report, joined, largest_difference
+from tests.strategies.manual import fit
+
+EXACT = 1e-12  # float64
+LAYOUTS = [
+    ("tensor", 2, {}), ("tensor", 2, {"tensor_parallel": 1, "data_parallel": 2}),
+    ("tensor", 4, {"tensor_parallel": 2, "data_parallel": 2}),
+    ("fsdp", 2, {}), ("fsdp", 2, {"reshard_after_forward": False}), ("fsdp", 2, {"units": ["discriminator"]}),
+    ("data", 1, {}),
+]  # fmt: skip
+
+
+def run(pool: WorkerPool, strategy: str, ranks: int, model: str, options: dict[str, Any], **given: Any) -> list[Report]:
+    threads = {"devices": 2} if strategy == "data" else {}
+    return pool.run(fit, ranks, model, strategy, options, init=False, **threads, **given)
+
+
+def assert_equal(reports: list[Report], whole: Report) -> None:
+    # Each replica's losses are those of its share.
+    losses = torch.tensor([report.losses for report in reports], dtype=torch.float64).mean(0)
+    assert losses.tolist() == pytest.approx(whole.losses, rel=0, abs=EXACT)
+    assert largest_difference(joined(reports, "weights"), whole.weights) < EXACT
+
+
+@pytest.mark.parametrize("model", ["GAN", "Accumulating", "SharedGraph"])
+@pytest.mark.parametrize(("strategy", "ranks", "options"), LAYOUTS)
+def test_manual_optimization_trains_as_in_one_process(
+    pool: WorkerPool, strategy: str, ranks: int, options: dict[str, Any], model: str
+) -> None:
+    [whole] = pool.run(fit, 1, model, init=False)
+    assert_equal(run(pool, strategy, ranks, model, options), whole)
+
+
+@pytest.mark.parametrize(("strategy", "options"), [
+    ("tensor", {"tensor_parallel": 1, "data_parallel": 2}), ("fsdp", {"units": ["generator"]}),
+])  # fmt: skip
+def test_a_gradient_penalty_is_that_of_one_process_where_its_network_is_whole(
+    pool: WorkerPool, strategy: str, options: dict[str, Any]
+) -> None:
+    [whole] = pool.run(fit, 1, "GradientPenalty", init=False)
+    assert_equal(run(pool, strategy, 2, "GradientPenalty", options), whole)
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "fix"), [
+    ("tensor", 2, "create_graph=True"), ("fsdp", 2, "`units`"), ("data", 1, "loss_on='replicas'"),
+])  # fmt: skip
+def test_a_gradient_penalty_is_refused_where_its_network_is_divided(
+    pool: WorkerPool, strategy: str, ranks: int, fix: str
+) -> None:
+    failures = run(pool, strategy, ranks, "GradientPenalty", {}, expect_errors=True)
+    assert_refused(failures, "RuntimeError", ["second derivative", fix])
+
+
+@pytest.mark.parametrize(("first", "second"), [
+    (("single", 1, {}), ("tensor", 2, {})),
+    (("data", 1, {}), ("fsdp", 2, {})),
+    (("tensor", 2, {}), ("tensor", 2, {})),
+    (("tensor", 2, {}), ("fsdp", 2, {})),
+    (("fsdp", 2, {}), ("fsdp", 2, {})),
+    (("fsdp", 2, {}), ("tensor", 2, {})),
+    (("data", 1, {}), ("data", 1, {})),
+])  # fmt: skip
+def test_every_optimizer_continues_under_another_layout(
+    pool: WorkerPool, tmp_path: Path, first: Any, second: Any
+) -> None:
+    [whole] = pool.run(fit, 1, "GAN", init=False)
+    run(pool, *first[:2], "GAN", first[2], save=tmp_path, epochs=2)
+    resumed = run(pool, *second[:2], "GAN", second[2], resume=tmp_path / "epoch=1.ckpt")
+    rest = len(resumed[0].losses)
+    whole.losses = whole.losses[-rest:]
+    assert rest == 2 * 2 * 2  # epochs, batches, losses
+    assert_equal(resumed, whole)
+
+
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+def test_pipelines_refuse_with_the_strategies_that_can(pool: WorkerPool, strategy: str) -> None:
+    failures = pool.run(fit, 2, "GAN", strategy, init=False, expect_errors=True)
+    assert_refused(failures, "ValueError", ["automatic_optimization=False", "FullyShardedStrategy"])
+
+
+@pytest.mark.parametrize(("strategy", "options"), [("tensor", {}), ("fsdp", {"units": ["discriminator"]})])
+def test_a_backward_past_the_strategy_is_refused(pool: WorkerPool, strategy: str, options: dict[str, Any]) -> None:
+    failures = pool.run(fit, 2, "Direct", strategy, options, init=False, expect_errors=True)
+    assert_refused(failures, "RuntimeError", ["self.manual_backward"])
