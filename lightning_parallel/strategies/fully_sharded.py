@@ -283,9 +283,8 @@ class FullyShardedStrategy(LayoutStrategy):
 
 def _outside_units(root: _Root) -> Iterator[nn.Module]:
     """The module and what in it has divided parameters that only the root gathers."""
-    inside = {
-        part for unit in root.modules() if isinstance(unit, FSDPModule) and unit is not root for part in unit.modules()
-    }
+    units = [part for part in root.module.modules() if isinstance(part, FSDPModule)]
+    inside = {part for unit in units for part in unit.modules()}
     for part in root.module.modules():
         own = any(isinstance(parameter, DTensor) for parameter in part.parameters(recurse=False))
         if part is root.module or (own and part not in inside):
