@@ -15,8 +15,8 @@ from tests.pool import WorkerPool
 
 
 def sums_of_groups() -> list[float]:
-    """A sum in each of three groups, which are closed as after an error. Rank 1 is at the next one first, when the store
-    has nothing of rank 0 but what it wrote for the last one."""
+    """A sum in each of three groups, which are closed as after an error. Rank 1 is at the next one first, when what
+    the store has of rank 0 is of the last one."""
     found = []
     for number in range(3):
         environment, cpu = TorchElasticEnvironment(), torch.device("cpu")
