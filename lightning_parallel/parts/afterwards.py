@@ -33,7 +33,7 @@ class PartOfModel:
 
 def _refuse(module: nn.Module, args: Any) -> NoReturn:  # of this module: a module with hooks can be pickled
     raise RuntimeError(
-        f"{type(module).__name__} can't be called: since its Trainer has run, each rank holds a part of it. "
+        f"{type(module).__name__} can't be called: since its Trainer ran, each rank holds a part of the parameters. "
         f"Call trainer.predict(module, ...), or load a checkpoint into a new module in one process "
         f"(lightning_parallel.checkpoint.read_full gives its state_dict)."
     )

@@ -283,7 +283,7 @@ class FullyShardedStrategy(LayoutStrategy):
 
 def _outside_units(root: _Root) -> Iterator[nn.Module]:
     """The module and what in it has divided parameters that only the root gathers."""
-    units = [part for name, part in root.named_modules() if name and isinstance(part, FSDPModule)]
+    units = [part for part in root.module.modules() if isinstance(part, FSDPModule)]
     inside = {part for unit in units for part in unit.modules()}
     for part in root.module.modules():
         own = any(isinstance(parameter, DTensor) for parameter in part.parameters(recurse=False))

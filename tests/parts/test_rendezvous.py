@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import torch
@@ -14,10 +15,13 @@ from tests.pool import WorkerPool
 
 
 def sums_of_groups() -> list[float]:
-    """A sum in each of three groups, which are closed as after an error."""
+    """A sum in each of three groups, which are closed as after an error. Rank 1 is at the next one first, when what
+    the store has of rank 0 is of the last one."""
     found = []
-    for _ in range(3):
+    for number in range(3):
         environment, cpu = TorchElasticEnvironment(), torch.device("cpu")
+        if environment.global_rank() == 0 and number:
+            time.sleep(1.0)
         layout = Layout.resolve(2, environment.global_rank(), data=2)
         process_group.join(environment, layout, "gloo", timedelta(seconds=20), cpu)
         total = torch.ones(1)
