@@ -16,7 +16,9 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_parallel import lightning_private
 from tests.test_house import modules
@@ -126,6 +128,50 @@ def test_callbacks_of_a_trainer_are_the_list_that_it_calls() -> None:
     lightning_private.callbacks_of(made).insert(0, Added())
     made.fit(Net(), torch.utils.data.DataLoader(torch.ones(2, 1)))
     assert called == ["added"]
+
+
+# -- data ----------------------------------------------------------------------------------------------------
+
+
+def test_loader_source_gives_loaders_and_takes_them_back_once() -> None:
+    """Otherwise the user's train_dataloader() would be called twice, or the batch for the look be lost."""
+    asked: list[int] = []
+
+    class Loads(Net):
+        def train_dataloader(self) -> Any:
+            asked.append(1)
+            return DataLoader(torch.ones(3, 1), batch_size=1)
+
+    class Looks(SingleDeviceStrategy):
+        def setup(self, trainer: L.Trainer) -> None:
+            source = lightning_private.loader_source(trainer)
+            assert len(source.get()) == 3
+            source.hand_over(DataLoader(torch.ones(1, 1)))
+            super().setup(trainer)
+
+    one = trainer(strategy=Looks(torch.device("cpu")), max_steps=-1, max_epochs=1)
+    one.fit(Loads())
+    assert one.global_step == 1 and len(asked) == 1
+
+
+def test_mode_of_a_combined_loader() -> None:
+    assert lightning_private.mode_of(CombinedLoader([[1]], "min_size")) == "min_size"
+
+
+def test_before_batch_transfer_calls_the_users_hook() -> None:
+    class Doubles(Net):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return 2 * batch
+
+    found: list[Any] = []
+
+    class Looks(SingleDeviceStrategy):
+        def setup(self, trainer: L.Trainer) -> None:
+            found.append(lightning_private.before_batch_transfer(trainer.lightning_module, 3))
+            super().setup(trainer)
+
+    trainer(strategy=Looks(torch.device("cpu"))).fit(Doubles(), DataLoader(torch.ones(1, 1)))
+    assert found == [6]
 
 
 # -- metrics and loops ---------------------------------------------------------------------------------------

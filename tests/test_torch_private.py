@@ -107,6 +107,26 @@ def test_written_arguments_are_those_of_the_operator_s_schema() -> None:
     assert written(torch.ops.aten.add.out, x, y, out=out) == [id(out)]
 
 
+def test_drawing_for_nothing_reads_what_switches_draws_off() -> None:
+    """Attention without dropout would otherwise be computed for a tensor without values."""
+    dropout = torch.ops.aten.native_dropout.default
+    attention = torch.ops.aten._scaled_dot_product_flash_attention.default
+    x = torch.ones(1)
+    assert not torch_private.drawing_for_nothing(dropout, (x, 0.5, True), {})
+    assert torch_private.drawing_for_nothing(dropout, (x, 0.5, False), {})
+    assert torch_private.drawing_for_nothing(dropout, (x, 0.0, True), {})
+    assert torch_private.drawing_for_nothing(attention, (x, x, x), {})
+    assert not torch_private.drawing_for_nothing(attention, (x, x, x), {"dropout_p": 0.1})
+
+
+def test_forward_hooks_are_counted() -> None:
+    module = nn.Linear(1, 1)
+    assert torch_private.forward_hooks(module) == 0
+    module.register_forward_hook(lambda *_: None)
+    module.register_forward_pre_hook(lambda *_: None)
+    assert torch_private.forward_hooks(module) == 1
+
+
 def test_scale_all_scales_in_place() -> None:
     tensors = [torch.ones(2), torch.full((3,), 2.0)]
     torch_private.scale_all(tensors, torch.tensor(0.5))

@@ -64,12 +64,17 @@ def agreed_partition(
     assert world is not None, "the ranks have met"
     mine = together(world, look)
     if options.balance != "time":
-        _check_equal(mine, model_group)
+        check_equal(mine, model_group)
     # Replicas see batches of their own, perhaps of other shapes: the first one decides.
     return broadcast_object(mine, 0, world, trainer.strategy.root_device)
 
 
-def _check_equal(mine: Partition, group: dist.ProcessGroup) -> None:
+def check_equal(mine: Partition, group: dist.ProcessGroup) -> None:
+    """Have all ranks of a group seen the same calls, and cut them alike?
+
+    Raises:
+        RuntimeError: on all ranks. It names the first call that differs.
+    """
     views = gather_objects((list(mine.calls), mine.bounds), group)
     first_calls, _ = views[0]
     for rank, view in enumerate(views):

@@ -182,7 +182,7 @@ def stand_in(value: Any, device: torch.device | None = None, trains: bool = Fals
     made = made.normal_().mul_(0.1)
     if isinstance(value, nn.Parameter):
         return nn.Parameter(made, requires_grad=trains and value.requires_grad)
-    return made.requires_grad_(trains)
+    return made.requires_grad_().clone() if trains else made  # no leaf: the module may work in place
 
 
 def _signature(x: Any) -> Any:

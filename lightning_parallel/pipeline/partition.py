@@ -169,7 +169,9 @@ class _Cut:
         allowed = self._allowed(keep_together)
         self.bounds: list[int] | None = None
         self.largest = float("inf")
-        if 1 + sum(allowed[:-1]) >= stages and self._chain:
+        if stages == 1:
+            self.bounds, self.largest = [0, len(self._chain)], 1.0
+        elif 1 + sum(allowed[:-1]) >= stages and self._chain:
             self.bounds = bounds_of(costs, self._trainable, stages, balance, allowed)
             sizes = [sum(costs[a:b]) for a, b in pairwise(self.bounds)]
             self.largest = stages * max(sizes) / max(sum(sizes), 1)

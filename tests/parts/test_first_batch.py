@@ -1,0 +1,121 @@
+"""A batch before training: of the user's own loader, which gives the same batches afterwards, and is made once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_parallel import PipelineStrategy
+
+ROWS = torch.arange(24, dtype=torch.float32).view(12, 2)
+
+
+class Stream(IterableDataset[Any]):
+    """Gives each sample once."""
+
+    def __init__(self) -> None:
+        self.rows = iter(ROWS)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self.rows
+
+
+class Random(torch.utils.data.Dataset[Tensor]):
+    """Augments: draws whenever it is read."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Tensor:
+        return ROWS[index] + torch.rand(2)
+
+
+class Net(L.LightningModule):
+    def __init__(self, loader: str) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.loader = loader
+        self.asked = 0
+        self.seen: list[Any] = []
+
+    def train_dataloader(self) -> Any:
+        self.asked += 1
+        return loader(self.loader)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append(batch)
+        rows = batch["a"] if isinstance(batch, dict) else batch[0] if isinstance(batch, list | tuple) else batch
+        return self.layers(rows).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.seen.append((dataloader_idx, batch[0]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def loader(kind: str) -> Any:
+    rows = TensorDataset(ROWS)
+    generator = torch.Generator().manual_seed(3)
+    made = {
+        "plain": lambda: DataLoader(rows, batch_size=4),
+        "shuffled": lambda: DataLoader(rows, batch_size=4, shuffle=True),
+        "own generator": lambda: DataLoader(rows, batch_size=4, shuffle=True, generator=generator),
+        "augmented": lambda: DataLoader(Random(), batch_size=4, shuffle=True),
+        "stream": lambda: DataLoader(Stream(), batch_size=4),
+        "generator": lambda: (ROWS[i : i + 4] for i in range(0, 12, 4)),
+        "several": lambda: {"a": DataLoader(ROWS, batch_size=4, shuffle=True), "b": DataLoader(ROWS, batch_size=4)},
+    }
+    return made[kind]()
+
+
+def trained(kind: str, strategy: Any) -> Net:
+    L.seed_everything(1)
+    module = Net(kind)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=strategy, **quiet)
+    trainer.fit(module)
+    return module
+
+
+@pytest.mark.parametrize("kind", ["plain", "shuffled", "own generator", "augmented", "stream", "generator", "several"])
+def test_training_sees_the_batches_that_it_would_have_seen(kind: str) -> None:
+    expected = trained(kind, "auto")
+    module = trained(kind, PipelineStrategy(microbatches=1))
+    torch.testing.assert_close(module.seen, expected.seen, rtol=0, atol=0)
+    assert module.asked == expected.asked == 1
+
+
+def test_a_loader_of_the_next_fit_is_not_mistaken_for_the_last() -> None:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=PipelineStrategy(microbatches=1), **quiet)
+    module = Net("plain")
+    module.layers[1] = nn.Linear(3, 3)  # fails in the look
+    with pytest.raises(RuntimeError):
+        trainer.fit(module, DataLoader(TensorDataset(ROWS), batch_size=2))
+    module = Net("plain")
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=PipelineStrategy(microbatches=1), **quiet)
+    trainer.fit(module, DataLoader(TensorDataset(ROWS + 100), batch_size=6))
+    assert all(batch[0].min() >= 100 and len(batch[0]) == 6 for batch in module.seen[-2:])
+
+
+def test_an_empty_loader_is_refused() -> None:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=PipelineStrategy(), **quiet)
+    with pytest.raises(ValueError, match="The loader of training_step gives no batch"):
+        trainer.fit(Net("plain"), DataLoader(ROWS[:0], batch_size=4))
+
+
+def test_evaluation_alone_is_cut_by_its_own_step() -> None:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    module = Net("plain")
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=PipelineStrategy(), **quiet)
+    trainer.validate(module, [DataLoader(TensorDataset(ROWS), batch_size=6)] * 2, verbose=False)
+    assert [number for number, _ in module.seen] == [0, 0, 1, 1]
+    assert module.training
