@@ -157,7 +157,8 @@ def _announce(parts: Partition, module: nn.Module, layout: Layout, describe: Cal
     for stage in range(parts.stages):
         names = [parts.layers[i] for i in parts.layers_of(stage)]
         outside = [name for name, stages in parts.outside.items() if stage in stages]
-        span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} layers)"
+        several = f"{names[0]} .. {names[-1]} ({len(names)} layers)" if names else "no layers"
+        span = names[0] if len(names) == 1 else several
         besides = f" with {', '.join(outside)}" if outside else ""
         size = sum(p.numel() for name, p in parameters.items() if stage in parts.owners[name])
         rank_zero_info(
