@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from lightning_parallel.pipeline.on_meta import Argument, computed_on_meta
 from lightning_parallel.torch_private import (
     buffers_of,
     dispatch_disabled,
@@ -132,35 +133,30 @@ class AbsentTensor(Tensor):
             if func.overloadpacket in _DRAWN_BY_SHAPE:
                 return drawn
 
-        to_meta = [meta_of(x) for x in flat]
-        meta_args, meta_kwargs = tree_unflatten(to_meta, spec)
         device = absent[0].device
-        if "device" in meta_kwargs:  # x.to("cuda"): the result is said to be there, and still has no values
-            device = torch.device(meta_kwargs["device"] or device)
-            meta_kwargs["device"] = torch.device("meta")
+        if "device" in kwargs:  # x.to("cuda"): the result is said to be there, and still has no values
+            device = torch.device(kwargs["device"] or device)
+            flat, spec = tree_flatten((args, kwargs | {"device": torch.device("meta")}))
+        if func in _FILLED and not isinstance(args[0], nn.Parameter):  # like a parameter: an optimizer's state
+            return torch.full_like(computed_on_meta(func, flat, spec)[0][0], _FILLED[func](*args), device=device)
         try:
-            out = func(*meta_args, **meta_kwargs)
+            out, out_spec = computed_on_meta(func, flat, spec)
         except (RuntimeError, NotImplementedError) as error:
             raise AbsentValueError(
                 f"{func} failed on {absent[0].origin}, which lives on another pipeline stage: its shape is known here, "
                 f"its values are not ({error}).",
                 origins,
             ) from error
-        if func in _FILLED and not isinstance(args[0], nn.Parameter):  # like a parameter: an optimizer's state
-            return torch.full_like(out, _FILLED[func](*args), device=device)
-
-        known = {id(m): x for m, x in zip(to_meta, flat, strict=True) if isinstance(x, AbsentTensor)}
 
         def wrap(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            if id(value) in known:  # in place: the same object
-                same = known[id(value)]
-                same.origins = origins
+            if isinstance(value, Argument):  # in place: the same object
+                same = flat[value.index]
+                if isinstance(same, AbsentTensor):
+                    same.origins = origins
                 return same
-            return AbsentTensor(value, device, origins)
+            return AbsentTensor(value, device, origins) if isinstance(value, Tensor) else value
 
-        return tree_map(wrap, out)
+        return tree_unflatten([wrap(value) for value in out], out_spec)
 
 
 # Operations that only read the shape of their input, each with the value that fills the result.
@@ -176,15 +172,6 @@ _FILLED: Mapping[Any, Callable[..., Any]] = {
 
 # Operations that only read the shape of their input, and draw what fills the result.
 _DRAWN_BY_SHAPE = (torch.ops.aten.rand_like, torch.ops.aten.randn_like, torch.ops.aten.randint_like)
-
-
-def meta_of(value: Any) -> Any:
-    """A tensor on the meta device in the place of any tensor."""
-    if isinstance(value, AbsentTensor):
-        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
-    if isinstance(value, Tensor):
-        return value.detach().to("meta")
-    return value
 
 
 def _stand_in_for(value: Any) -> Any:

@@ -18,14 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.pipeline.absent import (
-    AbsentTensor,
-    AbsentValueError,
-    absent_like,
-    meta_of,
-    origin_of,
-)
+from lightning_parallel.pipeline.absent import AbsentTensor, AbsentValueError, absent_like, origin_of
 from lightning_parallel.pipeline.interception import Interception
+from lightning_parallel.pipeline.on_meta import meta_of
 from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_kept
 from lightning_parallel.torch_private import (
     buffers_of,
