@@ -1,4 +1,4 @@
-"""Where a module is cut: every rank looks at the first step, and all agree."""
+"""Where a module is cut: every rank looks at the first step, and all take the partition of the first rank."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def agreed_partition(
 
     Raises:
         ValueError: the module can't be cut like this.
-        RuntimeError: ranks that see the same batch see different calls.
+        RuntimeError: ranks that get the same batch see different calls.
     """
 
     def first_microbatch(batch: Any) -> Any:
@@ -53,7 +53,7 @@ def agreed_partition(
         try:
             with as_in(trainer, module), logging_through(module, lambda *args, **kwargs: None):
                 balance = options.balance
-                if balance == "time" and layout.rank > 0:  # each rank would measure another time
+                if balance == "time" and layout.rank > 0:  # only the first rank's partition counts
                     balance = "parameters"
                 device = trainer.strategy.root_device
                 return partition(module, step, layout.stages, options.layers, balance, device)

@@ -1,7 +1,8 @@
 """A batch before training, for a look at the step: of the loader that Lightning is about to use, which stays as it was.
 
-The loader is asked for once: Lightning is handed the same one later. The batch comes from an iterator of its own, with
-the generators put back, so training sees the same samples in the same order, the first batch included.
+Lightning is handed the same loader later, so the user's hook is asked for it once. (Before a checkpoint is restored, it
+is asked again, since the loader may depend on that.) The batch comes from an iterator of its own, with the generators
+put back, so training sees the same samples in the same order, the first batch included.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ def first_step(trainer: pl.Trainer, module: pl.LightningModule, part: Callable[[
         batch = trainer.precision_plugin.convert_input(batch)
         batch = before_batch_transfer(module, batch)
         batch = trainer.strategy.batch_to_device(batch, device=module.device)
-    arguments = {"batch_idx": 0} if is_param_in_hook_signature(step, "batch_idx", min_args=2) else {}
+    indices = [0] if is_param_in_hook_signature(step, "batch_idx", min_args=2) else []
     if loaders > 1 and name != "training_step":
-        arguments["dataloader_idx"] = 0
-    return partial(step, part(batch), *arguments.values())
+        indices.append(0)  # dataloader_idx
+    return partial(step, part(batch), *indices)
 
 
 @contextmanager

@@ -67,7 +67,8 @@ class StagedOptions(ProcessOptions):
             ``lambda batch: (batch["labels"] != -100).sum()``. Losses, and logged values equal to them, are then
             weighted by it. By default this is found out where it can be; a warning says where it can't.
         layers: names or patterns of the layers between which the model may be cut, such as ``["net.blocks.*"]``. By
-            default what hangs in lists, in the order in which the first step calls it; without lists all modules.
+            default what hangs in lists, in the order in which the first step calls it; where that is less than there
+            are stages, all modules.
         balance: ``"parameters"`` (stages of equal size), ``"operations"`` (of equal work, counted in the first step),
             ``"time"`` (of equal work, measured), ``"layers"`` (equal counts), or the number of layers of each stage.
         activation_checkpointing: keep only the inputs of layers, and run the layers again in the backward: less memory,

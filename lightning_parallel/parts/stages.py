@@ -172,11 +172,6 @@ def refuse_training(module: pl.LightningModule) -> None:
     Raises:
         ValueError: it names the method, and the fix.
     """
-    if not module.automatic_optimization:
-        raise ValueError(
-            "automatic_optimization=False: a pipeline runs backward and step itself, by its schedule. Use automatic "
-            "optimization."
-        )
     if is_overridden("backward", module):
         raise ValueError(
             f"{type(module).__name__}.backward is overridden, but a pipeline's schedule runs the backward, stage by "

@@ -5,11 +5,10 @@ and whatever an absent layer would have computed, is an :class:`AbsentTensor`. S
 masks, position ids and reshapes work. Values don't exist: every operation on it is done on the meta device, without
 memory and without arithmetic. What depends on an absent tensor is absent too::
 
-    hidden = embed(ids)           absent on stage 1: the output of 'embed'
-    mask = torch.ones_like(hidden)[..., 0]          depends on the shape alone: an ordinary tensor
-    penalty = hidden.pow(2).mean()                  absent, with the origin 'embed'
-
-    noise = torch.randn_like(hidden)                drawn, as on stage 0: an ordinary tensor
+    hidden = embed(ids)                       absent on stage 1, with the origin "the output of 'embed'"
+    mask = torch.ones_like(hidden)[..., 0]    depends on the shape alone: an ordinary tensor
+    noise = torch.randn_like(hidden)          drawn, as on stage 0: an ordinary tensor
+    penalty = hidden.pow(2).mean()            absent, with the same origin
 
 So a value that another stage has, and that no message brings, never turns into a silent zero. It reaches this stage's
 output or the loss as an absent tensor, which names its origin. An operation that draws random numbers draws them for an
@@ -57,7 +56,7 @@ class AbsentTensor(Tensor):
     """A tensor without values.
 
     Attributes:
-        origins: what it was computed from, in words for an error: "the output of 'blocks.1'".
+        origins: what it was computed from, in words that an error can show: "the output of 'blocks.1'".
     """
 
     origins: frozenset[str]

@@ -59,7 +59,7 @@ class AbsentForward:
 
     @torch.compiler.disable
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: int = 0) -> Any:
-        """What the module's call number ``call`` in a step returns."""
+        """What the module's call number ``call`` in a step, from 0, returns."""
         # Autocast decides about the dtypes of operations, on any device.
         autocast = [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda")]
         key = (_signature(args), _signature(kwargs), self._module.training, *autocast)
@@ -87,8 +87,8 @@ class AbsentForward:
 def asked(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], origin: str
 ) -> Any:
-    """What a module without values returns for inputs without values; where it needs values, for stand-ins. It may draw
-    random numbers.
+    """What a module without values returns for inputs without values; where it needs values, for stand-ins. Random
+    numbers may be drawn.
 
     Args:
         module: whose parameters are absent.

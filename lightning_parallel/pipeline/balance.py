@@ -1,4 +1,4 @@
-"""Where the chain of layers is cut: by weight, by count, or where the user says."""
+"""Where the chain of layers is cut: by their costs, by their number, or where the user says."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def bounds_of(
     """The bounds between stages: stage s gets the layers ``[bounds[s], bounds[s + 1])``.
 
     Args:
-        costs: of each layer, with what goes with it.
+        costs: of each layer in the chain, with what goes with it.
         trainable: which layers learn.
         stages: at most as many as layers.
         balance: ``"parameters"``, ``"operations"`` or ``"time"``, whichever the costs are, ``"layers"``, or the number
@@ -28,7 +28,8 @@ def bounds_of(
         allowed: after which layers a bound may be, besides the last; by default after all.
 
     Raises:
-        ValueError: ``balance`` is none of these.
+        ValueError: ``balance`` is none of these, its numbers don't sum to the number of layers, or they put a bound
+            where none is allowed.
     """
     allowed = allowed or [True] * len(costs)
     if not isinstance(balance, str):

@@ -1,9 +1,9 @@
 """What crosses the cuts between stages in a step: the outputs of units that a later stage needs.
 
-Of a plain chain it is the output of the layer before each cut. Many models hand on more: an encoder's output that every
-decoder layer attends to, a second embedding, a U-Net's skip connections. A look at the step shows which
-(``trace.py``). If a unit on stage 2 gets the output of a unit on stage 0, that output crosses the cuts 0|1 and 1|2, and
-its gradient comes back the same way::
+Where each layer needs the output of the layer before it and nothing else, that output crosses. Many models hand on
+more: an encoder's output that every decoder layer attends to, a second embedding, a U-Net's skip connections. A look at
+the step (``trace.py``) shows what is needed where. If a unit on stage 2 gets the output of a unit on stage 0, that
+output crosses the cuts 0|1 and 1|2, and its gradient comes back the same way::
 
     stage 0          stage 1          stage 2
     down.0 ----------------------------> up.1
@@ -37,7 +37,7 @@ class Cargo:
 
     Attributes:
         module: the module's name.
-        call: which of its calls in a step.
+        call: which of its calls in a step, from 0.
         tensors: the number of tensors in its output.
     """
 
@@ -79,22 +79,24 @@ def tensors_of(cargo: Iterable[Cargo]) -> int:
 
 
 class LayerOrderError(RuntimeError):
-    """A stage needs what a later one computes, or what was computed after it had left the step."""
+    """A step calls units in another order than the one that the pipeline was cut by, or reads a parameter where it
+    isn't held."""
 
 
 def survey(module: nn.Module, partition: Partition, step: Callable[[], Any], logged: Sequence[Any] = ()) -> Flow:
-    """Watch one step, and tell what crosses the cuts. What it returns, and what it leaves on modules, is needed on the
-    last stage. So is the first value that it asks for after the last stage's first call: a loss has values there. Here
-    the survey ends at it.
+    """Watch one step, and tell what crosses the cuts. What it returns, logs and leaves on modules is needed on the last
+    stage. So is the first value that it asks for after the last stage's first call: the survey ends there, but the last
+    stage itself will have the value.
 
     Args:
         module: the module whose parts ``step`` calls.
         partition: who owns what.
         step: the user's step, bound to a batch.
-        logged: what ``step`` has logged by its end.
+        logged: a list in which ``step`` leaves what it logs.
 
     Raises:
-        LayerOrderError: something is needed on a stage before the one that computes it, or where it isn't held.
+        LayerOrderError: something is needed on a stage before the one that computes it, or after that one has left the
+            step, or a parameter where it isn't held.
         Exception: the step's own, if it came before the last stage's first call. An ``AbsentValueError`` says that the
             code before or between the layers asks for values that only one stage has.
     """
@@ -108,20 +110,11 @@ def survey(module: nn.Module, partition: Partition, step: Callable[[], Any], log
         reached = max(placed, default=0) == partition.stages - 1
         if not reached or isinstance(seen.stopped, LayerOrderError):
             raise seen.stopped
-    return flow_of(seen, partition)
-
-
-def flow_of(seen: Trace, partition: Partition) -> Flow:
-    """What crosses the cuts of a partition in the step that was seen.
-
-    Raises:
-        LayerOrderError: as :func:`survey`.
-    """
     return _Flows(seen, partition).flow()
 
 
 def _placed(calls: Sequence[TracedCall], partition: Partition) -> list[int]:
-    """The stage of each call; of a stage before the one that has been reached, the call comes too late."""
+    """The stage of each call. If that is before a stage that has been reached already, the call comes too late."""
     placed: list[int] = []
     reached = 0
     for call in calls:
@@ -142,7 +135,8 @@ class _Flows:
         self._order |= {origin: (index, 1, 0) for origin, index in self._position.items()}
         self._needed: dict[str, int] = {}  # by origin: the last stage that needs it
         self._transparent: set[str] = set()
-        reached, self._late = 0, set[int]()  # calls of stages that have left the step by then
+        self._late: set[int] = set()  # indices of calls whose stage has left the step by then
+        reached = 0
         for i, stage in enumerate(self._stages):
             if stage < reached:
                 self._late.add(i)
@@ -171,12 +165,7 @@ class _Flows:
         for i, (call, stage) in enumerate(zip(self._seen.calls, self._stages, strict=True)):
             if i not in self._late:
                 last[stage] = (call.unit, call.call)
-        return Flow(
-            tuple(map(tuple, cuts)),
-            tuple(last),
-            frozenset(self._transparent),
-            frozenset(inside),
-        )
+        return Flow(tuple(map(tuple, cuts)), tuple(last), frozenset(self._transparent), frozenset(inside))
 
     def _need(self, origins: Iterable[str], consumer: str, stage: int) -> None:
         for origin in origins:

@@ -59,7 +59,7 @@ class Cuts:
 
 
 class ForwardPass:
-    """Begun with the gradient and inference modes that hold then.
+    """A pass begins with the gradient and inference modes that hold when it is made.
 
     Args:
         cuts: around the stage.
@@ -67,7 +67,7 @@ class ForwardPass:
         expect: gives what ``arrive`` will most likely give, before its values have come, or None.
 
     Attributes:
-        grad: the pass began with gradients on.
+        grad: whether the pass began with gradients on.
         lost: the error with which the wait for the message ended, if it failed.
     """
 
@@ -154,7 +154,7 @@ class ForwardPass:
         Args:
             call: whose output it is.
             output: of the call.
-            copied: the step goes on.
+            copied: the step goes on and may write to it. If not, the output itself is kept.
         """
         self._kept[call] = [t.clone() if copied else t for t in _tensors_in(output)]
 

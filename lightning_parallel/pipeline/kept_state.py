@@ -1,7 +1,7 @@
 """What a step writes to its modules besides parameters, undone: a counter, a list of outputs, a metric's state.
 
-It is for the trial step of ``flow.py``, which doesn't count and has no values. Some things can't be found or copied in
-general, and are not undone: slots, iterators, files, very large tensors, the state of libraries' objects.
+It is for the look at a step (``trace.py``), which doesn't count and has no values. Some things can't be found or copied
+in general, and are not undone: slots, iterators, files, very large tensors, the state of libraries' objects.
 """
 
 from __future__ import annotations

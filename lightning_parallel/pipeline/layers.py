@@ -2,8 +2,9 @@
 
 A module that the step calls is a *unit* if it has parameters or state, and is taken as a whole, unless it is *opened*:
 then its own code runs on every stage, and the modules that it calls are units. The root is always open, and so is what
-is made of a list of parts: an encoder with its blocks, an ``nn.Sequential``. What is in such a list is a *layer*, and a
-cut falls after a layer. Where the list's parts are too few or too large, they are opened in turn (``partition.py``)::
+is made of a list of parts, such as an encoder with its blocks or an ``nn.Sequential``, unless it hangs in a list
+itself. (An ``nn.Sequential`` in another one is open too.) What hangs in such a list is a *layer*, and a cut falls after
+the call of a layer. Where layers are too few or too large, they are opened in turn (``partition.py``)::
 
     GPT                          open
         embed                    unit
@@ -11,7 +12,7 @@ cut falls after a layer. Where the list's parts are too few or too large, they a
             blocks.0 .. blocks.5 units, layers
         norm, head               units
 
-Without any list all units are layers.
+Where the step calls fewer such layers than there are stages, all units are layers.
 """
 
 from __future__ import annotations
@@ -35,13 +36,12 @@ class Layers:
         named: the layers that the user has named; None to find them.
 
     Attributes:
-        module: the whole model.
-        names: of its parts, by their ids.
+        names: of the model's parts, by their ids.
         named: as above.
     """
 
     def __init__(self, module: nn.Module, named: Sequence[str] | None) -> None:
-        self.module = module
+        self._module = module
         self.named = named
         self.names = names_of(module)
         for name in named or ():
@@ -77,7 +77,8 @@ class Layers:
             self._listed.update(n for n in self._with_state if n.startswith(f"{name}."))
 
     def can_open(self, name: str, inside: Iterable[str]) -> bool:
-        """Is a unit made of modules that it calls, nearly alone?
+        """Do the modules that a unit calls hold nearly all of its parameters? The others would be loose. What the user
+        has named stays whole.
 
         Args:
             name: of the unit.
@@ -89,14 +90,15 @@ class Layers:
         return len(parts) > 0 and sum(parts.values()) >= 0.9 * sum(p.numel() for p in self._parts[name].parameters())
 
     def among(self, units: Sequence[str], stages: int) -> set[str]:
-        """Those of the called units after which a cut may fall."""
+        """The layers: those of the called units after which a cut may fall."""
         if self.named is not None:
             return set(self.named) & set(units)
         listed = [name for name in units if name in self._listed]
         return set(listed if len(listed) >= stages and self._any_state(listed) else units)
 
     def in_lists(self) -> list[str]:
-        """The parts of lists that a pipeline would be cut between, in the order of registration."""
+        """The parts of lists that have parameters or state, in the order of registration. It needs no step, so they may
+        be called in another order, or not at all."""
 
         def visit(parent: nn.Module) -> Iterator[str]:
             for child in parent.children():
@@ -106,7 +108,7 @@ class Layers:
                 elif name in self._listed & self._with_state:
                     yield name
 
-        return list(dict.fromkeys(visit(self.module)))
+        return list(dict.fromkeys(visit(self._module)))
 
     def overlapping(self, units: Iterable[str]) -> str | None:
         """A unit that another one is a part of."""
@@ -132,7 +134,7 @@ class Layers:
                     claimed.update(id(part) for part in child.modules())
                     yield self.names[id(child)]
 
-        yield from visit(self.module)
+        yield from visit(self._module)
 
     # -- what is open from the start -----------------------------------------------------------------------------
 
@@ -158,7 +160,7 @@ class Layers:
 
     def _parts_of_sequences(self) -> set[str]:
         """What open Sequentials call, with parameters or without."""
-        opened = [self.module, *(self._parts[name] for name in self._opened)]
+        opened = [self._module, *(self._parts[name] for name in self._opened)]
         return {self.names[id(child)] for parent in opened if _runs_in_order(parent) for child in parent.children()}
 
     def _any_state(self, names: Iterable[str]) -> bool:

@@ -1,20 +1,22 @@
 """Which stage of a pipeline owns which part of a module, decided by a look at the step.
 
-The look (``trace.py``) tells the order in which units are called. Layers (``layers.py``) form the chain, in the order
-of their calls, and a stage owns a run of it. The other units go with the next layer that is called after them, or with
-the last one::
+The look (``trace.py``) tells the order in which units are called. The calls of layers (``layers.py``) form the *chain*,
+and a stage owns a piece of it. A layer that is called twice is in it twice. The calls of other units go with the next
+layer that is called after them, or with the last one::
 
     called      embed  blocks.0  blocks.1 | blocks.2  blocks.3  norm  head
     stage                0                |             1
 
 - A unit that is called on both sides of a cut is held by both stages: each runs its own calls, and its gradients are
   summed, like those of a tied weight. So a shared embedding, two towers with the same weights, or one layer called
-  twelve times can be cut. Where a cut elsewhere is nearly as even, it is taken instead.
+  twelve times can be cut. Where a cut elsewhere is nearly as even, it is taken instead. No cut falls between the calls
+  of a unit that collects statistics (BatchNorm): two copies would differ.
 - A parameter that is read outside its module, as in ``F.linear(x, embed.weight)``, is held where it is read, too.
 - A *loose* parameter hangs directly on an open module (a position embedding made with ``nn.Parameter``, or a list of
   such). Every stage holds it. It is usually small.
 - A parameter with several names (tied weights) is held by every stage that holds one of the names.
-- What the step doesn't call goes with the last stage, where the step ends.
+- A module that the step doesn't call goes where its parameters are read, or else with the last stage, where the step
+  ends.
 
 Modules without parameters and state run everywhere, except in an open ``nn.Sequential``. Only names are decided here;
 ``stage.py`` acts on them.
@@ -43,9 +45,10 @@ class Partition:
     """Who owns what, by the names of the original module.
 
     Attributes:
-        layers: the names of the chain's layers, in the order of their calls; a layer that is called twice, twice.
+        layers: the chain: the names of layers in the order of their calls. A layer that is called twice is in it twice.
         bounds: stage s owns ``layers[bounds[s]:bounds[s + 1]]``; ``len(bounds) == stages + 1``.
-        units: the stages that hold each unit, by name, in the order of their first calls.
+        units: the stages that hold each unit, by name, in the order of their first calls. The last are modules that the
+            step doesn't call.
         calls: the stage of each call of a unit in the step that was looked at.
         owners: for every parameter name, tied names included, the stages that hold the parameter.
         aliases: for every parameter name, the first name of the same parameter. Tied names share one.
@@ -67,7 +70,7 @@ class Partition:
         return len(self.bounds) - 1
 
     def layers_of(self, stage: int) -> range:
-        """The indices of the layers that ``stage`` owns."""
+        """The indices in ``layers`` of the calls that ``stage`` owns."""
         return range(self.bounds[stage], self.bounds[stage + 1])
 
     @property
@@ -79,7 +82,7 @@ class Partition:
         """The stage that runs a call of a unit.
 
         Args:
-            call: perhaps one that the step looked at doesn't make.
+            call: perhaps one that the step that was looked at doesn't make.
             reached: the latest stage that has run a call in this step so far.
         """
         planned = self.calls.get(call, -1)
@@ -104,7 +107,8 @@ def partition(
 
     Args:
         module: the whole model.
-        step: what is to be run in stages, bound to a batch. It is looked at on absent tensors.
+        step: what is to be run in stages, bound to a batch. It is run on absent tensors at least twice: the second time
+            with other random numbers, and once more for each unit that is opened.
         stages: how many stages.
         layers: names or patterns of the layers between which a cut may fall. ``*`` stands for one part of a dotted
             name, as in ``"net.blocks.*"``. None to find them.
@@ -114,13 +118,13 @@ def partition(
         device: where times are measured; by default on the CPU.
 
     Raises:
-        ValueError: a pattern matches nothing or what isn't called, there are more stages than layers, or a stage would
-            have no trainable parameters.
-        Exception: the step's own, if nothing can be learned from it before.
+        ValueError: a pattern matches nothing or what isn't called, ``balance`` doesn't fit, there are more stages than
+            layers, the step's calls depend on random numbers, or a stage would have no trainable parameters.
+        Exception: the step's own, if it has called too few layers by then.
     """
     units = Layers(module, named_layers(module, layers))
     timed_on = (device or torch.device("cpu")) if balance == "time" else None
-    found: list[_Cut] = []
+    cuts: list[_Cut] = []
     while True:
         seen = trace(module, units.is_unit, step, names=units.names, timed_on=timed_on)
         if overlapping := units.overlapping({call.unit for call in seen.calls}):
@@ -129,12 +133,12 @@ def partition(
         if seen.stopped is None:
             _check_called(units.named, seen)
         cut = _Cut.best(module, units, seen, stages, balance)
-        found.append(cut)
-        larger = cut.worth_opening(units)
-        if larger is None:
+        cuts.append(cut)
+        too_large = cut.worth_opening(units)
+        if too_large is None:
             break
-        units.open(larger)
-    best = min(found, key=lambda cut: round(cut.largest, 2))  # the first of nearly equal ones has larger units
+        units.open(too_large)
+    best = min(cuts, key=lambda cut: round(cut.largest, 2))  # the first of nearly equal ones has larger units
     if best.bounds is None:
         raise best.refusal()
     _check_repeatable(best.seen, trace(module, best.is_unit, step, names=units.names, seed=1))
@@ -149,7 +153,7 @@ class _Cut:
     Attributes:
         seen: the trace.
         is_unit: tells which modules were taken as a whole.
-        bounds: between the layers; None if there are too few.
+        bounds: between the chain's calls; None if there are too few.
         largest: the cost of the largest stage, as a multiple of the mean.
     """
 
@@ -164,22 +168,21 @@ class _Cut:
         self._chain = [i for i, name in enumerate(called) if name in among]  # indices of calls of layers
         self._uncalled = list(units.uncalled(set(called)))
         self._named = units.named
-        costs, self._trainable = self._costs()
-        self._cost = costs
+        self._cost, trainable = self._costs()
         allowed = self._allowed(keep_together)
         self.bounds: list[int] | None = None
         self.largest = float("inf")
         if stages == 1:
             self.bounds, self.largest = [0, len(self._chain)], 1.0
         elif 1 + sum(allowed[:-1]) >= stages and self._chain:
-            self.bounds = bounds_of(costs, self._trainable, stages, balance, allowed)
-            sizes = [sum(costs[a:b]) for a, b in pairwise(self.bounds)]
+            self.bounds = bounds_of(self._cost, trainable, stages, balance, allowed)
+            sizes = self._sizes()
             self.largest = stages * max(sizes) / max(sum(sizes), 1)
 
     @classmethod
     def best(cls, module: nn.Module, units: Layers, seen: Trace, stages: int, balance: Balance) -> _Cut:
-        """Units that are called several times are kept together, where this costs little."""
-        if not isinstance(balance, str):  # the user has said where
+        """The calls of a unit are kept on one stage, where this costs little."""
+        if not isinstance(balance, str):  # the user has said where the cuts are
             return cls(module, units, seen, stages, balance, keep_together=False)
         together = cls(module, units, seen, stages, balance, keep_together=True)
         apart = cls(module, units, seen, stages, balance, keep_together=False)
@@ -217,7 +220,7 @@ class _Cut:
     # -- along the chain -----------------------------------------------------------------------------------------
 
     def _positions(self) -> list[int]:
-        """For each call the index of the layer in the chain that it goes with: the next one, or the last."""
+        """For each call of a unit the place in the chain of the layer that it goes with: the next one, or the last."""
         positions: list[int] = []
         passed = 0
         for i in range(len(self.seen.calls)):
@@ -229,14 +232,18 @@ class _Cut:
         assert self.bounds is not None
         return next(s for s, end in enumerate(self.bounds[1:]) if position < end)
 
-    def _largest_stages(self) -> list[int]:
+    def _sizes(self) -> list[int]:
+        """The cost of each stage."""
         assert self.bounds is not None
-        sizes = [sum(self._cost[a:b]) for a, b in pairwise(self.bounds)]
+        return [sum(self._cost[a:b]) for a, b in pairwise(self.bounds)]
+
+    def _largest_stages(self) -> list[int]:
+        sizes = self._sizes()
         return [s for s, size in enumerate(sizes) if size == max(sizes)]
 
     def _cost_of(self, call: int) -> int:
-        """Of a call. A unit called again costs nothing more in parameters, unless it is a layer: then its calls are
-        what the stages share."""
+        """The cost of the call with this index. A unit that is called again costs nothing more in parameters, unless it
+        is a layer: then its calls are what the stages share."""
         traced = self.seen.calls[call]
         if self._balance == "operations":
             return traced.operations
@@ -247,7 +254,7 @@ class _Cut:
         return sum(p.numel() for p in self._module.get_submodule(traced.unit).parameters())
 
     def _costs(self) -> tuple[list[int], list[bool]]:
-        """Of each layer in the chain, with what goes with it; and whether any of it is trainable."""
+        """The cost of each call in the chain, with what goes with it; and whether any of it is trainable."""
         costs, trainable = [0] * len(self._chain), [False] * len(self._chain)
         if not self._chain:
             return costs, trainable
@@ -260,8 +267,8 @@ class _Cut:
         return costs, trainable
 
     def _allowed(self, keep_together: bool) -> list[bool]:
-        """May a cut fall after each layer? Not between the calls of a unit that collects statistics of what it sees,
-        since two copies would differ, nor, if these are to be kept together, of any unit."""
+        """May a cut fall after each call in the chain? Not between the calls of a unit that collects statistics of its
+        inputs: two copies would differ. With ``keep_together``, not between the calls of any unit."""
         allowed = [True] * len(self._chain)
         spans: dict[str, tuple[int, int]] = {}
         for call, position in zip(self.seen.calls, self._positions(), strict=True):
@@ -275,6 +282,7 @@ class _Cut:
     # -- who owns what -------------------------------------------------------------------------------------------
 
     def partition(self) -> Partition:
+        """What follows from the bounds, which exist."""
         calls, bounds = self.seen.calls, self.bounds
         assert bounds is not None
         last = self._stages - 1
@@ -292,13 +300,13 @@ class _Cut:
         aliases = {name: first_names.setdefault(id(parameter), name) for name, parameter in tensors.items()}
         # By identity, since a module may have several names, of which one lies in a unit and one doesn't.
         places = {id(p): stages for name, stages in holders.items() for p in self._module.get_submodule(name).modules()}
+        everywhere = set(range(self._stages))
         held: dict[str, set[int]] = {}
         loose: set[str] = set()
         for name in tensors:
             stages = places.get(id(self._module.get_submodule(name.rpartition(".")[0])))
             if stages is None:
                 loose.add(aliases[name])
-            everywhere = set(range(self._stages))
             held.setdefault(aliases[name], set()).update(everywhere if stages is None else stages, read.get(name, ()))
         return Partition(
             layers=tuple(calls[i].unit for i in self._chain),
@@ -315,8 +323,8 @@ class _Cut:
         """The stages at which the code around the units reads a parameter, by its name."""
         names = {origin_of_parameter(name): name for name, _ in self._module.named_parameters(remove_duplicate=False)}
         read: dict[str, set[int]] = {}
-        ends = [*zip((call.needs for call in self.seen.calls), stage_of, strict=True)]
-        for needs, stage in [*ends, (self.seen.end, self._stages - 1)]:
+        reads = [*zip((call.needs for call in self.seen.calls), stage_of, strict=True)]
+        for needs, stage in [*reads, (self.seen.end, self._stages - 1)]:
             for origin in needs & names.keys():
                 read.setdefault(names[origin], set()).add(stage)
         return read
@@ -336,7 +344,7 @@ def _check_called(named: Sequence[str] | None, seen: Trace) -> None:
 
 
 def _check_repeatable(first: Trace, second: Trace) -> None:
-    """Layer drop calls other layers in each microbatch. What crosses a cut could not be said before."""
+    """Under layer drop each microbatch calls other layers, so what crosses a cut can't be known ahead."""
     calls, again = ([(call.unit, call.call) for call in seen.calls] for seen in (first, second))
     if calls != again:
         raise ValueError(

@@ -111,12 +111,14 @@ def _again(value: Any, registers: Registers) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Attributes:
-    function: of torch.
-    args, kwargs: its arguments, registers in the place of tensors.
-    results: the registers of its results, in their order.
-    reads: the registers that it needs.
-    memory: where it writes, if in place: the address of the storage.
+    """A call that was recorded.
+
+    Attributes:
+        function: of torch.
+        args, kwargs: its arguments, registers in the place of tensors.
+        results: the registers of its results, in their order.
+        reads: the registers that it needs.
+        memory: where it writes, if in place: the address of the storage.
     """
 
     function: Callable[..., Any]

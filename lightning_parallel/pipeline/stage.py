@@ -1,9 +1,9 @@
-"""What runs on this rank: the user's own step, cut at the stage's first and last call of a unit.
+"""What runs on this rank: the user's own step, up to the stage's last call of a unit.
 
 The step (``training_step``, any callable) runs on every stage, from its first line. The units of earlier stages return
-absent tensors (``absent.py``), at no cost. Where the output of such a call is needed on this stage or later
-(``flow.py``), it returns what arrived from the previous stage, in the structure that the unit itself returns. So the
-code between the units (unpacking tuples, masks, residual scaling) runs as written, on live values. The stage's last
+absent tensors (``absent.py``), for the cost of a look-up. Where the output of such a call is needed on this stage or
+later (``flow.py``), it returns what arrived from the previous stage, in the structure that the unit itself returns. So
+the code between the units (unpacking tuples, masks, residual scaling) runs as written, on live values. The stage's last
 call doesn't return: the user's step is left there. On the last stage it goes on to the loss. ``forward_pass.py``
 remembers what happens in one such pass::
 
@@ -65,7 +65,7 @@ class Stage:
         device: where absent tensors are said to be.
 
     Attributes:
-        layers: the names of this stage's layers, in order, each once.
+        layers: the names of this stage's layers, in the order of their first calls here, each once.
         is_first, is_last: its place in the pipeline.
     """
 
@@ -146,7 +146,8 @@ class Stage:
         for name, unit in self._units.items():
             stages = self.partition.units[name]
             if self.index not in stages:
-                self._on_units.instead(unit, partial(self._answer, name, unit.forward))  # no hook answers in its place
+                # No hook: that couldn't answer without the forward.
+                self._on_units.instead(unit, partial(self._answer, name, unit.forward))
                 continue
             if recompute and name in self.layers and any(True for _ in unit.parameters()):
                 # Inside the hooks, which a second run doesn't pass. Layers without parameters are small, and may work
@@ -189,7 +190,8 @@ class Stage:
         """The forward of a unit whose call another stage runs: what arrived of it, or absent tensors."""
         if self._pass is None:
             return self._absent[name].answer(args, kwargs)
-        if self._pass.stage_of(name) > self.index:  # a later stage's turn, though the look has seen more calls here
+        # A later stage's turn: this step makes fewer calls here than the look has seen, or none.
+        if self._pass.stage_of(name) > self.index:
             raise _LeaveStep
         seed = draw_seed()
         call = self._pass.called(name)
@@ -279,6 +281,7 @@ class Stage:
             return
         if self._pass.grad and not torch.is_grad_enabled():
             self._refuse_without_gradient(name, unit)
+        # Two hooks are this stage's. The user's come after this one, and may write to the output.
         self._pass.keep(call, output, copied=call != self._cuts.last or forward_hooks(unit) > 2)
 
     @torch.compiler.disable
@@ -299,10 +302,10 @@ class Stage:
             if call in self._cuts.wanted:
                 self._pass.keep(call, output)
 
-    def _refuse_without_gradient(self, name: str, owned_module: nn.Module) -> None:
+    def _refuse_without_gradient(self, name: str, unit: nn.Module) -> None:
         # A checkpoint with use_reentrant=True runs its part without gradients, and makes up for it after the part: too
         # late for an output that leaves the stage from inside.
-        if any(parameter.requires_grad for parameter in owned_module.parameters()):
+        if any(parameter.requires_grad for parameter in unit.parameters()):
             raise RuntimeError(
                 f"'{name}' hands its output from stage {self.index} to a later one, but runs under torch.no_grad() or "
                 f"in a checkpoint with use_reentrant=True, so no gradient would come back: use use_reentrant=False, or "
@@ -328,8 +331,8 @@ class Stage:
             What ``step`` returned, on the last stage; a :class:`.arrival.Departure` on the others.
 
         Raises:
-            RuntimeError: a layer was called twice, out of order or not at all, or a value would have to cross the cut
-                that can't.
+            RuntimeError: units were called otherwise than in the look at the step, so that the flow doesn't fit; or
+                what the step makes here depends on a value that only another stage has.
         """
         assert (arrive is None) == self.is_first
         self._pass = forward = ForwardPass(self._cuts, arrive, expect)

@@ -23,7 +23,7 @@ def nanoseconds_of(
     kwargs: dict[str, Any],
     device: torch.device,
 ) -> int:
-    """The time that a call takes.
+    """The time that the forward and the backward of a call take, in nanoseconds: the shortest of ``RUNS``.
 
     Args:
         unit: whose parameters are absent.

@@ -1,8 +1,8 @@
 """What a step does, seen by running it once on absent tensors: which modules it calls, and what each needs of others.
 
-Parameters are absent, so nothing is stored or computed, and every value carries the origins that it was computed from.
-Some modules are taken as a whole: a call of such a *unit* is noted, with what its inputs were computed from. The code
-around the units runs as it stands::
+Parameters are absent, so next to nothing is stored or computed (``absent_forward.py`` has the exceptions). Every value
+carries its *origins*, what it was computed from. Some modules are taken as a whole: a call of such a *unit* is noted,
+with the origins of its inputs. The code around the units runs as it stands::
 
     step                            the trace
     h = self.embed(ids)             embed      needs nothing
@@ -10,7 +10,7 @@ around the units runs as it stands::
     p = self.embed.weight.norm()
     return loss(h) + p              the end    needs the output of 'block', parameter 'embed.weight'
 
-Who runs what follows from this, in ``partition.py``, and what crosses the cuts, in ``flow.py``.
+``partition.py`` decides by this who runs what, and ``flow.py`` what crosses the cuts.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class TracedCall:
 
     Attributes:
         unit: the unit's name.
-        call: which of its calls in the step.
+        call: which of its calls in the step, from 0.
         needs: the origins of its inputs, and of the parameters of other modules that it reads.
         tensors: the number of tensors in its output.
-        nbytes: their size.
-        operations: floating-point operations of its forward, of matrix products and convolutions.
-        nanoseconds: that its forward and backward take; 0 if that wasn't asked for.
-        inside: the modules that its own code calls.
+        nbytes: their size in bytes.
+        operations: the floating-point operations of its forward: those of matrix products and convolutions.
+        nanoseconds: the time that its forward and backward take; 0 if that wasn't asked for.
+        inside: the modules that its own code calls, by name.
         direct: it was called by its method ``forward``, past its hooks.
     """
 
@@ -104,8 +104,8 @@ class Trace:
 
     Attributes:
         calls: of units, in order.
-        end: the origins of what the step returned, logged and left on modules, and of the first value that it asked
-            for after the calls.
+        end: the origins of what the step returned, logged and left on modules. If it asked for a value, which ended it,
+            that value's origins too.
         escapes: by origin.
         stopped: the error that ended the step early; None if it came to its end.
     """
@@ -116,7 +116,7 @@ class Trace:
     stopped: Exception | None
 
     def position(self) -> dict[str, int]:
-        """The indices of the calls, by the origin that their outputs have."""
+        """The index of each call, by the origin of its output."""
         return {call.origin: i for i, call in enumerate(self.calls)}
 
 
@@ -130,16 +130,17 @@ def trace(
     seed: int = 0,
     timed_on: torch.device | None = None,
 ) -> Trace:
-    """Watch one step. An error ends it: perhaps it works on values only, and what was called so far is told.
+    """Watch one step. If an error ends it, the trace tells what was called before: perhaps the rest works on
+    values only.
 
     Args:
         module: the module whose parts ``step`` calls.
         is_unit: tells by name whether a called module is taken as a whole.
         step: the user's step, bound to a batch.
         names: of the module's parts, by their ids; by default the first name of each.
-        logged: what ``step`` has logged by its end.
+        logged: a list in which ``step`` leaves what it logs.
         seed: of the random numbers that the step draws meanwhile.
-        timed_on: where to measure how long calls take, if that is asked for.
+        timed_on: where to measure how long calls take; None to measure nothing.
     """
     names = names or names_of(module)
     watch = _Watch(is_unit, names, timed_on)
@@ -182,7 +183,7 @@ def origins_in(values: Any) -> frozenset[str]:
     return frozenset().union(*(leaf.origins for leaf in tree_leaves(values) if isinstance(leaf, AbsentTensor)))
 
 
-_PARAMETER = origin_of_parameter("").removesuffix("'")
+_PARAMETER = origin_of_parameter("").removesuffix("'")  # how the origin of any parameter begins
 
 
 class _Watch:

@@ -67,10 +67,10 @@ class FullyShardedOptions(ProcessOptions):
         cpu_offload: keep this rank's part of the parameters and of the optimizer state in CPU memory, and run the
             optimizer there.
         units: the names of the modules that are gathered at a time; ``*`` stands for one part, as in
-            ``["net.blocks.*"]``. They have to run through their ``forward``. By default the layers between which a
-            pipeline would be cut: the children of the largest ``nn.Sequential`` or ``nn.ModuleList``. With manual
-            optimization, the module's children, which the step has to call, and such layers in each of them. What lies
-            in no unit is then whole on every rank.
+            ``["net.blocks.*"]``. They have to run through their ``forward``. By default what hangs in the lists
+            (``nn.Sequential``, ``nn.ModuleList``) that the model is made of. With manual optimization, the module's
+            children, which the step has to call, and what hangs in such lists in each of them. What lies in no unit is
+            then whole on every rank.
     """
 
     data_parallel: Count | Auto = "auto"
@@ -298,8 +298,8 @@ def find_units(
 
     Args:
         module: the whole model.
-        patterns: the names of the modules that are units, ``*`` standing for one part of a dotted name. None: the
-            layers between which a pipeline would be cut, or no units if the model has no such chain.
+        patterns: the names of the modules that are units, ``*`` standing for one part of a dotted name. None: what
+            hangs in the lists that the model is made of, or no units if there is no such list.
         manual: no root is going to be gathered around the units, so by default networks are units too.
 
     Raises:

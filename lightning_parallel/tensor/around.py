@@ -1,7 +1,7 @@
 """Modules of any class that stay as they are, with a collective around their forward, or with divided parameters.
 
-The new module is a copy of a class derived from the module's own, so names, hooks on its class's instances, attributes
-and ``isinstance`` hold. It shares the children with the one that it replaces.
+The new module is an instance of a class derived from the module's own, so names, hooks on its class's instances,
+attributes and ``isinstance`` hold. It shares the children with the one that it replaces.
 """
 
 from __future__ import annotations

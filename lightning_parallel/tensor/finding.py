@@ -109,7 +109,7 @@ def table_of(module: nn.Module, plan: dict[str, str | Style]) -> str:
 
 
 def _fits(module: nn.Module, pair: Pair) -> bool:
-    """Are all of them layers that can be divided, inside a module that is called?"""
+    """Are all of them linear layers that can be divided, with the forward of their class?"""
     layers = [module.get_submodule(name) for name in (*pair.columns, pair.row)]
     plain = all(type(layer).forward is nn.Linear.forward for layer in layers if isinstance(layer, nn.Linear))
     return plain and all(is_linear(layer) for layer in layers)
