@@ -14,6 +14,7 @@ from lightning_parallel.layout import Layout
 from lightning_parallel.parts.first_batch import STEPS, as_in, first_step
 from lightning_parallel.parts.logs import logging_through
 from lightning_parallel.parts.options import StagedOptions
+from lightning_parallel.pipeline.absent import AbsentValueError
 from lightning_parallel.pipeline.partition import Partition, partition
 
 
@@ -57,6 +58,20 @@ def agreed_partition(
                     balance = "parameters"
                 device = trainer.strategy.root_device
                 return partition(module, step, layout.stages, options.layers, balance, device)
+        except AbsentValueError as error:
+            error.add_note(
+                "The step asks for a value between the layers, which only one stage has. Ask for it inside a layer's "
+                "own forward, or after the layers."
+            )
+            raise
+        except ValueError:  # a setting's
+            raise
+        except Exception as error:
+            error.add_note(
+                "The first step was looked at before training, to see where the model can be cut. What it needs must "
+                "exist by then: make it in __init__, setup or configure_model, not in on_train_start."
+            )
+            raise
         finally:
             trainer.should_stop = stop  # the step itself will set it again
 

@@ -87,3 +87,25 @@ def test_the_split_is_the_best_of_all() -> None:
 
         splits = [(0, *inner, count) for inner in combinations(range(1, count), stages - 1)]
         assert worth(balanced(costs, learns, stages)) == min(map(worth, splits))
+
+
+@pytest.mark.parametrize(
+    ("costs", "allowed", "expected"),
+    [
+        ((1, 1, 1, 1), (True, True, True, True), [2, 2]),
+        ((1, 1, 1, 1), (True, False, True, True), [1, 3]),
+        ((1, 1, 1, 1), (False, False, True, True), [3, 1]),
+    ],
+)
+@pytest.mark.parametrize("balance", ["parameters", "operations", "time", "layers"])
+def test_bounds_fall_where_they_are_allowed(
+    costs: Sequence[int], allowed: Sequence[bool], expected: list[int], balance: str
+) -> None:
+    bounds = bounds_of(costs, [True] * 4, 2, balance, allowed)
+    found = [b - a for a, b in pairwise(bounds)]
+    assert sorted(found) == sorted(expected) and allowed[bounds[1] - 1]
+
+
+def test_counts_that_put_a_bound_where_none_may_be_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"balance=\[2, 2\]: .*collects statistics"):
+        bounds_of((1, 1, 1, 1), [True] * 4, 2, [2, 2], (True, False, True, True))

@@ -118,25 +118,29 @@ class NoChain(Net):
         self.net = nn.Linear(WIDTH, CLASSES)  # type: ignore[assignment]
 
 
-class CalledTwice(Net):
+class DropsLayers(Net):
     def logits_and_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
         hidden = self.net[1](self.net[0](batch[0]))
-        hidden = self.net[2](self.net[2](hidden))
+        for _ in range(8):
+            if torch.rand(()) < 0.5:
+                hidden = self.net[2](hidden)
         logits = self.net[4](hidden)
         return logits, F.cross_entropy(logits, batch[1])
 
 
-class NeverCalled(Net):
+class AsksBetween(Net):
     def logits_and_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
-        logits = self.net[4](self.net[0](batch[0]))
+        hidden = self.net[0](batch[0])
+        logits = self.net[4](self.net[2](hidden / hidden.abs().max().item()))
         return logits, F.cross_entropy(logits, batch[1])
 
 
-class OutOfOrder(Net):
+class MadeAtTheStart(Net):
+    def on_train_start(self) -> None:
+        self.scale = 2.0
+
     def logits_and_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
-        hidden = batch[0].new_ones(len(batch[0]), 8)
-        logits = self.net[4](self.net[2](hidden))
-        self.net[0](batch[0])
+        logits = self.net(batch[0] * self.scale)
         return logits, F.cross_entropy(logits, batch[1])
 
 
@@ -161,7 +165,7 @@ CASES: dict[str, tuple[type[Net], dict[str, Any], str, list[str]]] = {
     "layers-text": (Net, {"layers": "net.*"}, "ValueError", ["layers='net.*'", "give a list"]),
     "balance": (Net, {"balance": [1, 1]}, "ValueError", ["balance=[1, 1]", "3 positive layer counts", "sum to 5"]),
     "balance-text": (Net, {"balance": "weight"}, "ValueError", ["balance='weight'", "'parameters'", "'layers'"]),
-    "no-chain": (NoChain, {}, "ValueError", ["stages=3", "nn.Sequential or nn.ModuleList", "layers="]),
+    "no-chain": (NoChain, {}, "ValueError", ["stages=3", "only 1 layers", "at most 1 stages"]),
     "frozen": (
         Frozen, {"balance": [1, 2, 2]}, "ValueError", ["Stage 0 of 3", "no trainable parameter", "balance=[", "'net.0'"]
     ),
@@ -170,9 +174,9 @@ CASES: dict[str, tuple[type[Net], dict[str, Any], str, list[str]]] = {
     "iterator": (OwnIterator, {}, "ValueError", ["training_step(dataloader_iter)", "training_step(batch)"]),
     "optimizers": (TwoOptimizers, {}, "ValueError", ["several optimizers", "Return one optimizer", "parameter groups"]),
     "lbfgs": (SecondOrder, {}, "ValueError", ["LBFGS"]),
-    "twice": (CalledTwice, {}, "LayerOrderError", ["'net.2' was called a second time", "`layers`"]),
-    "never": (NeverCalled, {}, "LayerOrderError", ["'net.4' was called before 'net.1'", "`layers`"]),
-    "order": (OutOfOrder, {}, "LayerOrderError", ["'net.2' was called before 'net.0'", "`layers`"]),
+    "layer-drop": (DropsLayers, {}, "ValueError", ["'net.2' or not, by the random numbers", "layerdrop=0.0"]),
+    "asks": (AsksBetween, {}, "AbsentValueError", ["the output of 'net.0'", "its values are not"]),
+    "too-late": (MadeAtTheStart, {}, "AttributeError", ["no attribute 'scale'"]),
     "microbatches": (
         Net, {"microbatches": 5}, "ValueError", ["microbatches=5", "only 4 samples", "larger batch_size"]
     ),
