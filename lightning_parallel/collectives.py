@@ -169,11 +169,16 @@ def together(group: Group, action: Callable[[], T]) -> T:
         error = caught
     if not _any_failed(error is not None, group):
         return result
-    reports = gather_objects(None if error is None else (isinstance(error, ValueError), str(error)), group)
+    reports = gather_objects(None if error is None else (isinstance(error, ValueError), _words(error)), group)
     if error is not None:
         raise error
     rank, (is_value_error, message) = next((rank, report) for rank, report in enumerate(reports) if report)
     raise (ValueError if is_value_error else RuntimeError)(f"rank {rank}: {message}")
+
+
+def _words(error: Exception) -> str:
+    """A message of the usual kinds speaks for itself; others mean little without their kind."""
+    return str(error) if type(error) in (ValueError, RuntimeError) else f"{type(error).__name__}: {error}"
 
 
 def _any_failed(failed: bool, group: Group) -> bool:

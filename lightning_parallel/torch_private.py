@@ -36,6 +36,7 @@ __all__ = [
     "forget_meshes",
     "forward_hooks",
     "group_by_name",
+    "has_full_backward_hooks",
     "has_hooks",
     "keeps_graph",
     "make_parameter",
@@ -48,6 +49,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "version_of",
     "wrapper_tensor",
     "written_arguments",
 ]
@@ -117,6 +119,12 @@ def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str,
             yield args[i] if i < len(args) else kwargs.get(argument.name)
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor has been changed in place; 0 for one made in inference mode, of which nobody keeps count. torch
+    documents the counter, but names it as private."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def drawing_for_nothing(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Is an operation that may draw random numbers told not to: attention without dropout, a recurrent layer in
     evaluation? Only its schema tells which argument that is."""
@@ -166,6 +174,11 @@ def has_hooks(module: nn.Module) -> bool:
 def forward_hooks(module: nn.Module) -> int:
     """How many hooks look at this module's outputs."""
     return len(module._forward_hooks)
+
+
+def has_full_backward_hooks(module: nn.Module) -> bool:
+    """Does a hook look at the gradients of this module's inputs and outputs, and perhaps change them?"""
+    return bool(module._backward_hooks)
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:

@@ -119,6 +119,17 @@ def test_drawing_for_nothing_reads_what_switches_draws_off() -> None:
     assert not torch_private.drawing_for_nothing(attention, (x, x, x), {"dropout_p": 0.1})
 
 
+def test_version_of_counts_changes_in_place_and_full_backward_hooks_are_told() -> None:
+    x = torch.ones(2)
+    before = torch_private.version_of(x)
+    x[:1].add_(1)
+    assert torch_private.version_of(x) == before + 1
+    module = nn.Linear(1, 1)
+    assert not torch_private.has_full_backward_hooks(module)
+    module.register_full_backward_hook(lambda *_: None)
+    assert torch_private.has_full_backward_hooks(module)
+
+
 def test_forward_hooks_are_counted() -> None:
     module = nn.Linear(1, 1)
     assert torch_private.forward_hooks(module) == 0

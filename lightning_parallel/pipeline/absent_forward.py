@@ -31,6 +31,7 @@ from lightning_parallel.torch_private import (
     tree_leaves,
     tree_map,
     tree_unflatten,
+    version_of,
 )
 
 ANSWERS_KEPT = 32  # of one module, for the inputs that came last
@@ -75,7 +76,9 @@ class AbsentForward:
         return tree_unflatten(fresh, structure)
 
     def _ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], torch.device, Any]:
-        with torch.no_grad(), TorchGenerators(torch.device("cpu")).kept(), host_generators_kept():
+        # Parameters were made absent outside of inference mode, where torch can't divide them into views.
+        generators = TorchGenerators(torch.device("cpu"))
+        with torch.inference_mode(False), torch.no_grad(), generators.kept(), host_generators_kept():
             with _parts_asked(self._module):
                 out = asked(self._module, self._forward, args, kwargs, "an input")
         leaves, structure = tree_flatten(out)
@@ -84,28 +87,89 @@ class AbsentForward:
         return [meta_of(x) for x in leaves], device, structure
 
 
+class ContainerWrittenError(RuntimeError):
+    """A module writes into a list or a dictionary that it is given. Where the module is absent, nobody would."""
+
+
 def asked(
-    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], origin: str
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    origin: str,
+    written: Callable[[Tensor], None] = lambda tensor: None,
+    strict: bool = False,
 ) -> Any:
-    """What a module without values returns for inputs without values; where it needs values, for stand-ins. Random
-    numbers may be drawn.
+    """What a module without values returns for inputs without values; where it needs values, for stand-ins. It may draw
+    random numbers.
 
     Args:
         module: whose parameters are absent.
         forward: its own.
         args, kwargs: of the call.
         origin: what its inputs are called inside.
+        written: told of each tensor of the inputs that the module changes in place.
+        strict: it may not write into lists and dictionaries that it is given.
 
     Raises:
         AbsentValueError: it needs values, and stand-ins would do harm: somebody else's hooks inside would see them.
+        ContainerWrittenError: it writes into such a container.
     """
     try:
-        return forward(*_absentees(args, origin), **_absentees(kwargs, origin))
+        return _watched(module, forward, args, kwargs, lambda tree: _absentees(tree, origin), written, strict)
     except AbsentValueError:
         if any(forward_hooks(part) > 0 for part in module.modules() if part is not module):
             raise
     with on_stand_ins(module, stand_in):
-        return forward(*tree_map(stand_in, args), **tree_map(stand_in, kwargs))
+        return _watched(module, forward, args, kwargs, lambda tree: tree_map(stand_in, tree), written, strict)
+
+
+def _watched(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    copied: Callable[[Any], Any],
+    written: Callable[[Tensor], None],
+    strict: bool,
+) -> Any:
+    """Run a module on copies of its inputs, and see which of them it writes to."""
+    inputs = copied((args, kwargs))
+    pairs = [
+        (one, other, version_of(other))
+        for one, other in zip(tree_leaves((args, kwargs)), tree_leaves(inputs), strict=True)
+        if isinstance(one, Tensor) and one is not other
+    ]
+    held = [(each, _items(each)) for each in _containers(inputs)] if strict else []
+    output = forward(*inputs[0], **inputs[1])
+    for each, items in held:
+        now = _items(each)
+        if len(now) != len(items) or any(a is not b for a, b in zip(now, items, strict=True)):
+            raise ContainerWrittenError(
+                f"A {type(module).__name__} writes into a {type(each).__name__} that it is given. On the stages where "
+                f"the module is absent nobody would: return what it adds, and let the caller put it there."
+            )
+    for one, other, version in pairs:
+        if version_of(other) != version:
+            torch.autograd.graph.increment_version(one)
+            written(one)
+    return output
+
+
+def _containers(tree: Any) -> Iterator[list[Any] | dict[Any, Any]]:
+    """The plain lists and dictionaries in nested arguments; ``**kwargs`` itself is the callee's own."""
+    args, kwargs = tree
+    waiting = [*args, *kwargs.values()]
+    while waiting:
+        value = waiting.pop()
+        if type(value) in (list, dict):
+            yield value
+        if type(value) in (list, dict, tuple):
+            waiting.extend(_items(value))
+
+
+def _items(container: Any) -> list[Any]:
+    return list(container.values()) if isinstance(container, dict) else list(container)
 
 
 @contextmanager

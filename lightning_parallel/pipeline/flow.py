@@ -24,11 +24,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_parallel.pipeline.absent import origin_of_parameter
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.trace import Call, Trace, TracedCall, trace
+from lightning_parallel.torch_private import has_full_backward_hooks
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,18 @@ def survey(module: nn.Module, partition: Partition, step: Callable[[], Any], log
         reached = max(placed, default=0) == partition.stages - 1
         if not reached or isinstance(seen.stopped, LayerOrderError):
             raise seen.stopped
-    return _Flows(seen, partition).flow()
+    flow = _Flows(seen, partition).flow()
+    _check_backward_hooks(module, flow)
+    return flow
+
+
+def _check_backward_hooks(module: nn.Module, flow: Flow) -> None:
+    for name in {cargo.module for cut in flow.cuts for cargo in cut}:
+        if torch.is_grad_enabled() and has_full_backward_hooks(module.get_submodule(name)):
+            raise RuntimeError(
+                f"'{name}' has a full backward hook, and its output crosses a cut, where the hook would miss gradients. "
+                f"Register it on a module inside '{name}'."
+            )
 
 
 def _placed(calls: Sequence[TracedCall], partition: Partition) -> list[int]:
@@ -143,6 +156,12 @@ class _Flows:
             reached = max(reached, stage)
 
     def flow(self) -> Flow:
+        for index in self._seen.overwriting:
+            if self._stages[index] < self._partition.stages - 1:
+                raise LayerOrderError(
+                    f"'{self._seen.calls[index].unit}' on stage {self._stages[index]} changes a tensor of the batch in "
+                    f"place. Later stages have it as it was before: use inplace=False there, or hand it a clone."
+                )
         for i, call in enumerate(self._seen.calls):
             if i not in self._late:
                 self._need(call.needs, f"'{call.unit}'", self._stages[i])
@@ -173,6 +192,8 @@ class _Flows:
                 self._need_output(origin, self._position[origin], consumer, stage)
             elif origin in self._seen.escapes:
                 self._need_escape(origin, consumer, stage)
+            elif origin in self._seen.writes:
+                self._need_written(self._seen.writes[origin], consumer, stage)
             elif origin in self._parameters:
                 self._need_parameter(self._parameters[origin], consumer, stage)
 
@@ -193,6 +214,15 @@ class _Flows:
             self._need(escape.needs, consumer, stage)
         else:
             self._needed[origin] = max(stage, self._needed.get(origin, 0))
+
+    def _need_written(self, index: int, consumer: str, stage: int) -> None:
+        """What a call has changed in place is as it was before on stages where the call is absent."""
+        if stage > self._stages[index]:
+            raise LayerOrderError(
+                f"{consumer} on stage {stage} uses a tensor that '{self._seen.calls[index].unit}' on stage "
+                f"{self._stages[index]} changes in place. Later stages have it as it was before: use inplace=False "
+                f"there, or hand it a clone."
+            )
 
     def _need_parameter(self, name: str, consumer: str, stage: int) -> None:
         if stage not in self._partition.owners[name]:

@@ -54,6 +54,7 @@ class Partition:
         aliases: for every parameter name, the first name of the same parameter. Tied names share one.
         loose: the first names of the parameters that lie in no unit.
         direct: units whose ``forward`` the step calls past their hooks.
+        draw_on_host: units that draw from Python's or NumPy's generator.
     """
 
     layers: tuple[str, ...]
@@ -64,6 +65,7 @@ class Partition:
     aliases: dict[str, str]
     loose: frozenset[str]
     direct: frozenset[str]
+    draw_on_host: frozenset[str]
 
     @property
     def stages(self) -> int:
@@ -317,6 +319,7 @@ class _Cut:
             aliases=aliases,
             loose=frozenset(loose),
             direct=frozenset(call.unit for call in calls if call.direct),
+            draw_on_host=frozenset(call.unit for call in calls if call.draws_on_host),
         )
 
     def _read_outside(self, stage_of: Sequence[int]) -> Mapping[str, set[int]]:
@@ -352,6 +355,13 @@ def _check_repeatable(first: Trace, second: Trace) -> None:
             f"numbers that it draws. A pipeline's stages need the same calls in every microbatch: switch this off "
             f"(layer drop, as in layerdrop=0.0), or drop a layer's output inside the layer's own forward."
         )
+
+    for one, other in zip(first.calls, second.calls, strict=True):
+        if one.plain != other.plain:
+            raise ValueError(
+                f"'{one.unit}' returns numbers, or tensors of a shape, that depend on values: {one.plain} and "
+                f"{other.plain} in two looks at the step. Other stages can't know them: return tensors of fixed shapes."
+            )
 
 
 def _check_trainable(parts: Partition, trainable: set[str]) -> None:

@@ -45,7 +45,7 @@ from lightning_parallel.pipeline.forward_pass import Cuts, ForwardPass
 from lightning_parallel.pipeline.interception import Interception
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.recompute import recomputed
-from lightning_parallel.pipeline.seeding import TorchGenerators, draw_seed
+from lightning_parallel.pipeline.seeding import TorchGenerators, draw_seed, seed_host_generators
 from lightning_parallel.pipeline.trace import Call
 from lightning_parallel.torch_private import forward_hooks, tree_flatten, tree_unflatten
 
@@ -198,10 +198,24 @@ class Stage:
         if name in self._flow.transparent:
             answer = self._openly(self._absent[name], forward, args, kwargs)
         else:
-            answer = self._absent[name].answer(args, kwargs, call[1])
-        self._generators.seed(seed)
+            answer = self._asked(name, args, kwargs, call[1])
+        self._seed_after(name, seed)
         live = self._pass.arrived(call)
         return answer if live is None else _filled(answer, live, name)
+
+    def _asked(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], call: int) -> Any:
+        """While a unit is asked, others that it calls are no calls of the step."""
+        forward_pass, self._pass = self._pass, None
+        try:
+            return self._absent[name].answer(args, kwargs, call)
+        finally:
+            self._pass = forward_pass
+
+    def _seed_after(self, name: str, seed: int) -> None:
+        """After a unit all stages draw the same, also where it is absent."""
+        self._generators.seed(seed)
+        if name in self.partition.draw_on_host:
+            seed_host_generators(seed)
 
     @torch.compiler.disable
     def _answer_inside(
@@ -290,7 +304,7 @@ class Stage:
         if (self._pass is None and not self._in_backward) or name not in self._running:
             return
         seed, call = self._running.pop(name)
-        self._generators.seed(seed)
+        self._seed_after(name, seed)
         if self._pass is not None and call is not None and call == self._cuts.last:
             raise _LeaveStep
 

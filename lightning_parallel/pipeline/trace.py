@@ -15,6 +15,7 @@ with the origins of its inputs. The code around the units runs as it stands::
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -34,7 +36,7 @@ from lightning_parallel.pipeline.absent import (
     origin_of,
     origin_of_parameter,
 )
-from lightning_parallel.pipeline.absent_forward import asked, is_scripted
+from lightning_parallel.pipeline.absent_forward import ContainerWrittenError, asked, is_scripted
 from lightning_parallel.pipeline.interception import Interception
 from lightning_parallel.pipeline.kept_state import StateKept
 from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_kept, seed_host_generators
@@ -63,6 +65,8 @@ class TracedCall:
         operations: the floating-point operations of its forward: those of matrix products and convolutions.
         nanoseconds: the time that its forward and backward take; 0 if that wasn't asked for.
         inside: the modules that its own code calls, by name.
+        plain: the numbers and texts in its output, and the shapes of the tensors.
+        draws_on_host: it draws from Python's or NumPy's generator.
         direct: it was called by its method ``forward``, past its hooks.
     """
 
@@ -74,6 +78,8 @@ class TracedCall:
     operations: int
     nanoseconds: int
     inside: frozenset[str]
+    plain: tuple[Any, ...]
+    draws_on_host: bool
     direct: bool
 
     @property
@@ -107,12 +113,16 @@ class Trace:
         end: the origins of what the step returned, logged and left on modules. If it asked for a value, which ended it,
             that value's origins too.
         escapes: by origin.
+        writes: the indices of the calls that change an input in place, by the origin that it has afterwards.
+        overwriting: the indices of calls that change in place what isn't absent: a tensor of the batch.
         stopped: the error that ended the step early; None if it came to its end.
     """
 
     calls: tuple[TracedCall, ...]
     end: frozenset[str]
     escapes: dict[str, Escape]
+    writes: dict[str, int]
+    overwriting: frozenset[int]
     stopped: Exception | None
 
     def position(self) -> dict[str, int]:
@@ -157,13 +167,17 @@ def trace(
     ):
         try:
             watch.need_at_the_end(origins_in(step()))
+        except ContainerWrittenError:
+            raise  # wherever it is, some stage would miss what is written
         except AbsentValueError as error:
             stopped = error
             watch.need_at_the_end(error.origins)
         except Exception as error:  # any: it is the step's, and whoever asked for the trace decides what it means
             stopped = error
         watch.need_at_the_end(origins_in((logged, [*state.written()])))
-    return Trace(tuple(watch.calls), frozenset(watch.end), watch.escapes, stopped)
+    return Trace(
+        tuple(watch.calls), frozenset(watch.end), watch.escapes, watch.writes, frozenset(watch.overwriting), stopped
+    )
 
 
 @contextmanager
@@ -193,6 +207,8 @@ class _Watch:
         self.calls: list[TracedCall] = []
         self.end: set[str] = set()
         self.escapes: dict[str, Escape] = {}
+        self.writes: dict[str, int] = {}
+        self.overwriting: set[int] = set()
         self._is_unit = is_unit
         self._names = names
         self._timed_on = timed_on
@@ -229,6 +245,7 @@ class _Watch:
         needs = origins_in((args, kwargs))
         call = self._next(name)
         self._inside, self._read = set(), set()
+        host = random.getstate(), np.random.get_state(legacy=False)["state"]
         with _OperationsCounted() as counted:
             output = self._asked(part, forward, args, kwargs, (name, call))
         self._read |= origins_in(output)
@@ -247,6 +264,8 @@ class _Watch:
                 counted.operations,
                 self._time(part, forward, args, kwargs),
                 frozenset(self._inside),
+                _plain_parts(output),
+                not _same_state(host),
                 direct,
             )
         )
@@ -274,9 +293,22 @@ class _Watch:
         self.escapes[inside] = Escape(len(self.calls), call, None, origins_in((args, kwargs)))
         self._depth += 1
         try:
-            return asked(part, forward, args, kwargs, inside)
+            return asked(
+                part, forward, args, kwargs, inside, partial(self._written, call, self._depth == 1), self._depth == 1
+            )
         finally:
             self._depth -= 1
+
+    def _written(self, call: Call, by_unit: bool, tensor: Tensor) -> None:
+        """A call has changed a tensor of the code around it in place. Later stages have it as it was before."""
+        if not by_unit:
+            return
+        if isinstance(tensor, AbsentTensor):
+            origin = f"what '{call[0]}' (call {call[1] + 1}) has changed in place"
+            tensor.origins = frozenset([origin])
+            self.writes[origin] = len(self.calls)
+        else:
+            self.overwriting.add(len(self.calls))
 
     def _time(self, part: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         if self._timed_on is None:
@@ -307,6 +339,20 @@ def relabelled(output: Any, origin: str) -> Any:
 
 def _plain_absent(tensor: Tensor, origin: str) -> AbsentTensor:
     return AbsentTensor(tensor, tensor.device, frozenset([origin]))
+
+
+def _plain_parts(output: Any) -> tuple[Any, ...]:
+    leaves = tree_leaves(output)
+    return tuple(
+        tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves
+        if isinstance(leaf, (Tensor, int, float, str))
+    )
+
+
+def _same_state(before: Any) -> bool:
+    python, legacy = random.getstate(), np.random.get_state(legacy=False)["state"]
+    return python == before[0] and legacy["pos"] == before[1]["pos"] and bool((legacy["key"] == before[1]["key"]).all())
 
 
 class _OperationsCounted(TorchDispatchMode):

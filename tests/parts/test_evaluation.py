@@ -91,7 +91,7 @@ def evaluate_failing() -> None:
 def test_an_error_of_one_rank_in_its_first_step_is_told_on_all(pool: WorkerPool) -> None:
     failures = pool.run(evaluate_failing, 3, init=False, expect_errors=True)
     assert_refused(failures[1:2], "KeyError", ["mine"])
-    assert_refused([failures[0], failures[2]], "RuntimeError", ["stage 1: KeyError: 'mine'"])
+    assert_refused([failures[0], failures[2]], "RuntimeError", ["rank 1: KeyError: 'mine'"])
 
 
 class Residual(Net):
@@ -130,7 +130,7 @@ def test_many_tensors_over_a_cut_are_told_once_with_the_way_out(pool: WorkerPool
     (text,) = last  # of validation and training, on the rank that speaks for all
     assert others == [[], []]
     # Over 1|2 go the outputs of the first five layers; that of the sixth goes anyway.
-    for words in ("5 tensors cross the cut between stages 1 and 2", "'net.0'", "`x = x + layer(x)`", "layer's forward"):
+    for words in ("6 tensors cross the cut between stages 1 and 2", "'net.0'", "`x = x + layer(x)`", "layer's forward"):
         assert words in text
 
 

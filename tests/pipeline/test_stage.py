@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import random
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.demos import LightningTransformer
@@ -949,3 +951,132 @@ def test_the_gradient_of_an_arrival_is_the_sum_over_its_uses(use: Callable[[Tens
     arrival = arrived([torch.ones(2, 2)], [True])
     use(arrival.receive()[0]).sum().backward()
     assert torch.equal(arrival.gradients(CPU)[0], torch.full((2, 2), 2.0))
+
+
+# -- what would be silently different ----------------------------------------------------------------------------------
+
+
+class ChangesInput(Net):
+    """A layer works in place on what the step uses again."""
+
+    def block(self) -> nn.Module:
+        return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(self.width, self.width))
+
+    def step(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        kept = []
+        for block in self.blocks:
+            kept.append(x)
+            x = block(x)
+        return self.head(x + sum(kept)).square().mean()
+
+
+class FillsList(Net):
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.layer = nn.Linear(width, width)
+
+        def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:
+            y = self.layer(x).tanh()
+            losses.append(y.square().mean())
+            return y
+
+    def block(self) -> nn.Module:
+        return self.Block(self.width)
+
+    def step(self, x: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, losses)
+        return self.head(x).square().mean() + sum(losses)
+
+
+class ReturnsNumber(Net):
+    class Block(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return y, y.abs().max().item()
+
+    def block(self) -> nn.Module:
+        return self.Block(self.width, self.width)
+
+    def step(self, x: Tensor) -> Tensor:
+        x, scales = self.stem(x), 0.0
+        for block in self.blocks:
+            x, scale = block(x)
+            scales += scale
+        return self.head(x / scales).square().mean()
+
+
+class HooksBackwards(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_full_backward_hook(lambda module, into, out: (into[0] * 0.5,))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (ChangesInput, r"uses a tensor that 'blocks.\d' on stage 0 changes in place"),
+        (FillsList, "A Block writes into a list that it is given"),
+        (ReturnsNumber, r"'blocks.\d' returns numbers, or tensors of a shape, that depend on values"),
+        (HooksBackwards, r"'blocks.\d' has a full backward hook, and its output crosses a cut"),
+    ],
+)
+def test_what_other_stages_could_not_see_is_refused_in_the_look(kind: type[Net], words: str) -> None:
+    with pytest.raises((RuntimeError, ValueError), match=words):
+        stages_of(kind(), step, 2, **BLOCKS)
+
+
+class GivesAModule(Net):
+    """Layers that call another unit, which they are given."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.layer = nn.Linear(width, width)
+
+        def forward(self, x: Tensor, other: nn.Module) -> Tensor:
+            return self.layer(x).tanh() + other(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(self.width, self.width)
+
+    def block(self) -> nn.Module:
+        return self.Block(self.width)
+
+    def step(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, self.other)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_layers_may_call_a_module_that_they_are_given(stages: int) -> None:
+    assert_equal_to_the_whole(GivesAModule(), step, stages, **BLOCKS)
+
+
+class DrawsOnTheHost(Net):
+    class Block(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * random.random() + float(np.random.rand())
+
+    def block(self) -> nn.Module:
+        return self.Block(self.width, self.width)
+
+    def step(self, x: Tensor) -> Tensor:
+        torch.manual_seed(1)  # as the engine does, for each microbatch
+        random.seed(1)
+        np.random.seed(1)
+        return super().step(x) * random.random() * float(np.random.rand())
+
+
+def test_numbers_that_layers_draw_on_the_host_do_not_depend_on_the_cuts() -> None:
+    model = DrawsOnTheHost()
+    found = [float(by_hand.run(model, step, stages, **BLOCKS).output.detach()) for stages in (1, 2, 4)]
+    assert found == pytest.approx([found[0]] * 3, rel=1e-12)
