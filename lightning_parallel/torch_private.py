@@ -120,7 +120,7 @@ def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor has been changed in place; 0 for one made in inference mode, of which nobody keeps count. torch
+    """How often a tensor has been changed in place; 0 for one made in inference mode, where nobody counts. torch
     documents the counter, but names it as private."""
     return 0 if tensor.is_inference() else tensor._version
 

@@ -121,7 +121,7 @@ def _check_backward_hooks(module: nn.Module, flow: Flow) -> None:
     for name in {cargo.module for cut in flow.cuts for cargo in cut}:
         if torch.is_grad_enabled() and has_full_backward_hooks(module.get_submodule(name)):
             raise RuntimeError(
-                f"'{name}' has a full backward hook, and its output crosses a cut, where the hook would miss gradients. "
+                f"'{name}' has a full backward hook, and its output crosses a cut, where it would miss gradients. "
                 f"Register it on a module inside '{name}'."
             )
 

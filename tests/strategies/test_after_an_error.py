@@ -38,15 +38,11 @@ class Fails(Mixed):
         return super().training_step(batch, batch_idx)
 
 
-class FailsOnOne(Fails):
-    ranks = (1,)
-
-
 def go_on() -> tuple[int, list[str], list[float]]:
-    """Two Trainers fail, a third one trains: this rank, what it caught, and the losses."""
+    """Two Trainers fail on all ranks, a third one trains: this rank, what it caught, and the losses."""
     torch.set_default_dtype(torch.float64)
     caught = []
-    for kind, strategy in ((Fails, "sync"), (FailsOnOne, "tensor")):
+    for kind, strategy in ((Fails, "sync"), (Fails, "tensor")):
         os.environ["WORLD_SIZE"] = "2"  # a Trainer that ends deletes it
         try:
             make_trainer(strategy, [], {}).fit(kind(), kind.loader())
@@ -61,7 +57,7 @@ def go_on() -> tuple[int, list[str], list[float]]:
 
 def test_a_script_goes_on_after_errors(tmp_path: Path, pool: WorkerPool) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "RANK")}
+    environment = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "RES_OPTIONS") if name in os.environ}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     ended = subprocess.run(
         [sys.executable, str(tmp_path / "script.py"), str(tmp_path)], env=environment, timeout=300,
@@ -70,7 +66,7 @@ def test_a_script_goes_on_after_errors(tmp_path: Path, pool: WorkerPool) -> None
     assert ended.returncode == 0, ended.stdout
     [whole] = pool.run(train, 1, "Mixed", init=False, max_epochs=1)
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert [caught for caught, _ in results] == [["no luck", "lost"], ["no luck", "no luck"]]
+    assert [caught for caught, _ in results] == [["no luck", "no luck"]] * 2
     for _, losses in results:
         assert losses == pytest.approx(whole.losses, rel=0, abs=1e-12)
 

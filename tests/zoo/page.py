@@ -148,7 +148,7 @@ process. `make zoo` runs all of them and writes this page; a sample runs with th
 
 The number behind a layout's name is that of its ranks. *Recomputed* is 1F1B with activation checkpointing, *sequence*
 is tensor parallelism with sequence parallelism. In an empty field, the model has fewer layers than the layout has
-stages."""
+stages, or the run left the case out."""
 
 _MODELS = """\
 ## Models
