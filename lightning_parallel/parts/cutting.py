@@ -12,7 +12,7 @@ from lightning_parallel.batch import batch_size, split
 from lightning_parallel.collectives import broadcast_object, gather_objects, together
 from lightning_parallel.layout import Layout
 from lightning_parallel.parts.first_batch import STEPS, as_in, first_step
-from lightning_parallel.parts.logs import logging_through
+from lightning_parallel.parts.logs import trial
 from lightning_parallel.parts.options import StagedOptions
 from lightning_parallel.pipeline.absent import AbsentValueError
 from lightning_parallel.pipeline.partition import Partition, partition
@@ -50,9 +50,8 @@ def agreed_partition(
         assert trainer.state.fn is not None
         fitting = STEPS[trainer.state.fn] == "training_step"
         step = first_step(trainer, module, first_microbatch if fitting else lambda batch: batch)
-        stop = trainer.should_stop
         try:
-            with as_in(trainer, module), logging_through(module, lambda *args, **kwargs: None):
+            with as_in(trainer, module), trial(trainer, module, lambda *args, **kwargs: None):
                 balance = options.balance
                 if balance == "time" and layout.rank > 0:  # only the first rank's partition counts
                     balance = "parameters"
@@ -72,8 +71,6 @@ def agreed_partition(
                 "exist by then: make it in __init__, setup or configure_model, not in on_train_start."
             )
             raise
-        finally:
-            trainer.should_stop = stop  # the step itself will set it again
 
     world = dist.group.WORLD
     assert world is not None, "the ranks have met"

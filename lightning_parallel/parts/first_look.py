@@ -18,7 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_parallel.checkpoint.agreement import first_few
 from lightning_parallel.collectives import gather_objects
 from lightning_parallel.parts.last_stage import LastStage
-from lightning_parallel.parts.logs import logging_through
+from lightning_parallel.parts.logs import trial
 from lightning_parallel.parts.stages import Stages
 from lightning_parallel.pipeline.flow import Flow, tensors_of
 
@@ -76,12 +76,8 @@ class FirstLook:
         def keep(*args: Any, **kwargs: Any) -> None:
             logged.append((args, kwargs))
 
-        stop = self._trainer.should_stop
-        try:
-            with logging_through(self._module, keep), self._last_stage.alone(kind.split()[0]):
-                return self._stages.stage.survey(step, logged)
-        finally:
-            self._trainer.should_stop = stop  # the step itself will set it again
+        with trial(self._trainer, self._module, keep), self._last_stage.alone(kind.split()[0]):
+            return self._stages.stage.survey(step, logged)
 
     def _agreed(self, look: Callable[[], Flow]) -> Flow:
         """The last stage's view. An error on one rank is raised on all, since none may wait for what another won't

@@ -199,3 +199,15 @@ def logging_through(module: pl.LightningModule, log: Callable[..., None]) -> Ite
             del module.log
         else:
             module.log = before  # type: ignore[method-assign]
+
+
+@contextmanager
+def trial(trainer: pl.Trainer, module: pl.LightningModule, log: Callable[..., None]) -> Iterator[None]:
+    """Inside, a step doesn't count: what it logs goes to ``log``, and it doesn't end the training. The step itself will
+    do both again."""
+    stop = trainer.should_stop
+    try:
+        with logging_through(module, log):
+            yield
+    finally:
+        trainer.should_stop = stop

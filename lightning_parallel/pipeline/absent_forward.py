@@ -97,7 +97,7 @@ def asked(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     origin: str,
-    written: Callable[[Tensor], None] = lambda tensor: None,
+    written: Callable[[Tensor], None] | None = None,
     strict: bool = False,
 ) -> Any:
     """What a module without values returns for inputs without values; where it needs values, for stand-ins. It may draw
@@ -130,7 +130,7 @@ def _watched(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     copied: Callable[[Any], Any],
-    written: Callable[[Tensor], None],
+    written: Callable[[Tensor], None] | None,
     strict: bool,
 ) -> Any:
     """Run a module on copies of its inputs, and see which of them it writes to."""
@@ -151,8 +151,9 @@ def _watched(
             )
     for one, other, version in pairs:
         if version_of(other) != version:
-            torch.autograd.graph.increment_version(one)
-            written(one)
+            torch.autograd.graph.increment_version(one)  # whoever asks the module around sees it too
+            if written is not None:
+                written(one)
     return output
 
 

@@ -29,7 +29,7 @@ from torch import nn
 
 from lightning_parallel.pipeline.absent import origin_of_parameter
 from lightning_parallel.pipeline.partition import Partition
-from lightning_parallel.pipeline.trace import Call, Trace, TracedCall, trace
+from lightning_parallel.pipeline.trace import Call, Trace, TracedCall, names_of, trace
 from lightning_parallel.torch_private import has_full_backward_hooks
 
 
@@ -103,16 +103,13 @@ def survey(module: nn.Module, partition: Partition, step: Callable[[], Any], log
             code before or between the layers asks for values that only one stage has.
     """
     units = partition.units
-    names = {id(part): name for name, part in module.named_modules()}
-    names |= {id(module.get_submodule(name)): name for name in units}
+    names = names_of(module) | {id(module.get_submodule(name)): name for name in units}
     seen = trace(module, units.__contains__, step, names=names, logged=logged)
     placed = _placed(seen.calls, partition)
-    if seen.stopped is not None:
-        # Later errors are the last stage's: what the loss can't do with absent values, it may do with real ones.
-        reached = max(placed, default=0) == partition.stages - 1
-        if not reached or isinstance(seen.stopped, LayerOrderError):
-            raise seen.stopped
-    flow = _Flows(seen, partition).flow()
+    # Later errors are the last stage's: what the loss can't do with absent values, it may do with real ones.
+    if seen.stopped is not None and max(placed, default=0) < partition.stages - 1:
+        raise seen.stopped
+    flow = _Flows(seen, partition, placed).flow()
     _check_backward_hooks(module, flow)
     return flow
 
@@ -139,9 +136,9 @@ def _placed(calls: Sequence[TracedCall], partition: Partition) -> list[int]:
 class _Flows:
     """Follows each value from the call that computes it to the last stage that needs it."""
 
-    def __init__(self, seen: Trace, partition: Partition) -> None:
+    def __init__(self, seen: Trace, partition: Partition, stages: Sequence[int]) -> None:
         self._seen, self._partition = seen, partition
-        self._stages = _placed(seen.calls, partition)
+        self._stages = stages  # of each call
         self._position = seen.position()
         self._parameters = {origin_of_parameter(name): name for name in partition.owners}
         self._order = {origin: (escape.within, 0, i) for i, (origin, escape) in enumerate(seen.escapes.items())}

@@ -168,6 +168,7 @@ class _Cut:
         called = [call.unit for call in seen.calls]
         among = units.among(list(dict.fromkeys(called)), stages)
         self._chain = [i for i, name in enumerate(called) if name in among]  # indices of calls of layers
+        self._positions = self._positions_of_calls()
         self._uncalled = list(units.uncalled(set(called)))
         self._named = units.named
         self._cost, trainable = self._costs()
@@ -195,10 +196,10 @@ class _Cut:
         by_hand = not isinstance(self._balance, str) or self._balance == "layers"
         if self.bounds is not None and (by_hand or self.largest <= UNEVEN):
             return None
-        positions = self._positions()
         costs: dict[str, float] = {}
+        largest = [] if self.bounds is None else self._largest_stages()
         for i, call in enumerate(self.seen.calls):
-            if self.bounds is None or self._stage(positions[i]) in self._largest_stages():
+            if self.bounds is None or self._stage(self._positions[i]) in largest:
                 costs[call.unit] = costs.get(call.unit, 0) + self._cost_of(i)
         inside = {call.unit: call.inside for call in self.seen.calls}
         worth = [n for n in costs if units.can_open(n, inside[n]) and 2 * self._stages * costs[n] > sum(self._cost)]
@@ -221,7 +222,7 @@ class _Cut:
 
     # -- along the chain -----------------------------------------------------------------------------------------
 
-    def _positions(self) -> list[int]:
+    def _positions_of_calls(self) -> list[int]:
         """For each call of a unit the place in the chain of the layer that it goes with: the next one, or the last."""
         positions: list[int] = []
         passed = 0
@@ -260,7 +261,7 @@ class _Cut:
         costs, trainable = [0] * len(self._chain), [False] * len(self._chain)
         if not self._chain:
             return costs, trainable
-        for i, position in enumerate(self._positions()):
+        for i, position in enumerate(self._positions):
             costs[position] += self._cost_of(i)
             unit = self._module.get_submodule(self.seen.calls[i].unit)
             trainable[position] |= any(p.requires_grad for p in unit.parameters())
@@ -273,7 +274,7 @@ class _Cut:
         inputs: two copies would differ. With ``keep_together``, not between the calls of any unit."""
         allowed = [True] * len(self._chain)
         spans: dict[str, tuple[int, int]] = {}
-        for call, position in zip(self.seen.calls, self._positions(), strict=True):
+        for call, position in zip(self.seen.calls, self._positions, strict=True):
             first, _ = spans.get(call.unit, (position, position))
             spans[call.unit] = first, position
         for name, (first, last) in spans.items():
@@ -288,7 +289,7 @@ class _Cut:
         calls, bounds = self.seen.calls, self.bounds
         assert bounds is not None
         last = self._stages - 1
-        stage_of = [self._stage(position) for position in self._positions()]
+        stage_of = [self._stage(position) for position in self._positions]
         holders: dict[str, set[int]] = {}
         for call, stage in zip(calls, stage_of, strict=True):
             holders.setdefault(call.unit, set()).add(stage)
@@ -355,7 +356,6 @@ def _check_repeatable(first: Trace, second: Trace) -> None:
             f"numbers that it draws. A pipeline's stages need the same calls in every microbatch: switch this off "
             f"(layer drop, as in layerdrop=0.0), or drop a layer's output inside the layer's own forward."
         )
-
     for one, other in zip(first.calls, second.calls, strict=True):
         if one.plain != other.plain:
             raise ValueError(

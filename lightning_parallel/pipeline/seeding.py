@@ -20,6 +20,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,6 +94,12 @@ def host_generators_kept() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(legacy)
+
+
+def host_generators_state() -> Any:
+    """Python's and NumPy's: equal as long as nobody has drawn from them."""
+    legacy = np.random.get_state(legacy=False)["state"]
+    return random.getstate(), legacy["pos"], legacy["key"].tobytes()
 
 
 def seed_host_generators(seed: int) -> None:

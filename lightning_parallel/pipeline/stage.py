@@ -196,18 +196,18 @@ class Stage:
         seed = draw_seed()
         call = self._pass.called(name)
         if name in self._flow.transparent:
-            answer = self._openly(self._absent[name], forward, args, kwargs)
+            answer = self._openly(self._absent[name], forward, args, kwargs, call[1])
         else:
-            answer = self._asked(name, args, kwargs, call[1])
+            answer = self._asked(self._absent[name], args, kwargs, call[1])
         self._seed_after(name, seed)
         live = self._pass.arrived(call)
         return answer if live is None else _filled(answer, live, name)
 
-    def _asked(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], call: int) -> Any:
-        """While a unit is asked, others that it calls are no calls of the step."""
+    def _asked(self, absent: AbsentForward, args: tuple[Any, ...], kwargs: dict[str, Any], call: int) -> Any:
+        """While a module is asked, others that it calls are no calls of the step."""
         forward_pass, self._pass = self._pass, None
         try:
-            return self._absent[name].answer(args, kwargs, call)
+            return absent.answer(args, kwargs, call)
         finally:
             self._pass = forward_pass
 
@@ -225,18 +225,22 @@ class Stage:
         if self._pass is None:
             return forward(*args, **kwargs)
         call = self._pass.called(name)
-        answer = self._openly(absent, forward, args, kwargs)
+        answer = self._openly(absent, forward, args, kwargs, call[1])
         live = self._pass.arrived(call)
         return answer if live is None else _filled(answer, live, name)
 
-    @staticmethod
     def _openly(
-        absent: AbsentForward, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        absent: AbsentForward,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: int,
     ) -> Any:
         try:
             return forward(*args, **kwargs)
         except AbsentValueError:
-            return absent.answer(args, kwargs)
+            return self._asked(absent, args, kwargs, call)
 
     # -- units of this stage -------------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ with the origins of its inputs. The code around the units runs as it stands::
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -39,7 +37,12 @@ from lightning_parallel.pipeline.absent import (
 from lightning_parallel.pipeline.absent_forward import ContainerWrittenError, asked, is_scripted
 from lightning_parallel.pipeline.interception import Interception
 from lightning_parallel.pipeline.kept_state import StateKept
-from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_kept, seed_host_generators
+from lightning_parallel.pipeline.seeding import (
+    TorchGenerators,
+    host_generators_kept,
+    host_generators_state,
+    seed_host_generators,
+)
 from lightning_parallel.pipeline.timing import nanoseconds_of
 from lightning_parallel.torch_private import (
     TorchDispatchMode,
@@ -155,36 +158,31 @@ def trace(
     names = names or names_of(module)
     watch = _Watch(is_unit, names, timed_on)
     parts = [part for part in module.modules() if part is not module]
+    units = [part for part in parts if is_unit(names[id(part)])]
     stopped: Exception | None = None
     with (
-        everything_absent(module, [part for part in parts if is_unit(names[id(part)])]),
+        everything_absent(module, units),
         watch.installed(parts),
-        StateKept(module, apart=[part for part in parts if is_unit(names[id(part)])]) as state,
+        StateKept(module, apart=units) as state,
         TorchGenerators(torch.device("cpu")).seeded(seed),
-        _host_generators_seeded(seed),
+        host_generators_kept(),
         torch.no_grad(),
         torch.compiler.set_stance("force_eager"),
     ):
+        seed_host_generators(seed)
         try:
-            watch.need_at_the_end(origins_in(step()))
+            watch.end |= origins_in(step())
         except ContainerWrittenError:
             raise  # wherever it is, some stage would miss what is written
         except AbsentValueError as error:
             stopped = error
-            watch.need_at_the_end(error.origins)
+            watch.end |= error.origins
         except Exception as error:  # any: it is the step's, and whoever asked for the trace decides what it means
             stopped = error
-        watch.need_at_the_end(origins_in((logged, [*state.written()])))
+        watch.end |= origins_in((logged, [*state.written()]))
     return Trace(
         tuple(watch.calls), frozenset(watch.end), watch.escapes, watch.writes, frozenset(watch.overwriting), stopped
     )
-
-
-@contextmanager
-def _host_generators_seeded(seed: int) -> Iterator[None]:
-    with host_generators_kept():
-        seed_host_generators(seed)
-        yield
 
 
 def names_of(module: nn.Module) -> dict[int, str]:
@@ -245,7 +243,7 @@ class _Watch:
         needs = origins_in((args, kwargs))
         call = self._next(name)
         self._inside, self._read = set(), set()
-        host = random.getstate(), np.random.get_state(legacy=False)["state"]
+        host = host_generators_state()
         with _OperationsCounted() as counted:
             output = self._asked(part, forward, args, kwargs, (name, call))
         self._read |= origins_in(output)
@@ -265,7 +263,7 @@ class _Watch:
                 self._time(part, forward, args, kwargs),
                 frozenset(self._inside),
                 _plain_parts(output),
-                not _same_state(host),
+                host_generators_state() != host,
                 direct,
             )
         )
@@ -291,18 +289,16 @@ class _Watch:
     ) -> Any:
         inside = inside_of(*call)
         self.escapes[inside] = Escape(len(self.calls), call, None, origins_in((args, kwargs)))
+        is_unit = self._depth == 0
+        written = partial(self._written, call) if is_unit else None
         self._depth += 1
         try:
-            return asked(
-                part, forward, args, kwargs, inside, partial(self._written, call, self._depth == 1), self._depth == 1
-            )
+            return asked(part, forward, args, kwargs, inside, written, strict=is_unit)
         finally:
             self._depth -= 1
 
-    def _written(self, call: Call, by_unit: bool, tensor: Tensor) -> None:
-        """A call has changed a tensor of the code around it in place. Later stages have it as it was before."""
-        if not by_unit:
-            return
+    def _written(self, call: Call, tensor: Tensor) -> None:
+        """A unit's call has changed a tensor of the code around it in place. Later stages have it as it was before."""
         if isinstance(tensor, AbsentTensor):
             origin = f"what '{call[0]}' (call {call[1] + 1}) has changed in place"
             tensor.origins = frozenset([origin])
@@ -323,9 +319,6 @@ class _Watch:
         self._count[name] += 1
         return self._count[name] - 1
 
-    def need_at_the_end(self, origins: Iterable[str]) -> None:
-        self.end.update(origins)
-
 
 def inside_of(module: str, call: int) -> str:
     """How a value that a module's own code computes from its inputs is named, as an origin."""
@@ -334,11 +327,8 @@ def inside_of(module: str, call: int) -> str:
 
 def relabelled(output: Any, origin: str) -> Any:
     """The output with absent tensors of this origin in the place of all tensors."""
-    return tree_map(lambda x: _plain_absent(x, origin) if isinstance(x, Tensor) else x, output)
-
-
-def _plain_absent(tensor: Tensor, origin: str) -> AbsentTensor:
-    return AbsentTensor(tensor, tensor.device, frozenset([origin]))
+    origins = frozenset([origin])
+    return tree_map(lambda x: AbsentTensor(x, x.device, origins) if isinstance(x, Tensor) else x, output)
 
 
 def _plain_parts(output: Any) -> tuple[Any, ...]:
@@ -348,11 +338,6 @@ def _plain_parts(output: Any) -> tuple[Any, ...]:
         for leaf in leaves
         if isinstance(leaf, (Tensor, int, float, str))
     )
-
-
-def _same_state(before: Any) -> bool:
-    python, legacy = random.getstate(), np.random.get_state(legacy=False)["state"]
-    return python == before[0] and legacy["pos"] == before[1]["pos"] and bool((legacy["key"] == before[1]["key"]).all())
 
 
 class _OperationsCounted(TorchDispatchMode):

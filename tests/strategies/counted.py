@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.strategies.models import LENGTH, SAMPLES, TOKENS, Base, LeNet
+from tests.strategies.models import LENGTH, SAMPLES, TOKENS, Base, LeNet, Llama
 
 IGNORED = -100
 
@@ -35,21 +35,12 @@ def causal_loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Te
     return F.cross_entropy(logits.view(-1, vocab_size), shifted.view(-1).to(logits.device), ignore_index=IGNORED)
 
 
-class PaddedLlama(Base):
-    """transformers' Llama; samples of other lengths, padded, labels as a collator makes them."""
+class PaddedLlama(Llama):
+    """Samples of other lengths, padded, labels as a collator makes them."""
 
     def build(self) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        config = LlamaConfig(
-            hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-            vocab_size=TOKENS, max_position_embeddings=16, bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
-        self.model = LlamaForCausalLM(config)
+        super().build()
         self.model.loss_function = causal_loss
-
-    def loss(self, batch: Any) -> Tensor:
-        return self.model(**batch).loss
 
     @classmethod
     def samples(cls) -> list[Any]:

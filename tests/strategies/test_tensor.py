@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -153,4 +154,4 @@ def test_a_model_without_a_plan_is_refused_with_its_layers(pool: WorkerPool) -> 
 def test_a_rank_that_fails_ends_the_others(pool: WorkerPool, options: dict[str, Any]) -> None:
     other, failed = pool.run(train, 2, "Fails", "tensor", options, init=False, expect_errors=True, timeout=60)
     assert "ValueError: no luck" in str(failed)
-    assert "Connection closed by peer" in str(other)
+    assert re.search("one of them stopped|by peer", str(other))  # at once: the pool's timeout is far below gloo's
