@@ -23,6 +23,7 @@ from lightning.pytorch.trainer.connectors.data_connector import _request_dataloa
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data.distributed import DistributedSampler
 
 S = TypeVar("S", bound=type[Strategy])
 
@@ -122,6 +123,21 @@ def loader_source(trainer: pl.Trainer) -> LoaderSource:
 def mode_of(loader: CombinedLoader) -> Any:
     """How a combined loader combines."""
     return loader._mode
+
+
+def samples_predicted(trainer: pl.Trainer) -> list[tuple[list[int], int | None]]:
+    """For each loader of ``trainer.predict`` the number of samples in each batch that it gave, and its batch size; the
+    size is None if the loader isn't divided over the replicas. Lightning's batch sampler notes the samples."""
+    combined = trainer.predict_loop._combined_loader
+    assert combined is not None
+    found: list[tuple[list[int], int | None]] = []
+    for loader, predictions in zip(combined.flattened, trainer.predict_loop._predictions, strict=True):
+        batches = getattr(loader, "batch_sampler", None)
+        seen = getattr(batches, "seen_batch_indices", [])[: len(predictions)]
+        is_divided = isinstance(getattr(batches, "sampler", None), DistributedSampler)
+        size = getattr(batches, "batch_size", None) if is_divided and len(seen) == len(predictions) else None
+        found.append(([len(indices) for indices in seen], size))
+    return found
 
 
 def before_batch_transfer(module: pl.LightningModule, batch: Any) -> Any:

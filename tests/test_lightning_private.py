@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel import lightning_private
 from tests.test_house import modules
@@ -172,6 +173,25 @@ def test_before_batch_transfer_calls_the_users_hook() -> None:
 
     trainer(strategy=Looks(torch.device("cpu"))).fit(Doubles(), DataLoader(torch.ones(1, 1)))
     assert found == [6]
+
+
+def test_samples_predicted_are_those_of_each_batch() -> None:
+    """Otherwise the predictions of several replicas could not be put in order."""
+    found: list[Any] = []
+
+    class Looks(Callback):
+        def on_predict_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+            found.append(lightning_private.samples_predicted(trainer))
+
+    class Predicts(Net):
+        def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.layer(batch)
+
+    data = torch.ones(5, 1)
+    divided = DataLoader(data, 2, sampler=DistributedSampler(data, 2, 0))  # type: ignore[arg-type]
+    for loader in (divided, DataLoader(data, 2), iter(data.split(2))):  # type: ignore[arg-type]
+        trainer(Looks()).predict(Predicts(), loader)
+    assert found == [[([2, 1], 2)], [([2, 2, 1], None)], [([], None)]]
 
 
 # -- metrics and loops ---------------------------------------------------------------------------------------

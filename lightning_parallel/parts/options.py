@@ -27,6 +27,8 @@ class ProcessOptions:
         timeout: how long a rank waits for another one before it gives up: seconds, or a ``timedelta``.
         process_group_backend: ``"gloo"`` or ``"nccl"``. By default NCCL where every rank has a GPU of its own, and gloo
             elsewhere.
+        share_predictions: ``trainer.predict`` returns on every rank what one process would, in the order of the data.
+            By default the last stage of each replica returns those of its share of the samples, and other stages None.
         accelerator: filled in by the Trainer, as in Lightning's strategies.
         parallel_devices: filled in by the Trainer; may name one GPU several times, for ranks that share it.
         cluster_environment: filled in by the Trainer.
@@ -39,6 +41,7 @@ class ProcessOptions:
 
     timeout: Seconds | timedelta = 1800
     process_group_backend: Literal["gloo", "nccl"] | None = None
+    share_predictions: bool = False
     accelerator: Accelerator | None = field(default=None, metadata=SET_BY_TRAINER)
     parallel_devices: list[torch.device] | None = field(default=None, metadata=SET_BY_TRAINER)
     cluster_environment: ClusterEnvironment | None = field(default=None, metadata=SET_BY_TRAINER)

@@ -7,7 +7,7 @@ part of the model to :meth:`LayoutStrategy.hold`, which sets up optimizers, buff
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,7 +34,9 @@ from lightning_parallel.parts import loaders, process_group
 from lightning_parallel.parts.callbacks import IN_PARTS, Reasons, refuse_callbacks
 from lightning_parallel.parts.checkpoints import Checkpoints, remove_checkpoint
 from lightning_parallel.parts.collectives import Collectives
+from lightning_parallel.parts.equal_steps import EqualSteps
 from lightning_parallel.parts.options import ProcessOptions
+from lightning_parallel.parts.predictions import share_predictions
 from lightning_parallel.parts.replicas import Replicas
 
 T = TypeVar("T")
@@ -69,6 +71,7 @@ class LayoutStrategy(ParallelStrategy):
         self._local: LocalModel | None = None
         self._replicas: Replicas | None = None
         self._checkpoints: Checkpoints | None = None
+        self._equal_steps: EqualSteps | None = None
         self._group_names: list[list[list[str]]] = []
 
     # -- which rank this is --------------------------------------------------------------------------------------
@@ -241,9 +244,25 @@ class LayoutStrategy(ParallelStrategy):
     def on_test_start(self) -> None:
         self.share_buffers()
 
+    # -- prediction ----------------------------------------------------------------------------------------------
+
     @override
     def on_predict_start(self) -> None:
         self.share_buffers()
+        assert self.lightning_module is not None
+        trainer, replicas = self.lightning_module.trainer, self.groups.along("data")
+        together = self.local_model.is_fully_sharded
+        self._equal_steps = EqualSteps(trainer, replicas, self.root_device) if together else None
+
+    def predict_equally(self, step: Callable[[], T]) -> T:
+        """Run ``predict_step`` on a batch; where layers are gathered together, as often as all replicas do."""
+        return step() if self._equal_steps is None else self._equal_steps.run(step)
+
+    @override
+    def on_predict_end(self) -> None:
+        if self.options.share_predictions:
+            assert self.lightning_module is not None
+            share_predictions(self.lightning_module.trainer, self.layout, self.groups, self.root_device)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 

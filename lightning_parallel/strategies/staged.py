@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -239,8 +240,9 @@ class StagedStrategy(LayoutStrategy):
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._evaluation is not None and self.lightning_module is not None
+        step = self.lightning_module.predict_step
         with self.precision_plugin.predict_step_context():
-            return self._evaluation.run(self.lightning_module.predict_step, *args, **kwargs)
+            return self.predict_equally(partial(self._evaluation.run, step, *args, **kwargs))
 
     # -- the end -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,132 @@
+"""``trainer.predict`` with what one process would return, on every rank.
+
+Predictions are made on the last stage, by each replica for its share of the samples. Lightning deals the samples out in
+turn, so the k-th batches of all replicas hold the samples of as many batches of one process::
+
+    replica 0    0 2 4 | 6 8 10 | ...            one process    0 1 2 | 3 4 5 | 6 7 8 | ...
+    replica 1    1 3 5 | 7 9 11 | ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_parallel.batch import members, rebuild
+from lightning_parallel.collectives import broadcast_object, gather_objects
+from lightning_parallel.groups import Groups
+from lightning_parallel.layout import Layout
+from lightning_parallel.lightning_private import samples_predicted
+
+
+class _NotBySampleError(ValueError):
+    """A prediction that can't be taken apart by samples."""
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one replica has predicted for the samples of one loader.
+
+    Attributes:
+        predictions: one for each batch.
+        samples: the number of samples of each batch.
+        batch_size: of the loader; None if the replicas haven't divided the samples among them.
+    """
+
+    predictions: list[Any]
+    samples: list[int]
+    batch_size: int | None
+
+
+def share_predictions(trainer: pl.Trainer, layout: Layout, groups: Groups, device: torch.device) -> None:
+    """Replace what is in the lists that ``trainer.predict`` is about to return. All ranks call it.
+
+    Args:
+        trainer: whose prediction loop has come to its end.
+        layout: which rank this is.
+        groups: of the layout.
+        device: of this rank.
+    """
+    loop = trainer.predict_loop
+    if not loop.return_predictions:
+        return
+    of_loaders = loop.predictions if loop.num_dataloaders > 1 else [loop.predictions]
+    maker = layout.rank_at(pipeline=layout.stages - 1, tensor=0)
+    everything: list[list[Any]] | None = None
+    if layout.rank == maker:
+        shares = [_Share(own, *dealt) for own, dealt in zip(of_loaders, samples_predicted(trainer), strict=True)]
+        replicas = gather_objects(shares, groups.along("data"))
+        everything = [_of_one_process(of_replicas) for of_replicas in zip(*replicas, strict=True)]
+    everything = broadcast_object(everything, maker, groups.model, device)
+    for own, whole in zip(of_loaders, everything, strict=True):
+        own[:] = whole
+
+
+def _of_one_process(replicas: Sequence[_Share]) -> list[Any]:
+    """The predictions for one loader."""
+    if len(replicas) == 1:
+        return replicas[0].predictions
+    longest = max(len(share.predictions) for share in replicas)
+    present = [[share for share in replicas if k < len(share.predictions)] for k in range(longest)]
+    rounds = [[share.predictions[k] for share in shares] for k, shares in enumerate(present)]
+    size = replicas[0].batch_size
+    try:
+        if size is None:
+            raise _NotBySampleError
+        counts = [[share.samples[k] for share in shares] for k, shares in enumerate(present)]
+        return [batch for parts, each in zip(rounds, counts, strict=True) for batch in _regrouped(parts, each, size)]
+    except _NotBySampleError:
+        rank_zero_warn(
+            "share_predictions=True: predict_step returned something that hasn't a row, or an item of a list, for each "
+            "sample, or the replicas haven't divided the samples of its loader among them. What all replicas returned "
+            "for a batch is listed in turn, so it isn't what one process would return."
+        )
+        return [prediction for parts in rounds for prediction in parts]
+
+
+def _regrouped(parts: Sequence[Any], counts: Sequence[int], size: int) -> list[Any]:
+    """Batches of ``size`` samples, of what the replicas have predicted for ``counts`` samples each."""
+    order = sorted((row, part) for part, count in enumerate(counts) for row in range(count))
+    return [_rows(parts, counts, order[start : start + size]) for start in range(0, len(order), size)]
+
+
+def _rows(parts: Sequence[Any], counts: Sequence[int], places: Sequence[tuple[int, int]]) -> Any:
+    """A prediction with certain rows of others, which are of one structure.
+
+    Args:
+        parts: predictions.
+        counts: the number of samples of each.
+        places: row and part of each sample that is wanted.
+
+    Raises:
+        _NotBySampleError: something in the predictions hasn't one row, or one item, for each sample.
+    """
+    if all(part is None for part in parts):
+        return None
+    if all(isinstance(part, Tensor) for part in parts):
+        if any(not part.dim() or len(part) != count for part, count in zip(parts, counts, strict=True)):
+            raise _NotBySampleError
+        return torch.stack([parts[part][row] for row, part in places])
+    try:
+        return _rows_of_members(parts, counts, places)
+    except _NotBySampleError:
+        pairs = zip(parts, counts, strict=True)
+        if all(isinstance(part, list) and len(part) == count for part, count in pairs):
+            return [parts[part][row] for row, part in places]  # a text, or the boxes of an image, for each sample
+        raise
+
+
+def _rows_of_members(parts: Sequence[Any], counts: Sequence[int], places: Sequence[tuple[int, int]]) -> Any:
+    structures = [members(part) for part in parts]
+    keys = [list(structure[0]) for structure in structures if structure is not None]
+    values = [structure[1] for structure in structures if structure is not None]
+    alike = all(type(part) is type(parts[0]) for part in parts) and all(each == keys[0] for each in keys)
+    if not keys or not keys[0] or not alike:
+        raise _NotBySampleError
+    return rebuild(parts[0], keys[0], [_rows(row, counts, places) for row in zip(*values, strict=True)])
