@@ -42,7 +42,10 @@ GRACE = 20.0  # seconds that the other ranks get to answer after one has failed
 OUTPUT_LINES = 30  # of what a failed rank printed
 
 # Imported once, by the server that workers are forked from. torch._dynamo: the first optimizer imports it.
-PRELOAD = ["torch._dynamo", "torch.distributed.checkpoint", "torchmetrics", "lightning.pytorch", "pytest"]
+PRELOAD = [
+    "torch._dynamo", "torch.distributed.checkpoint", "torchmetrics", "lightning.pytorch", "pytest",
+    "lightning_parallel", "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama",
+]  # fmt: skip
 
 
 class WorkerError(RuntimeError):
