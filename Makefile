@@ -3,6 +3,7 @@
 #     make train ARGS="strategy=pipeline_sync trainer.max_steps=200"
 #     make test ARGS="tests/pipeline -k gpipe"
 #     make test JOBS=0                         # one test at a time, without pytest-xdist: for a debugger
+#     make thorough                            # all tests: make test leaves rows out that repeat others
 #     make docs                                # the site of docs/, into site/
 #     make zoo                                 # three hundred small models under every layout, into docs/zoo.md
 #     make zoo ARGS="--only 'gpt2*' --traces"  # some of them; ARGS="--resume" goes on after an interruption
@@ -21,7 +22,7 @@ READY := $(VENV)/.ready
 RUN_ZOO := $(ZOO_VENV)/bin/python
 ZOO_READY := $(ZOO_VENV)/.ready
 
-.PHONY: train compare test zoo lint docs clean
+.PHONY: train compare test thorough zoo lint docs clean
 
 train: $(READY)
 	$(RUN) -m recipes.train strategy=pipeline_async $(ARGS)
@@ -31,6 +32,9 @@ compare: $(READY)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+thorough: $(READY)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --thorough $(ARGS)
 
 zoo: $(ZOO_READY)
 	$(RUN_ZOO) -m tests.zoo --page docs/zoo.md --record $(ARGS)

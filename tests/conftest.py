@@ -1,4 +1,4 @@
-"""What all tests share: the pool of worker processes, and the `gpu` marker."""
+"""What all tests share: the pool of worker processes, and the markers `gpu` and `thorough`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.pool import WorkerPool
 
 torch.set_num_threads(1)
 
-NOT_RUN = pytest.StashKey[int]()
+NOT_RUN = pytest.StashKey[dict[str, int]]()  # the number of tests, by reason
 
 
 @pytest.fixture(scope="session")
@@ -33,31 +33,39 @@ def pool() -> Iterator[WorkerPool]:
     workers.shutdown()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="run the tests marked `thorough`, too")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a GPU, take out the tests marked `gpu`, and count them for the summary."""
-    if torch.cuda.is_available():
-        return
-    gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
-    config.stash[NOT_RUN] = len(gpu)
-    if gpu:
-        config.hook.pytest_deselected(items=gpu)
-        items[:] = [item for item in items if item not in gpu]
+    """Take out what this run leaves out, and count it for the summary: tests marked `gpu` where there is none, and
+    those marked `thorough` if they aren't asked for."""
+    left_out = {
+        "gpu tests not run: no GPU on this machine": not torch.cuda.is_available() and "gpu",
+        "thorough tests not run: `make thorough` runs them": not config.getoption("thorough") and "thorough",
+    }
+    counts = config.stash.setdefault(NOT_RUN, {})
+    for reason, marker in left_out.items():
+        marked = [item for item in items if marker and item.get_closest_marker(marker) is not None]
+        counts[reason] = len(marked)
+        if marked:
+            config.hook.pytest_deselected(items=marked)
+            items[:] = [item for item in items if item not in marked]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Tell the process that started this one, if pytest-xdist runs several sessions: all collect the same tests."""
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["not_run"] = session.config.stash.get(NOT_RUN, 0)
+        session.config.workeroutput["not_run"] = session.config.stash.get(NOT_RUN, {})
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    said = getattr(node, "workeroutput", {}).get("not_run", 0)  # nothing, if it crashed
-    node.config.stash[NOT_RUN] = max(node.config.stash.get(NOT_RUN, 0), said)
+    node.config.stash.setdefault(NOT_RUN, {}).update(getattr(node, "workeroutput", {}).get("not_run", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Say what this run did not show."""
-    count = config.stash.get(NOT_RUN, 0)
-    if count:
-        terminalreporter.write_line(f"{count} gpu tests not run: no GPU on this machine")
+    for reason, count in config.stash.get(NOT_RUN, {}).items():
+        if count:
+            terminalreporter.write_line(f"{count} {reason}")

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
 from tests.pool import WorkerPool
 from tests.strategies.failures import assert_refused
 from tests.strategies.harness import ALL, Report, complete, here, joined, largest_difference, make_trainer
+from tests.thorough import thorough
 
 MAKE: dict[str, Any] = {
     "EMAWeightAveraging": lambda: EMAWeightAveraging(decay=0.9),
@@ -65,8 +66,8 @@ def test_a_learning_rate_is_not_looked_for_with_late_losses(pool: WorkerPool) ->
 
 
 @pytest.mark.parametrize(("callback", "strategy"), [
-    ("LearningRateFinder", "sync"), ("LearningRateFinder", "tensor"),
-    ("LearningRateFinder", "data"), ("EMAWeightAveraging", "data"), ("StochasticWeightAveraging", "data"),
+    ("LearningRateFinder", "sync"), ("EMAWeightAveraging", "data"), ("StochasticWeightAveraging", "data"),
+    *thorough(("LearningRateFinder", "tensor"), ("LearningRateFinder", "data")),
 ])  # fmt: skip
 def test_what_works_has_the_numbers_of_one_process(pool: WorkerPool, callback: str, strategy: str) -> None:
     [(whole, rate)] = pool.run(fit, 1, callback, "single", init=False)

@@ -25,6 +25,7 @@ from tests.strategies.harness import (
     make_trainer,
     spoil,
 )
+from tests.thorough import thorough
 
 EPOCHS = 4
 
@@ -78,9 +79,11 @@ def trained(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Train
 
 @pytest.mark.parametrize(("model", "strategy", "options"), [
     ("GPT2", "sync", {"microbatches": 4}),
-    ("Blocks", "sync", {"schedule": "1f1b", "microbatches": 2}),
-    ("Llama", "async", {"microbatches": 1}),
     ("Blocks", "async", {"microbatches": 2}),
+    *thorough(
+        ("Blocks", "sync", {"schedule": "1f1b", "microbatches": 2}),
+        ("Llama", "async", {"microbatches": 1}),
+    ),
 ])  # fmt: skip
 def test_a_resumed_run_is_the_run_to_the_bit(
     pool: WorkerPool, trained: Trained, tmp_path: Path, model: str, strategy: str, options: dict[str, Any]
@@ -94,7 +97,7 @@ def test_a_resumed_run_is_the_run_to_the_bit(
     assert len({best for _, best, _ in whole}) == 1
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("stages", [2, *thorough(1, 4)])
 def test_a_checkpoint_continues_under_another_number_of_stages(
     pool: WorkerPool, trained: Trained, tmp_path: Path, stages: int
 ) -> None:
@@ -106,7 +109,7 @@ def test_a_checkpoint_continues_under_another_number_of_stages(
     assert largest_difference(*weights) < 1e-12
 
 
-@pytest.mark.parametrize(("strategy", "stages"), [("sync", 2), ("sync", 3)])
+@pytest.mark.parametrize(("strategy", "stages"), [("sync", 3), *thorough(("sync", 2))])
 def test_a_plain_checkpoint_of_one_process_continues_in_a_pipeline(
     pool: WorkerPool, trained: Trained, tmp_path: Path, strategy: str, stages: int
 ) -> None:
@@ -116,7 +119,7 @@ def test_a_plain_checkpoint_of_one_process_continues_in_a_pipeline(
     assert resumed[0][2] == pytest.approx(loss, rel=0, abs=1e-12)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [True, *thorough(False)])
 def test_a_resumed_run_of_shards_is_the_run_to_the_bit(
     pool: WorkerPool, trained: Trained, tmp_path: Path, sequence_parallel: bool
 ) -> None:
@@ -130,9 +133,8 @@ def test_a_resumed_run_of_shards_is_the_run_to_the_bit(
 
 @pytest.mark.parametrize(("strategy", "ranks", "options"), [
     ("tensor", 3, {}),
-    ("sync", 1, {}),
     ("sync", 3, {"schedule": "1f1b"}),
-    ("sync", 4, {"tensor_parallel": 2, "microbatches": 2}),
+    *thorough(("sync", 1, {}), ("sync", 4, {"tensor_parallel": 2, "microbatches": 2})),
 ])  # fmt: skip
 def test_shards_continue_under_another_layout(
     pool: WorkerPool, trained: Trained, tmp_path: Path, strategy: str, ranks: int, options: dict[str, Any]
@@ -146,7 +148,7 @@ def test_shards_continue_under_another_layout(
     assert largest_difference(*weights) < 1e-12
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, *thorough(1)])
 def test_stages_in_shards_over_replicas_are_resumed_and_open_without(
     pool: WorkerPool, trained: Trained, tmp_path: Path, ranks: int
 ) -> None:

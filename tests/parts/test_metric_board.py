@@ -26,6 +26,7 @@ from torch import nn
 
 from tests.pool import WorkerPool
 from tests.strategies.observed import Net, Observed, Reader, loader, make_trainer
+from tests.thorough import thorough
 
 EXACT = 1e-6  # float32
 STAGES = {"sync": 2, "async": 3}
@@ -111,8 +112,8 @@ TRIAL = {"fast_dev_run": True}
 
 
 @pytest.mark.parametrize(("strategy", "options"), [
-    ("sync", PLAIN), ("sync", MID_EPOCH), ("sync", LIMITS), ("sync", ACCUMULATION), ("sync", ENDS_MID_EPOCH),
-    ("async", PLAIN), ("async", MID_EPOCH), ("async", ENDS_MID_EPOCH), ("async", TRIAL),
+    ("sync", LIMITS), ("sync", ACCUMULATION), ("sync", ENDS_MID_EPOCH), ("async", MID_EPOCH), ("async", TRIAL),
+    *thorough(("sync", PLAIN), ("sync", MID_EPOCH), ("async", PLAIN), ("async", ENDS_MID_EPOCH)),
 ])  # fmt: skip
 def test_every_rank_reads_what_a_single_process_reads(
     pool: WorkerPool, single: Any, strategy: str, options: dict[str, Any]
@@ -265,8 +266,11 @@ MONITORS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("strategy", "monitor"), [
-    ("sync", "val_trend"), ("sync", "train_loss_step"), ("sync", "batch_end"), ("sync", "train_mean_by_hand"),
-    ("async", "val_trend"), ("async", "val_acc"), ("async", "train_loss_step"), ("async", "train_mean_by_hand"),
+    ("sync", "val_trend"), ("sync", "batch_end"), ("async", "train_loss_step"), ("async", "val_acc"),
+    *thorough(
+        ("sync", "train_loss_step"), ("sync", "train_mean_by_hand"), ("async", "val_trend"),
+        ("async", "train_mean_by_hand"),
+    ),
 ])  # fmt: skip
 def test_checkpoints_are_kept_by_the_metrics_of_a_single_process(
     pool: WorkerPool, single: Any, tmp_path: Path, strategy: str, monitor: str
@@ -346,7 +350,7 @@ def on_plateau(strategy: str, moves: bool, monitor: str, interval: str) -> list[
 
 @BOTH
 @pytest.mark.parametrize(("monitor", "interval"), [
-    ("val_level", "epoch"), ("train_level_epoch", "epoch"), ("train_level_step", "step"),
+    ("val_level", "epoch"), ("train_level_step", "step"), *thorough(("train_level_epoch", "epoch")),
 ])  # fmt: skip
 def test_a_plateau_lowers_the_rate_on_every_rank_at_the_same_step(
     pool: WorkerPool, single: Any, strategy: str, monitor: str, interval: str

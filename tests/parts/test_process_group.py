@@ -14,6 +14,7 @@ from lightning_parallel.layout import Layout
 from lightning_parallel.parts import process_group
 from tests.pool import WorkerPool
 from tests.strategies.harness import Report, joined, train
+from tests.thorough import thorough
 from tests.worker import rejoin
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -37,7 +38,7 @@ def train_in_two_groups(other_groups: int) -> tuple[Report, Report]:
     return first, train("Blocks", "sync", options)
 
 
-@pytest.mark.parametrize("other_groups", [1, 3])
+@pytest.mark.parametrize("other_groups", [3, *thorough(1)])
 def test_fully_sharded_layers_use_the_groups_of_their_own_run(pool: WorkerPool, other_groups: int) -> None:
     ranks = pool.run(train_in_two_groups, 4, other_groups, init=False)
     first, second = (joined(list(reports), "weights") for reports in zip(*ranks, strict=True))

@@ -20,6 +20,7 @@ from tests.pool import WorkerPool
 from tests.strategies.failures import assert_refused
 from tests.strategies.harness import Report, joined, largest_difference, make_trainer, train
 from tests.strategies.models import BATCH, LeNet, Llama
+from tests.thorough import thorough
 
 EXACT = 1e-12  # float64
 
@@ -40,19 +41,10 @@ ALL_AT_ONCE = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
 CASES = [
     # model, ranks, strategy, options, of the Trainer
     ("Blocks", 2, "tensor", {"tensor_parallel": 1, "data_parallel": 2}, ALL_AT_ONCE),
-    ("ShardableLlama", 4, "tensor", {"tensor_parallel": 2, "data_parallel": 2}, {}),
     ("ShardableLlama", 4, "tensor", {"tensor_parallel": 2, "data_parallel": 2, "sequence_parallel": True}, ALL_AT_ONCE),
-    ("GPT2", 4, "sync", {"stages": 2, "data_parallel": 2, "microbatches": 2}, {}),
     ("Blocks", 4, "sync", {"stages": 2, "microbatches": 2, "schedule": "1f1b"}, ALL_AT_ONCE),
     ("LeNet", 4, "sync", {"stages": 1, "microbatches": 2}, {}),
     ("GPT2", 4, "sync", {"stages": 2, "data_parallel_kind": "fully_shard", "microbatches": 2}, ALL_AT_ONCE),
-    (
-        "Blocks",
-        4,
-        "sync",
-        {"stages": 2, "data_parallel_kind": "fully_shard", "microbatches": 2, "schedule": "1f1b"},
-        {},
-    ),
     (
         "Llama",
         4,
@@ -60,8 +52,13 @@ CASES = [
         {"stages": 2, "data_parallel_kind": "fully_shard", "activation_checkpointing": True},
         ALL_AT_ONCE,
     ),
-    ("ShardableGPT2", 8, "sync", {"stages": 2, "tensor_parallel": 2, "microbatches": 2}, {}),
     ("ShardableGPT2", 8, "sync", {"stages": 2, "tensor_parallel": 2, "microbatches": 2}, ALL_AT_ONCE),
+    *thorough(
+        ("ShardableLlama", 4, "tensor", {"tensor_parallel": 2, "data_parallel": 2}, {}),
+        ("GPT2", 4, "sync", {"stages": 2, "data_parallel": 2, "microbatches": 2}, {}),
+        ("Blocks", 4, "sync", {"stages": 2, "data_parallel_kind": "fully_shard", "microbatches": 2}, {}),
+        ("ShardableGPT2", 8, "sync", {"stages": 2, "tensor_parallel": 2, "microbatches": 2}, {}),
+    ),
 ]
 
 
@@ -122,7 +119,7 @@ def test_what_replicas_can_not_be_is_refused_by_name(make: Any, words: list[str]
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-@pytest.mark.parametrize("weights", ["stash", "latest"])
+@pytest.mark.parametrize("weights", ["stash", *thorough("latest")])
 def test_asynchronous_replicas_have_the_numbers_of_one_pipeline(pool: WorkerPool, weights: str) -> None:
     """Microbatch k of the one is those of the two replicas together, so it is computed with the same weights."""
     options = {"stages": 2, "microbatches": 2, "weights": weights}

@@ -25,6 +25,7 @@ from tests.strategies.harness import (
     spoil,
 )
 from tests.strategies.models import BATCH
+from tests.thorough import thorough
 
 EXACT = 1e-12  # float64
 
@@ -52,7 +53,7 @@ def fit(
     return report
 
 
-@pytest.mark.parametrize("model", ["DroppingGPT2", "Blocks"])
+@pytest.mark.parametrize("model", ["DroppingGPT2", *thorough("Blocks")])
 def test_a_resumed_run_is_the_run_to_the_bit(pool: WorkerPool, tmp_path: Path, model: str) -> None:
     whole = pool.run(fit, 2, model, "fsdp", {}, tmp_path / "a", init=False)
     resumed = pool.run(fit, 2, model, "fsdp", {}, tmp_path / "b", tmp_path / "a" / "epoch=0.ckpt", init=False)
@@ -71,7 +72,8 @@ def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[d
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "options"), [
-    ("fsdp", 1, {}), ("fsdp", 4, {}), ("sync", 2, {"microbatches": 1}), ("sync", 3, {"schedule": "1f1b"}),
+    ("fsdp", 4, {}), ("sync", 3, {"schedule": "1f1b"}),
+    *thorough(("fsdp", 1, {}), ("sync", 2, {"microbatches": 1})),
 ])  # fmt: skip
 def test_shards_continue_under_another_layout(
     pool: WorkerPool, tmp_path: Path, saved: tuple[dict[str, Tensor], Path], strategy: str, ranks: int,

@@ -11,6 +11,7 @@ from tests.pool import WorkerPool
 from tests.strategies.counted import COUNTED, EQUAL, labels_that_count
 from tests.strategies.harness import Report, joined, largest_difference, train
 from tests.strategies.reference import delayed
+from tests.thorough import thorough
 
 EXACT = 1e-10  # float64
 
@@ -25,7 +26,7 @@ def assert_equal(reports: list[Report], reference: Report) -> None:
 
 
 # Of 8 samples, the last batch of 6: in 4 microbatches of 2, the last batch 2, 2, 1, 1; in 3 of 3, 3, 2.
-@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 4), ("gpipe", 3)])
+@pytest.mark.parametrize(("schedule", "microbatches"), [("gpipe", 3), *thorough(("1f1b", 4))])
 @pytest.mark.parametrize("model", EQUAL)
 def test_means_over_what_counts_are_those_of_one_process(
     pool: WorkerPool, single: Any, model: str, schedule: str, microbatches: int
@@ -34,7 +35,7 @@ def test_means_over_what_counts_are_those_of_one_process(
     assert_equal(pool.run(train, 2, model, "sync", options, init=False), single(model))
 
 
-@pytest.mark.parametrize("model", ["Bert", "Masked"])
+@pytest.mark.parametrize("model", ["Masked", *thorough("Bert")])
 def test_accumulated_batches_are_averaged_as_lightning_does(pool: WorkerPool, single: Any, model: str) -> None:
     reports = pool.run(train, 2, model, "sync", {"microbatches": 4}, init=False, accumulate_grad_batches=2)
     assert_equal(reports, single(model, accumulate_grad_batches=2))
@@ -111,7 +112,7 @@ def test_what_can_t_be_a_mean_is_warned_of_once_by_name(pool: WorkerPool, model:
     assert "microbatches=1" in found[0]
 
 
-@pytest.mark.parametrize("model", ["Blocks", "Autoencoder", "DemoTransformer", *EQUAL])
+@pytest.mark.parametrize("model", ["Blocks", "Autoencoder", *thorough("DemoTransformer", *EQUAL)])
 def test_there_is_no_warning_of_what_is_right(pool: WorkerPool, model: str) -> None:
     assert pool.run(warned, 2, model, init=False)[0] == []
 

@@ -13,6 +13,7 @@ from lightning_parallel.pipeline.schedule import Action, Backward, Forward, Sche
 from tests.pool import WorkerPool
 from tests.strategies.harness import ACCUMULATION_AND_CLIPPING, Report, joined, largest_difference, train
 from tests.strategies.models import MODELS
+from tests.thorough import thorough
 
 EXACT = 1e-12  # float64
 
@@ -30,7 +31,7 @@ def assert_equal(reports: list[Report], reference: Report, tolerance: float = EX
     assert largest_difference(joined(reports, "weights"), reference.weights) < tolerance
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("stages", [3, *thorough(2, 4)])
 @pytest.mark.parametrize("model", list(MODELS))
 def test_unmodified_models_train_as_in_one_process(pool: WorkerPool, single: Any, model: str, stages: int) -> None:
     schedule = {2: "gpipe", 3: "1f1b", 4: "gpipe"}[stages]
@@ -38,7 +39,7 @@ def test_unmodified_models_train_as_in_one_process(pool: WorkerPool, single: Any
     assert_equal(reports, single(model))
 
 
-@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", *thorough("naive", "1f1b")])
 @ACCUMULATION_AND_CLIPPING
 def test_accumulation_and_clipping_as_in_one_process(
     pool: WorkerPool, single: Any, schedule: str, trainer_options: dict[str, Any]
@@ -47,7 +48,7 @@ def test_accumulation_and_clipping_as_in_one_process(
     assert_equal(reports, single("Blocks", **trainer_options))
 
 
-@pytest.mark.parametrize("model", ["Llama", "ShardableGPT2", "Blocks", "LeNet"])
+@pytest.mark.parametrize("model", ["Llama", *thorough("ShardableGPT2", "Blocks", "LeNet")])
 def test_activation_checkpointing_changes_no_number(pool: WorkerPool, single: Any, model: str) -> None:
     options = {"microbatches": 4, "activation_checkpointing": True}
     reports = pool.run(train, 3, model, "sync", options, init=False)

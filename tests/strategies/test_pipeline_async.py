@@ -16,6 +16,7 @@ from tests.pool import WorkerPool
 from tests.strategies.harness import Report, here, joined, largest_difference, make_trainer, train
 from tests.strategies.models import MODELS, Rows
 from tests.strategies.reference import delayed
+from tests.thorough import thorough
 
 EXACT = 1e-12  # float64
 
@@ -42,21 +43,23 @@ def train_and_log_versions(model: str, options: dict[str, Any], **trainer_option
 
 
 # Model, stages, microbatches a batch, options of the strategy (and of the reference), of the Trainer.
-CASES: list[tuple[str, int, int, dict[str, Any], dict[str, Any]]] = [
+CASES: list[Any] = [
     ("LeNet", 3, 2, {"correction": None}, {}),
     ("LeNet", 3, 2, {}, {}),
     ("GPT2Untied", 4, 1, {"correction": "error_feedback"}, {}),
-    ("GPT2Untied", 4, 4, {}, {}),
     ("Llama", 3, 2, {"extra_in_flight": 1, "correction": 0.5}, {}),
-    ("Llama", 3, 2, {"weights": "2bw"}, {}),
     ("LeNet", 4, 3, {"weights": "2bw", "correction": None}, {}),
-    ("LeNet", 3, 1, {"weights": "latest", "correction": None}, {}),
     ("LeNet", 3, 2, {"weights": "latest"}, {}),
-    ("Llama", 4, 4, {"weights": "latest", "correction": "error_feedback"}, {}),
     ("LeNet", 3, 1, {"lr_discount": 4, "correction": None}, {}),
-    ("DemoTransformer", 4, 2, {}, {}),
     ("LeNet", 3, 1, {}, {"accumulate_grad_batches": 2}),
-    ("LeNet", 3, 1, {"weights": "2bw"}, {"accumulate_grad_batches": 2}),
+    *thorough(
+        ("GPT2Untied", 4, 4, {}, {}),
+        ("Llama", 3, 2, {"weights": "2bw"}, {}),
+        ("LeNet", 3, 1, {"weights": "latest", "correction": None}, {}),
+        ("Llama", 4, 4, {"weights": "latest", "correction": "error_feedback"}, {}),
+        ("DemoTransformer", 4, 2, {}, {}),
+        ("LeNet", 3, 1, {"weights": "2bw"}, {"accumulate_grad_batches": 2}),
+    ),
 ]
 
 
@@ -88,7 +91,7 @@ def test_training_equals_delayed_gradients_to_the_bit(
 
 @pytest.mark.parametrize(
     ("model", "stages", "microbatches", "options", "accumulate"),
-    [("Llama", 3, 3, {}, 1), ("LeNet", 4, 1, {"extra_in_flight": 1}, 2)],
+    [("LeNet", 4, 1, {"extra_in_flight": 1}, 2), *thorough(("Llama", 3, 3, {}, 1))],
 )
 def test_clipped_training_equals_delayed_gradients(
     pool: WorkerPool, model: str, stages: int, microbatches: int, options: dict[str, Any], accumulate: int
@@ -102,7 +105,7 @@ def test_clipped_training_equals_delayed_gradients(
     assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
 
 
-@pytest.mark.parametrize("model", ["Llama", "DemoTransformer"])
+@pytest.mark.parametrize("model", ["Llama", *thorough("DemoTransformer")])
 def test_recomputation_uses_the_weights_of_its_forward(pool: WorkerPool, model: str) -> None:
     options = {"microbatches": 2, "activation_checkpointing": True}
     reports = pool.run(train, 3, model, "async", options, init=False)

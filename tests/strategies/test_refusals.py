@@ -24,6 +24,7 @@ from tests.pool import Failure, WorkerPool
 from tests.strategies.failures import LIMIT, assert_lost, assert_refused
 from tests.strategies.models import MODELS
 from tests.strategies.observed import CLASSES, WIDTH, Net, Observed, loader, make_trainer
+from tests.thorough import thorough
 
 BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
 
@@ -333,8 +334,10 @@ def fit_failing(strategy: str, stage: int, place: str, how: str, checkpoint: str
 
 
 @pytest.mark.parametrize(("strategy", "stage", "place"), [
-    ("sync", 0, "start"), ("sync", 1, "training"), ("sync", 1, "validation"), ("sync", 2, "training"),
-    ("async", 1, "start"), ("async", 0, "training"), ("async", 1, "training"), ("async", 2, "validation"),
+    ("sync", 0, "start"), ("sync", 1, "training"), ("async", 0, "training"), ("async", 2, "validation"),
+    *thorough(
+        ("sync", 1, "validation"), ("sync", 2, "training"), ("async", 1, "start"), ("async", 1, "training"),
+    ),
 ])  # fmt: skip
 def test_an_error_on_one_stage_ends_the_others_within_seconds(
     pool: WorkerPool, tmp_path: Any, strategy: str, stage: int, place: str
@@ -352,7 +355,8 @@ def test_an_error_on_one_stage_ends_the_others_within_seconds(
 
 
 @pytest.mark.parametrize(("strategy", "stage", "place"), [
-    ("sync", 1, "training"), ("sync", 2, "training"), ("async", 0, "training"), ("async", 1, "validation"),
+    ("sync", 1, "training"), ("async", 1, "validation"),
+    *thorough(("sync", 2, "training"), ("async", 0, "training")),
 ])  # fmt: skip
 def test_a_rank_that_dies_ends_the_others_within_seconds(
     pool: WorkerPool, tmp_path: Any, strategy: str, stage: int, place: str

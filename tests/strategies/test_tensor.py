@@ -12,16 +12,18 @@ from tests.pool import WorkerPool
 from tests.strategies.harness import joined, largest_difference, train
 from tests.strategies.models import SAMPLES
 from tests.strategies.test_pipeline import assert_equal
+from tests.thorough import thorough
 
 EXACT = 1e-12  # float64
 
 
 @pytest.mark.parametrize(("model", "ranks", "sequence_parallel"), [
-    ("ShardableGPT2", 2, False), ("ShardableGPT2", 3, True), ("ShardableGPT2", 4, False),
-    ("ShardableLlama", 2, True),
-    ("ShardableQwen2", 2, False), ("ShardableQwen2", 4, True),
-    ("LoraLlama", 2, True), ("FewHeadsLlama", 2, True), ("Experts", 2, False),
-    ("PlanlessOPT", 2, False),
+    ("ShardableGPT2", 3, True), ("ShardableQwen2", 2, False), ("LoraLlama", 2, True), ("FewHeadsLlama", 2, True),
+    ("Experts", 2, False), ("PlanlessOPT", 2, False),
+    *thorough(
+        ("ShardableGPT2", 2, False), ("ShardableGPT2", 4, False), ("ShardableLlama", 2, True),
+        ("ShardableQwen2", 4, True),
+    ),
 ])  # fmt: skip
 def test_transformers_train_as_in_one_process(
     pool: WorkerPool, single: Any, model: str, ranks: int, sequence_parallel: bool
@@ -31,7 +33,7 @@ def test_transformers_train_as_in_one_process(
     assert_equal(reports, single(model, max_epochs=4))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [3, *thorough(2, 4)])
 def test_a_plan_of_the_module_s_own_trains_as_in_one_process(pool: WorkerPool, single: Any, ranks: int) -> None:
     assert_equal(pool.run(train, ranks, "Mixed", "tensor", init=False), single("Mixed"))
 
@@ -50,9 +52,11 @@ def test_accumulation_and_clipping_as_in_one_process(
 
 
 @pytest.mark.parametrize(("model", "schedule", "sequence_parallel"), [
-    ("ShardableGPT2", "gpipe", False), ("ShardableGPT2", "1f1b", True),
-    ("ShardableLlama", "gpipe", True), ("ShardableLlama", "1f1b", False), ("FewHeadsLlama", "1f1b", False),
-    ("PlanlessOPT", "1f1b", False),
+    ("ShardableGPT2", "1f1b", True), ("ShardableLlama", "gpipe", True),
+    *thorough(
+        ("ShardableGPT2", "gpipe", False), ("ShardableLlama", "1f1b", False), ("FewHeadsLlama", "1f1b", False),
+        ("PlanlessOPT", "1f1b", False),
+    ),
 ])  # fmt: skip
 def test_tensor_and_pipeline_together_train_as_in_one_process(
     pool: WorkerPool, single: Any, model: str, schedule: str, sequence_parallel: bool
@@ -65,7 +69,7 @@ def test_tensor_and_pipeline_together_train_as_in_one_process(
     assert_equal(reports, single(model, gradient_clip_val=0.05))
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [True, *thorough(False)])
 def test_an_asynchronous_pipeline_of_shards_has_the_numbers_of_one_without(
     pool: WorkerPool, sequence_parallel: bool
 ) -> None:

@@ -18,6 +18,7 @@ from lightning_parallel.tensor.rules import resolve
 from lightning_parallel.tensor.sharding import shard_module
 from tests.pool import WorkerPool
 from tests.tensor.test_sharding import LLAMA, InDouble, ranks, seeded, trains_as_the_whole
+from tests.thorough import thorough
 
 
 def llama(heads: int = 1, queries: int = 4) -> nn.Module:
@@ -45,7 +46,7 @@ def few_heads_train_as_the_whole(heads: int) -> None:
         trains_as_the_whole(qwen3, group, False, heads=heads)
 
 
-@pytest.mark.parametrize(("size", "heads"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("size", "heads"), [(2, 1), (4, 2), *thorough((4, 1))])
 def test_fewer_key_value_heads_than_ranks_train_as_the_whole(pool: WorkerPool, size: int, heads: int) -> None:
     pool.run(few_heads_train_as_the_whole, size, heads)
 

@@ -1,0 +1,12 @@
+"""Rows of a test's table that repeat what other rows show, on more ranks or with another model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def thorough(*rows: Any) -> list[Any]:
+    """These rows, marked for ``make thorough``: ``make test`` leaves them out, so that it stays under ten minutes."""
+    return [pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.thorough) for row in rows]
