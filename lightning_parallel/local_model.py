@@ -12,6 +12,12 @@ from torch.distributed.tensor import DTensor
 from lightning_parallel.shard import Shard
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank has in memory of a tensor that may be fully sharded: the same memory, without autograd."""
+    here = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return here.detach()
+
+
 @dataclass(frozen=True)
 class LocalModel:
     """What one rank holds of the model. Checkpoints, clipping and synchronisation read it.

@@ -258,13 +258,19 @@ def _empty_states(
         index, parameter, name = parts
         like = model.get(parameter)
         if isinstance(like, Slices) and entry.size == like.shape:
-            empty: Tensor = Slices(torch.empty(like.local.shape, dtype=entry.properties.dtype), like.shard)
+            empty: Tensor = Slices(_empty_like(like.local, entry.properties.dtype), like.shard)
         elif isinstance(like, DTensor) and entry.size == like.shape:
-            empty = torch.empty_like(like, dtype=entry.properties.dtype)
+            empty = _empty_like(like, entry.properties.dtype)
         else:
             empty = _empty(found, key)
         result[index].setdefault(parameter, {})[name] = empty
     return result
+
+
+def _empty_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, dtype=dtype)
+    return torch.empty(tensor.shape, dtype=dtype)
 
 
 def _with_numbered_optimizers(state: dict[str, Any]) -> dict[str, Any]:

@@ -167,8 +167,8 @@ class RankCheckpoint:
             if not isinstance(value, Tensor) or not value.dim():
                 continue
             if shard is not None:
-                taken[key] = shard.take(value)
-            elif isinstance(parameter, DTensor) and value.shape == parameter.shape:
+                taken[key] = value = shard.take(value)
+            if isinstance(parameter, DTensor) and value.shape == parameter.shape:
                 taken[key] = _distributed(value, parameter)
         return taken
 
@@ -203,7 +203,7 @@ def _check_count(path: PathLike, saved: int, made: int) -> None:
 
 def _fill(tensor: Tensor, whole: Tensor) -> None:
     if isinstance(tensor, Slices):
-        tensor.local.copy_(tensor.shard.take(whole))
+        _fill(tensor.local, tensor.shard.take(whole))
     elif isinstance(tensor, DTensor):
         tensor.copy_(_distributed(whole, tensor))
     else:

@@ -4,6 +4,11 @@
                                                           (6, 0)        (2, 3)      of k
                                                           (10, 0)       (2, 3)      of v
 
+A shard that is fully sharded too has its rows divided once more, over the replicas; replica 1 of 2 holds::
+
+                                                  offsets (7, 0)  sizes (1, 3)      of k
+                                                          (10, 0)       (2, 3)      of v
+
 The checkpoint asks a tensor for its boxes through three methods, ``torch.distributed._checkpointable._Checkpointable``,
 which DTensor implements too. A DTensor won't do here: it has one box, and the shard of a fused projection has several
 (:mod:`~lightning_parallel.shard`). The protocol is undocumented; ``tests/checkpoint/test_slices.py`` pins it.
@@ -11,15 +16,17 @@ which DTensor implements too. A DTensor won't do here: it has one box, and the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
-from lightning_parallel.shard import Shard
+from lightning_parallel.local_model import local_part
+from lightning_parallel.shard import Shard, piece
 from lightning_parallel.torch_private import wrapper_tensor
 
 
@@ -27,7 +34,7 @@ class Slices(Tensor):
     """Has the whole tensor's shape, and holds this rank's shard of it. It can be saved and loaded, not computed with.
 
     Attributes:
-        local: the shard. Reading a checkpoint fills it in place.
+        local: the shard, perhaps a DTensor. Reading a checkpoint fills it in place.
         shard: how it was cut.
     """
 
@@ -66,18 +73,33 @@ class Slices(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        boxes = []
-        for start, stop in self.shard.ranges():
-            offsets, sizes = [0] * self.dim(), list(self.shape)
-            offsets[self.shard.dim], sizes[self.shard.dim] = start, stop - start
-            boxes.append(ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)))
-        return boxes
+        return [ChunkStorageMetadata(offsets=torch.Size(at), sizes=values.size()) for at, values in self._boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        position = 0
-        for box in self.__create_chunk_list__():
-            length = box.sizes[self.shard.dim]
-            if box.offsets == index.offset:
-                return self.local.narrow(self.shard.dim, position, length)
-            position += length
+        for at, values in self._boxes():
+            if index.offset == torch.Size(at):
+                return values
         raise ValueError(f"{index} is none of the boxes of {self!r}.")
+
+    def _boxes(self) -> Iterator[tuple[list[int], Tensor]]:
+        """Where each box begins in the whole, and its values, a view."""
+        here, dim = local_part(self.local), self.shard.dim
+        first = _first_row(self.local)  # of the shard's rows, the first that is here
+        position = 0  # along `dim` of the shard
+        for start, stop in self.shard.ranges():
+            at, length = [0] * here.dim(), stop - start
+            at[0], at[dim] = first, start
+            begin, end = position, position + length
+            if dim == 0:
+                begin, end = max(begin, first) - first, min(end, first + len(here)) - first
+                at[0] = start + begin + first - position
+            if begin < end and here.numel():
+                yield at, here.narrow(dim, begin, end - begin)
+            position += length
+
+
+def _first_row(shard: Tensor) -> int:
+    """``fully_shard`` divides dimension 0."""
+    if not isinstance(shard, DTensor):
+        return 0
+    return piece(shard.shape[0], shard.device_mesh.get_local_rank(), shard.device_mesh.size())[0]

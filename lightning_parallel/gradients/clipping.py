@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.collectives import guarded
+from lightning_parallel.local_model import local_part
 from lightning_parallel.torch_private import scale_all
 
 
@@ -41,7 +42,7 @@ def clip_by_norm(
     counted = [parameter.grad for parameter in held if parameter.grad is not None and counts(parameter)]
     square = torch.zeros((), dtype=torch.float64, device=device)
     if replicas is not None:
-        square += _square_of_norm([g.to_local() for g in counted if isinstance(g, DTensor)], device)
+        square += _square_of_norm([local_part(g) for g in counted if isinstance(g, DTensor)], device)
         guarded(dist.all_reduce, square, group=replicas)
     square += _square_of_norm([g for g in counted if not isinstance(g, DTensor)], device)
     if parts is not None:
@@ -61,8 +62,7 @@ def clip_by_value(parameters: Sequence[Tensor], clip_val: float) -> None:
 
 
 def _local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    gradients = [parameter.grad.detach() for parameter in parameters if parameter.grad is not None]
-    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
 def _square_of_norm(gradients: list[Tensor], device: torch.device) -> Tensor:

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_parallel.collectives import guarded
 from lightning_parallel.gradients.swapping import Gradients
+from lightning_parallel.local_model import local_part
 
 
 def summed_over(
@@ -26,7 +28,8 @@ def summed_over(
     Args:
         group: the ranks.
         names: the parameters to sum, equal on all ranks.
-        parameters: at least the named ones; they give the shapes, the dtypes and the device.
+        parameters: at least the named ones; they give the shapes, the dtypes and the device. All ranks of the group
+            hold the same part of one that is fully sharded.
         gradients: this rank's gradients; a missing one counts as zero.
 
     Returns:
@@ -37,7 +40,7 @@ def summed_over(
     own = [gradients.get(name) for name in names]
     dtype = max((parameters[name].dtype for name in names), key=lambda each: each.itemsize)
     parts = [
-        torch.zeros_like(parameters[name]) if gradient is None else gradient
+        torch.zeros_like(local_part(parameters[name])) if gradient is None else local_part(gradient)
         for name, gradient in zip(names, own, strict=True)
     ]
     flags = torch.tensor([gradient is not None for gradient in own], dtype=dtype, device=parts[0].device)
@@ -45,6 +48,15 @@ def summed_over(
     guarded(dist.all_reduce, message, group=group)
     counts, *sums = message.split([len(names), *(part.numel() for part in parts)])
     return {
-        name: total.to(part.dtype).view_as(part) if count else None
+        name: _like(parameters[name], total.to(part.dtype).view_as(part)) if count else None
         for name, part, total, count in zip(names, parts, sums, counts.tolist(), strict=True)
     }
+
+
+def _like(parameter: Tensor, local: Tensor) -> Tensor:
+    """A gradient of ``parameter``, of which this rank has ``local``."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    )

@@ -84,13 +84,12 @@ class StagedOptions(ProcessOptions):
             ``"auto"``: as many as there are ranks for, or one if another axis is ``"auto"`` too.
         data_parallel_kind: ``"replicate"``: each replica holds all of its stage. ``"fully_shard"``: each holds a
             part of every layer's parameters and optimizer state, and gathers the layers for a step (torch's
-            ``fully_shard``).
+            ``fully_shard``). With tensor parallelism, these are parts of the tensor rank's shards.
         timeline: record what each rank runs when. At the end of training a picture (with matplotlib installed) and a
             trace are written to the log directory, and the measured bubble is printed beside the theoretical one.
 
     Raises:
-        ValueError: a value that its setting doesn't take, or ``data_parallel_kind="fully_shard"`` with tensor
-            parallelism.
+        ValueError: a value that its setting doesn't take.
     """
 
     stages: Count | Auto = "auto"
@@ -105,11 +104,3 @@ class StagedOptions(ProcessOptions):
     data_parallel: Count | Auto = "auto"
     data_parallel_kind: DataParallelKind = "replicate"
     timeline: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.data_parallel_kind == "fully_shard" and self.tensor_parallel != 1:
-            raise ValueError(
-                f"data_parallel_kind='fully_shard' with tensor_parallel={self.tensor_parallel!r}: shards can't be "
-                f"fully sharded too. Use data_parallel_kind='replicate', or tensor_parallel=1."
-            )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_parallel.collectives import broadcast_tensors, guarded
 from lightning_parallel.gradients.summing import summed_over
 from lightning_parallel.gradients.swapping import Gradients
-from lightning_parallel.local_model import LocalModel
+from lightning_parallel.local_model import LocalModel, local_part
 from lightning_parallel.parts.first_losses import FirstLosses
 from lightning_parallel.shard import Shard
 from lightning_parallel.tensor.plan import find_plan
@@ -86,7 +86,7 @@ class TensorShards:
         self._local, self._group = local, group
         self._unchecked = group.size() > 1
         self._losses = FirstLosses(self._divided, list(self.shards), group) if self._divided is not None else None
-        whole = [parameter for name, parameter in local.replicated.items() if name not in self.shards]
+        whole = [local_part(parameter) for name, parameter in local.parameters.items() if name not in self.shards]
         broadcast_tensors((*whole, *local.buffers().values()), dist.get_global_rank(group, 0), group)
 
     def run(self, step: Callable[[], T], kind: str | None) -> T:
@@ -169,5 +169,5 @@ def _fingerprint(gradient: Tensor | None) -> Tensor:
     """Two numbers of the same size that differ where gradients do."""
     if gradient is None:
         return torch.zeros(2, dtype=torch.float64)
-    values = gradient.detach().double().flatten()
+    values = local_part(gradient).double().flatten()
     return torch.stack([values.norm(), values.sum() / max(1, values.numel()) ** 0.5])

@@ -166,6 +166,70 @@ def test_stages_in_shards_over_replicas_are_resumed_and_open_without(
     assert largest_difference(read_full(last), weights[0]) == 0
 
 
+FULLY_SHARDED_SHARDS = {"stages": 1, "tensor_parallel": 2, "data_parallel_kind": "fully_shard"}
+
+
+def test_shards_in_shards_over_replicas_are_resumed_to_the_bit(
+    pool: WorkerPool, trained: Trained, tmp_path: Path
+) -> None:
+    whole, folder = trained(4, "ShardableGPT2", "sync", FULLY_SHARDED_SHARDS)
+    saved = folder / "epoch=1.ckpt"
+    resumed = pool.run(fit, 4, "ShardableGPT2", "sync", FULLY_SHARDED_SHARDS, 4, tmp_path, saved, init=False)
+    weights = [joined([report for report, _, _ in run], "weights") for run in (whole, resumed)]
+    assert largest_difference(*weights) == 0
+    full = read_full(folder / "epoch=3.ckpt")  # a tied parameter has one name there
+    assert largest_difference(full, {name: weights[0][name] for name in full}) == 0
+
+
+@pytest.mark.parametrize(("ranks", "strategy", "options"), [(3, "tensor", {}), *thorough((2, "sync", {}))])
+def test_shards_in_shards_over_replicas_open_without(
+    pool: WorkerPool, trained: Trained, tmp_path: Path, ranks: int, strategy: str, options: dict[str, Any]
+) -> None:
+    whole, folder = trained(4, "ShardableGPT2", "sync", FULLY_SHARDED_SHARDS)
+    last = folder / "epoch=3.ckpt"  # nothing is left to be trained: what is read is what was saved
+    read = pool.run(fit, ranks, "ShardableGPT2", strategy, options, ranks, tmp_path, last, init=False)
+    weights = [joined([report for report, _, _ in run], "weights") for run in (whole, read)]
+    assert largest_difference(*weights) == 0
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "tensor")])
+def test_others_open_in_shards_of_shards(
+    pool: WorkerPool, trained: Trained, tmp_path: Path, ranks: int, strategy: str
+) -> None:
+    """The optimizer's state too: what is saved of it again is what it was."""
+    whole, folder = trained(ranks, "ShardableGPT2", strategy, {})
+    last = folder / "epoch=3.ckpt"
+    read = pool.run(saved_again, 4, last, tmp_path / "again.ckpt", init=False)
+    weights = [joined([report for report, _, _ in whole], "weights"), joined(read, "weights")]
+    assert largest_difference(*weights) == 0
+    states = [pool.run(states_in, 1, path, init=False)[0] for path in (last, tmp_path / "again.ckpt")]
+    assert states[0].keys() == states[1].keys()
+    assert largest_difference(*states) == 0
+
+
+def saved_again(path: Path, to: Path) -> Report:
+    """What a run in shards of shards has read, and has written again."""
+    torch.set_default_dtype(torch.float64)
+    module = ALL["ShardableGPT2"]()
+    spoil(module)
+    trainer = make_trainer("sync", [], FULLY_SHARDED_SHARDS, max_epochs=EPOCHS)
+    trainer.fit(module, ALL["ShardableGPT2"].loader(), ckpt_path=path)
+    report = Report(weights={name: complete(p.detach()) for name, p in here(module).items()})
+    report.shards = trainer.strategy.local_model.shards  # type: ignore[attr-defined]
+    trainer.save_checkpoint(to)
+    return report
+
+
+def states_in(path: Path) -> dict[str, Any]:
+    """The optimizer's tensors in a checkpoint, plain or not, by parameter and name."""
+    module = ALL["ShardableGPT2"]()
+    trainer = make_trainer("sync", [], {"stages": 1}, max_epochs=EPOCHS)
+    trainer.fit(module, ALL["ShardableGPT2"].loader(), ckpt_path=path)
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    optimizer = trainer.optimizers[0]
+    return {f"{names[p]} {key}": value for p, state in optimizer.state.items() for key, value in state.items()}
+
+
 def test_a_plain_checkpoint_of_one_process_continues_in_shards(
     pool: WorkerPool, trained: Trained, tmp_path: Path
 ) -> None:

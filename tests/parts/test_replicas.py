@@ -53,7 +53,24 @@ CASES = [
         ALL_AT_ONCE,
     ),
     ("ShardableGPT2", 8, "sync", {"stages": 2, "tensor_parallel": 2, "microbatches": 2}, ALL_AT_ONCE),
+    (
+        "ShardableLlama",
+        4,
+        "sync",
+        {"stages": 1, "tensor_parallel": 2, "data_parallel_kind": "fully_shard", "sequence_parallel": True},
+        ALL_AT_ONCE,
+    ),
+    ("Experts", 4, "sync", {"stages": 1, "tensor_parallel": 2, "data_parallel_kind": "fully_shard"}, {}),
     *thorough(
+        (
+            "ShardableGPT2",
+            8,
+            "sync",
+            {"stages": 2, "tensor_parallel": 2, "data_parallel_kind": "fully_shard", "activation_checkpointing": True},
+            ALL_AT_ONCE,
+        ),
+        ("LoraLlama", 4, "sync", {"stages": 1, "tensor_parallel": 2, "data_parallel_kind": "fully_shard"}, {}),
+        ("FewHeadsLlama", 4, "sync", {"stages": 1, "tensor_parallel": 2, "data_parallel_kind": "fully_shard"}, {}),
         ("ShardableLlama", 4, "tensor", {"tensor_parallel": 2, "data_parallel": 2}, {}),
         ("GPT2", 4, "sync", {"stages": 2, "data_parallel": 2, "microbatches": 2}, {}),
         ("Blocks", 4, "sync", {"stages": 2, "data_parallel_kind": "fully_shard", "microbatches": 2}, {}),
@@ -78,11 +95,11 @@ def test_replicas_train_as_one_process_with_the_whole_batch(
     assert_equal(reports, single(model, samples=samples, **trainer_options), per_replica)
 
 
-def share_of_the_model(kind: str) -> tuple[int, int, int]:
+def share_of_the_model(kind: str, tensor_parallel: int = 1) -> tuple[int, int, int]:
     """Numbers held between steps: of parameters, of gradients (none) and of the optimizer's state."""
     torch.set_default_dtype(torch.float64)
     module = Llama()
-    options = {"stages": 2, "data_parallel_kind": kind, "microbatches": 2}
+    options = {"stages": 2 // tensor_parallel, "data_parallel_kind": kind, "tensor_parallel": tensor_parallel}
     trainer = make_trainer("sync", [], options, max_epochs=1)
     trainer.fit(module, Llama.loader(batch_size=4))
 
@@ -106,13 +123,20 @@ def test_fully_sharded_replicas_hold_their_part_of_the_layers_between_steps(pool
         assert my_state == 2 * mine < state
 
 
+def test_fully_sharded_shards_are_parts_of_the_tensor_rank_s(pool: WorkerPool) -> None:
+    shards = pool.run(share_of_the_model, 4, "replicate", 2, init=False)
+    parts = pool.run(share_of_the_model, 4, "fully_shard", 2, init=False)
+    around = 2 * 33 * 16 + 16  # the embedding, the head and the norm before it, in no unit or whole
+    for (shard, _, _), (mine, _, state) in zip(shards, parts, strict=True):
+        assert mine <= (shard - around) // 2 + around + 64
+        assert state == 2 * mine
+
+
 @pytest.mark.parametrize(("make", "words"), [
     (lambda: lp.AsyncPipelineStrategy(data_parallel_kind="fully_shard"), ["'fully_shard'", "PipelineStrategy"]),
-    (lambda: lp.PipelineStrategy(data_parallel_kind="fully_shard", tensor_parallel=2),
-     ["tensor_parallel=2", "'replicate'"]),
     (lambda: lp.PipelineStrategy(data_parallel_kind="zero"), ["'zero'", "'replicate' or 'fully_shard'"]),  # type: ignore[arg-type]
     (lambda: L.Trainer(accelerator="cpu", devices=2, strategy=lp.PipelineStrategy(data_parallel=0)), ["data", "0"]),
-], ids=["asynchronous", "shards of shards", "unknown", "none"])  # fmt: skip
+], ids=["asynchronous", "unknown", "none"])  # fmt: skip
 def test_what_replicas_can_not_be_is_refused_by_name(make: Any, words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
         make()
