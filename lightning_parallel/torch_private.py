@@ -38,9 +38,11 @@ __all__ = [
     "group_by_name",
     "has_full_backward_hooks",
     "has_hooks",
+    "has_other_hooks",
     "keeps_graph",
     "make_parameter",
     "modules_of",
+    "move_forward_hooks",
     "parameters_of",
     "scale_all",
     "shallow_copy",
@@ -174,6 +176,20 @@ def has_hooks(module: nn.Module) -> bool:
 def forward_hooks(module: nn.Module) -> int:
     """How many hooks look at this module's outputs."""
     return len(module._forward_hooks)
+
+
+_OF_FORWARD_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+
+def has_other_hooks(module: nn.Module) -> bool:
+    """Has anyone registered a hook that sees more than this module's outputs?"""
+    return any(name.endswith("_hooks") and value for name, value in vars(module).items() if name != "_forward_hooks")
+
+
+def move_forward_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Let the hooks on a module's outputs see those of another. The handles that remove them keep working."""
+    for name in _OF_FORWARD_HOOKS:
+        setattr(new, name, getattr(old, name))
 
 
 def has_full_backward_hooks(module: nn.Module) -> bool:

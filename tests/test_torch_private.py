@@ -218,6 +218,19 @@ def test_has_hooks_finds_hooks(register: str) -> None:
     assert not torch_private.has_hooks(module)
 
 
+def test_hooks_on_outputs_move_to_another_module_and_can_be_removed() -> None:
+    """Otherwise a divided embedding would be refused after `gradient_checkpointing_enable()`."""
+    old, new = nn.Identity(), nn.Identity()
+    handle = old.register_forward_hook(lambda module, args, kwargs, output: 2 * output, with_kwargs=True)
+    assert not torch_private.has_other_hooks(old)
+    torch_private.move_forward_hooks(old, new)
+    assert new(3) == 6
+    handle.remove()
+    assert new(3) == 3
+    old.register_forward_pre_hook(lambda *given: None)
+    assert torch_private.has_other_hooks(old)
+
+
 def test_shallow_copy_has_no_parameters_of_its_own() -> None:
     """Otherwise replicas in threads would share dictionaries of parameters."""
     module = nn.LSTM(1, 1)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_parallel.shard import Shard
 from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.layer import ParallelLayer, check_plain, shard_parameter
+from lightning_parallel.torch_private import move_forward_hooks
 
 
 class VocabParallelEmbedding(ParallelLayer):
@@ -56,7 +57,8 @@ class VocabParallelEmbedding(ParallelLayer):
         """This rank's shard of an existing table.
 
         Args:
-            embedding: an ``nn.Embedding``. It stays as it is.
+            embedding: an ``nn.Embedding``. It stays as it is. Hooks on its outputs, such as that of transformers'
+                gradient checkpointing, go on with the new layer.
             group: the tensor group.
             shared: as of :meth:`ColumnParallelLinear.from_linear
                 <lightning_parallel.tensor.linear.ColumnParallelLinear.from_linear>`.
@@ -66,6 +68,7 @@ class VocabParallelEmbedding(ParallelLayer):
         """
         self = cls.__new__(cls)
         self._hold(_checked(embedding), group, shared)
+        move_forward_hooks(embedding, self)
         return self
 
     def _hold(self, whole: nn.Embedding, group: dist.ProcessGroup, shared: dict[int, nn.Parameter] | None) -> None:
@@ -126,6 +129,6 @@ def _checked(embedding: nn.Module) -> nn.Embedding:
         problem = "has scale_grad_by_freq=True"
     elif embedding.sparse:
         problem = "has sparse=True: gradients are dense here"
-    check_plain(embedding, nn.Embedding, ["weight"], problem)
+    check_plain(embedding, nn.Embedding, ["weight"], problem, keeps_forward_hooks=True)
     assert isinstance(embedding, nn.Embedding)
     return embedding

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from lightning_parallel.shard import Shard
-from lightning_parallel.torch_private import has_hooks
+from lightning_parallel.torch_private import has_hooks, has_other_hooks
 
 
 class ParallelLayer(nn.Module):
@@ -67,7 +67,14 @@ def shard_parameter(whole: nn.Parameter, shard: Shard, shared: dict[int, nn.Para
     return parameter
 
 
-def check_plain(layer: nn.Module, kind: type[nn.Module], held: Sequence[str], problem: str | None = None) -> None:
+def check_plain(
+    layer: nn.Module,
+    kind: type[nn.Module],
+    held: Sequence[str],
+    problem: str | None = None,
+    *,
+    keeps_forward_hooks: bool = False,
+) -> None:
     """Refuse a layer that is more than its parameters and its class's forward: what is more would be lost.
 
     Args:
@@ -75,6 +82,7 @@ def check_plain(layer: nn.Module, kind: type[nn.Module], held: Sequence[str], pr
         kind: the class whose forward is known, if the layer is of it.
         held: the names of the parameters.
         problem: what else is wrong with the layer, in words that follow "it".
+        keeps_forward_hooks: hooks on the outputs aren't lost.
 
     Raises:
         ValueError: the layer can't be divided.
@@ -87,7 +95,7 @@ def check_plain(layer: nn.Module, kind: type[nn.Module], held: Sequence[str], pr
         problem = f"is a subclass of nn.{kind.__name__} with a forward of its own"
     elif "forward" in vars(layer):
         problem = "has had its forward replaced"
-    elif has_hooks(layer):
+    elif has_other_hooks(layer) if keeps_forward_hooks else has_hooks(layer):
         problem = "has hooks (of weight_norm, spectral_norm or your own), which would be lost"
     elif extra := sorted(layer.state_dict().keys() - set(held)):
         names = " and ".join(f"a {name}" for name in held)

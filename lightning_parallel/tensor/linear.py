@@ -288,6 +288,21 @@ def is_linear(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Linear) or _is_conv1d(layer)
 
 
+def runs_as_linear(layer: nn.Module) -> bool:
+    """Does it compute what its class's forward computes? One with a forward of its own (Falcon's) is tried."""
+    if not isinstance(layer, nn.Linear):
+        return _is_conv1d(layer)
+    if type(layer).forward is nn.Linear.forward:
+        return True
+    weight = layer.weight.detach()
+    rows = torch.arange(2 * layer.in_features, dtype=torch.float32).sin().view(2, -1).to(weight)
+    with torch.no_grad():
+        try:
+            return torch.allclose(layer(rows), F.linear(rows, weight, layer.bias))
+        except Exception:  # any: it is somebody else's code, and may expect something else
+            return False
+
+
 def _is_conv1d(layer: nn.Module) -> bool:
     """Is it transformers' linear layer with a weight [in, out]? Told without importing transformers."""
     return (
@@ -303,4 +318,4 @@ def _check_divisible(linear: nn.Module) -> None:
         problem = "belongs to nn.MultiheadAttention, which uses the weight without calling the layer"
     elif not is_linear(linear):
         problem = "is not nn.Linear, nor transformers' Conv1D"
-    check_plain(linear, nn.Linear, ["weight", "bias"], problem)
+    check_plain(linear, type(linear) if runs_as_linear(linear) else nn.Linear, ["weight", "bias"], problem)

@@ -82,10 +82,6 @@ class SumGradient(Style):
     name = "sum_gradient"
     in_sequence_blocks = True
 
-    def check(self, rule: Rule) -> None:
-        if not any(True for _ in rule.module.parameters()):
-            raise ValueError(rule.misfit(", which has no parameters."))
-
     def partial_parameters(self, module: nn.Module) -> list[nn.Parameter]:
         return list(module.parameters())
 

@@ -243,7 +243,6 @@ MORE = {
     r"\(scale\), which would be lost": changed(lambda layer: layer.register_buffer("scale", torch.ones(()))),
 }
 HOOKS: list[Callable[[nn.Embedding], object]] = [
-    lambda layer: layer.register_forward_hook(ignore),
     lambda layer: layer.register_forward_pre_hook(ignore),
     lambda layer: layer.register_full_backward_hook(ignore),
     lambda layer: layer.register_full_backward_pre_hook(ignore),
@@ -252,6 +251,22 @@ HOOKS: list[Callable[[nn.Embedding], object]] = [
     lambda layer: layer.register_load_state_dict_pre_hook(ignore),
     lambda layer: layer.register_load_state_dict_post_hook(ignore),
 ]
+
+
+def test_hooks_on_the_output_go_on(pool: WorkerPool) -> None:
+    """transformers' gradient checkpointing asks for gradients of an embedding's output by such a hook."""
+    pool.run(hooks_go_on, 2)
+
+
+def hooks_go_on() -> None:
+    table = nn.Embedding(6, 2)
+    ids = torch.tensor([0, 5, 3])
+    handle = table.register_forward_hook(lambda layer, args, output: 2 * output)
+    expected = table(ids)
+    layer = VocabParallelEmbedding.from_embedding(table, group=world())
+    assert torch.equal(layer(ids), expected)
+    handle.remove()
+    assert torch.equal(layer(ids), expected / 2)
 
 
 @pytest.mark.parametrize(("problem", "make"), [*MORE.items(), *(("has hooks", changed(hook)) for hook in HOOKS)])

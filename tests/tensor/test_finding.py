@@ -73,6 +73,14 @@ def t5() -> nn.Module:
     return model
 
 
+def falcon() -> nn.Module:
+    """Its linear layers have a forward of their own. One key-value head for all queries: only the MLPs are divided."""
+    from transformers import FalconConfig, FalconForCausalLM
+
+    config = FalconConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, num_attention_heads=4)
+    return FalconForCausalLM(config)
+
+
 class WithLabels(nn.Module):
     """An encoder and decoder, which are told apart by labels."""
 
@@ -143,7 +151,7 @@ class Net(nn.Module):
         return out
 
 
-MODELS = (opt, bert, bart_with_labels, bloom, gpt_neo, t5_with_labels, Net)
+MODELS = (opt, bert, bart_with_labels, bloom, gpt_neo, t5_with_labels, falcon, Net)
 
 
 def found_plans_train_as_the_whole(index: int) -> None:

@@ -616,6 +616,11 @@ def test_extra_repr_tells_local_and_whole_sizes() -> None:
 # -- refusals ----------------------------------------------------------------------------------------------------
 
 
+class InOtherWords(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias
+
+
 class OwnForward(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 2
@@ -677,6 +682,7 @@ def test_the_old_weight_norm_is_refused() -> None:
 
 
 def test_a_subclass_that_computes_the_same_is_taken() -> None:
+    assert ColumnParallelLinear.from_linear(InOtherWords(4, 4), group=alone(0, 2)).weight.shape == (2, 4)
     assert ColumnParallelLinear.from_linear(PlainSubclass(4, 4), group=alone(0, 2)).weight.shape == (2, 4)
 
 

@@ -127,7 +127,6 @@ def test_a_transformers_plan_with_an_unknown_style_is_refused_whole() -> None:
         ({"norm": "row"}, "'norm': 'row', but 'norm' is a LayerNorm: it is for nn.Linear and transformers' Conv1D"),
         ({"up": "embedding"}, "'embedding', but 'up' is a Linear: it is for nn.Embedding"),
         ({"up": "divide:heads"}, "'up' is a Linear without an integer 'heads'. It has 'in_features', 'out_features'"),
-        ({"blocks.*.act": "sum_gradient"}, "'blocks.0.act' is a ReLU, which has no parameters"),
         ({"blocks.*.in": "column", "blocks.3.*": "row"}, r"both 'blocks.\*.in' and 'blocks.3.\*' match 'blocks.3.in'"),
     ],
 )
