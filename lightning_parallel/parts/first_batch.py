@@ -21,9 +21,14 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_parallel.batch import batch_size, split
 from lightning_parallel.lightning_private import before_batch_transfer, loader_source, mode_of
+from lightning_parallel.parts.logs import trial
+from lightning_parallel.pipeline.kept_state import StateKept
 from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_kept
 from lightning_parallel.torch_private import tree_map
+
+_FEW = 4  # samples
 
 STEPS = {
     TrainerFn.FITTING: "training_step",
@@ -56,6 +61,32 @@ def first_step(trainer: pl.Trainer, module: pl.LightningModule, part: Callable[[
     if loaders > 1 and name != "training_step":
         indices.append(0)  # dataloader_idx
     return partial(step, part(batch), *indices)
+
+
+def trial_of(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[], None]:
+    """What runs the first step on some samples, as often as it is wanted. A run leaves nothing in the module.
+
+    With manual optimization it raises a RuntimeError: there are no optimizers yet.
+    """
+    steps: list[Callable[[], Any]] = []
+
+    def run() -> None:
+        if not module.automatic_optimization:
+            raise RuntimeError("with manual optimization it can't be run ahead")
+        if not steps:  # no batch is asked for before it is needed
+            steps.append(first_step(trainer, module, _few_samples))
+        with StateKept(module), trial(trainer, module, lambda *args, **kwargs: None), as_in(trainer, module):
+            steps[0]()
+
+    return run
+
+
+def _few_samples(batch: Any) -> Any:
+    try:
+        size = batch_size(batch)
+    except ValueError:  # whatever it is, the step takes it
+        return batch
+    return split(batch, -(-size // _FEW))[0]
 
 
 @contextmanager
@@ -101,7 +132,7 @@ def _first_batch(trainer: pl.Trainer, step: str) -> tuple[Any, int]:
         batch, *_ = next(iter(combined))
     except StopIteration:
         raise ValueError(
-            f"The loader of {step} gives no batch. A pipeline is cut by a look at {step}, for which it needs one."
+            f"The loader of {step} gives no batch. The model is divided by a look at {step}, for which one is needed."
         ) from None
     finally:
         for generator, state in states:

@@ -9,14 +9,14 @@ parameters that the plan leaves whole. Otherwise an incomplete plan would train 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_parallel.collectives import broadcast_tensors, guarded
+from lightning_parallel.collectives import broadcast_object, broadcast_tensors, guarded, together
 from lightning_parallel.gradients.summing import summed_over
 from lightning_parallel.gradients.swapping import Gradients
 from lightning_parallel.local_model import LocalModel, local_part
@@ -51,20 +51,36 @@ class TensorShards:
         self._group: dist.ProcessGroup | None = None
         self._losses: FirstLosses | None = None
 
-    def divide(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Replace the layers that the plan names by this rank's shards, once for a module.
+    def divide(
+        self, module: nn.Module, group: dist.ProcessGroup, device: torch.device, run: Callable[[], Any]
+    ) -> None:
+        """Replace the layers that the plan names by this rank's shards, once for a module. All ranks of the world call
+        it.
 
         Args:
             module: the whole model.
             group: the tensor group.
             device: of this rank.
+            run: runs the first step, by which a plan is found where none is known.
 
         Raises:
             ValueError: there is no plan, or it doesn't fit.
         """
         if self._divided is module or group.size() == 1:
             return
-        plan = find_plan(module, self._plan, group.size(), rank_zero_info)
+        world = dist.group.WORLD
+        assert world is not None, "the ranks have met"
+        plan = together(
+            world,
+            lambda: find_plan(
+                module,
+                self._plan,
+                group.size(),
+                announce=rank_zero_info,
+                run=run,
+                agreed=lambda found: broadcast_object(found, 0, world, device),  # replicas try batches of their own
+            ),
+        )
         self._region = ShardedRegion(group.rank(), device)
         self._sharding = shard_module(
             module, plan, group, sequence_parallel=self._sequence_parallel, region=self._region

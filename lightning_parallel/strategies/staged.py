@@ -32,6 +32,7 @@ from lightning_parallel.parts.afterwards import PartOfModel
 from lightning_parallel.parts.clipping import install_clipping, share_overflows
 from lightning_parallel.parts.cutting import agreed_partition
 from lightning_parallel.parts.evaluation import Evaluation
+from lightning_parallel.parts.first_batch import trial_of
 from lightning_parallel.parts.first_look import FirstLook
 from lightning_parallel.parts.last_stage import LastStage
 from lightning_parallel.parts.loss_means import LossMeans
@@ -139,7 +140,7 @@ class StagedStrategy(LayoutStrategy):
             cut=lambda: agreed_partition(trainer, module, self.options, layout, groups.model, automatic_microbatches),
             check=check,
             describe=describe,
-            divide=lambda: self._shards.divide(module, groups.along("tensor"), device),
+            divide=lambda: self._shards.divide(module, groups.along("tensor"), device, trial_of(trainer, module)),
             replicas=groups.along("data"),
         )
         local = self._stages.local_model(self._shards.shards)

@@ -29,6 +29,7 @@ from typing_extensions import override
 from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
 from lightning_parallel.local_model import LocalModel
 from lightning_parallel.parts.clipping import install_clipping, share_overflows
+from lightning_parallel.parts.first_batch import trial_of
 from lightning_parallel.parts.loaders import check_same_batch
 from lightning_parallel.parts.manual import BackwardGuard
 from lightning_parallel.parts.options import ProcessOptions
@@ -87,7 +88,7 @@ class TensorParallelStrategy(LayoutStrategy):
         groups, device = self.groups, self.root_device
         self._ends_update = False
         module = self.prepare(trainer)
-        self._shards.divide(module, groups.along("tensor"), device)
+        self._shards.divide(module, groups.along("tensor"), device, trial_of(trainer, module))
         local = LocalModel.of(module, self._shards.shards)
         self.hold(trainer, local)
         install_clipping(

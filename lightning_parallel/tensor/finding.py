@@ -3,8 +3,9 @@
 The run tells which layers could make a pair (:mod:`~lightning_parallel.tensor.flows`). How such a pair is to be divided
 (fused projections part by part? which of the attention's integers count heads?) is tried out. The columns get random
 weights, and their module is run whole, then with each rank's shards in their place. What reaches the row layer on a
-rank must be that rank's piece of what reaches it in the whole run. Nothing is sent for this, and the model is left as
-it was. A pair for which no way is found stays whole.
+rank must be that rank's piece of what reaches it in the whole run, and what the module returns must be the same, given
+the same output of the row layer: attention that returns its probabilities, or a bias for each head, can't be divided.
+Nothing is sent for this, and the model is left as it was. A pair for which no way is found stays whole.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lightning_parallel.tensor.linear import is_linear, runs_as_linear
 from lightning_parallel.tensor.linear_styles import HEAD_COUNTS
 from lightning_parallel.tensor.rules import pattern_of
 from lightning_parallel.tensor.style import Style
-from lightning_parallel.torch_private import tree_map
+from lightning_parallel.torch_private import tree_leaves, tree_map
 
 _HUGE = 1e3  # masks hold larger values
 _ATTEMPTS = 40  # ways to divide one pair that are tried
@@ -44,24 +45,41 @@ class _Way:
     attributes: tuple[tuple[str, str], ...]
 
 
-class _Reached(Exception):
-    """What has come to the row layer."""
+@dataclass(frozen=True)
+class _Run:
+    """One run of a block.
 
-    def __init__(self, value: Tensor) -> None:
-        super().__init__()
-        self.value = value
+    Attributes:
+        reached: what came to the row layer, in its only call.
+        answer: what the row layer returned.
+        returned: the tensors that the block returned.
+    """
+
+    reached: Tensor
+    answer: Tensor
+    returned: list[Tensor]
 
 
 class _Row(nn.Module):
-    """In the place of a row layer, of which code may read the weight's dtype."""
+    """In the place of a row layer, of which code may read the weight's dtype.
 
-    def __init__(self, layer: nn.Module) -> None:
+    Args:
+        layer: the row layer.
+        answer: what it returns; None for its own output.
+    """
+
+    def __init__(self, layer: nn.Module, answer: Tensor | None) -> None:
         super().__init__()
         assert isinstance(layer.weight, Tensor)
         self.register_buffer("weight", layer.weight.detach())
+        self._layer = [layer]  # no part of this one
+        self._answer = answer
+        self.calls: list[tuple[Tensor, Tensor]] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        raise _Reached(x)
+        answer: Tensor = self._layer[0](x) if self._answer is None else self._answer.clone()
+        self.calls.append((x.clone(), answer.clone()))
+        return answer
 
 
 class _Column(nn.Module):
@@ -123,7 +141,7 @@ class _Block:
         generator = torch.Generator().manual_seed(0)
         self._call = tree_map(lambda x: _noisy(x, generator), call)
         self._weights = {name: self._drawn(name, generator) for name in pair.columns}
-        self._whole = self._reaching({name: _Column(*drawn) for name, drawn in self._weights.items()}, {})
+        self._whole = self._run({name: _Column(*drawn) for name, drawn in self._weights.items()}, {}, None)
 
     @property
     def kind(self) -> str:
@@ -134,7 +152,7 @@ class _Block:
 
     def ways(self) -> Iterator[_Way]:
         """Ways to divide it, the likely ones first."""
-        width = None if self._whole is None else self._whole.shape[-1]
+        width = None if self._whole is None else self._whole.reached.shape[-1]
         parents = dict.fromkeys((*(name.rpartition(".")[0] for name in self._pair.columns), self._name))
         parents = dict.fromkeys(parent.removeprefix(self._name).lstrip(".") for parent in parents)
         integers = [
@@ -157,8 +175,9 @@ class _Block:
                         yield _Way(parts, (*heads, *chosen))
 
     def allows(self, way: _Way) -> bool:
-        """Does each rank's row layer get that rank's piece of what the whole one gets?"""
-        if self._whole is None:
+        """Does each rank's row layer get that rank's piece of what the whole one gets, and is all else the same?"""
+        whole = self._whole
+        if whole is None:
             return False
         for rank in range(self._count):
             columns: dict[str, nn.Module] = {}
@@ -169,12 +188,13 @@ class _Block:
                 cut = Shard((weight.shape[0],), 0, (size,) * way.parts, rank, self._count)
                 rows = torch.cat([torch.arange(*ends) for ends in cut.ranges()])
                 columns[name] = _Column(weight[rows], None if bias is None else bias[rows])
-            mine = self._reaching(columns, dict.fromkeys(way.attributes, self._count))
-            start, stop = piece(self._whole.shape[-1], rank, self._count)
-            theirs = self._whole[..., start:stop]
-            if mine is None or mine.shape != theirs.shape or not _equal(mine, theirs):
+            mine = self._run(columns, dict.fromkeys(way.attributes, self._count), whole.answer)
+            start, stop = piece(whole.reached.shape[-1], rank, self._count)
+            if mine is None or not _equal(mine.reached, whole.reached[..., start:stop]):
                 return False
-        return True
+            if len(mine.returned) != len(whole.returned) or not all(map(_equal, mine.returned, whole.returned)):
+                return False
+        return bool(whole.reached.norm() > 0)
 
     def rules(self, way: _Way) -> dict[str, str | Style]:
         column = f"column:{way.parts}" if way.parts > 1 else "column"
@@ -194,19 +214,21 @@ class _Block:
         bias = None if layer.bias is None else torch.randn(shape[0], generator=generator).to(**options)
         return weight.to(**options), bias
 
-    def _reaching(self, columns: dict[str, Any], divisors: dict[tuple[str, str], int]) -> Tensor | None:
-        """What comes to the row layer with other column layers and integers; None if the module can't run so."""
-        modules = {**columns, self._pair.row: _Row(self._row)}
+    def _run(
+        self, columns: dict[str, Any], divisors: dict[tuple[str, str], int], answer: Tensor | None
+    ) -> _Run | None:
+        """Run the block with other column layers and integers; None if it can't run so, or uses its row twice."""
+        row = _Row(self._row, answer)
+        modules = {**columns, self._pair.row: row}
         inside = {name.removeprefix(self._name).lstrip("."): layer for name, layer in modules.items()}
         with _replaced(self._around, inside, divisors), torch.no_grad():
             try:
                 args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, self._call)
-                self._around(*args, **kwargs)
-            except _Reached as reached:
-                return reached.value
+                output = self._around(*args, **kwargs)
             except Exception:  # any: of shapes that don't fit, in code that isn't ours
                 return None
-        return None
+        returned = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+        return _Run(*row.calls[0], returned) if len(row.calls) == 1 else None
 
 
 def _noisy(x: Any, generator: torch.Generator) -> Any:
@@ -217,10 +239,14 @@ def _noisy(x: Any, generator: torch.Generator) -> Any:
 
 
 def _equal(mine: Tensor, theirs: Tensor) -> bool:
-    """But for rounding. What differs in more than that differs in much of its norm, so all ranks decide alike."""
+    """But for rounding."""
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        return False
+    if not theirs.is_floating_point():
+        return mine.equal(theirs)
     size, apart = theirs.double().norm(), (mine.double() - theirs.double()).norm()
     tolerance = 1e-3 if torch.finfo(theirs.dtype).bits > 16 else 5e-2
-    return bool(size > 0) and bool(apart <= tolerance * size)
+    return bool(apart <= tolerance * size)
 
 
 def _around(pair: Pair) -> str:

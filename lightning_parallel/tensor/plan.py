@@ -12,16 +12,18 @@ rules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from lightning_parallel.tensor.finding import found_plan, table_of
 from lightning_parallel.tensor.layer import ParallelLayer
-from lightning_parallel.tensor.rules import layers_of
+from lightning_parallel.tensor.rules import layers_of, resolve
 from lightning_parallel.tensor.style import Plan, Style
-from lightning_parallel.tensor.transformers_plans import transformers_plan
+from lightning_parallel.tensor.transformers_plans import transformers_plans, without_caches
+
+Found = tuple[dict[str, str | Style], str]  # rules, and why there aren't any
 
 
 def find_plan(
@@ -29,15 +31,20 @@ def find_plan(
     given: Plan | None = None,
     count: int = 2,
     announce: Callable[[str], None] = lambda text: None,
+    run: Callable[[], Any] | None = None,
+    agreed: Callable[[Found], Found] = lambda found: found,
 ) -> dict[str, str | Style]:
     """The plan for ``module``: the given one; else that of its ``configure_tensor_parallel()`` method; else those that
-    the transformers models in it bring along, or that are shipped here for them; else one found by trying.
+    the transformers models in it bring along, or that are shipped here for them; and where there are none, one found by
+    trying.
 
     Args:
         module: the whole model.
         given: by the user.
         count: the number of tensor ranks.
         announce: takes the words about a plan that was found.
+        run: runs the module's step, to find a plan by; None if it can't be run.
+        agreed: returns what one of the ranks has found, on all of them.
 
     Raises:
         ValueError: there is none, or it holds a style of transformers that has no counterpart here.
@@ -48,37 +55,38 @@ def find_plan(
     elif callable(hook):
         plan, source = dict(hook()), f"{type(module).__name__}.configure_tensor_parallel() returned {{}}"
     else:
-        plan, source = transformers_plan(module, count, announce), "no plan is known for this model"
-        example = getattr(module, "example_input_array", None)
-        if not plan and example is not None:
-            plan, source = _of_example(module, example, count, announce), "none was found with example_input_array"
+        plan, source = _known_or_found(module, count, announce, run, agreed)
     if not plan and not any(isinstance(m, ParallelLayer) for m in module.modules()):  # divided by hand needs none
         raise ValueError(
-            f"Tensor parallelism needs a plan, but {source}: give plan={{'pattern': 'style'}}, or a "
-            f"configure_tensor_parallel() method that returns one, or set example_input_array, by which one may be "
-            f"found. The layers are {layers_of(module)}."
+            f"Tensor parallelism needs a plan, but {source}. Give plan={{'pattern': 'style'}}, or a "
+            f"configure_tensor_parallel() method that returns one. The layers are {layers_of(module)}."
         )
     return plan
 
 
-def _of_example(
-    module: nn.Module, example: Any, count: int, announce: Callable[[str], None]
-) -> dict[str, str | Style]:
-    """A plan found by running the user's ``forward`` on Lightning's example input."""
-
-    def run() -> None:
-        if isinstance(example, Mapping):
-            module(**example)
-        else:
-            module(*(example if isinstance(example, tuple) else (example,)))
-
+def _known_or_found(
+    module: nn.Module,
+    count: int,
+    announce: Callable[[str], None],
+    run: Callable[[], Any] | None,
+    agreed: Callable[[Found], Found],
+) -> tuple[dict[str, str | Style], str]:
+    """The plan, and what is to be said if it is empty."""
+    plan, without = transformers_plans(module)
+    if plan and not without:
+        return plan, ""
     try:
-        plan = found_plan(module, run, count)
+        with without_caches(module):
+            found = found_plan(module, run, count) if run is not None else {}
+        problem = f"no pair of its layers could be divided over {count} ranks"
     except Exception as error:  # any: of the user's code
-        raise ValueError(
-            f"Tensor parallelism needs a plan, and none was found: forward(example_input_array) raised "
-            f"{type(error).__name__}: {error}. Give plan={{'pattern': 'style'}}. The layers are {layers_of(module)}."
-        ) from error
-    if plan:
-        announce(f"No plan is given for tensor parallelism. Found by trying:\n{table_of(module, plan)}")
-    return plan
+        found, problem = {}, f"the first step, by which one is found, raised {type(error).__name__}: {error}"
+    found, problem = agreed((found, problem))
+    if without:  # what lies in other models, or around them, is left as it is
+        found = {name: style for name, style in found.items() if any(name.startswith(root) for root in without)}
+    if found:
+        announce(f"A plan for tensor parallelism was found by trying:\n{table_of(module, found)}")
+    elif all(rule.style.is_alone for rule in resolve(module, plan)):
+        who = ", ".join(without.values()) or "the model"
+        return {}, f"{who} brings none, and none was found: {problem}"
+    return found | plan, ""

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
 
 from torch import nn
 
-from lightning_parallel.tensor.finding import found_plan, table_of
 from lightning_parallel.tensor.module_styles import Copy
 from lightning_parallel.tensor.parameter_styles import Experts, Parameters
-from lightning_parallel.tensor.rules import layers_of, matching, resolve
+from lightning_parallel.tensor.rules import matching, resolve
 from lightning_parallel.tensor.style import Plan, Style
 from lightning_parallel.tensor.styles import OTHER_NAMES
 
@@ -56,19 +54,21 @@ _SHIPPED: Mapping[str, Plan] = MappingProxyType(
 )
 
 
-def transformers_plan(module: nn.Module, count: int, announce: Callable[[str], None]) -> dict[str, str | Style]:
-    """The plans of all transformers models in ``module``: what a model brings, or what is shipped for it, or one that
-    is found by trying.
+def transformers_plans(module: nn.Module) -> tuple[dict[str, str | Style], dict[str, str]]:
+    """The plans of all transformers models in ``module``: what a model brings, or what is shipped for it.
 
     Args:
         module: the whole model.
-        count: the number of tensor ranks.
-        announce: takes the words about a plan that was found.
+
+    Returns:
+        The rules, and the models that have none for their blocks: how the names of their layers begin, and in words
+        what they are.
 
     Raises:
-        ValueError: there is none for a model, or it holds a style that has no counterpart here.
+        ValueError: a plan holds a style that has no counterpart here.
     """
     plan: dict[str, str | Style] = {}
+    without: dict[str, str] = {}
     roots: list[str] = []
     for name, model in module.named_modules():
         if "PreTrainedModel" not in _bases(model) or any(f"{name}.".startswith(root) for root in roots):
@@ -78,52 +78,23 @@ def transformers_plan(module: nn.Module, count: int, announce: Callable[[str], N
         own = _translated(dict(getattr(model, "tp_plan", None) or {}), name, model) | _shipped_plan(model)
         own = _without_scaled_embeddings(model, own)
         if all(rule.style.is_alone for rule in resolve(model, own)):  # a head at most
-            own = _found(model, name, count, announce) | own
+            without[prefix] = f"{type(model).__name__}{f' ({name})' if name else ''}"
         plan |= {prefix + pattern: style for pattern, style in own.items()}
-    return plan
-
-
-def _found(model: nn.Module, name: str, count: int, announce: Callable[[str], None]) -> dict[str, str | Style]:
-    """The plan found by running the model on its own example input."""
-    who = f"{type(model).__name__}{f' ({name})' if name else ''}"
-    try:
-        with _without_cache(model):
-            plan = found_plan(model, lambda: model(**_example(model)), count)
-        problem = f"no pair of its layers could be divided over {count} ranks"
-    except Exception as error:  # any: of a model that takes another input than transformers' example
-        plan, problem = {}, f"it could not be run on transformers' example input ({type(error).__name__}: {error})"
-    if not plan:
-        raise ValueError(
-            f"Tensor parallelism needs a plan, but {who} brings none, and none was found: {problem}. Give "
-            f"plan={{'pattern': 'style'}}. The layers are {layers_of(model)}."
-        )
-    announce(f"{who} brings no plan for tensor parallelism. Found by trying:\n{table_of(model, plan)}")
-    return plan
-
-
-def _example(model: nn.Module) -> dict[str, Any]:
-    """transformers' example input, with ids that the vocabulary has."""
-    given: Any = model.dummy_inputs
-    size = getattr(model.config, "vocab_size", None)
-    inputs = dict(given)
-    for name in ("input_ids", "decoder_input_ids"):
-        if name in inputs and isinstance(size, int):
-            inputs[name] = inputs[name] % size
-    return inputs
+    return plan, without
 
 
 @contextmanager
-def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Inside, the model keeps no keys and values for generation: they would be those of an earlier call."""
-    config: Any = model.config
-    before = getattr(config, "use_cache", None)
-    if before is not None:
-        config.use_cache = False
+def without_caches(module: nn.Module) -> Iterator[None]:
+    """Inside, transformers models keep no keys and values for generation: they would be those of an earlier call."""
+    configs = [part.config for part in module.modules() if "PreTrainedModel" in _bases(part)]
+    before = [(config, config.use_cache) for config in configs if hasattr(config, "use_cache")]
+    for config, _ in before:
+        config.use_cache = False  # type: ignore[union-attr]
     try:
         yield
     finally:
-        if before is not None:
-            config.use_cache = before
+        for config, value in before:
+            config.use_cache = value  # type: ignore[union-attr]
 
 
 def _translated(theirs: dict[str, str], name: str, model: nn.Module) -> dict[str, str | Style]:

@@ -8,10 +8,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_parallel import PipelineStrategy
+from lightning_parallel.parts.first_batch import trial_of
 
 ROWS = torch.arange(24, dtype=torch.float32).view(12, 2)
 
@@ -103,6 +105,48 @@ def test_a_loader_of_the_next_fit_is_not_mistaken_for_the_last() -> None:
     trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=PipelineStrategy(microbatches=1), **quiet)
     trainer.fit(module, DataLoader(TensorDataset(ROWS + 100), batch_size=6))
     assert all(batch[0].min() >= 100 and len(batch[0]) == 6 for batch in module.seen[-2:])
+
+
+class Tried(SingleDeviceStrategy):
+    """Runs the first step ahead, twice, before Lightning sets the module up."""
+
+    sizes: list[int]
+
+    def setup(self, trainer: L.Trainer) -> None:
+        module, self.sizes = trainer.lightning_module, []
+        step = module.training_step
+
+        def noting(batch: Any, batch_idx: int) -> Any:
+            self.sizes.append(len(batch[0]))
+            return step(batch, batch_idx)
+
+        module.training_step = noting  # type: ignore[method-assign]
+        run = trial_of(trainer, module)
+        run()
+        run()
+        del module.training_step
+        super().setup(trainer)
+
+
+def test_a_trial_takes_some_samples_and_leaves_nothing() -> None:
+    """Neither in the module, nor in the loader and the random numbers."""
+    strategy = Tried(torch.device("cpu"))
+    module, expected = trained("shuffled", strategy), trained("shuffled", "auto")
+    assert strategy.sizes == [4, 4]
+    torch.testing.assert_close(module.seen, expected.seen, rtol=0, atol=0)
+    assert module.asked == 1
+
+
+class ByHand(Net):
+    def __init__(self) -> None:
+        super().__init__("plain")
+        self.automatic_optimization = False
+
+
+def test_a_step_that_optimizes_by_hand_is_not_run_ahead() -> None:
+    trainer = L.Trainer(accelerator="cpu", strategy=Tried(torch.device("cpu")), logger=False)
+    with pytest.raises(RuntimeError, match="with manual optimization it can't be run ahead"):
+        trainer.fit(ByHand())
 
 
 def test_an_empty_loader_is_refused() -> None:

@@ -149,9 +149,23 @@ def test_ranks_with_batches_of_their_own_are_refused(pool: WorkerPool) -> None:
         assert "different batches" in str(error)
 
 
+@pytest.mark.parametrize("model", ["LeNet", "DemoTransformer", *thorough("Autoencoder", "GPT2Untied", "Tokens")])
+def test_a_plan_found_in_the_first_step_trains_as_in_one_process(pool: WorkerPool, single: Any, model: str) -> None:
+    reports = pool.run(train, 2, model, "tensor", init=False)
+    assert reports[0].shards
+    assert_equal(reports, single(model))
+
+
+def test_a_plan_is_found_for_shards_of_stages(pool: WorkerPool, single: Any) -> None:
+    options = {"stages": 2, "tensor_parallel": 2, "microbatches": 2}
+    reports = pool.run(train, 4, "LeNet", "sync", options, init=False)
+    assert any(report.shards for report in reports)
+    assert_equal(reports, single("LeNet"))
+
+
 def test_a_model_without_a_plan_is_refused_with_its_layers(pool: WorkerPool) -> None:
-    for error in pool.run(train, 2, "LeNet", "tensor", init=False, expect_errors=True):
-        assert "net.7" in str(error) and "plan" in str(error)
+    for error in pool.run(train, 2, "Blocks", "tensor", init=False, expect_errors=True):
+        assert "(Linear)" in str(error) and "no pair of its layers could be divided" in str(error)
 
 
 @pytest.mark.parametrize("options", [{}, {"tensor_parallel": 1, "data_parallel": 2}], ids=["shards", "replicas"])

@@ -27,6 +27,9 @@ BERT: dict[str, Any] = {
 }  # fmt: skip
 
 
+EXAMPLE = torch.arange(8).view(1, 8)
+
+
 def opt() -> nn.Module:
     from transformers import OPTConfig, OPTForCausalLM
 
@@ -111,7 +114,8 @@ def test_what_is_shipped_for_gpt2_is_found_too() -> None:
 
 def test_attention_that_no_way_divides_stays_whole_and_is_shown() -> None:
     shown: list[str] = []
-    plan = find_plan(Loss(bloom()), announce=shown.append)
+    model = Loss(bloom())
+    plan = find_plan(model, announce=shown.append, run=lambda: model.model(EXAMPLE))
     assert plan["model.transformer.h.0.mlp.dense_h_to_4h"] == "column"
     assert not any("self_attention" in name for name in plan)
     assert "transformer.h.*.self_attention.query_key_value: whole" in shown[0]
@@ -141,7 +145,6 @@ class Net(nn.Module):
         self.embed = nn.Embedding(VOCABULARY, 16)
         self.blocks = nn.ModuleList(Block(norm) for _ in range(2))
         self.head = nn.Linear(16, VOCABULARY)
-        self.example_input_array = torch.arange(8).view(1, 8)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -168,7 +171,7 @@ def test_found_plans_train_as_the_whole(pool: WorkerPool, index: int) -> None:
 
 def test_pairs_are_told_by_what_flows_into_what() -> None:
     net = Net()
-    pairs = find_pairs(net, lambda: net(net.example_input_array))
+    pairs = find_pairs(net, lambda: net(EXAMPLE))
     assert pairs[:2] == [
         Pair(("blocks.0.qkv",), "blocks.0.out"), Pair(("blocks.0.gate", "blocks.0.up"), "blocks.0.down"),
     ]  # fmt: skip
@@ -177,14 +180,14 @@ def test_pairs_are_told_by_what_flows_into_what() -> None:
 
 def test_a_norm_between_needs_whole_values() -> None:
     net = Net(norm=True)
-    rows = [pair.row for pair in find_pairs(net, lambda: net(net.example_input_array))]
+    rows = [pair.row for pair in find_pairs(net, lambda: net(EXAMPLE))]
     assert rows == ["blocks.0.out", "blocks.1.out"]
 
 
 def test_a_model_by_hand_is_left_as_it_was() -> None:
     net = Net().train()
     before, state = dict(net.named_parameters()), torch.get_rng_state()
-    plan = find_plan(net)
+    plan = find_plan(net, run=lambda: net(EXAMPLE))
     assert plan["blocks.1.gate"] == plan["blocks.1.up"] == "column" and plan["blocks.1.down"] == "row"
     assert plan["blocks.0.qkv"] == "column:3" and plan["blocks.0"] == "divide:count"
     assert all(before[name] is parameter for name, parameter in net.named_parameters())
@@ -193,26 +196,31 @@ def test_a_model_by_hand_is_left_as_it_was() -> None:
 
 
 def test_what_the_ranks_cannot_share_stays_whole() -> None:
-    plan = find_plan(Net(), count=3)
-    assert "blocks.0.qkv" not in plan and plan["blocks.0.up"] == "column"
-
-
-def test_without_an_example_it_is_asked_for() -> None:
     net = Net()
-    net.example_input_array = None  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="or set example_input_array, by which one may be found"):
-        find_plan(net)
+    plan = find_plan(net, count=3, run=lambda: net(EXAMPLE))
+    assert "blocks.0.qkv" not in plan and plan["blocks.0.up"] == "column"
 
 
 def test_equal_positions_do_not_hide_wrong_heads() -> None:
     """Attention over equal positions returns their value, however many heads there are."""
     net = Net()
     nn.init.zeros_(net.embed.weight)
-    assert find_plan(net)["blocks.0"] == "divide:count"
+    assert find_plan(net, run=lambda: net(EXAMPLE))["blocks.0"] == "divide:count"
 
 
-def test_an_example_that_fails_is_told() -> None:
+def test_a_step_that_fails_is_told() -> None:
     net = Net()
-    net.example_input_array = torch.full((1, 2), VOCABULARY)
-    with pytest.raises(ValueError, match=r"none was found: forward\(example_input_array\) raised IndexError"):
-        find_plan(net)
+    with pytest.raises(ValueError, match="the first step, by which one is found, raised IndexError"):
+        find_plan(net, run=lambda: net(torch.full((1, 2), VOCABULARY)))
+
+
+def test_only_models_without_a_plan_get_one() -> None:
+    both = nn.ModuleDict({"gpt": gpt2(), "opt": opt()})
+
+    def run() -> None:
+        for model in both.values():
+            model(EXAMPLE)
+
+    plan = find_plan(both, run=run)
+    assert plan["opt.model.decoder.layers.0.fc1"] == "column" and plan["gpt.transformer.h.*.attn.c_attn"] == "column:3"
+    assert not any(name.startswith("gpt.transformer.h.0") for name in plan)

@@ -88,9 +88,9 @@ def test_a_star_is_one_whole_part_of_a_name() -> None:
 
 
 def test_without_a_plan_the_layers_are_named() -> None:
-    with pytest.raises(ValueError, match=r"no plan is known .* '0' \(Linear\), '1.weights' \(Embedding\)"):
+    with pytest.raises(ValueError, match=r"the model brings none, .* '0' \(Linear\), '1.weights' \(Embedding\)"):
         find_plan(nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"weights": nn.Embedding(2, 2)})))
-    with pytest.raises(ValueError, match=r"plan={}: .*'blocks.\*.in' \(Linear\), 'flat.0' \(Linear\)\.$"):
+    with pytest.raises(ValueError, match=r"plan={}\. .*'blocks.\*.in' \(Linear\), 'flat.0' \(Linear\)\.$"):
         find_plan(Hooked(), {})
 
 

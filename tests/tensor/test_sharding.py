@@ -177,7 +177,7 @@ def trains_as_the_whole(
     model = seeded(make, **options)
     data = batch(model)
     whole, sharded = Loss(copy.deepcopy(model)), Loss(model)
-    plan = {f"model.{pattern}": style for pattern, style in find_plan(model).items()}
+    plan = find_plan(sharded, count=group.size(), run=lambda: sharded(*data))
     sharding = shard_module(sharded, plan, group, sequence_parallel=sequence_parallel)
 
     def mine(name: str, tensor: Tensor | None) -> Tensor | None:
