@@ -20,7 +20,7 @@ the hooks inside fire, and the modules inside that the value comes from answer w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +111,7 @@ def survey(module: nn.Module, partition: Partition, step: Callable[[], Any], log
         raise seen.stopped
     flow = _Flows(seen, partition, placed).flow()
     _check_backward_hooks(module, flow)
+    _check_gradients(module, flow, {(call.unit, call.call) for call in seen.calls if call.detached})
     return flow
 
 
@@ -121,6 +122,18 @@ def _check_backward_hooks(module: nn.Module, flow: Flow) -> None:
                 f"'{name}' has a full backward hook, and its output crosses a cut, where it would miss gradients. "
                 f"Register it on a module inside '{name}'."
             )
+
+
+def _check_gradients(module: nn.Module, flow: Flow, detached: Container[Call]) -> None:
+    for stage, cut in enumerate(flow.cuts):
+        for cargo in cut:
+            trains = any(p.requires_grad for p in module.get_submodule(cargo.module).parameters())
+            if trains and (cargo.module, cargo.call) in detached:
+                raise RuntimeError(
+                    f"'{cargo.module}' hands its output from stage {stage} to a later one, but runs under "
+                    f"torch.no_grad() or in a checkpoint with use_reentrant=True, so no gradient would come back: use "
+                    f"use_reentrant=False, or freeze it with requires_grad_(False)."
+                )
 
 
 def _placed(calls: Sequence[TracedCall], partition: Partition) -> list[int]:

@@ -297,8 +297,6 @@ class Stage:
         call = self._running[name][1]
         if call not in self._cuts.wanted:
             return
-        if self._pass.grad and not torch.is_grad_enabled():
-            self._refuse_without_gradient(name, unit)
         # Two hooks are this stage's. The user's come after this one, and may write to the output.
         self._pass.keep(call, output, copied=call != self._cuts.last or forward_hooks(unit) > 2)
 
@@ -319,16 +317,6 @@ class Stage:
             call = self._pass.called(name)
             if call in self._cuts.wanted:
                 self._pass.keep(call, output)
-
-    def _refuse_without_gradient(self, name: str, unit: nn.Module) -> None:
-        # A checkpoint with use_reentrant=True runs its part without gradients, and makes up for it after the part: too
-        # late for an output that leaves the stage from inside.
-        if any(parameter.requires_grad for parameter in unit.parameters()):
-            raise RuntimeError(
-                f"'{name}' hands its output from stage {self.index} to a later one, but runs under torch.no_grad() or "
-                f"in a checkpoint with use_reentrant=True, so no gradient would come back: use use_reentrant=False, or "
-                f"freeze it with requires_grad_(False)."
-            )
 
     # -- running -------------------------------------------------------------------------------------------------
 

@@ -71,6 +71,7 @@ class TracedCall:
         plain: the numbers and texts in its output, and the shapes of the tensors.
         draws_on_host: it draws from Python's or NumPy's generator.
         direct: it was called by its method ``forward``, past its hooks.
+        detached: it ran under ``torch.no_grad()``, in a step that didn't.
     """
 
     unit: str
@@ -84,6 +85,7 @@ class TracedCall:
     plain: tuple[Any, ...]
     draws_on_host: bool
     direct: bool
+    detached: bool
 
     @property
     def origin(self) -> str:
@@ -166,7 +168,6 @@ def trace(
         StateKept(module, apart=units) as state,
         TorchGenerators(torch.device("cpu")).seeded(seed),
         host_generators_kept(),
-        torch.no_grad(),
         torch.compiler.set_stance("force_eager"),
     ):
         seed_host_generators(seed)
@@ -212,6 +213,7 @@ class _Watch:
         self._timed_on = timed_on
         self._count: Counter[str] = Counter()
         self._announced: Counter[int] = Counter()  # by id: calls whose forward is yet to come
+        self._with_gradients = torch.is_grad_enabled()
         self._depth = 0  # of modules inside a unit
         self._inside: set[str] = set()  # modules that the unit under way has called
         self._read: set[str] = set()  # origins of what it and these returned, before it is theirs
@@ -244,7 +246,8 @@ class _Watch:
         call = self._next(name)
         self._inside, self._read = set(), set()
         host = host_generators_state()
-        with _OperationsCounted() as counted:
+        detached = self._with_gradients and not torch.is_grad_enabled()
+        with _OperationsCounted() as counted, torch.no_grad():
             output = self._asked(part, forward, args, kwargs, (name, call))
         self._read |= origins_in(output)
         # A unit may read another one's parameters, which it was given as a module.
@@ -265,6 +268,7 @@ class _Watch:
                 _plain_parts(output),
                 host_generators_state() != host,
                 direct,
+                detached,
             )
         )
         return output

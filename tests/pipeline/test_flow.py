@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.pipeline.absent import AbsentTensor, AbsentValueError
 from lightning_parallel.pipeline.flow import Cargo, Flow, tensors_of
@@ -377,6 +378,37 @@ def test_what_is_collected_inside_a_layer_crosses_like_its_output(kind: type[Net
 
 
 # -- what can't be run -------------------------------------------------------------------------------------------------
+
+
+class Reentrant(Net):
+    """A checkpoint that runs its part without gradients, and makes up for it after the part."""
+
+    def step(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_layer_at_a_cut_that_runs_without_gradients_is_refused() -> None:
+    stage = stage_of(Reentrant(), 2)
+    with pytest.raises(RuntimeError, match="'blocks.1' hands its output from stage 0 .* use_reentrant=False"):
+        stage.survey(lambda: step(stage.module))
+    with torch.no_grad():  # an evaluation step has no gradients anywhere
+        stage.survey(lambda: step(stage.module))
+
+
+def test_a_frozen_layer_may_run_without_gradients() -> None:
+    class Frozen(Net):
+        def step(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                x = self.blocks[1](self.blocks[0](self.stem(x)))
+            return self.head(self.blocks[3](self.blocks[2](x))).square().mean()
+
+    model = Frozen()
+    model.blocks[1].requires_grad_(False)
+    stage_of(model, 2).survey(lambda: step(model))
 
 
 def test_a_step_of_another_kind_must_meet_the_stages_in_the_same_order() -> None:
