@@ -52,6 +52,24 @@ class AbsentValueError(RuntimeError):
         self.origins = origins
 
 
+class TakesGradientsError(AbsentValueError):
+    """Code takes gradients by itself, of what absent tensors are computed from.
+
+    Attributes:
+        origins: of what it takes them by.
+        present: it takes them by a tensor that has values.
+    """
+
+    def __init__(self, inputs: tuple[Any, ...]) -> None:
+        absent = [x for x in inputs if isinstance(x, AbsentTensor)]
+        super().__init__(
+            "The step calls torch.autograd.grad on what several pipeline stages compute, but no stage has the graph of "
+            "the others. Use a strategy without stages, such as 'ddp' or 'fully_sharded'.",
+            frozenset().union(*(x.origins for x in absent)),
+        )
+        self.present = len(absent) < len(inputs)
+
+
 class AbsentTensor(Tensor):
     """A tensor without values.
 
@@ -105,6 +123,8 @@ class AbsentTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is torch.autograd.grad:
+            raise TakesGradientsError(tuple(args[1]))
         # Tensor's own would make every result an AbsentTensor, also those that have values.
         with subclass_functions_disabled():
             return func(*args, **(kwargs or {}))

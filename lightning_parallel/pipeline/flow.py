@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_parallel.pipeline.absent import origin_of_parameter
+from lightning_parallel.pipeline.absent import TakesGradientsError, origin_of_parameter
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.trace import Call, Trace, TracedCall, names_of, trace
 from lightning_parallel.torch_private import has_full_backward_hooks
@@ -166,6 +166,7 @@ class _Flows:
             reached = max(reached, stage)
 
     def flow(self) -> Flow:
+        self._check_gradients_taken()
         for index in self._seen.overwriting:
             if self._stages[index] < self._partition.stages - 1:
                 raise LayerOrderError(
@@ -195,6 +196,16 @@ class _Flows:
             if i not in self._late:
                 last[stage] = (call.unit, call.call)
         return Flow(tuple(map(tuple, cuts)), tuple(last), frozenset(self._transparent), frozenset(inside))
+
+    def _check_gradients_taken(self) -> None:
+        """Of what the last stage computes, it may take gradients by itself, by what it has computed or holds."""
+        error, last = self._seen.stopped, self._partition.stages - 1
+        if not isinstance(error, TakesGradientsError) or last == 0:
+            return
+        own = {call.origin for call, stage in zip(self._seen.calls, self._stages, strict=True) if stage == last}
+        own |= {origin for origin, name in self._parameters.items() if self._partition.owners[name] == (last,)}
+        if error.present or not error.origins <= own:
+            raise error
 
     def _need(self, origins: Iterable[str], consumer: str, stage: int) -> None:
         for origin in origins:

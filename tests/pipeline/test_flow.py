@@ -411,6 +411,41 @@ def test_a_frozen_layer_may_run_without_gradients() -> None:
     stage_of(model, 2).survey(lambda: step(model))
 
 
+class Penalised(Net):
+    """Takes gradients in the step itself, by the batch, by a parameter, or by what the last stage computes."""
+
+    by = "batch"
+
+    def step(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        hidden = self.stem(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        output = self.head(hidden)
+        inputs = {"batch": x, "stem": self.stem.weight, "head": self.head.weight, "output": output}[self.by]
+        (gradient,) = torch.autograd.grad(output.square().sum(), inputs, create_graph=True)
+        return output.mean() + gradient.square().mean()
+
+
+@pytest.mark.parametrize("by", ["batch", "stem"])
+def test_gradients_through_several_stages_are_refused(by: str) -> None:
+    model = Penalised()
+    model.by = by
+    stage = stage_of(model, 2)
+    with pytest.raises(RuntimeError, match=r"torch\.autograd\.grad on what several pipeline stages compute"):
+        stage.survey(lambda: step(model))
+
+
+@pytest.mark.parametrize("by", ["head", "output"])
+def test_gradients_inside_the_last_stage_are_its_own(by: str) -> None:
+    model = Penalised()
+    model.by = by
+    stage_of(model, 2).survey(lambda: step(model))
+    one = stage_of(model, 1)
+    model.by = "batch"
+    one.survey(lambda: step(model))
+
+
 def test_a_step_of_another_kind_must_meet_the_stages_in_the_same_order() -> None:
     class Backwards(Net):
         validating = False
