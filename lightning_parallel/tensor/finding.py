@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.shard import Shard, piece
 from lightning_parallel.tensor.flows import Pair, find_pairs
-from lightning_parallel.tensor.linear import is_linear, runs_as_linear
+from lightning_parallel.tensor.linear import is_divisible, is_linear
 from lightning_parallel.tensor.linear_styles import HEAD_COUNTS
 from lightning_parallel.tensor.rules import pattern_of
 from lightning_parallel.tensor.style import Style
@@ -127,8 +127,8 @@ def table_of(module: nn.Module, plan: dict[str, str | Style]) -> str:
 
 
 def _fits(module: nn.Module, pair: Pair) -> bool:
-    """Are all of them linear layers that can be divided, with the forward of their class?"""
-    return all(runs_as_linear(module.get_submodule(name)) for name in (*pair.columns, pair.row))
+    """Are all of them linear layers that can be divided?"""
+    return all(is_divisible(module.get_submodule(name)) for name in (*pair.columns, pair.row))
 
 
 class _Block:

@@ -288,7 +288,16 @@ def is_linear(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Linear) or _is_conv1d(layer)
 
 
-def runs_as_linear(layer: nn.Module) -> bool:
+def is_divisible(layer: nn.Module) -> bool:
+    """Can a linear layer be divided, and nothing of it is lost?"""
+    try:
+        _check_divisible(layer)
+    except ValueError:
+        return False
+    return True
+
+
+def _runs_as_linear(layer: nn.Module) -> bool:
     """Does it compute what its class's forward computes? One with a forward of its own (Falcon's) is tried."""
     if not isinstance(layer, nn.Linear):
         return _is_conv1d(layer)
@@ -318,4 +327,4 @@ def _check_divisible(linear: nn.Module) -> None:
         problem = "belongs to nn.MultiheadAttention, which uses the weight without calling the layer"
     elif not is_linear(linear):
         problem = "is not nn.Linear, nor transformers' Conv1D"
-    check_plain(linear, type(linear) if runs_as_linear(linear) else nn.Linear, ["weight", "bias"], problem)
+    check_plain(linear, type(linear) if _runs_as_linear(linear) else nn.Linear, ["weight", "bias"], problem)

@@ -63,12 +63,13 @@ class Chain:
 
     def wrap(self, group: dist.ProcessGroup, region: ShardedRegion | None) -> None:
         """From now on the blocks work on pieces."""
+        piece = _Piece()
         for name, module in self.gathering.items():
-            module.forward = _Gathering(module, name, group)  # type: ignore[method-assign]
+            module.forward = _Gathering(module, name, group, piece)  # type: ignore[method-assign]
         names = list(self.blocks)
         for name, block in self.blocks.items():
             first, last = name == names[0], name == names[-1]
-            block.forward = _OnPieces(block, name, group, region, first, last)  # type: ignore[method-assign]
+            block.forward = _OnPieces(block, name, group, piece, region, first, last)  # type: ignore[method-assign]
 
 
 # -- which modules -----------------------------------------------------------------------------------------------
@@ -187,14 +188,26 @@ def _check_shared(module: nn.Module, chains: list[Chain]) -> None:
 # -- what they do ------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class _Piece:
+    """What a chain's blocks work on.
+
+    Attributes:
+        shape: batch and positions of the hidden state in the block that runs.
+    """
+
+    shape: torch.Size | None = None
+
+
 class _Wrapped:
     """A module's ``forward``, with the sequence divided or gathered around it."""
 
-    def __init__(self, module: nn.Module, name: str, group: dist.ProcessGroup) -> None:
+    def __init__(self, module: nn.Module, name: str, group: dist.ProcessGroup, piece: _Piece) -> None:
         self._forward: Callable[..., Any] = module.forward
         self._module = module
         self._name = name
         self._group = group
+        self._piece = piece
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         memo[id(self._group)] = self._group  # can't be copied: the copy has the same group
@@ -209,7 +222,7 @@ class _Wrapped:
         those of the same shape. Masks and positions stay whole."""
         leaves, spec = tree_flatten((args, kwargs))
         hidden = next((x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()), None)
-        if hidden is None or hidden.dim() < 3:
+        if hidden is None or hidden.dim() != 3:
             shape = "there is none" if hidden is None else f"it has the shape {tuple(hidden.shape)}"
             raise ValueError(
                 f"sequence_parallel=True: the first tensor that {self._name!r} is called with must be a hidden state "
@@ -237,8 +250,17 @@ class _Gathering(_Wrapped):
     """Of an attention or an MLP: it gets pieces, and sees the whole sequence. Its row layer returns pieces."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self._mapped(lambda x: functions.gather_sum(x, _TIME, self._group), args, kwargs)
+        args, kwargs = self._mapped(self._whole, args, kwargs)
         return self._forward(*args, **kwargs)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        if x.shape[:2] != self._piece.shape:
+            raise ValueError(
+                f"sequence_parallel=True: {self._name!r} gets a tensor of shape {tuple(x.shape)}, but the hidden state "
+                f"of its block begins with {tuple(self._piece.shape or ())}: the block rearranges it between the two "
+                f"(windows, patches of several channels), so its dimension 1 isn't the sequence. Turn it off."
+            )
+        return functions.gather_sum(x, _TIME, self._group)
 
 
 class _OnPieces(_Wrapped):
@@ -250,11 +272,12 @@ class _OnPieces(_Wrapped):
         module: nn.Module,
         name: str,
         group: dist.ProcessGroup,
+        piece: _Piece,
         region: ShardedRegion | None,
         first: bool,
         last: bool,
     ) -> None:
-        super().__init__(module, name, group)
+        super().__init__(module, name, group, piece)
         self._region = region
         self._first, self._last = first, last
 
@@ -263,7 +286,7 @@ class _OnPieces(_Wrapped):
         return super().__deepcopy__(memo)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self._mapped(self._split if self._first else lambda x: x, args, kwargs)
+        args, kwargs = self._mapped(self._divided, args, kwargs)
         region = self._region if self._module.training else None
         if region is not None:
             region.enter()
@@ -271,6 +294,11 @@ class _OnPieces(_Wrapped):
         if region is not None:
             region.leave()
         return self._gathered(output) if self._last else output
+
+    def _divided(self, x: Tensor) -> Tensor:
+        x = self._split(x) if self._first else x
+        self._piece.shape = x.shape[:2]
+        return x
 
     def _split(self, x: Tensor) -> Tensor:
         if x.shape[_TIME] % self._group.size():

@@ -205,13 +205,22 @@ def test_the_same_tensor_as_query_and_key_is_gathered_once_and_masks_stay_whole(
             assert query is key and query.shape == (2, 6, 4) and mask.shape == (2, 6)
             return self.out(self.q(query))
 
-    model = nn.ModuleList([nn.ModuleDict({"attention": Attention()})])
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = Attention()
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.shape == (2, 3, 4)
+            x = self.attention(torch.ones(2, 6, dtype=torch.bool), x, key=x)
+            assert x.shape == (2, 3, 4)
+            return x
+
+    model = nn.ModuleList([Block()])
     plan = {"*.attention.q": "column", "*.attention.out": "row"}
     shard_module(model, plan, ranks(2), sequence_parallel=True)
     make_absent(model, str, CPU)
-    piece = absent_like(torch.empty(2, 3, 4), "a block")
-    mask = torch.ones(2, 6, dtype=torch.bool)
-    assert model.get_submodule("0.attention")(mask, piece, key=piece).shape == (2, 3, 4)
+    assert model[0](absent_like(torch.empty(2, 6, 4), "a block")).shape == (2, 6, 4)
 
 
 def test_a_sequence_that_the_ranks_do_not_divide_is_refused() -> None:
@@ -222,6 +231,36 @@ def test_a_sequence_that_the_ranks_do_not_divide_is_refused() -> None:
         block(torch.zeros(2, 10, 24))
     with pytest.raises(ValueError, match=r"hidden state \[batch, sequence, features\], but it has the shape \(8, 24\)"):
         block(torch.zeros(8, 24))
+
+
+class Rearranging(nn.Module):
+    """As a Swin's block: its attention gets windows for samples."""
+
+    def __init__(self, windows: bool) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        self.windows = windows
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.unflatten(1, (2, -1)).flatten(0, 1) if self.windows else x[:, :1]
+        return x + self.mlp(y).reshape(x.shape[0], -1, 4)
+
+
+@pytest.mark.parametrize("windows", [True, False])
+def test_blocks_that_rearrange_the_sequence_are_refused(windows: bool) -> None:
+    model = nn.Sequential(Rearranging(windows))
+    plan = {"*.mlp.0": "column", "*.mlp.1": "row"}
+    shard_module(model, plan, ranks(2), sequence_parallel=True)
+    make_absent(model, str, CPU)
+    with pytest.raises(ValueError, match=r"'0.mlp' gets a tensor of shape .* the block rearranges it"):
+        model(absent_like(torch.empty(2, 8, 4), "an embedding"))
+
+
+def test_pieces_of_channels_are_refused() -> None:
+    model = gpt()
+    shard_module(model, find_plan(model), ranks(2), sequence_parallel=True)
+    with pytest.raises(ValueError, match=r"hidden state \[batch, sequence, features\], but it has the shape"):
+        model.get_submodule("blocks.0")(torch.zeros(2, 4, 10, 24))
 
 
 def test_a_second_hidden_state_is_refused() -> None:

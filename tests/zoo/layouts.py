@@ -39,9 +39,10 @@ class Layout:
     fallback: str | None = None
     natures: frozenset[Nature] = frozenset()
 
-    def make(self) -> Strategy | str:
-        """The strategy, for a Trainer."""
-        return "auto" if self.strategy is SingleDeviceStrategy else self.strategy(**self.options)
+    def make(self, layers: tuple[str, ...] = ()) -> Strategy | str:
+        """The strategy, for a Trainer; a pipeline with these layers, if any are given."""
+        given = {"layers": list(layers)} if layers else {}
+        return "auto" if self.strategy is SingleDeviceStrategy else self.strategy(**self.options, **given)
 
 
 def _pipeline(name: str, stages: int, **options: Any) -> Layout:

@@ -141,8 +141,8 @@ process. `make zoo` runs all of them and writes this page; a sample runs with th
 - **Pipelines** split the batch into {microbatches} microbatches, *fully sharded* into the shares of 2 ranks. Some
   models can't be equal then by their nature: those with BatchNorm, in-batch negatives or dropout. They count as
   *different by nature* only if the numbers don't depend on the number of ranks: pipelines are compared with
-  `PipelineStrategy` in one stage with the same microbatches, and *fully sharded* with Lightning's DDP. For random
-  numbers under tensor parallelism there is no such comparison: heads draw on the rank that has them.
+  `PipelineStrategy` in one stage with the same microbatches and layers, and *fully sharded* with Lightning's DDP. For
+  random numbers under tensor parallelism there is no such comparison: heads draw on the rank that has them.
 - *Refused*: an error before the first update, of the same kind on all ranks. *Crashed*: any other error. *Hang*: a rank
   that waits for another until the timeout.
 

@@ -23,7 +23,7 @@ class Runner:
     pool: WorkerPool
     patience: float = 3 * TIMEOUT  # seconds until ranks that don't even time out are given up
     _of: tuple[str, str] = ("", "")
-    _references: dict[str, list[Report]] = field(default_factory=dict)
+    _references: dict[tuple[str, tuple[str, ...]], list[Report]] = field(default_factory=dict)
 
     def run(self, room: str, entry: Entry, layout: Layout) -> Verdict | None:
         """The verdict on an entry under a layout; None if it has fewer layers than the layout has stages.
@@ -43,7 +43,8 @@ class Runner:
             reports = self._train(room, entry, layout)
         except WorkerError as error:
             return _lost(error)
-        return judge(entry, layout, reports, plain, lambda: self._reference(room, entry, layout.fallback or ""))
+        layers = reports[0].layers  # a layer that is cut inside draws other random numbers
+        return judge(entry, layout, reports, plain, lambda: self._reference(room, entry, layout.fallback or "", layers))
 
     def _plain(self, room: str, entry: Entry) -> Report:
         (plain,) = self._reference(room, entry, layouts.PLAIN)
@@ -53,15 +54,16 @@ class Runner:
             raise UselessEntryError(f"{entry.name!r} makes no update in one process.")
         return plain
 
-    def _reference(self, room: str, entry: Entry, name: str) -> list[Report]:
+    def _reference(self, room: str, entry: Entry, name: str, layers: tuple[str, ...] = ()) -> list[Report]:
         if self._of != (room, entry.name):
             self._of, self._references = (room, entry.name), {}
-        if name not in self._references:
-            self._references[name] = self._train(room, entry, layouts.find(name))
-        return self._references[name]
+        if (name, layers) not in self._references:
+            self._references[name, layers] = self._train(room, entry, layouts.find(name), layers)
+        return self._references[name, layers]
 
-    def _train(self, room: str, entry: Entry, layout: Layout) -> list[Report]:
-        return self.pool.run(train, layout.ranks, room, entry.name, layout.name, init=False, timeout=self.patience)
+    def _train(self, room: str, entry: Entry, layout: Layout, layers: tuple[str, ...] = ()) -> list[Report]:
+        given = (room, entry.name, layout.name, layers)
+        return self.pool.run(train, layout.ranks, *given, init=False, timeout=self.patience)
 
 
 def _lost(error: WorkerError) -> Verdict:

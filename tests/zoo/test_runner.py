@@ -48,8 +48,8 @@ def test_dropout_is_different_by_nature(pool: WorkerPool) -> None:
 
 
 def test_an_error_of_the_strategy_before_training_is_a_refusal(pool: WorkerPool) -> None:
-    verdict = verdict_on(pool, "sequential", "tensor 2", ORDER)
-    assert verdict.outcome is Outcome.REFUSED and "needs a plan" in verdict.detail
+    verdict = verdict_on(pool, "sequential", "sequence 2", ORDER)
+    assert verdict.outcome is Outcome.REFUSED and "sequence_parallel=True: there is no module" in verdict.detail
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ class Report:
         losses: one a step.
         weights: those that this rank holds, or its shard of them.
         shards: of which weights it holds a shard.
+        layers: between which a pipeline was cut.
         updates: the optimizer steps that it made.
         error: how the run ended, if not well.
     """
@@ -62,6 +63,7 @@ class Report:
     losses: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     shards: dict[str, Shard] = field(default_factory=dict)
+    layers: tuple[str, ...] = ()
     updates: int = 0
     error: Error | None = None
 
@@ -90,13 +92,14 @@ def load(room: str, name: str) -> Entry:
     return entry
 
 
-def train(room: str, name: str, layout_name: str) -> Report:
-    """Train an entry on this rank of a layout, for the batches that it has. Errors are reported, not raised."""
+def train(room: str, name: str, layout_name: str, layers: tuple[str, ...] = ()) -> Report:
+    """Train an entry on this rank of a layout, for the batches that it has. Errors are reported, not raised. A pipeline
+    may be told its layers."""
     report, begin = Report(), monotonic()
     try:
         entry = load(room, name)
         with everything_in(entry.dtype):
-            _fit(entry, layouts.find(layout_name), report)
+            _fit(entry, layouts.find(layout_name), report, layers)
     except BaseException as error:  # SystemExit too
         report.error = _described(error, monotonic() - begin)
         traceback.clear_frames(error.__traceback__)
@@ -113,12 +116,12 @@ def _hang_up() -> None:
     gc.collect()
 
 
-def _fit(entry: Entry, layout: layouts.Layout, report: Report) -> None:
+def _fit(entry: Entry, layout: layouts.Layout, report: Report, layers: tuple[str, ...]) -> None:
     module, batches = entry.build(), entry.batches()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=layout.ranks,
-        strategy=layout.make(),
+        strategy=layout.make(layers),
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
@@ -134,6 +137,8 @@ def _fit(entry: Entry, layout: layouts.Layout, report: Report) -> None:
     report.weights = {name: complete(parameter.detach()) for name, parameter in here(module).items()}
     if isinstance(trainer.strategy, lightning_parallel.PipelineStrategy | lightning_parallel.TensorParallelStrategy):
         report.shards = trainer.strategy.local_model.shards
+    if isinstance(trainer.strategy, lightning_parallel.PipelineStrategy):
+        report.layers = tuple(trainer.strategy.stage.partition.layers)
 
 
 def _described(error: BaseException, seconds: float) -> Error:
