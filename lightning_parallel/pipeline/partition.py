@@ -35,7 +35,7 @@ from torch import nn
 from lightning_parallel.pipeline.absent import origin_of_parameter
 from lightning_parallel.pipeline.balance import Balance, bounds_of
 from lightning_parallel.pipeline.layers import Layers, enumerated, named_layers
-from lightning_parallel.pipeline.trace import Call, Trace, trace
+from lightning_parallel.pipeline.trace import LEFT, Call, Trace, trace
 
 UNEVEN = 1.4  # the largest stage may be this much larger than the mean before layers are opened for a better cut
 
@@ -143,8 +143,10 @@ def partition(
     best = min(cuts, key=lambda cut: round(cut.largest, 2))  # the first of nearly equal ones has larger units
     if best.bounds is None:
         raise best.refusal()
-    _check_repeatable(best.seen, trace(module, best.is_unit, step, names=units.names, seed=1))
+    second = trace(module, best.is_unit, step, names=units.names, seed=1, second=True)
+    _check_repeatable(best.seen, second)
     result = best.partition()
+    _check_independent(result, second)
     _check_trainable(result, {name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad})
     return result
 
@@ -353,14 +355,28 @@ def _check_repeatable(first: Trace, second: Trace) -> None:
     if calls != again:
         raise ValueError(
             f"The step calls {enumerated(sorted({name for name, _ in set(calls) ^ set(again)}))} or not, by the random "
-            f"numbers that it draws. A pipeline's stages need the same calls in every microbatch: switch this off "
-            f"(layer drop, as in layerdrop=0.0), or drop a layer's output inside the layer's own forward."
+            f"numbers that it draws or by what an earlier step has left. A pipeline's stages need the same calls in "
+            f"every microbatch: switch this off (layer drop, as in layerdrop=0.0), or drop a layer's output inside the "
+            f"layer's own forward."
         )
     for one, other in zip(first.calls, second.calls, strict=True):
         if one.plain != other.plain:
             raise ValueError(
                 f"'{one.unit}' returns numbers, or tensors of a shape, that depend on values: {one.plain} and "
                 f"{other.plain} in two looks at the step. Other stages can't know them: return tensors of fixed shapes."
+            )
+
+
+def _check_independent(parts: Partition, second: Trace) -> None:
+    """What the code around the units keeps for the next step, after a stage has left it, that stage doesn't have."""
+    reached = 0
+    for call in second.calls:
+        reached = max(reached, parts.stage_of((call.unit, call.call), reached))
+        if LEFT in call.needs and reached < parts.stages - 1:
+            raise ValueError(
+                f"'{call.unit}' on stage {reached} gets what an earlier step has computed and kept on a module (a "
+                f"hidden state, a running mean). A stage leaves the step after its last layer, so it may not have it. "
+                f"Keep it inside a layer's own forward, or use fewer stages."
             )
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -143,6 +143,7 @@ def trace(
     names: dict[int, str] | None = None,
     logged: Sequence[Any] = (),
     seed: int = 0,
+    second: bool = False,
     timed_on: torch.device | None = None,
 ) -> Trace:
     """Watch one step. If an error ends it, the trace tells what was called before: perhaps the rest works on
@@ -155,6 +156,7 @@ def trace(
         names: of the module's parts, by their ids; by default the first name of each.
         logged: a list in which ``step`` leaves what it logs.
         seed: of the random numbers that the step draws meanwhile.
+        second: watch the second of two steps. What the first one has left on modules has the origin :data:`LEFT`.
         timed_on: where to measure how long calls take; None to measure nothing.
     """
     names = names or names_of(module)
@@ -164,26 +166,34 @@ def trace(
     stopped: Exception | None = None
     with (
         everything_absent(module, units),
-        watch.installed(parts),
         StateKept(module, apart=units) as state,
         TorchGenerators(torch.device("cpu")).seeded(seed),
         host_generators_kept(),
         torch.compiler.set_stance("force_eager"),
     ):
         seed_host_generators(seed)
-        try:
-            watch.end |= origins_in(step())
-        except ContainerWrittenError:
-            raise  # wherever it is, some stage would miss what is written
-        except AbsentValueError as error:
-            stopped = error
-            watch.end |= error.origins
-        except Exception as error:  # any: it is the step's, and whoever asked for the trace decides what it means
-            stopped = error
-        watch.end |= origins_in((logged, [*state.written()]))
+        if second:
+            with _Watch(is_unit, names, None).installed(parts), suppress(Exception):  # any: the other look has told it
+                step()
+            for left in state.written():
+                left.origins = frozenset([LEFT])
+        with watch.installed(parts):
+            try:
+                watch.end |= origins_in(step())
+            except ContainerWrittenError:
+                raise  # wherever it is, some stage would miss what is written
+            except AbsentValueError as error:
+                stopped = error
+                watch.end |= error.origins
+            except Exception as error:  # any: it is the step's, and whoever asked for the trace decides what it means
+                stopped = error
+            watch.end |= origins_in((logged, [*state.written()]))
     return Trace(
         tuple(watch.calls), frozenset(watch.end), watch.escapes, watch.writes, frozenset(watch.overwriting), stopped
     )
+
+
+LEFT = "what an earlier step has left on a module"  # an origin
 
 
 def names_of(module: nn.Module) -> dict[int, str]:

@@ -620,3 +620,56 @@ def test_the_cut_only_reads_the_model() -> None:
     before = {name: (id(p), p._version) for name, p in model.named_parameters()}
     cut(model, 3)
     assert {name: (id(p), p._version) for name, p in model.named_parameters()} == before
+
+
+# -- from step to step ----------------------------------------------------------------------------------------------
+
+
+class Keeps(nn.Module):
+    """Keeps what its blocks have computed for the next step, and uses it at some place."""
+
+    def __init__(self, used: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+        self.used = used
+        self.kept: Tensor | None = None
+
+    def use(self, place: str, x: Tensor) -> Tensor:
+        return x if self.kept is None or self.used != place else x + self.kept.mean()
+
+    def step(self) -> Tensor:
+        x = self.use("before", torch.ones(3, 2))
+        for i, block in enumerate(self.blocks):
+            x = block(self.use("between", x) if i == 1 else x)
+        self.kept = x.detach()
+        return self.use("end", x).sum()
+
+
+@pytest.mark.parametrize("used", ["before", "between"])
+def test_a_value_kept_from_step_to_step_is_refused_before_the_last_stage(used: str) -> None:
+    model = Keeps(used)
+    with pytest.raises(ValueError, match="'blocks.[01]' on stage 0 gets what an earlier step has computed and kept"):
+        partition(model, model.step, 2)
+    assert model.kept is None
+    partition(model, model.step, 1)
+
+
+@pytest.mark.parametrize("used", ["end", "never"])
+def test_what_is_kept_for_the_end_of_the_next_step_is_on_the_last_stage(used: str) -> None:
+    model = Keeps(used)
+    assert partition(model, model.step, 2).stages == 2
+
+
+def test_what_only_the_first_step_calls_is_refused() -> None:
+    class Once(Keeps):
+        def step(self) -> Tensor:
+            x = torch.ones(3, 2)
+            if self.kept is None:
+                self.kept = self.blocks[0](x)
+            for block in list(self.blocks)[1:]:
+                x = block(x)
+            return (x + self.kept).sum()
+
+    model = Once("end")
+    with pytest.raises(ValueError, match="calls 'blocks.0' or not, by .* what an earlier step has left"):
+        partition(model, model.step, 2)
