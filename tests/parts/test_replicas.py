@@ -52,7 +52,6 @@ CASES = [
         {"stages": 2, "data_parallel_kind": "fully_shard", "activation_checkpointing": True},
         ALL_AT_ONCE,
     ),
-    ("ShardableGPT2", 8, "sync", {"stages": 2, "tensor_parallel": 2, "microbatches": 2}, ALL_AT_ONCE),
     (
         "ShardableLlama",
         4,
@@ -60,8 +59,8 @@ CASES = [
         {"stages": 1, "tensor_parallel": 2, "data_parallel_kind": "fully_shard", "sequence_parallel": True},
         ALL_AT_ONCE,
     ),
-    ("Experts", 4, "sync", {"stages": 1, "tensor_parallel": 2, "data_parallel_kind": "fully_shard"}, {}),
     *thorough(
+        ("Experts", 4, "sync", {"stages": 1, "tensor_parallel": 2, "data_parallel_kind": "fully_shard"}, {}),
         (
             "ShardableGPT2",
             8,
@@ -75,6 +74,7 @@ CASES = [
         ("GPT2", 4, "sync", {"stages": 2, "data_parallel": 2, "microbatches": 2}, {}),
         ("Blocks", 4, "sync", {"stages": 2, "data_parallel_kind": "fully_shard", "microbatches": 2}, {}),
         ("ShardableGPT2", 8, "sync", {"stages": 2, "tensor_parallel": 2, "microbatches": 2}, {}),
+        ("ShardableGPT2", 8, "sync", {"stages": 2, "tensor_parallel": 2, "microbatches": 2}, ALL_AT_ONCE),
     ),
 ]
 
