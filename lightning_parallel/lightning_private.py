@@ -17,13 +17,13 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data.distributed import DistributedSampler
 
 S = TypeVar("S", bound=type[Strategy])
 
@@ -127,14 +127,14 @@ def mode_of(loader: CombinedLoader) -> Any:
 
 def samples_predicted(trainer: pl.Trainer) -> list[tuple[list[int], int | None]]:
     """For each loader of ``trainer.predict`` the number of samples in each batch that it gave, and its batch size; the
-    size is None if the loader isn't divided over the replicas. Lightning's batch sampler notes the samples."""
+    size is None if Lightning hasn't divided the samples over the replicas. Its batch sampler notes them."""
     combined = trainer.predict_loop._combined_loader
     assert combined is not None
     found: list[tuple[list[int], int | None]] = []
     for loader, predictions in zip(combined.flattened, trainer.predict_loop._predictions, strict=True):
         batches = getattr(loader, "batch_sampler", None)
         seen = getattr(batches, "seen_batch_indices", [])[: len(predictions)]
-        is_divided = isinstance(getattr(batches, "sampler", None), DistributedSampler)
+        is_divided = isinstance(getattr(batches, "sampler", None), UnrepeatedDistributedSampler)
         size = getattr(batches, "batch_size", None) if is_divided and len(seen) == len(predictions) else None
         found.append(([len(indices) for indices in seen], size))
     return found

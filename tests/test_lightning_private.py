@@ -14,6 +14,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities import CombinedLoader
@@ -188,10 +189,11 @@ def test_samples_predicted_are_those_of_each_batch() -> None:
             return self.layer(batch)
 
     data = torch.ones(5, 1)
-    divided = DataLoader(data, 2, sampler=DistributedSampler(data, 2, 0))  # type: ignore[arg-type]
-    for loader in (divided, DataLoader(data, 2), iter(data.split(2))):  # type: ignore[arg-type]
+    divided = DataLoader(data, 2, sampler=UnrepeatedDistributedSampler(data, num_replicas=2, rank=0))  # type: ignore[arg-type]
+    padded = DataLoader(data, 2, sampler=DistributedSampler(data, 2, 0))  # type: ignore[arg-type]
+    for loader in (divided, padded, DataLoader(data, 2), iter(data.split(2))):  # type: ignore[arg-type]
         trainer(Looks()).predict(Predicts(), loader)
-    assert found == [[([2, 1], 2)], [([2, 2, 1], None)], [([], None)]]
+    assert found == [[([2, 1], 2)], [([2, 1], None)], [([2, 2, 1], None)], [([], None)]]
 
 
 # -- metrics and loops ---------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ Lightning deals out the samples of ``trainer.predict`` without repeating any, so
 another. But each gathers its layers together with the others::
 
     replica 0    batch 0 | batch 1 | batch 2
-    replica 1    batch 0 | batch 1 | batch 1 again, its prediction dropped
+    replica 1    batch 0 | batch 1 | batch 1 again, without an effect
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from typing import TypeVar
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_parallel.collectives import guarded
+from lightning_parallel.pipeline.kept_state import StateKept
+from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_kept
 
 T = TypeVar("T")
 
@@ -26,22 +29,50 @@ class EqualSteps:
     """The prediction steps of this replica.
 
     Args:
-        trainer: about to predict: its loop knows how many batches there are.
+        trainer: about to predict: its loop knows how many batches each loader has.
+        module: whose steps they are.
         replicas: the group. All of its ranks make one.
         device: of this rank.
+
+    Raises:
+        ValueError: on all ranks, if a replica has no batch of a loader of which others have some, or the step takes its
+            batches itself.
     """
 
-    def __init__(self, trainer: pl.Trainer, replicas: dist.ProcessGroup, device: torch.device) -> None:
-        self._left = sum(trainer.predict_loop.max_batches)  # infinite where a loader doesn't know
-        most = torch.tensor(self._left, dtype=torch.float64, device=device)
-        guarded(dist.all_reduce, most, dist.ReduceOp.MAX, group=replicas)
-        self._missing = int(most) - int(self._left) if math.isfinite(most) and math.isfinite(self._left) else 0
+    def __init__(
+        self, trainer: pl.Trainer, module: pl.LightningModule, replicas: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        if is_param_in_hook_signature(module.predict_step, "dataloader_iter", explicit=True):
+            raise ValueError(
+                "predict_step(dataloader_iter): fully sharded replicas have to take as many steps each, so they take "
+                "predict_step(batch, batch_idx)."
+            )
+        self._module = module
+        self._generators = TorchGenerators(device)
+        own = [float(count) for count in trainer.predict_loop.max_batches]  # infinite where a loader doesn't know
+        extremes = torch.tensor([*own, *(-count for count in own)], dtype=torch.float64, device=device)
+        guarded(dist.all_reduce, extremes, dist.ReduceOp.MAX, group=replicas)
+        most, least = extremes[: len(own)].tolist(), (-extremes[len(own) :]).tolist()
+        for loader, (high, low) in enumerate(zip(most, least, strict=True)):
+            if low == 0 < high:
+                raise ValueError(
+                    f"Loader {loader} of trainer.predict has a batch for some of the fully sharded replicas and none "
+                    f"for others, but they gather layers together. Use fewer replicas, or smaller batches."
+                )
+        # For each loader with batches: how many are left, and how many steps are missing then.
+        self._loaders = [
+            [count, high - count if math.isfinite(high) else 0.0]
+            for count, high in zip(own, most, strict=True)
+            if count > 0
+        ]
 
     def run(self, step: Callable[[], T]) -> T:
-        """Run a batch's step; if it is the last, run it as often as other replicas still have batches."""
+        """Run a batch's step; if it is the loader's last, run it as often as other replicas still have batches."""
         output = step()
-        self._left -= 1
-        if self._left == 0:
-            for _ in range(self._missing):
-                step()
+        self._loaders[0][0] -= 1
+        if self._loaders[0][0] == 0:
+            _, missing = self._loaders.pop(0)
+            for _ in range(int(missing)):
+                with StateKept(self._module, parameters=False), self._generators.kept(), host_generators_kept():
+                    step()
         return output

@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_parallel.batch import batch_size, split
 from lightning_parallel.lightning_private import before_batch_transfer, loader_source, mode_of
 from lightning_parallel.parts.logs import trial
-from lightning_parallel.pipeline.kept_state import StateKept
 from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_kept
 from lightning_parallel.torch_private import tree_map
 
@@ -64,19 +63,18 @@ def first_step(trainer: pl.Trainer, module: pl.LightningModule, part: Callable[[
 
 
 def trial_of(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[], None]:
-    """What runs the first step on some samples, as often as it is wanted. A run leaves nothing in the module.
+    """What runs the first step on some samples. What a run leaves in the module is the caller's.
 
-    With manual optimization it raises a RuntimeError: there are no optimizers yet.
+    Raises:
+        RuntimeError: with manual optimization. There are no optimizers yet.
     """
-    steps: list[Callable[[], Any]] = []
+    if not module.automatic_optimization:
+        raise RuntimeError("with manual optimization it can't be run ahead")
+    step = first_step(trainer, module, _few_samples)
 
     def run() -> None:
-        if not module.automatic_optimization:
-            raise RuntimeError("with manual optimization it can't be run ahead")
-        if not steps:  # no batch is asked for before it is needed
-            steps.append(first_step(trainer, module, _few_samples))
-        with StateKept(module), trial(trainer, module, lambda *args, **kwargs: None), as_in(trainer, module):
-            steps[0]()
+        with trial(trainer, module, lambda *args, **kwargs: None), as_in(trainer, module):
+            step()
 
     return run
 

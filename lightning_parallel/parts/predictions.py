@@ -62,7 +62,8 @@ def share_predictions(trainer: pl.Trainer, layout: Layout, groups: Groups, devic
     if layout.rank == maker:
         shares = [_Share(own, *dealt) for own, dealt in zip(of_loaders, samples_predicted(trainer), strict=True)]
         replicas = gather_objects(shares, groups.along("data"))
-        everything = [_of_one_process(of_replicas) for of_replicas in zip(*replicas, strict=True)]
+        limit = trainer.limit_predict_batches if isinstance(trainer.limit_predict_batches, int) else None
+        everything = [_of_one_process(of_replicas)[:limit] for of_replicas in zip(*replicas, strict=True)]
     everything = broadcast_object(everything, maker, groups.model, device)
     for own, whole in zip(of_loaders, everything, strict=True):
         own[:] = whole
@@ -83,9 +84,9 @@ def _of_one_process(replicas: Sequence[_Share]) -> list[Any]:
         return [batch for parts, each in zip(rounds, counts, strict=True) for batch in _regrouped(parts, each, size)]
     except _NotBySampleError:
         rank_zero_warn(
-            "share_predictions=True: predict_step returned something that hasn't a row, or an item of a list, for each "
-            "sample, or the replicas haven't divided the samples of its loader among them. What all replicas returned "
-            "for a batch is listed in turn, so it isn't what one process would return."
+            "share_predictions=True: predict_step returned something that hasn't a row of one shape, or an item of a "
+            "list, for each sample, or Lightning hasn't divided the samples of its loader over the replicas. What all "
+            "replicas returned for a batch is listed in turn, so it isn't what one process would return."
         )
         return [prediction for parts in rounds for prediction in parts]
 
@@ -105,25 +106,42 @@ def _rows(parts: Sequence[Any], counts: Sequence[int], places: Sequence[tuple[in
         places: row and part of each sample that is wanted.
 
     Raises:
-        _NotBySampleError: something in the predictions hasn't one row, or one item, for each sample.
+        _NotBySampleError: something in the predictions hasn't one row, or one item, for each sample, or it can't be
+            told which.
     """
     if all(part is None for part in parts):
         return None
     if all(isinstance(part, Tensor) for part in parts):
-        if any(not part.dim() or len(part) != count for part, count in zip(parts, counts, strict=True)):
+        shapes = {(part.shape[1:], part.dtype) for part in parts if part.dim()}
+        if any(not part.dim() or len(part) != n for part, n in zip(parts, counts, strict=True)) or len(shapes) > 1:
             raise _NotBySampleError
         return torch.stack([parts[part][row] for row, part in places])
+    items = _items(parts, counts, places)
     try:
-        return _rows_of_members(parts, counts, places)
+        members_rows = _rows_of_members(parts, counts, places)
     except _NotBySampleError:
-        pairs = zip(parts, counts, strict=True)
-        if all(isinstance(part, list) and len(part) == count for part, count in pairs):
-            return [parts[part][row] for row, part in places]  # a text, or the boxes of an image, for each sample
-        raise
+        if items is None:
+            raise
+        return items
+    if items is not None:  # as many tensors as samples, each with as many rows
+        raise _NotBySampleError
+    return members_rows
+
+
+def _items(parts: Sequence[Any], counts: Sequence[int], places: Sequence[tuple[int, int]]) -> Any | None:
+    """Of lists with an item for each sample (a text, the boxes of an image), or tuples of texts; None for others."""
+    pairs = list(zip(parts, counts, strict=True))
+    texts = all(isinstance(part, tuple) and all(isinstance(item, str) for item in part) for part in parts)
+    if not (texts or all(isinstance(part, list) for part in parts)) or any(len(part) != n for part, n in pairs):
+        return None
+    return type(parts[0])(parts[part][row] for row, part in places)
 
 
 def _rows_of_members(parts: Sequence[Any], counts: Sequence[int], places: Sequence[tuple[int, int]]) -> Any:
-    structures = [members(part) for part in parts]
+    try:
+        structures = [members(part) for part in parts]
+    except ValueError as error:  # of packed sequences
+        raise _NotBySampleError from error
     keys = [list(structure[0]) for structure in structures if structure is not None]
     values = [structure[1] for structure in structures if structure is not None]
     alike = all(type(part) is type(parts[0]) for part in parts) and all(each == keys[0] for each in keys)

@@ -28,6 +28,7 @@ from lightning_parallel.tensor.sharding import Sharding, shard_module
 from lightning_parallel.tensor.style import Plan
 
 T = TypeVar("T")
+MakeRun = Callable[[], Callable[[], Any]]
 
 _TOLERANCE = 1e-2  # of norms: rounding differs by far less, a forgotten sum by far more
 
@@ -52,7 +53,7 @@ class TensorShards:
         self._losses: FirstLosses | None = None
 
     def divide(
-        self, module: nn.Module, group: dist.ProcessGroup, device: torch.device, run: Callable[[], Any]
+        self, module: nn.Module, group: dist.ProcessGroup, device: torch.device, make_run: MakeRun
     ) -> None:
         """Replace the layers that the plan names by this rank's shards, once for a module. All ranks of the world call
         it.
@@ -61,7 +62,7 @@ class TensorShards:
             module: the whole model.
             group: the tensor group.
             device: of this rank.
-            run: runs the first step, by which a plan is found where none is known.
+            make_run: makes what runs the first step, by which a plan is found where none is known.
 
         Raises:
             ValueError: there is no plan, or it doesn't fit.
@@ -77,7 +78,7 @@ class TensorShards:
                 self._plan,
                 group.size(),
                 announce=rank_zero_info,
-                run=run,
+                make_run=make_run,
                 agreed=lambda found: broadcast_object(found, 0, world, device),  # replicas try batches of their own
             ),
         )

@@ -34,9 +34,11 @@ class StateKept:
     Args:
         module: with all its submodules.
         apart: parts of it whose writings stay with them: :meth:`written` doesn't look there.
+        parameters: the module's parameters, too. They are copied.
     """
 
-    def __init__(self, module: nn.Module, apart: Iterable[nn.Module] = ()) -> None:
+    def __init__(self, module: nn.Module, apart: Iterable[nn.Module] = (), *, parameters: bool = True) -> None:
+        self._left_out = () if parameters else tuple(module.parameters())
         self._modules = {id(m): m for m in module.modules()}
         self._apart = {id(m) for part in apart for m in part.modules()}
         self._containers: list[tuple[Any, _Held, bool]] = []  # with what they held; does `written` look at it?
@@ -45,7 +47,7 @@ class StateKept:
         self._generators: list[tuple[torch.Generator, Tensor]] = []
 
     def __enter__(self) -> StateKept:
-        seen: set[int] = set()
+        seen = set(map(id, self._left_out))
         waiting: list[tuple[Any, bool]] = [(vars(m), key not in self._apart) for key, m in self._modules.items()]
         while waiting:
             value, looked_at = waiting.pop()

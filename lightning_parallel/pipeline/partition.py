@@ -24,7 +24,7 @@ Modules without parameters and state run everywhere, except in an open ``nn.Sequ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -143,10 +143,14 @@ def partition(
     best = min(cuts, key=lambda cut: round(cut.largest, 2))  # the first of nearly equal ones has larger units
     if best.bounds is None:
         raise best.refusal()
-    second = trace(module, best.is_unit, step, names=units.names, seed=1, second=True)
-    _check_repeatable(best.seen, second)
     result = best.partition()
-    _check_independent(result, second)
+    leaving = _leaving(result, best.seen)
+    second = trace(module, best.is_unit, step, names=units.names, seed=1, leaving=leaving)
+    _check_repeatable(best.seen, second)
+    for call in second.kept:
+        third = trace(module, best.is_unit, step, names=units.names, seed=2, after=[call])
+        _check_repeatable(best.seen, third)
+        _check_independent(result, third, {leaving[call]} if call is not None else set(leaving.values()))
     _check_trainable(result, {name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad})
     return result
 
@@ -367,16 +371,25 @@ def _check_repeatable(first: Trace, second: Trace) -> None:
             )
 
 
-def _check_independent(parts: Partition, second: Trace) -> None:
-    """What the code around the units keeps for the next step, after a stage has left it, that stage doesn't have."""
+def _leaving(parts: Partition, seen: Trace) -> dict[Call, int]:
+    """The calls after which stages leave the step, and which stages: all but the last one."""
+    last: dict[int, Call] = {}
+    for call in seen.calls:
+        last[parts.stage_of((call.unit, call.call), max(last, default=0))] = call.unit, call.call
+    return {call: stage for stage, call in last.items() if stage < parts.stages - 1}
+
+
+def _check_independent(parts: Partition, second: Trace, stages: Collection[int]) -> None:
+    """What the code around the units keeps for the next step, after these stages have left it, they don't have; what
+    it takes away again after that, they still have."""
     reached = 0
     for call in second.calls:
         reached = max(reached, parts.stage_of((call.unit, call.call), reached))
-        if LEFT in call.needs and reached < parts.stages - 1:
+        if LEFT in call.needs and reached in stages:
             raise ValueError(
                 f"'{call.unit}' on stage {reached} gets what an earlier step has computed and kept on a module (a "
-                f"hidden state, a running mean). A stage leaves the step after its last layer, so it may not have it. "
-                f"Keep it inside a layer's own forward, or use fewer stages."
+                f"hidden state, a running mean). A stage leaves the step after its last layer, so it has another. Keep "
+                f"it inside a layer's own forward, or use fewer stages."
             )
 
 

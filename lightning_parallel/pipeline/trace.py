@@ -16,7 +16,7 @@ with the origins of its inputs. The code around the units runs as it stands::
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -121,6 +121,8 @@ class Trace:
         writes: the indices of the calls that change an input in place, by the origin that it has afterwards.
         overwriting: the indices of calls that change in place what isn't absent: a tensor of the batch.
         stopped: the error that ended the step early; None if it came to its end.
+        kept: after which of the calls in question the step's own code had left something on modules that it computed
+            from what units return; None among them: at the end.
     """
 
     calls: tuple[TracedCall, ...]
@@ -129,6 +131,7 @@ class Trace:
     writes: dict[str, int]
     overwriting: frozenset[int]
     stopped: Exception | None
+    kept: frozenset[Call | None]
 
     def position(self) -> dict[str, int]:
         """The index of each call, by the origin of its output."""
@@ -143,7 +146,8 @@ def trace(
     names: dict[int, str] | None = None,
     logged: Sequence[Any] = (),
     seed: int = 0,
-    second: bool = False,
+    leaving: Container[Call] = (),
+    after: Sequence[Call | None] = (),
     timed_on: torch.device | None = None,
 ) -> Trace:
     """Watch one step. If an error ends it, the trace tells what was called before: perhaps the rest works on
@@ -156,7 +160,9 @@ def trace(
         names: of the module's parts, by their ids; by default the first name of each.
         logged: a list in which ``step`` leaves what it logs.
         seed: of the random numbers that the step draws meanwhile.
-        second: watch the second of two steps. What the first one has left on modules has the origin :data:`LEFT`.
+        leaving: the calls in question for :attr:`Trace.kept`.
+        after: if there is one, watch the second of two steps, of which the first ends after this call; None: at its
+            end. What it has left on modules has the origin :data:`LEFT`.
         timed_on: where to measure how long calls take; None to measure nothing.
     """
     names = names or names_of(module)
@@ -172,11 +178,13 @@ def trace(
         torch.compiler.set_stance("force_eager"),
     ):
         seed_host_generators(seed)
-        if second:
-            with _Watch(is_unit, names, None).installed(parts), suppress(Exception):  # any: the other look has told it
+        for call in after:
+            first = _Watch(is_unit, names, None, until=call)
+            with first.installed(parts), suppress(Exception, _Left):  # any: the look at one step has told it
                 step()
             for left in state.written():
                 left.origins = frozenset([LEFT])
+        watch.look_after(leaving, state)
         with watch.installed(parts):
             try:
                 watch.end |= origins_in(step())
@@ -187,9 +195,17 @@ def trace(
                 watch.end |= error.origins
             except Exception as error:  # any: it is the step's, and whoever asked for the trace decides what it means
                 stopped = error
-            watch.end |= origins_in((logged, [*state.written()]))
+            left_there = [*state.written()]
+            watch.end |= origins_in((logged, left_there))
+            watch.kept.update([None] if left_there else [])
     return Trace(
-        tuple(watch.calls), frozenset(watch.end), watch.escapes, watch.writes, frozenset(watch.overwriting), stopped
+        tuple(watch.calls),
+        frozenset(watch.end),
+        watch.escapes,
+        watch.writes,
+        frozenset(watch.overwriting),
+        stopped,
+        frozenset(watch.kept),
     )
 
 
@@ -209,15 +225,29 @@ def origins_in(values: Any) -> frozenset[str]:
 _PARAMETER = origin_of_parameter("").removesuffix("'")  # how the origin of any parameter begins
 
 
+class _Left(BaseException):
+    """A step ends as a stage leaves it: past the user's `except Exception`."""
+
+
 class _Watch:
     """Stands in for the forwards of a module's parts while a step runs."""
 
-    def __init__(self, is_unit: Callable[[str], bool], names: dict[int, str], timed_on: torch.device | None) -> None:
+    def __init__(
+        self,
+        is_unit: Callable[[str], bool],
+        names: dict[int, str],
+        timed_on: torch.device | None,
+        until: Call | None = None,
+    ) -> None:
         self.calls: list[TracedCall] = []
         self.end: set[str] = set()
         self.escapes: dict[str, Escape] = {}
         self.writes: dict[str, int] = {}
         self.overwriting: set[int] = set()
+        self.kept: set[Call | None] = set()
+        self._leaving: Container[Call] = ()
+        self._state: StateKept | None = None
+        self._until = until
         self._is_unit = is_unit
         self._names = names
         self._timed_on = timed_on
@@ -240,6 +270,10 @@ class _Watch:
         finally:
             announced.remove()
             watched.remove()
+
+    def look_after(self, calls: Container[Call], state: StateKept) -> None:
+        """After each of these calls, look at what the step has left on modules."""
+        self._leaving, self._state = calls, state
 
     def _announce(self, part: nn.Module, args: Any) -> None:
         self._announced[id(part)] += 1
@@ -281,6 +315,10 @@ class _Watch:
                 detached,
             )
         )
+        if (name, call) in self._leaving and self._state is not None and any(True for _ in self._state.written()):
+            self.kept.add((name, call))
+        if (name, call) == self._until:
+            raise _Left
         return output
 
     def _called_inside(

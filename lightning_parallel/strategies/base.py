@@ -250,9 +250,9 @@ class LayoutStrategy(ParallelStrategy):
     def on_predict_start(self) -> None:
         self.share_buffers()
         assert self.lightning_module is not None
-        trainer, replicas = self.lightning_module.trainer, self.groups.along("data")
+        module, replicas = self.lightning_module, self.groups.along("data")
         together = self.local_model.is_fully_sharded
-        self._equal_steps = EqualSteps(trainer, replicas, self.root_device) if together else None
+        self._equal_steps = EqualSteps(module.trainer, module, replicas, self.root_device) if together else None
 
     def predict_equally(self, step: Callable[[], T]) -> T:
         """Run ``predict_step`` on a batch; where layers are gathered together, as often as all replicas do."""

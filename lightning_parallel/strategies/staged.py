@@ -140,7 +140,9 @@ class StagedStrategy(LayoutStrategy):
             cut=lambda: agreed_partition(trainer, module, self.options, layout, groups.model, automatic_microbatches),
             check=check,
             describe=describe,
-            divide=lambda: self._shards.divide(module, groups.along("tensor"), device, trial_of(trainer, module)),
+            divide=partial(
+                self._shards.divide, module, groups.along("tensor"), device, partial(trial_of, trainer, module)
+            ),
             replicas=groups.along("data"),
         )
         local = self._stages.local_model(self._shards.shards)

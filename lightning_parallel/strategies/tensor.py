@@ -88,7 +88,7 @@ class TensorParallelStrategy(LayoutStrategy):
         groups, device = self.groups, self.root_device
         self._ends_update = False
         module = self.prepare(trainer)
-        self._shards.divide(module, groups.along("tensor"), device, trial_of(trainer, module))
+        self._shards.divide(module, groups.along("tensor"), device, partial(trial_of, trainer, module))
         local = LocalModel.of(module, self._shards.shards)
         self.hold(trainer, local)
         install_clipping(

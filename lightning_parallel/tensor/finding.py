@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_parallel.pipeline.kept_state import StateKept
+from lightning_parallel.pipeline.seeding import host_generators_kept
 from lightning_parallel.shard import Shard, piece
 from lightning_parallel.tensor.flows import Pair, find_pairs
 from lightning_parallel.tensor.linear import is_divisible, is_linear
@@ -307,11 +309,11 @@ def _set(root: nn.Module, modules: dict[str, Any]) -> None:
 
 @contextmanager
 def _at_rest(module: nn.Module) -> Iterator[None]:
-    """Inside, the model is in evaluation mode, and random numbers are drawn from a copy of the generators."""
+    """Inside, the model is in evaluation mode. Afterwards all is as before: what modules keep, and all generators."""
     training = [part for part in module.modules() if part.training]
     module.eval()
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), host_generators_kept(), StateKept(module, parameters=False):
             yield
     finally:
         for part in training:

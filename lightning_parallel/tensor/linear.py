@@ -298,18 +298,13 @@ def is_divisible(layer: nn.Module) -> bool:
 
 
 def _runs_as_linear(layer: nn.Module) -> bool:
-    """Does it compute what its class's forward computes? One with a forward of its own (Falcon's) is tried."""
+    """Is its forward that of a linear layer? Of one with a forward of its own no trial can tell: it may clamp large
+    values, or change gradients only. Falcon's is known to be the same in other words."""
     if not isinstance(layer, nn.Linear):
         return _is_conv1d(layer)
-    if type(layer).forward is nn.Linear.forward:
-        return True
-    weight = layer.weight.detach()
-    rows = torch.arange(2 * layer.in_features, dtype=torch.float32).sin().view(2, -1).to(weight)
-    with torch.no_grad():
-        try:
-            return torch.allclose(layer(rows), F.linear(rows, weight, layer.bias))
-        except Exception:  # any: it is somebody else's code, and may expect something else
-            return False
+    kind = type(layer)
+    falcon = kind.__name__ == "FalconLinear" and kind.__module__.startswith("transformers.")
+    return falcon or kind.forward is nn.Linear.forward
 
 
 def _is_conv1d(layer: nn.Module) -> bool:

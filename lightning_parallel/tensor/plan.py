@@ -22,6 +22,7 @@ from lightning_parallel.tensor.layer import ParallelLayer
 from lightning_parallel.tensor.rules import layers_of, resolve
 from lightning_parallel.tensor.style import Plan, Style
 from lightning_parallel.tensor.transformers_plans import transformers_plans, without_caches
+from lightning_parallel.torch_private import version_of
 
 Found = tuple[dict[str, str | Style], str]  # rules, and why there aren't any
 
@@ -31,7 +32,7 @@ def find_plan(
     given: Plan | None = None,
     count: int = 2,
     announce: Callable[[str], None] = lambda text: None,
-    run: Callable[[], Any] | None = None,
+    make_run: Callable[[], Callable[[], Any]] | None = None,
     agreed: Callable[[Found], Found] = lambda found: found,
 ) -> dict[str, str | Style]:
     """The plan for ``module``: the given one; else that of its ``configure_tensor_parallel()`` method; else those that
@@ -43,7 +44,7 @@ def find_plan(
         given: by the user.
         count: the number of tensor ranks.
         announce: takes the words about a plan that was found.
-        run: runs the module's step, to find a plan by; None if it can't be run.
+        make_run: makes what runs the module's step, to find a plan by; None if it can't be run.
         agreed: returns what one of the ranks has found, on all of them.
 
     Raises:
@@ -55,7 +56,7 @@ def find_plan(
     elif callable(hook):
         plan, source = dict(hook()), f"{type(module).__name__}.configure_tensor_parallel() returned {{}}"
     else:
-        plan, source = _known_or_found(module, count, announce, run, agreed)
+        plan, source = _known_or_found(module, count, announce, make_run, agreed)
     if not plan and not any(isinstance(m, ParallelLayer) for m in module.modules()):  # divided by hand needs none
         raise ValueError(
             f"Tensor parallelism needs a plan, but {source}. Give plan={{'pattern': 'style'}}, or a "
@@ -68,19 +69,24 @@ def _known_or_found(
     module: nn.Module,
     count: int,
     announce: Callable[[str], None],
-    run: Callable[[], Any] | None,
+    make_run: Callable[[], Callable[[], Any]] | None,
     agreed: Callable[[Found], Found],
 ) -> tuple[dict[str, str | Style], str]:
     """The plan, and what is to be said if it is empty."""
     plan, without = transformers_plans(module)
     if plan and not without:
         return plan, ""
+    versions = {name: version_of(parameter) for name, parameter in module.named_parameters()}
     try:
         with without_caches(module):
-            found = found_plan(module, run, count) if run is not None else {}
+            found = found_plan(module, make_run(), count) if make_run is not None else {}
         problem = f"no pair of its layers could be divided over {count} ranks"
     except Exception as error:  # any: of the user's code
         found, problem = {}, f"the first step, by which one is found, raised {type(error).__name__}: {error}"
+    for name, parameter in module.named_parameters():
+        if version_of(parameter) != versions[name]:  # a teacher's average: each trial has changed it
+            found, problem = {}, f"the first step, by which one is found, writes into '{name}'"
+            plan = {}
     found, problem = agreed((found, problem))
     if without:  # what lies in other models, or around them, is left as it is
         found = {name: style for name, style in found.items() if any(name.startswith(root) for root in without)}

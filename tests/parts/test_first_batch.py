@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_parallel import PipelineStrategy
 from lightning_parallel.parts.first_batch import trial_of
+from lightning_parallel.pipeline.kept_state import StateKept
 
 ROWS = torch.arange(24, dtype=torch.float32).view(12, 2)
 
@@ -122,14 +123,14 @@ class Tried(SingleDeviceStrategy):
 
         module.training_step = noting  # type: ignore[method-assign]
         run = trial_of(trainer, module)
-        run()
-        run()
+        with StateKept(module):
+            run()
+            run()
         del module.training_step
         super().setup(trainer)
 
 
-def test_a_trial_takes_some_samples_and_leaves_nothing() -> None:
-    """Neither in the module, nor in the loader and the random numbers."""
+def test_a_trial_takes_some_samples_and_leaves_the_loader_as_it_was() -> None:
     strategy = Tried(torch.device("cpu"))
     module, expected = trained("shuffled", strategy), trained("shuffled", "auto")
     assert strategy.sizes == [4, 4]

@@ -10,10 +10,12 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 from transformers.utils import ModelOutput
 
 from lightning_parallel.batch import tensors
+from lightning_parallel.parts.predictions import _of_one_process, _Share
 from tests.pool import WorkerPool
 from tests.strategies.harness import make_trainer
 
@@ -102,6 +104,78 @@ def test_every_rank_has_the_predictions_of_one_process(
     for found, complaints in pool.run(predict, ranks, strategy, options, counts, init=False):
         assert_same(found, expected)
         assert not complaints
+
+
+class ByLoader(L.LightningModule):
+    """Each loader has a network of its own; the step counts its samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        blocks = [nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))) for _ in range(2)]
+        self.nets = nn.ModuleList(blocks)
+        self.counted: list[int] = []
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.counted += batch[1].tolist()
+        return self.nets[dataloader_idx](batch[0])
+
+
+def predict_by_loader(strategy: str) -> Any:
+    module = ByLoader()
+    trainer = make_trainer(strategy, [], {} if strategy == "single" else {"share_predictions": True})
+    return trainer.predict(module, [loader(13), loader(6)]), module.counted
+
+
+def test_each_loader_is_ended_together_and_the_steps_of_others_have_no_effect(pool: WorkerPool) -> None:
+    expected, _ = pool.run(predict_by_loader, 1, "single", init=False)[0]
+    ranks = pool.run(predict_by_loader, 2, "fsdp", init=False)
+    for found, _ in ranks:
+        assert_same(found, expected)
+    assert sorted(ranks[0][1] + ranks[1][1]) == sorted([*range(13), *range(6)])
+
+
+class TakesBatches(Predicts):
+    def predict_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return self.net(next(dataloader_iter)[0][0])
+
+
+def predict_from_an_iterator() -> Any:
+    return make_trainer("fsdp", [], {}).predict(TakesBatches(), loader(7))
+
+
+def test_a_step_that_takes_its_batches_itself_is_refused(pool: WorkerPool) -> None:
+    for error in pool.run(predict_from_an_iterator, 2, init=False, expect_errors=True):
+        assert "ValueError: predict_step(dataloader_iter): fully sharded" in str(error)
+
+
+def test_a_limit_is_that_of_one_process(pool: WorkerPool) -> None:
+    limit = {"limit_predict_batches": 2}
+    expected, _ = pool.run(predict_limited, 1, "single", limit, init=False)[0]
+    for found, _ in pool.run(predict_limited, 2, "fsdp", limit, init=False):
+        assert_same(found, expected)
+
+
+def predict_limited(strategy: str, limit: dict[str, int]) -> Any:
+    module = Predicts()
+    trainer = make_trainer(strategy, [], {} if strategy == "single" else {"share_predictions": True}, **limit)
+    return trainer.predict(module, loader(13)), None
+
+
+PADDED = [torch.zeros(2, 7), torch.zeros(2, 9)]
+SQUARES = [[torch.full((2, 2), float(i)) for i in pair] for pair in ((0, 2), (1, 3))]
+
+
+@pytest.mark.parametrize("parts", [PADDED, SQUARES, [1.0, 2.0], [pack_sequence([torch.zeros(2)] * 2)] * 2])
+def test_what_cannot_be_told_apart_by_samples_is_listed_as_it_is(parts: list[Any]) -> None:
+    replicas = [_Share([part], [2], 2) for part in parts]
+    with pytest.warns(UserWarning, match="listed in turn"):
+        assert all(one is other for one, other in zip(_of_one_process(replicas), parts, strict=True))
+
+
+def test_texts_are_told_apart() -> None:
+    replicas = [_Share([("a", "c")], [2], 2), _Share([("b",)], [1], 2)]
+    assert _of_one_process(replicas) == [("a", "b"), ("c",)]
 
 
 def test_what_has_no_rows_is_listed_and_warned_of(pool: WorkerPool) -> None:

@@ -660,6 +660,45 @@ def test_what_is_kept_for_the_end_of_the_next_step_is_on_the_last_stage(used: st
     assert partition(model, model.step, 2).stages == 2
 
 
+class Clears(nn.Module):
+    """Collects what its blocks have computed, and clears it at the end: a stage that has left doesn't."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+        self.seen: list[Tensor] = []
+
+    def step(self) -> Tensor:
+        x = torch.ones(3, 2)
+        for block in self.blocks:
+            x = block(x)
+            self.seen.append(x.detach())
+            x = x + torch.stack(self.seen).sum(0)
+        self.seen.clear()
+        return x.sum()
+
+
+def test_what_is_cleared_after_a_stage_has_left_is_refused() -> None:
+    model = Clears()
+    with pytest.raises(ValueError, match="'blocks.1' on stage 0 gets what an earlier step has computed and kept"):
+        partition(model, model.step, 2)
+    assert model.seen == []
+    assert partition(model, model.step, 1).stages == 1
+
+
+def test_what_each_step_computes_again_may_stay_on_the_module() -> None:
+    class Overwrites(Keeps):
+        def step(self) -> Tensor:
+            self.kept = self.blocks[0](torch.ones(3, 2))
+            x = self.kept
+            for block in list(self.blocks)[1:]:
+                x = block(x + self.kept)
+            return x.sum()
+
+    model = Overwrites("never")
+    assert partition(model, model.step, 2).stages == 2
+
+
 def test_what_only_the_first_step_calls_is_refused() -> None:
     class Once(Keeps):
         def step(self) -> Tensor:

@@ -323,6 +323,7 @@ def test_strategies_are_run_and_reported(tmp_path: Path) -> None:
     assert processes_of(tmp_path) == []
 
 
+@pytest.mark.thorough
 def test_interrupted_it_leaves_nothing_behind(tmp_path: Path) -> None:
     program = command(tmp_path, "trainer.max_steps=1000000")
     deadline = time.monotonic() + 120

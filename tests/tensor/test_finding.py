@@ -115,7 +115,7 @@ def test_what_is_shipped_for_gpt2_is_found_too() -> None:
 def test_attention_that_no_way_divides_stays_whole_and_is_shown() -> None:
     shown: list[str] = []
     model = Loss(bloom())
-    plan = find_plan(model, announce=shown.append, run=lambda: model.model(EXAMPLE))
+    plan = find_plan(model, announce=shown.append, make_run=lambda: lambda: model.model(EXAMPLE))
     assert plan["model.transformer.h.0.mlp.dense_h_to_4h"] == "column"
     assert not any("self_attention" in name for name in plan)
     assert "transformer.h.*.self_attention.query_key_value: whole" in shown[0]
@@ -187,7 +187,7 @@ def test_a_norm_between_needs_whole_values() -> None:
 def test_a_model_by_hand_is_left_as_it_was() -> None:
     net = Net().train()
     before, state = dict(net.named_parameters()), torch.get_rng_state()
-    plan = find_plan(net, run=lambda: net(EXAMPLE))
+    plan = find_plan(net, make_run=lambda: lambda: net(EXAMPLE))
     assert plan["blocks.1.gate"] == plan["blocks.1.up"] == "column" and plan["blocks.1.down"] == "row"
     assert plan["blocks.0.qkv"] == "column:3" and plan["blocks.0"] == "divide:count"
     assert all(before[name] is parameter for name, parameter in net.named_parameters())
@@ -197,7 +197,7 @@ def test_a_model_by_hand_is_left_as_it_was() -> None:
 
 def test_what_the_ranks_cannot_share_stays_whole() -> None:
     net = Net()
-    plan = find_plan(net, count=3, run=lambda: net(EXAMPLE))
+    plan = find_plan(net, count=3, make_run=lambda: lambda: net(EXAMPLE))
     assert "blocks.0.qkv" not in plan and plan["blocks.0.up"] == "column"
 
 
@@ -205,13 +205,13 @@ def test_equal_positions_do_not_hide_wrong_heads() -> None:
     """Attention over equal positions returns their value, however many heads there are."""
     net = Net()
     nn.init.zeros_(net.embed.weight)
-    assert find_plan(net, run=lambda: net(EXAMPLE))["blocks.0"] == "divide:count"
+    assert find_plan(net, make_run=lambda: lambda: net(EXAMPLE))["blocks.0"] == "divide:count"
 
 
 def test_a_step_that_fails_is_told() -> None:
     net = Net()
     with pytest.raises(ValueError, match="the first step, by which one is found, raised IndexError"):
-        find_plan(net, run=lambda: net(torch.full((1, 2), VOCABULARY)))
+        find_plan(net, make_run=lambda: lambda: net(torch.full((1, 2), VOCABULARY)))
 
 
 def test_only_models_without_a_plan_get_one() -> None:
@@ -221,6 +221,6 @@ def test_only_models_without_a_plan_get_one() -> None:
         for model in both.values():
             model(EXAMPLE)
 
-    plan = find_plan(both, run=run)
+    plan = find_plan(both, make_run=lambda: run)
     assert plan["opt.model.decoder.layers.0.fc1"] == "column" and plan["gpt.transformer.h.*.attn.c_attn"] == "column:3"
     assert not any(name.startswith("gpt.transformer.h.0") for name in plan)

@@ -177,7 +177,7 @@ def trains_as_the_whole(
     model = seeded(make, **options)
     data = batch(model)
     whole, sharded = Loss(copy.deepcopy(model)), Loss(model)
-    found = find_plan(model, count=group.size(), run=lambda: sharded(*data))
+    found = find_plan(model, count=group.size(), make_run=lambda: lambda: sharded(*data))
     plan = {f"model.{pattern}": style for pattern, style in found.items()}
     sharding = shard_module(sharded, plan, group, sequence_parallel=sequence_parallel)
 
