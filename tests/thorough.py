@@ -8,5 +8,5 @@ import pytest
 
 
 def thorough(*rows: Any) -> list[Any]:
-    """These rows, marked for ``make thorough``: ``make test`` leaves them out, so that it stays under ten minutes."""
+    """These rows, marked for ``make thorough``: ``make test`` leaves them out, so that it takes about ten minutes."""
     return [pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.thorough) for row in rows]
