@@ -38,7 +38,6 @@ __all__ = [
     "group_by_name",
     "has_full_backward_hooks",
     "has_hooks",
-    "has_other_hooks",
     "keeps_graph",
     "make_parameter",
     "modules_of",
@@ -168,9 +167,11 @@ def modules_of(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Has anyone registered a hook on the module? torch has no public way to ask."""
-    return any(name.endswith("_hooks") and value for name, value in vars(module).items())
+def has_hooks(module: nn.Module, *, on_outputs: bool = True) -> bool:
+    """Has anyone registered a hook on the module? Without ``on_outputs``: one that sees more than its outputs. torch
+    has no public way to ask."""
+    left_out = () if on_outputs else ("_forward_hooks",)
+    return any(name.endswith("_hooks") and value for name, value in vars(module).items() if name not in left_out)
 
 
 def forward_hooks(module: nn.Module) -> int:
@@ -179,11 +180,6 @@ def forward_hooks(module: nn.Module) -> int:
 
 
 _OF_FORWARD_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-
-
-def has_other_hooks(module: nn.Module) -> bool:
-    """Has anyone registered a hook that sees more than this module's outputs?"""
-    return any(name.endswith("_hooks") and value for name, value in vars(module).items() if name != "_forward_hooks")
 
 
 def move_forward_hooks(old: nn.Module, new: nn.Module) -> None:

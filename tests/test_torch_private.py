@@ -222,13 +222,13 @@ def test_hooks_on_outputs_move_to_another_module_and_can_be_removed() -> None:
     """Otherwise a divided embedding would be refused after `gradient_checkpointing_enable()`."""
     old, new = nn.Identity(), nn.Identity()
     handle = old.register_forward_hook(lambda module, args, kwargs, output: 2 * output, with_kwargs=True)
-    assert not torch_private.has_other_hooks(old)
+    assert not torch_private.has_hooks(old, on_outputs=False)
     torch_private.move_forward_hooks(old, new)
     assert new(3) == 6
     handle.remove()
     assert new(3) == 3
     old.register_forward_pre_hook(lambda *given: None)
-    assert torch_private.has_other_hooks(old)
+    assert torch_private.has_hooks(old, on_outputs=False)
 
 
 def test_shallow_copy_has_no_parameters_of_its_own() -> None:

@@ -51,7 +51,7 @@ def agreed_partition(
         fitting = STEPS[trainer.state.fn] == "training_step"
         step = first_step(trainer, module, first_microbatch if fitting else lambda batch: batch)
         try:
-            with as_in(trainer, module), trial(trainer, module, lambda *args, **kwargs: None):
+            with as_in(trainer, module), trial(trainer, module):
                 balance = options.balance
                 if balance == "time" and layout.rank > 0:  # only the first rank's partition counts
                     balance = "parameters"

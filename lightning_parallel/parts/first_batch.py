@@ -73,7 +73,7 @@ def trial_of(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[], No
     step = first_step(trainer, module, _few_samples)
 
     def run() -> None:
-        with trial(trainer, module, lambda *args, **kwargs: None), as_in(trainer, module):
+        with trial(trainer, module), as_in(trainer, module):
             step()
 
     return run

@@ -202,7 +202,9 @@ def logging_through(module: pl.LightningModule, log: Callable[..., None]) -> Ite
 
 
 @contextmanager
-def trial(trainer: pl.Trainer, module: pl.LightningModule, log: Callable[..., None]) -> Iterator[None]:
+def trial(
+    trainer: pl.Trainer, module: pl.LightningModule, log: Callable[..., None] = lambda *args, **kwargs: None
+) -> Iterator[None]:
     """Inside, a step doesn't count: what it logs goes to ``log``, and it doesn't end the training. The step itself will
     do both again."""
     stop = trainer.should_stop

@@ -9,7 +9,7 @@ parameters that the plan leaves whole. Otherwise an incomplete plan would train 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,12 @@ from lightning_parallel.gradients.swapping import Gradients
 from lightning_parallel.local_model import LocalModel, local_part
 from lightning_parallel.parts.first_losses import FirstLosses
 from lightning_parallel.shard import Shard
-from lightning_parallel.tensor.plan import find_plan
+from lightning_parallel.tensor.plan import MakeRun, find_plan
 from lightning_parallel.tensor.region import ShardedRegion
 from lightning_parallel.tensor.sharding import Sharding, shard_module
 from lightning_parallel.tensor.style import Plan
 
 T = TypeVar("T")
-MakeRun = Callable[[], Callable[[], Any]]
 
 _TOLERANCE = 1e-2  # of norms: rounding differs by far less, a forgotten sum by far more
 

@@ -144,7 +144,7 @@ def partition(
     if best.bounds is None:
         raise best.refusal()
     result = best.partition()
-    leaving = _leaving(result, best.seen)
+    leaving = _leaving(result)
     second = trace(module, best.is_unit, step, names=units.names, seed=1, leaving=leaving)
     _check_repeatable(best.seen, second)
     for call in second.kept:
@@ -371,23 +371,20 @@ def _check_repeatable(first: Trace, second: Trace) -> None:
             )
 
 
-def _leaving(parts: Partition, seen: Trace) -> dict[Call, int]:
+def _leaving(parts: Partition) -> dict[Call, int]:
     """The calls after which stages leave the step, and which stages: all but the last one."""
-    last: dict[int, Call] = {}
-    for call in seen.calls:
-        last[parts.stage_of((call.unit, call.call), max(last, default=0))] = call.unit, call.call
+    last = {stage: call for call, stage in parts.calls.items()}
     return {call: stage for stage, call in last.items() if stage < parts.stages - 1}
 
 
 def _check_independent(parts: Partition, second: Trace, stages: Collection[int]) -> None:
     """What the code around the units keeps for the next step, after these stages have left it, they don't have; what
     it takes away again after that, they still have."""
-    reached = 0
     for call in second.calls:
-        reached = max(reached, parts.stage_of((call.unit, call.call), reached))
-        if LEFT in call.needs and reached in stages:
+        stage = parts.calls[call.unit, call.call]
+        if LEFT in call.needs and stage in stages:
             raise ValueError(
-                f"'{call.unit}' on stage {reached} gets what an earlier step has computed and kept on a module (a "
+                f"'{call.unit}' on stage {stage} gets what an earlier step has computed and kept on a module (a "
                 f"hidden state, a running mean). A stage leaves the step after its last layer, so it has another. Keep "
                 f"it inside a layer's own forward, or use fewer stages."
             )

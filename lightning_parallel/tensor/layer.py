@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from lightning_parallel.shard import Shard
-from lightning_parallel.torch_private import has_hooks, has_other_hooks
+from lightning_parallel.torch_private import has_hooks
 
 
 class ParallelLayer(nn.Module):
@@ -95,7 +95,7 @@ def check_plain(
         problem = f"is a subclass of nn.{kind.__name__} with a forward of its own"
     elif "forward" in vars(layer):
         problem = "has had its forward replaced"
-    elif has_other_hooks(layer) if keeps_forward_hooks else has_hooks(layer):
+    elif has_hooks(layer, on_outputs=not keeps_forward_hooks):
         problem = "has hooks (of weight_norm, spectral_norm or your own), which would be lost"
     elif extra := sorted(layer.state_dict().keys() - set(held)):
         names = " and ".join(f"a {name}" for name in held)

@@ -297,14 +297,10 @@ def is_divisible(layer: nn.Module) -> bool:
     return True
 
 
-def _runs_as_linear(layer: nn.Module) -> bool:
-    """Is its forward that of a linear layer? Of one with a forward of its own no trial can tell: it may clamp large
-    values, or change gradients only. Falcon's is known to be the same in other words."""
-    if not isinstance(layer, nn.Linear):
-        return _is_conv1d(layer)
-    kind = type(layer)
-    falcon = kind.__name__ == "FalconLinear" and kind.__module__.startswith("transformers.")
-    return falcon or kind.forward is nn.Linear.forward
+def _is_falcon_s(linear: nn.Module) -> bool:
+    """Is it that of transformers' Falcon, whose own forward is ``nn.Linear``'s in other words? Of others no trial can
+    tell: they may clamp large values, or change gradients only."""
+    return type(linear).__name__ == "FalconLinear" and type(linear).__module__.startswith("transformers.")
 
 
 def _is_conv1d(layer: nn.Module) -> bool:
@@ -322,4 +318,4 @@ def _check_divisible(linear: nn.Module) -> None:
         problem = "belongs to nn.MultiheadAttention, which uses the weight without calling the layer"
     elif not is_linear(linear):
         problem = "is not nn.Linear, nor transformers' Conv1D"
-    check_plain(linear, type(linear) if _runs_as_linear(linear) else nn.Linear, ["weight", "bias"], problem)
+    check_plain(linear, type(linear) if _is_falcon_s(linear) else nn.Linear, ["weight", "bias"], problem)

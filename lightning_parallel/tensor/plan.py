@@ -24,6 +24,7 @@ from lightning_parallel.tensor.style import Plan, Style
 from lightning_parallel.tensor.transformers_plans import transformers_plans, without_caches
 from lightning_parallel.torch_private import version_of
 
+MakeRun = Callable[[], Callable[[], Any]]  # makes what runs a step
 Found = tuple[dict[str, str | Style], str]  # rules, and why there aren't any
 
 
@@ -32,7 +33,7 @@ def find_plan(
     given: Plan | None = None,
     count: int = 2,
     announce: Callable[[str], None] = lambda text: None,
-    make_run: Callable[[], Callable[[], Any]] | None = None,
+    make_run: MakeRun | None = None,
     agreed: Callable[[Found], Found] = lambda found: found,
 ) -> dict[str, str | Style]:
     """The plan for ``module``: the given one; else that of its ``configure_tensor_parallel()`` method; else those that
@@ -69,7 +70,7 @@ def _known_or_found(
     module: nn.Module,
     count: int,
     announce: Callable[[str], None],
-    make_run: Callable[[], Callable[[], Any]] | None,
+    make_run: MakeRun | None,
     agreed: Callable[[Found], Found],
 ) -> tuple[dict[str, str | Style], str]:
     """The plan, and what is to be said if it is empty."""
@@ -83,10 +84,10 @@ def _known_or_found(
         problem = f"no pair of its layers could be divided over {count} ranks"
     except Exception as error:  # any: of the user's code
         found, problem = {}, f"the first step, by which one is found, raised {type(error).__name__}: {error}"
-    for name, parameter in module.named_parameters():
-        if version_of(parameter) != versions[name]:  # a teacher's average: each trial has changed it
-            found, problem = {}, f"the first step, by which one is found, writes into '{name}'"
-            plan = {}
+    written = [name for name, p in module.named_parameters() if version_of(p) != versions[name]]
+    if written:  # a teacher's average: each trial has changed it
+        plan, found = {}, {}
+        problem = f"the first step, by which one is found, writes into '{written[-1]}'"
     found, problem = agreed((found, problem))
     if without:  # what lies in other models, or around them, is left as it is
         found = {name: style for name, style in found.items() if any(name.startswith(root) for root in without)}

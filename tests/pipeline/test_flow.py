@@ -418,10 +418,7 @@ class Penalised(Net):
 
     def step(self, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
-        hidden = self.stem(x)
-        for block in self.blocks:
-            hidden = block(hidden)
-        output = self.head(hidden)
+        output = self.head(self.body(self.stem(x)))
         inputs = {"batch": x, "stem": self.stem.weight, "head": self.head.weight, "output": output}[self.by]
         (gradient,) = torch.autograd.grad(output.square().sum(), inputs, create_graph=True)
         return output.mean() + gradient.square().mean()

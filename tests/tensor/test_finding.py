@@ -214,6 +214,19 @@ def test_a_step_that_fails_is_told() -> None:
         find_plan(net, make_run=lambda: lambda: net(torch.full((1, 2), VOCABULARY)))
 
 
+def test_a_step_that_writes_into_parameters_is_not_tried_with() -> None:
+    """A teacher's average: each trial would move it."""
+    net = Net()
+
+    def run() -> None:
+        with torch.no_grad():
+            net.head.weight.lerp_(net.embed.weight, 0.5)
+        net(EXAMPLE)
+
+    with pytest.raises(ValueError, match="the first step, by which one is found, writes into 'head.weight'"):
+        find_plan(net, make_run=lambda: run)
+
+
 def test_only_models_without_a_plan_get_one() -> None:
     both = nn.ModuleDict({"gpt": gpt2(), "opt": opt()})
 
