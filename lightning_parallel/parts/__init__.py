@@ -8,6 +8,7 @@ end of their own.
     replicas.py        copies of the model                     clipping.py      the norm of the whole model
     tensor_shards.py   layers divided over ranks               stages.py        the module in stages
     cutting.py         where the module is cut                 first_batch.py   a batch to decide it by
+    step_hooks.py      the user's hooks in that decision       once_a_batch.py  what a step changes itself
     first_look.py      what crosses the cuts in a step         microbatches.py  a batch's work
     last_stage.py      what the last stage does for all        metric_board.py  metrics, the same on every stage
     evaluation.py      forward only                            logs.py          self.log inside microbatches

@@ -37,7 +37,7 @@ STEPS = {
 }
 
 
-def first_step(trainer: pl.Trainer, module: pl.LightningModule, part: Callable[[Any], Any]) -> Callable[[], Any]:
+def first_step(trainer: pl.Trainer, module: pl.LightningModule, part: Callable[[Any], Any]) -> partial[Any]:
     """The first step that the Trainer is going to run, bound to a batch on the module's present device.
 
     Args:

@@ -1,7 +1,7 @@
 """The look at the first step of a kind: what crosses the cuts between stages in it.
 
 Before the first real step of each kind (training, the validation step of each loader, ...), every rank runs that step
-once on absent tensors (:func:`lightning_parallel.pipeline.flow.survey`). If it fails on one rank, all ranks raise.
+once on absent tensors (:func:`lightning_parallel.pipeline.survey.survey`). If it fails on one rank, all ranks raise.
 Otherwise all use what the last stage has found, since it alone runs the end of the step.
 """
 
@@ -51,24 +51,30 @@ class FirstLook:
         self._flows: dict[str, Flow] = {}  # by the kind of step
         self._warned = False
 
-    def follow(self, kind: str, step: Callable[[], Any]) -> None:
+    def follow(self, kind: str, step: Callable[[], Any], count: int = 1) -> Flow | None:
         """Before a step: set what crosses the cuts in steps of its kind.
 
         Args:
             kind: of step; the name of the user's method first.
             step: the user's step, bound to a batch.
+            count: how often it will be called for one batch.
+
+        Returns:
+            What was seen; None if there is one stage and one call, as in one process.
 
         Raises:
             RuntimeError: on all ranks, if the step can't be run in stages.
         """
-        if self._group.size() == 1:
-            return
+        if self._group.size() == 1 and count == 1:
+            return None
         if kind not in self._flows:
             layers = self._stages.fully_sharded
             with layers.gathered() if layers is not None else nullcontext():  # else hooks would gather in the survey
                 flow = self._flows[kind] = self._agreed(lambda: self._look(kind, step))
             self._warn_of_cargo(flow)
+            self._warn_of_carried(flow, count)
         self._stages.stage.flow = self._flows[kind]
+        return self._flows[kind]
 
     def _look(self, kind: str, step: Callable[[], Any]) -> Flow:
         logged: list[tuple[Any, ...]] = []
@@ -99,8 +105,18 @@ class FirstLook:
         assert last is not None, "no rank failed"
         return last
 
+    def _warn_of_carried(self, flow: Flow, count: int) -> None:
+        if flow.carried and count > 1:
+            rank_zero_warn(
+                f"training_step keeps and changes {first_few([repr(name) for name in sorted(flow.carried)])}. It is "
+                f"called for each of {count} microbatches, so they change {count} times a batch, each time by a "
+                f"microbatch: what counts batches belongs into on_train_batch_start or on_train_batch_end."
+            )
+
     def _warn_of_cargo(self, flow: Flow) -> None:
         """A residual sum between the layers is computed again on each stage, from all its terms: O(layers) of them."""
+        if not flow.cuts:
+            return
         stage = flow.heaviest()
         cargo = flow.out_of(stage)
         if self._warned or tensors_of(cargo) <= MANY:

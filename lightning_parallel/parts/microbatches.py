@@ -27,6 +27,7 @@ from lightning_parallel.parts.last_stage import LastStage
 from lightning_parallel.parts.loaders import check_same_batch
 from lightning_parallel.parts.logs import LogRecorder, logging_through
 from lightning_parallel.parts.loss_means import LossMeans
+from lightning_parallel.parts.once_a_batch import OnceABatch
 from lightning_parallel.parts.tensor_shards import TensorShards
 from lightning_parallel.pipeline.engine import Microbatch
 from lightning_parallel.pipeline.loss_terms import LossTerms
@@ -52,6 +53,9 @@ class Microbatches:
         last_stage: runs the end of the steps.
         model_group: the ranks that hold one copy of the model together.
         device: of this rank.
+
+    Attributes:
+        once: puts back what steps change themselves.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class Microbatches:
         self._precision, self._shards = precision, shards
         self._look, self._means, self._last_stage = look, means, last_stage
         self._model_group, self._device = model_group, device
+        self.once = OnceABatch(module)
         self._is_first_batch = True
 
     def of(
@@ -117,7 +122,7 @@ class Microbatches:
         steps: list[Callable[..., Any]] = []
         for k, part in enumerate(parts):
             seed = mix(self._seed, self._layout.index("data"), number, k)
-            step = partial(self._run, (part, *rest), recorder, counts[k], seed)
+            step = partial(self._run, (part, *rest), recorder, counts[k], seed, k)
             steps.append(step)
             work[first + k] = Microbatch(
                 step=step if terms is None else partial(self._run_watched, step, terms, k, recorder),
@@ -126,7 +131,8 @@ class Microbatches:
                 seed=seed,
                 begins_update=begins_update and k == 0,
             )
-        self._look.follow("training_step", partial(steps[0], kind=None))
+        flow = self._look.follow("training_step", partial(steps[0], kind=None), len(counts))
+        self.once.follow(() if flow is None else flow.updated)
         self._is_first_batch = False
         return work, counts
 
@@ -136,11 +142,14 @@ class Microbatches:
         recorder: LogRecorder,
         size: int,
         seed: int,
+        number: int,
         kind: str | None = "training_step",
     ) -> Any:
         """The user's step on one microbatch; ``kind=None`` for a look at it."""
         recorder.weight = size
         seed_host_generators(seed)
+        if kind is not None:
+            self.once.before(number)
         with self._precision.train_step_context():
             return self._shards.run(partial(self._module.training_step, *arguments), kind)
 

@@ -2,9 +2,9 @@
 
 In the order in which a batch meets them::
 
-    trace.py          what the user's step calls            absent.py, absent_forward.py, kept_state.py, timing.py
-    partition.py      which layers a stage owns             layers.py, balance.py
-    flow.py           what crosses the cuts
+    trace.py          what the user's step calls            watch.py, traced.py, absent.py, kept_state.py
+    partitioning.py   which layers a stage owns             cut.py, partition.py, layers.py, balance.py
+    survey.py         what crosses the cuts                 flow.py, one_sided.py
     schedule.py       what each stage computes, in order    async_schedule.py, simulate.py
     engine.py         runs a schedule on a stage            weights.py, timeline.py
     stage.py          runs the user's step, cut to a stage  forward_pass.py, interception.py, arrival.py

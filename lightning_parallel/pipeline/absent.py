@@ -70,24 +70,54 @@ class TakesGradientsError(AbsentValueError):
         self.present = len(absent) < len(inputs)
 
 
-class AbsentTensor(Tensor):
-    """A tensor without values.
+class AbsentMemory:
+    """What an absent tensor and its views would share: a write to one of them changes all.
 
     Attributes:
         origins: what it was computed from, in words that an error can show: "the output of 'blocks.1'".
+        copy_of: what it stands for while a module is asked.
+        listeners: called after each write.
     """
 
-    origins: frozenset[str]
+    __slots__ = ("copy_of", "listeners", "origins")
+
+    def __init__(self, origins: frozenset[str], copy_of: AbsentMemory | None = None) -> None:
+        self.origins = origins
+        self.copy_of = copy_of
+        self.listeners: tuple[Callable[[], None], ...] = ()
+
+    def write(self, origins: frozenset[str]) -> None:
+        self.origins = origins
+        for listener in self.listeners:
+            listener()
+
+
+class AbsentTensor(Tensor):
+    """A tensor without values.
+
+    Args:
+        like: gives shape, strides and dtype.
+        device: where it is said to be.
+        memory: its own, or that of the tensor that it is a view of.
+        requires_grad: as of any tensor.
+    """
+
+    memory: AbsentMemory
 
     @staticmethod
     def __new__(
-        cls, like: Tensor, device: torch.device, origins: frozenset[str], requires_grad: bool = False
+        cls, like: Tensor, device: torch.device, memory: AbsentMemory, requires_grad: bool = False
     ) -> AbsentTensor:
         self = wrapper_tensor(
             cls, like.size(), strides=like.stride(), dtype=like.dtype, device=device, requires_grad=requires_grad
         )
-        self.origins = origins
+        self.memory = memory
         return self
+
+    @property
+    def origins(self) -> frozenset[str]:
+        """What it was computed from."""
+        return self.memory.origins
 
     @property
     def origin(self) -> str:
@@ -114,7 +144,7 @@ class AbsentTensor(Tensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentTensor:
-        copy = AbsentTensor(self, self.device, self.origins, self.requires_grad)
+        copy = AbsentTensor(self, self.device, AbsentMemory(self.origins), self.requires_grad)
         if isinstance(self, nn.Parameter):
             make_parameter(copy)
         return copy
@@ -127,7 +157,10 @@ class AbsentTensor(Tensor):
             raise TakesGradientsError(tuple(args[1]))
         # Tensor's own would make every result an AbsentTensor, also those that have values.
         with subclass_functions_disabled():
-            return func(*args, **(kwargs or {}))
+            output = func(*args, **(kwargs or {}))
+        if func == _SET_DATA and isinstance(args[0], AbsentTensor):  # nothing is dispatched
+            args[0].memory.write(args[1].origins if isinstance(args[1], AbsentTensor) else frozenset())
+        return output
 
     @classmethod
     @torch.compiler.disable
@@ -139,6 +172,8 @@ class AbsentTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func.overloadpacket.__name__.startswith("_foreach") and (parts := _present_and_absent(args)) is not None:
+            return _joined([(places, func(*some, **kwargs)) for places, some in parts])
         flat, spec = tree_flatten((args, kwargs))
         absent = [x for x in flat if isinstance(x, AbsentTensor)]
         origins = absent[0].origins.union(*(x.origins for x in absent[1:]))
@@ -171,12 +206,51 @@ class AbsentTensor(Tensor):
             if isinstance(value, Argument):  # in place: the same object
                 same = flat[value.index]
                 if isinstance(same, AbsentTensor):
-                    same.origins = origins
+                    same.memory.write(origins)
                 return same
-            return AbsentTensor(value, device, origins) if isinstance(value, Tensor) else value
+            memory = absent[0].memory if func.is_view else AbsentMemory(origins)
+            return AbsentTensor(value, device, memory) if isinstance(value, Tensor) else value
 
-        return tree_unflatten([wrap(value) for value in out], out_spec)
+        result = tree_unflatten([wrap(value) for value in out], out_spec)
+        if out == [None]:  # torch._foreach_lerp_ and its like write to lists, and return nothing
+            _write_to_lists(func, args, kwargs)
+        return result
 
+
+def _present_and_absent(args: tuple[Any, ...]) -> list[tuple[list[int], tuple[Any, ...]]] | None:
+    """The arguments of an operation on lists, as those of one on the places where all tensors are present, and of one
+    on the others, each with these places. None if all places are alike."""
+    count = len(args[0])
+    lists = [i for i, arg in enumerate(args) if isinstance(arg, (list, tuple)) and len(arg) == count]
+    absent = [any(isinstance(args[i][place], AbsentTensor) for i in lists) for place in range(count)]
+    if len(set(absent)) < 2:
+        return None
+    parts = []
+    for wanted in (False, True):
+        places = [place for place in range(count) if absent[place] is wanted]
+        some = tuple([arg[place] for place in places] if i in lists else arg for i, arg in enumerate(args))
+        parts.append((places, some))
+    return parts
+
+
+def _joined(parts: list[tuple[list[int], Any]]) -> list[Any] | None:
+    """The lists that both have returned, as one; None if they return nothing."""
+    at = {place: value for places, values in parts for place, value in zip(places, values or (), strict=False)}
+    return [at[place] for place in sorted(at)] if at else None
+
+
+def _write_to_lists(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Each tensor of a list is written to from those at its place in the other lists."""
+    lists = [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple))]
+    single = [each for each in (*args, *kwargs.values()) if isinstance(each, AbsentTensor)]
+    for written in written_arguments(func, args, kwargs):
+        for i, tensor in enumerate(written if isinstance(written, (list, tuple)) else ()):
+            given = [*single, *(each[i] for each in lists if len(each) == len(written))]
+            if isinstance(tensor, AbsentTensor):
+                tensor.memory.write(frozenset().union(*(x.origins for x in given if isinstance(x, AbsentTensor))))
+
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 # Operations that only read the shape of their input, each with the value that fills the result.
 _FILLED: Mapping[Any, Callable[..., Any]] = {
@@ -220,7 +294,8 @@ def absent_like(tensor: Tensor, origin: str, device: torch.device | None = None)
         origin: what the new tensor is, in words for an error.
         device: where it is said to be; by default the tensor's.
     """
-    absent = AbsentTensor(tensor, device or tensor.device, frozenset([origin]))
+    copy_of = tensor.memory if isinstance(tensor, AbsentTensor) else None
+    absent = AbsentTensor(tensor, device or tensor.device, AbsentMemory(frozenset([origin]), copy_of))
     if isinstance(tensor, nn.Parameter):
         absent.requires_grad_(tensor.requires_grad)
         make_parameter(absent)
@@ -263,3 +338,9 @@ def origin_of(module: str, call: int) -> str:
 def origin_of_parameter(name: str) -> str:
     """How a parameter or buffer is named, as an origin."""
     return f"parameter '{name}'"
+
+
+def parameter_of(origin: str) -> str | None:
+    """The name of the parameter or buffer that an origin is, if it is one."""
+    before, _, after = origin_of_parameter("*").partition("*")
+    return origin[len(before) : -len(after)] if origin.startswith(before) else None

@@ -17,8 +17,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
-from lightning_parallel.pipeline.absent import AbsentTensor, AbsentValueError, absent_like, origin_of
+from lightning_parallel.pipeline.absent import (
+    AbsentMemory,
+    AbsentTensor,
+    AbsentValueError,
+    absent_like,
+    origin_of,
+)
 from lightning_parallel.pipeline.interception import Interception
 from lightning_parallel.pipeline.on_meta import meta_of
 from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_kept
@@ -72,7 +79,7 @@ class AbsentForward:
         kept, device, structure = self._answers[key]
         origins = frozenset([origin_of(self._name, call)])
         # A new tensor each time: an in-place operation of the caller must not reach the next answer.
-        fresh = [AbsentTensor(x, device, origins) if isinstance(x, Tensor) else x for x in kept]
+        fresh = [AbsentTensor(x, device, AbsentMemory(origins)) if isinstance(x, Tensor) else x for x in kept]
         return tree_unflatten(fresh, structure)
 
     def _ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], torch.device, Any]:
@@ -213,7 +220,8 @@ def on_stand_ins(module: nn.Module, made_of: Callable[[Tensor], Tensor]) -> Iter
     made: dict[int, Tensor] = {}  # a parameter with two names is one tensor
     try:
         for part in module.modules():
-            for name, tensor in [*parameters_of(part).items(), *buffers_of(part).items()]:
+            states = part.metric_state if isinstance(part, Metric) else {}
+            for name, tensor in [*parameters_of(part).items(), *buffers_of(part).items(), *states.items()]:
                 if isinstance(tensor, AbsentTensor):
                     kept.append((part, name, tensor))
                     if id(tensor) not in made:

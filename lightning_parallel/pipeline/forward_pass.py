@@ -18,7 +18,7 @@ from lightning_parallel.pipeline.absent import first_absent
 from lightning_parallel.pipeline.arrival import Arrival, Departure
 from lightning_parallel.pipeline.flow import Cargo, Flow, tensors_of
 from lightning_parallel.pipeline.partition import Partition
-from lightning_parallel.pipeline.trace import Call
+from lightning_parallel.pipeline.traced import Call
 from lightning_parallel.torch_private import tree_leaves
 
 

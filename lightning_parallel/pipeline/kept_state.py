@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace, TracebackType
 from typing import Any
@@ -16,13 +16,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_parallel.pipeline.absent import AbsentTensor
-from lightning_parallel.torch_private import parameters_of, tree_leaves
+from lightning_parallel.pipeline.own_generators import KINDS, globals_beside, set_state, state_of
+from lightning_parallel.torch_private import buffers_of, parameters_of, tree_leaves
 
 _LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_parallel", *sys.stdlib_module_names}
 _MANY = 10_000  # items; those of a longer container are put back, but not looked into
 _LARGE = 2**26  # bytes; a larger tensor is somebody's data
+
+_OF_MODULES = frozenset(vars(nn.Module()))  # attributes that torch keeps
 
 _Held = dict[Any, Any] | list[Any]
 
@@ -40,15 +44,17 @@ class StateKept:
     def __init__(self, module: nn.Module, apart: Iterable[nn.Module] = (), *, parameters: bool = True) -> None:
         self._left_out = () if parameters else tuple(module.parameters())
         self._modules = {id(m): m for m in module.modules()}
+        self._owners = {id(vars(m)): key for key, m in self._modules.items()}
         self._apart = {id(m) for part in apart for m in part.modules()}
         self._containers: list[tuple[Any, _Held, bool]] = []  # with what they held; does `written` look at it?
         self._tensors: list[tuple[Tensor, Tensor]] = []
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
-        self._generators: list[tuple[torch.Generator, Tensor]] = []
+        self._generators: list[tuple[Any, Any]] = []  # with their states
 
     def __enter__(self) -> StateKept:
         seen = set(map(id, self._left_out))
         waiting: list[tuple[Any, bool]] = [(vars(m), key not in self._apart) for key, m in self._modules.items()]
+        waiting += [(generator, True) for generator in globals_beside([*self._modules.values()])]
         while waiting:
             value, looked_at = waiting.pop()
             if id(value) in seen:
@@ -62,8 +68,8 @@ class StateKept:
             elif isinstance(value, np.ndarray):
                 if value.nbytes <= _LARGE:
                     self._arrays.append((value, value.copy()))
-            elif isinstance(value, torch.Generator):
-                self._generators.append((value, value.get_state()))
+            elif isinstance(value, KINDS):
+                self._generators.append((value, state_of(value)))
             elif (held := self._contents(value)) is not None:
                 if not isinstance(value, tuple):
                     self._containers.append((value, held, looked_at))
@@ -85,6 +91,11 @@ class StateKept:
         library = type(value).__module__.partition(".")[0] in _LIBRARIES and not isinstance(value, SimpleNamespace)
         return None if library or isinstance(value, type) or not hasattr(value, "__dict__") else dict(vars(value))
 
+    @property
+    def generators(self) -> list[Any]:
+        """The random generators that were found, among them those that are global variables beside the modules."""
+        return [generator for generator, _ in self._generators]
+
     def written(self) -> Iterator[AbsentTensor]:
         """The absent tensors that have been left there so far."""
         for container, held, looked_at in self._containers:
@@ -92,6 +103,52 @@ class StateKept:
                 before = {id(item) for item in _items(held)}
                 new = [item for item in _items(now) if id(item) not in before]
                 yield from (leaf for leaf in tree_leaves(new) if isinstance(leaf, AbsentTensor))
+
+    def written_apart(self) -> dict[nn.Module, set[str]]:
+        """For each of the parts left out there, the attributes that have changed and hold no absent tensors: numbers,
+        or lists of such. What several parts share is left out."""
+        changed = self._changed_containers()
+        found: dict[nn.Module, set[str]] = {}
+        holders: Counter[int] = Counter()
+        for part, held in self._attributes():
+            if id(part) not in self._apart:
+                continue
+            for name, value in vars(part).items():
+                is_new = held.get(name, self) is not value
+                if name not in _OF_MODULES and (is_new or id(value) in changed):
+                    holders[id(value)] += not is_new
+                    if not any(isinstance(leaf, AbsentTensor) for leaf in tree_leaves(value)):
+                        found.setdefault(part, set()).add(name)
+        for part, names in found.items():
+            names -= {name for name in names if holders[id(vars(part)[name])] > 1}
+        return {part: names for part, names in found.items() if names}
+
+    def numbers_written(self) -> dict[nn.Module, set[str]]:
+        """The numbers, and tensors with values, that have changed on the other parts, by the names of attributes. What
+        metrics keep is left out."""
+        written = {id(tensor) for tensor, content in self._tensors if not _equal(tensor, content)}
+        found: dict[nn.Module, set[str]] = {}
+        for part, held in self._attributes():
+            if id(part) in self._apart or isinstance(part, Metric):
+                continue
+            for name, value in vars(part).items():
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                if id(value) in written or (is_number and held.get(name, value) != value):
+                    found.setdefault(part, set()).add(name)
+            names = {name for name, buffer in buffers_of(part).items() if id(buffer) in written}
+            if names:
+                found.setdefault(part, set()).update(names)
+        return found
+
+    def _attributes(self) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
+        """The modules, with what their attributes were."""
+        for container, held, _ in self._containers:
+            part = self._modules.get(self._owners.get(id(container), 0))
+            if part is not None and isinstance(held, dict):
+                yield part, held
+
+    def _changed_containers(self) -> set[int]:
+        return {id(each) for each, held, _ in self._containers if self._changed(each, held) is not None}
 
     def _changed(self, container: Any, held: _Held) -> _Held | None:
         """What a container holds now, if that isn't what it held."""
@@ -109,12 +166,16 @@ class StateKept:
         for tensor, content in self._tensors:
             if tensor.shape != content.shape:
                 tensor.data = content
-            elif not tensor.equal(content):
+            elif not _equal(tensor, content):
                 tensor.data.copy_(content)
         for array, values in self._arrays:
             array[...] = values
         for generator, state in self._generators:
-            generator.set_state(state)
+            set_state(generator, state)
+
+
+def _equal(tensor: Tensor, content: Tensor) -> bool:
+    return tensor.shape == content.shape and tensor.equal(content)
 
 
 def _items(held: _Held) -> list[Any]:

@@ -12,9 +12,15 @@ from torch.utils.checkpoint import checkpoint
 def recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a layer's ``forward`` so that its backward runs it again."""
     if torch.is_grad_enabled():
-        args = tuple(None if _is_cache(x) else x for x in args)
-        kwargs = {name: None if _is_cache(x) else x for name, x in kwargs.items()}
+        args, kwargs = without_caches(args, kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a layer that is to run twice."""
+    return tuple(None if _is_cache(x) else x for x in args), {
+        name: None if _is_cache(x) else x for name, x in kwargs.items()
+    }
 
 
 def _is_cache(x: Any) -> bool:

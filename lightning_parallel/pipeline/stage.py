@@ -40,13 +40,14 @@ from lightning_parallel.pipeline.absent import (
 )
 from lightning_parallel.pipeline.absent_forward import AbsentForward
 from lightning_parallel.pipeline.arrival import Arrival
-from lightning_parallel.pipeline.flow import Flow, survey
+from lightning_parallel.pipeline.flow import Flow
 from lightning_parallel.pipeline.forward_pass import Cuts, ForwardPass
 from lightning_parallel.pipeline.interception import Interception
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.recompute import recomputed
 from lightning_parallel.pipeline.seeding import TorchGenerators, draw_seed, seed_host_generators
-from lightning_parallel.pipeline.trace import Call
+from lightning_parallel.pipeline.survey import survey
+from lightning_parallel.pipeline.traced import Call
 from lightning_parallel.torch_private import forward_hooks, tree_flatten, tree_unflatten
 
 
@@ -124,7 +125,7 @@ class Stage:
         }
 
     def survey(self, step: Callable[[], Any], logged: Sequence[Any] = ()) -> Flow:
-        """What crosses the cuts in ``step`` (:func:`.flow.survey`)."""
+        """What crosses the cuts in ``step`` (:func:`.survey.survey`)."""
         recompute = self._recompute
         self.remove()  # it asks the modules themselves
         try:

@@ -209,6 +209,11 @@ class AsyncPipelineStrategy(StagedStrategy):
         work, sizes = self._microbatches.of(
             arguments, recorder, scale=scale, begins_update=begins_update, first=self.training.fed
         )
+        if self._microbatches.once.names:
+            raise ValueError(
+                f"training_step changes {self._microbatches.once.names[0]!r}. In the asynchronous pipeline several "
+                f"batches are under way at once: change it in on_train_batch_end, or use PipelineStrategy."
+            )
         actions = self.training.feed(self.engine, len(sizes), ends_update)
         with self._microbatches.recorded(recorder), self.training.stop_held_back():
             outputs = self.engine.run(actions, work, update=self.training.update, endless=True)

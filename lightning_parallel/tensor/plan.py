@@ -77,14 +77,14 @@ def _known_or_found(
     plan, without = transformers_plans(module)
     if plan and not without:
         return plan, ""
-    versions = {name: version_of(parameter) for name, parameter in module.named_parameters()}
+    before = {name: (p.data_ptr(), version_of(p)) for name, p in module.named_parameters()}
     try:
         with without_caches(module):
             found = found_plan(module, make_run(), count) if make_run is not None else {}
         problem = f"no pair of its layers could be divided over {count} ranks"
     except Exception as error:  # any: of the user's code
         found, problem = {}, f"the first step, by which one is found, raised {type(error).__name__}: {error}"
-    written = [name for name, p in module.named_parameters() if version_of(p) != versions[name]]
+    written = [name for name, p in module.named_parameters() if (p.data_ptr(), version_of(p)) != before[name]]
     if written:  # a teacher's average: each trial has changed it
         plan, found = {}, {}
         problem = f"the first step, by which one is found, writes into '{written[-1]}'"

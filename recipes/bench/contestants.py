@@ -23,7 +23,7 @@ from lightning_parallel.groups import Groups
 from lightning_parallel.layout import Layout
 from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB
 from lightning_parallel.pipeline.engine import Engine, Microbatch
-from lightning_parallel.pipeline.partition import partition
+from lightning_parallel.pipeline.partitioning import partition
 from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.weights import WeightVersions

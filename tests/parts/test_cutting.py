@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_parallel.parts.cutting import check_equal
-from lightning_parallel.pipeline.partition import Partition, partition
+from lightning_parallel.pipeline.partition import Partition
+from lightning_parallel.pipeline.partitioning import partition
 from tests.pool import WorkerPool
 from tests.strategies.harness import make_trainer
 from tests.strategies.models import LeNet

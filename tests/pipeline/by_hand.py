@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from lightning_parallel.pipeline.arrival import Arrival, Departure
 from lightning_parallel.pipeline.message import format_of
-from lightning_parallel.pipeline.partition import Partition, partition
+from lightning_parallel.pipeline.partition import Partition
+from lightning_parallel.pipeline.partitioning import partition
 from lightning_parallel.pipeline.stage import Stage
 
 CPU = torch.device("cpu")

@@ -308,3 +308,38 @@ def test_loading_a_state_dict_changes_nothing_and_fails_on_nothing() -> None:
     state = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).state_dict()
     module.load_state_dict(state)
     assert all(isinstance(value, AbsentTensor) for value in module.state_dict().values())
+
+
+# -- memory that tensors share -----------------------------------------------------------------------------------
+
+
+def test_a_write_to_a_view_is_one_to_what_it_is_a_view_of() -> None:
+    whole, other = absent_like(torch.zeros(4, 2), "the whole"), absent_like(torch.zeros(2), "another")
+    whole[1:].t()[:, 0].add_(other)
+    assert whole.origins == {"the whole", "another"}
+    copied = whole.clone()
+    copied.mul_(absent_like(torch.zeros(2), "a third"))
+    assert whole.origins == {"the whole", "another"} and "a third" in copied.origins
+
+
+@pytest.mark.parametrize("change", [
+    lambda p, q: setattr(p, "data", p.data * 0.9 + q.data * 0.1),
+    lambda p, q: p.data.mul_(0.9).add_(q.data, alpha=0.1),
+    lambda p, q: p.detach().copy_(q),
+    lambda p, q: torch._foreach_lerp_([p], [q], 0.1),
+], ids=["data set", "data", "detached", "foreach"])  # fmt: skip
+def test_a_parameter_updated_from_another_has_its_origin_too(change: Any) -> None:
+    p, q = (absent_like(nn.Parameter(torch.zeros(2)), name) for name in ("p", "q"))
+    with torch.no_grad():
+        change(p, q)
+    assert p.origins == {"p", "q"} and q.origins == {"q"} and isinstance(p, nn.Parameter)
+
+
+def test_operations_on_lists_are_done_where_values_are() -> None:
+    here, there = torch.ones(2), absent_like(torch.ones(2), "far")
+    values = [here, there, here.clone()]
+    torch._foreach_mul_(values, [torch.full((2,), 3.0)] * 3)
+    assert torch.equal(here, torch.full((2,), 3.0)) and there.origins == {"far"}
+    assert [type(x) is AbsentTensor for x in torch._foreach_norm(values)] == [False, True, False]
+    with pytest.raises(AbsentValueError):
+        torch._foreach_add_([here, here.clone()], [there, here])

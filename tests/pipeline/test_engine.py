@@ -22,7 +22,8 @@ from lightning_parallel.groups import Groups
 from lightning_parallel.layout import Layout
 from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB, version
 from lightning_parallel.pipeline.engine import Engine, Microbatch
-from lightning_parallel.pipeline.partition import Partition, partition
+from lightning_parallel.pipeline.partition import Partition
+from lightning_parallel.pipeline.partitioning import partition
 from lightning_parallel.pipeline.schedule import SCHEDULES, Forward, Step
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.timeline import Timeline

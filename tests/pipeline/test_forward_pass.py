@@ -12,7 +12,8 @@ from lightning_parallel.collectives import PeerLostError
 from lightning_parallel.pipeline.arrival import Arrival
 from lightning_parallel.pipeline.flow import Cargo, Flow
 from lightning_parallel.pipeline.forward_pass import ArrivalFailedError, Cuts, ForwardPass
-from lightning_parallel.pipeline.partition import Partition, partition
+from lightning_parallel.pipeline.partition import Partition
+from lightning_parallel.pipeline.partitioning import partition
 
 
 def chain(layers: int) -> Partition:

@@ -37,7 +37,7 @@ from lightning_parallel.collectives import PeerLostError
 from lightning_parallel.pipeline.absent import AbsentTensor, AbsentValueError
 from lightning_parallel.pipeline.arrival import Arrival, Departure
 from lightning_parallel.pipeline.message import format_of
-from lightning_parallel.pipeline.partition import partition
+from lightning_parallel.pipeline.partitioning import partition
 from lightning_parallel.pipeline.stage import Stage, _LeaveStep
 from tests.pipeline import by_hand
 from tests.pipeline.by_hand import CPU, arrived, backward, forward, stages_of
@@ -1006,7 +1006,7 @@ class HooksBackwards(Net):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (ChangesInput, r"uses a tensor that 'blocks.\d' on stage 0 changes in place"),
+        (ChangesInput, r"uses what 'blocks.\d' .call 1. changes in place, on stage 0"),
         (FillsList, "A Block writes into a list that it is given"),
         (ReturnsNumber, r"'blocks.\d' returns numbers, or tensors of a shape, that depend on values"),
         (HooksBackwards, r"'blocks.\d' has a full backward hook, and its output crosses a cut"),

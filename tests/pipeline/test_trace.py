@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_parallel.pipeline.absent import AbsentTensor, AbsentValueError
 from lightning_parallel.pipeline.layers import Layers
-from lightning_parallel.pipeline.trace import Trace, trace
+from lightning_parallel.pipeline.trace import trace
+from lightning_parallel.pipeline.traced import Trace
 from tests.pipeline.nets import Net, UNet
 
 X = torch.linspace(-1, 1, 15).view(5, 3)
@@ -63,7 +64,7 @@ def test_a_call_past_the_hooks_is_told() -> None:
 
 def test_operations_are_counted_and_times_measured() -> None:
     (stem, *_) = seen(Net()).calls
-    assert stem.operations == 2 * 5 * 3 * 6 and stem.nbytes == 5 * 6 * 4 and stem.nanoseconds == 0
+    assert stem.operations == 2 * 5 * 3 * 6 and stem.nanoseconds == 0
     assert all(call.nanoseconds > 0 for call in seen(Net(), timed_on=torch.device("cpu")).calls)
 
 

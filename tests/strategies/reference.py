@@ -12,7 +12,7 @@ from torch.func import functional_call
 from lightning_parallel.batch import batch_size, split
 from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB
 from lightning_parallel.pipeline.delayed import Delayed
-from lightning_parallel.pipeline.partition import partition
+from lightning_parallel.pipeline.partitioning import partition
 from lightning_parallel.pipeline.staleness import discount, mean_staleness
 from tests.strategies.harness import Report
 from tests.strategies.models import MODELS, Base

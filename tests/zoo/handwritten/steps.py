@@ -9,6 +9,7 @@ import torchmetrics
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.zoo.entry import Nature
 from tests.zoo.handwritten.parts import WIDTH, Block, Stack, blocks, head, whole
 from tests.zoo.modules import CLASSES, Trained
 
@@ -193,6 +194,103 @@ class Metrics(Stack):
         return F.cross_entropy(out, labels)
 
 
+class Sparse(nn.Module):
+    """A block that keeps how much of it is zero, as a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.zeros = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.layer(x))
+        self.zeros = (y == 0).to(y.dtype).mean().item()
+        return x + y
+
+
+class Sparsity(Stack):
+    """The loss has such a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = Sparse()
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 0.1 * self.blocks[0].zeros
+
+
+class Measured(nn.Module):
+    """A block with a metric of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.size = torchmetrics.MeanMetric(nan_strategy="disable")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.size.update(y.detach().abs().mean(), weight=len(x))
+        return x + y.tanh()
+
+
+class MetricInside(Stack):
+    """A metric in the first block, logged by the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = Measured()
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        self.log("size", self.blocks[0].size, on_step=False, on_epoch=True)
+        return loss
+
+
+class OwnGenerator(Stack):
+    """Noise from a generator of the module's own, before the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, labels = batch
+        noise = torch.randn(x.shape, generator=self.generator, dtype=x.dtype)
+        return super().loss((x + 0.1 * noise, labels))
+
+
+class OwnGeneratorTwice(OwnGenerator):
+    """And once more in the loss, where earlier stages have left."""
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        return loss * (1 + 0.1 * torch.rand((), generator=self.generator, dtype=loss.dtype))
+
+
+class InPlaceViews(Stack):
+    """Two views of one layer's output, one of which is changed in place."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.block(x)
+            return y, y[:, : WIDTH // 2]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = self.Pair()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, half = self.blocks[0](x)
+        half.mul_(2)
+        for block in list(self.blocks)[1:]:
+            x = block(x)
+        return self.head(x)
+
+
 ENTRIES = (
     whole("hook in the loss", Hooked),
     whole("hook inside layers, in the loss", HookedInside),
@@ -206,6 +304,11 @@ ENTRIES = (
     whole("criterion with weights", Prototypes),
     whole("dictionary from the step", Smoothed),
     whole("metrics", Metrics),
+    whole("metric inside a layer", MetricInside),
+    whole("number of a layer in the loss", Sparsity),
+    whole("generator of its own", OwnGenerator, by_nature=Nature.DRAWS),
+    whole("generator of its own, twice", OwnGeneratorTwice, by_nature=Nature.DRAWS),
+    whole("views changed in place", InPlaceViews),
     whole("deep supervision", DeepSupervision),
     whole("multi-task", MultiTask),
 )

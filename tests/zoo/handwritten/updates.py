@@ -51,6 +51,41 @@ class MeanTeacher(Stack):
                 mean.lerp_(parameter, 0.1)
 
 
+class Momentum(MeanTeacher):
+    """The teacher follows at the beginning of each step, as in BYOL and MoCo."""
+
+    def loss(self, batch: Any) -> Tensor:
+        self.follow()
+        return super().loss(batch)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        pass
+
+    def follow(self) -> None:
+        students = [*self.blocks.parameters(), *self.head.parameters()]
+        for mean, parameter in zip(self.teacher.parameters(), students, strict=True):
+            mean.data = mean.data * 0.9 + parameter.data * 0.1
+
+
+class FollowsAtOnce(Momentum):
+    """All of the teacher's parameters follow in one call."""
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        students = [*self.blocks.parameters(), *self.head.parameters()]
+        torch._foreach_lerp_(list(self.teacher.parameters()), students, 0.1)
+
+
+class FollowsLate(Momentum):
+    """The teacher follows at the end of each step."""
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = MeanTeacher.loss(self, batch)
+        with torch.no_grad():
+            self.follow()
+        return loss
+
+
 class FineTuned(Stack):
     """The first two blocks are frozen."""
 
@@ -145,6 +180,9 @@ class GAN(Trained):
 ENTRIES = (
     whole("distilled", Distilled),
     whole("mean teacher", MeanTeacher),
+    whole("momentum encoder", Momentum),
+    whole("momentum encoder, at once", FollowsAtOnce),
+    whole("momentum encoder, late", FollowsLate),
     whole("frozen blocks", FineTuned),
     whole("parameter groups", Grouped),
     whole("adagrad", Adagrad),

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from lightning_parallel.pipeline.partition import Partition, partition
+from lightning_parallel.pipeline.partition import Partition
+from lightning_parallel.pipeline.partitioning import partition
 
 IDS = torch.arange(6).view(2, 3)
 

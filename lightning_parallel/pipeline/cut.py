@@ -1,0 +1,219 @@
+"""A look at a step, cut into stages: where the chain of layers is cut, and who owns what then (``partition.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from torch import nn
+
+from lightning_parallel.pipeline.absent import origin_of_parameter, parameter_of
+from lightning_parallel.pipeline.balance import Balance, bounds_of
+from lightning_parallel.pipeline.layers import Layers, enumerated
+from lightning_parallel.pipeline.partition import Partition
+from lightning_parallel.pipeline.traced import Trace
+
+UNEVEN = 1.4  # the largest stage may be this much larger than the mean before layers are opened for a better cut
+
+
+class Cut:
+    """A trace cut into stages.
+
+    Attributes:
+        seen: the trace.
+        is_unit: tells which modules were taken as a whole.
+        bounds: between the chain's calls; None if there are too few.
+        largest: the cost of the largest stage, as a multiple of the mean.
+    """
+
+    def __init__(
+        self, module: nn.Module, units: Layers, seen: Trace, stages: int, balance: Balance, keep_together: bool
+    ) -> None:
+        self.seen = seen
+        self._module, self._stages, self._balance = module, stages, balance
+        self.is_unit = units.frozen()
+        called = [call.unit for call in seen.calls]
+        among = units.among(list(dict.fromkeys(called)), stages)
+        self._chain = [i for i, name in enumerate(called) if name in among]  # indices of calls of layers
+        self._positions = self._positions_of_calls()
+        self._uncalled = list(units.uncalled(set(called)))
+        self._named = units.named
+        self._cost, trainable = self._costs()
+        allowed = self._allowed(keep_together)
+        self.bounds: list[int] | None = None
+        self.largest = float("inf")
+        if stages == 1:
+            self.bounds, self.largest = [0, len(self._chain)], 1.0
+        elif 1 + sum(allowed[:-1]) >= stages and self._chain:
+            self.bounds = bounds_of(self._cost, trainable, stages, balance, allowed)
+            sizes = self._sizes()
+            self.largest = stages * max(sizes) / max(sum(sizes), 1)
+
+    @classmethod
+    def best(cls, module: nn.Module, units: Layers, seen: Trace, stages: int, balance: Balance) -> Cut:
+        """The calls of a unit are kept on one stage, where this costs little."""
+        if not isinstance(balance, str):  # the user has said where the cuts are
+            return cls(module, units, seen, stages, balance, keep_together=False)
+        together = cls(module, units, seen, stages, balance, keep_together=True)
+        apart = cls(module, units, seen, stages, balance, keep_together=False)
+        return together if together.largest <= 1.1 * apart.largest else apart
+
+    def worth_opening(self, units: Layers) -> str | None:
+        """The unit to be opened for a more even cut, if there is one."""
+        by_hand = not isinstance(self._balance, str) or self._balance == "layers"
+        if self.bounds is not None and (by_hand or self.largest <= UNEVEN):
+            return None
+        costs: dict[str, float] = {}
+        largest = [] if self.bounds is None else self._largest_stages()
+        for i, call in enumerate(self.seen.calls):
+            if self.bounds is None or self._stage(self._positions[i]) in largest:
+                costs[call.unit] = costs.get(call.unit, 0) + self._cost_of(i)
+        inside = {call.unit: call.inside for call in self.seen.calls}
+        worth = [n for n in costs if units.can_open(n, inside[n]) and 2 * self._stages * costs[n] > sum(self._cost)]
+        if self.bounds is None and not worth:
+            worth = [n for n in costs if units.can_open(n, inside[n])]
+        return max(worth, key=lambda name: costs[name], default=None)
+
+    def refusal(self) -> Exception:
+        """Why there is no cut."""
+        if self.seen.stopped is not None and len(self._chain) < self._stages:
+            return self.seen.stopped
+        calls = self.seen.calls
+        names = list(dict.fromkeys(calls[i].unit for i in self._chain))
+        most = 1 + sum(self._allowed(keep_together=False)[:-1]) if self._chain else 1
+        advice = "name finer layers with `layers`" if self._named else "other axes"
+        return ValueError(
+            f"stages={self._stages}, but the model has only {len(names)} layers to share out ({enumerated(names)}): "
+            f"use at most {most} stages, or {advice}."
+        )
+
+    # -- along the chain -----------------------------------------------------------------------------------------
+
+    def _positions_of_calls(self) -> list[int]:
+        """For each call of a unit the place in the chain of the layer that it goes with: the next one, or the last."""
+        positions: list[int] = []
+        passed = 0
+        for i in range(len(self.seen.calls)):
+            positions.append(min(passed, len(self._chain) - 1))
+            passed += passed < len(self._chain) and self._chain[passed] == i
+        return positions
+
+    def _stage(self, position: int) -> int:
+        assert self.bounds is not None
+        return next(s for s, end in enumerate(self.bounds[1:]) if position < end)
+
+    def _sizes(self) -> list[int]:
+        """The cost of each stage."""
+        assert self.bounds is not None
+        return [sum(self._cost[a:b]) for a, b in pairwise(self.bounds)]
+
+    def _largest_stages(self) -> list[int]:
+        sizes = self._sizes()
+        return [s for s, size in enumerate(sizes) if size == max(sizes)]
+
+    def _cost_of(self, call: int) -> int:
+        """The cost of the call with this index. A unit that is called again costs nothing more in parameters, unless it
+        is a layer: then its calls are what the stages share."""
+        traced = self.seen.calls[call]
+        if self._balance == "operations":
+            return traced.operations
+        if self._balance == "time":
+            return traced.nanoseconds
+        if traced.call > 0 and call not in self._chain:
+            return 0
+        return sum(p.numel() for p in self._module.get_submodule(traced.unit).parameters())
+
+    def _costs(self) -> tuple[list[int], list[bool]]:
+        """The cost of each call in the chain, with what goes with it; and whether any of it is trainable."""
+        costs, trainable = [0] * len(self._chain), [False] * len(self._chain)
+        if not self._chain:
+            return costs, trainable
+        for i, position in enumerate(self._positions):
+            costs[position] += self._cost_of(i)
+            unit = self._module.get_submodule(self.seen.calls[i].unit)
+            trainable[position] |= any(p.requires_grad for p in unit.parameters())
+        for name in self._uncalled if self._balance not in ("operations", "time") else ():
+            costs[-1] += sum(p.numel() for p in self._module.get_submodule(name).parameters())
+        return costs, trainable
+
+    def _allowed(self, keep_together: bool) -> list[bool]:
+        """May a cut fall after each call in the chain? Not between the calls of a unit that collects statistics of its
+        inputs: two copies would differ. With ``keep_together``, not between the calls of any unit."""
+        allowed = [True] * len(self._chain)
+        spans: dict[str, tuple[int, int]] = {}
+        for call, position in zip(self.seen.calls, self._positions, strict=True):
+            first, _ = spans.get(call.unit, (position, position))
+            spans[call.unit] = first, position
+        for name, (first, last) in spans.items():
+            if keep_together or _collects(self._module.get_submodule(name)):
+                allowed[first:last] = [False] * (last - first)
+        return allowed
+
+    # -- who owns what -------------------------------------------------------------------------------------------
+
+    def partition(self) -> Partition:
+        """What follows from the bounds, which exist."""
+        calls, bounds = self.seen.calls, self.bounds
+        assert bounds is not None
+        last = self._stages - 1
+        stage_of = [self._stage(position) for position in self._positions]
+        holders: dict[str, set[int]] = {}
+        for call, stage in zip(calls, stage_of, strict=True):
+            holders.setdefault(call.unit, set()).add(stage)
+        read = self._read_outside(stage_of)
+        for name in self._uncalled:
+            names = {f"{name}.{key}" for key, _ in self._module.get_submodule(name).named_parameters()}
+            holders[name] = set().union(*(read.get(n, set()) for n in names)) or {last}
+
+        first_names: dict[int, str] = {}
+        tensors = dict(self._module.named_parameters(remove_duplicate=False))
+        aliases = {name: first_names.setdefault(id(parameter), name) for name, parameter in tensors.items()}
+        # By identity, since a module may have several names, of which one lies in a unit and one doesn't.
+        places = {id(p): stages for name, stages in holders.items() for p in self._module.get_submodule(name).modules()}
+        everywhere = set(range(self._stages))
+        held: dict[str, set[int]] = {}
+        loose: set[str] = set()
+        for name in tensors:
+            stages = places.get(id(self._module.get_submodule(name.rpartition(".")[0])))
+            if stages is None:
+                loose.add(aliases[name])
+            held.setdefault(aliases[name], set()).update(everywhere if stages is None else stages, read.get(name, ()))
+        self._hold_where_updated(held)
+        return Partition(
+            layers=tuple(calls[i].unit for i in self._chain),
+            bounds=tuple(bounds),
+            units={name: tuple(sorted(stages)) for name, stages in holders.items()},
+            calls={(call.unit, call.call): stage for call, stage in zip(calls, stage_of, strict=True)},
+            owners={name: tuple(sorted(held[aliases[name]])) for name in tensors},
+            aliases=aliases,
+            loose=frozenset(loose),
+            direct=frozenset(call.unit for call in calls if call.direct),
+            draw_on_host=frozenset(call.unit for call in calls if call.draws_on_host),
+        )
+
+    def _hold_where_updated(self, held: dict[str, set[int]]) -> None:
+        """Where a parameter is, what it is updated from must be too."""
+        sources = [
+            (update.name, source)
+            for update in self.seen.updates
+            for source in map(parameter_of, update.needs)
+            if update.name in held and source in held
+        ]
+        for _ in sources:  # at most so many steps from one to the next
+            for name, source in sources:
+                held[source] |= held[name]
+
+    def _read_outside(self, stage_of: Sequence[int]) -> Mapping[str, set[int]]:
+        """The stages at which the code around the units reads a parameter, by its name."""
+        names = {origin_of_parameter(name): name for name, _ in self._module.named_parameters(remove_duplicate=False)}
+        read: dict[str, set[int]] = {}
+        reads = [*zip((call.needs for call in self.seen.calls), stage_of, strict=True)]
+        for needs, stage in [*reads, (self.seen.end, self._stages - 1)]:
+            for origin in needs & names.keys():
+                read.setdefault(names[origin], set()).add(stage)
+        return read
+
+
+def _collects(unit: nn.Module) -> bool:
+    """Does it collect statistics of its inputs in buffers, as BatchNorm does?"""
+    return any(getattr(part, "track_running_stats", False) for part in unit.modules())

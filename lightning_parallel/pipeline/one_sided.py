@@ -1,0 +1,83 @@
+"""What a step does on some stages only, though all would have to: refused in the look at it.
+
+A stage leaves the step after its last layer, and the layers of others don't run on it. So it doesn't draw from the
+user's random generators what the rest of the step draws, and has no numbers that other stages' layers keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_parallel.pipeline.flow import FlowError
+from lightning_parallel.pipeline.traced import Place, Trace
+
+
+def running(place: Place, stages_of_calls: Sequence[int], stages: int) -> range:
+    """The stages that run the code at a place.
+
+    Args:
+        place: in a step.
+        stages_of_calls: of the step, in order.
+        stages: how many there are.
+    """
+    if place.inside and place.calls < len(stages_of_calls):
+        stage = stages_of_calls[place.calls]
+        return range(stage, stage + 1)
+    return range(max(stages_of_calls[: place.calls], default=0), stages)
+
+
+def check_one_sided(seen: Trace, stages_of_calls: Sequence[int], stages: int) -> None:
+    """Raise for what would differ from one process, step by step.
+
+    Raises:
+        FlowError: stages draw some of the numbers of a generator, read what other stages' layers keep, or don't count
+            what they read.
+    """
+    _check_draws(seen, stages_of_calls, stages)
+    _check_plain_reads(seen, stages_of_calls, stages)
+    _check_carried(seen, stages_of_calls, stages)
+
+
+def _check_draws(seen: Trace, stages_of_calls: Sequence[int], stages: int) -> None:
+    """Of a generator that lives longer than a step, a stage must draw all or nothing."""
+    for places in seen.draws:
+        runs = [running(place, stages_of_calls, stages) for place in places]
+        for stage in range(stages):
+            count = sum(stage in run for run in runs)
+            if 0 < count < len(runs):
+                raise FlowError(
+                    f"The step draws from a random generator of its own in {len(runs)} places, of which stage {stage} "
+                    f"runs {count}, so its numbers would differ from then on. Draw from torch's default generator, "
+                    f"which all stages follow, or make the generator anew in each step."
+                )
+
+
+def _check_plain_reads(seen: Trace, stages_of_calls: Sequence[int], stages: int) -> None:
+    for read in seen.plain_reads:
+        owners = {stage for call, stage in zip(seen.calls, stages_of_calls, strict=True) if call.unit == read.unit}
+        missing = [stage for stage in running(read.place, stages_of_calls, stages) if stage not in owners]
+        if owners and missing and read.attribute is None:
+            raise FlowError(
+                f"The metric '{read.module}' is updated inside a layer on stage {min(owners)}, and depends on values "
+                f"in a way that can't be followed to the last stage, where metrics are computed. Update it in the "
+                f"step, by what the layer returns (or switch its checks of values off, as nan_strategy='disable' does)."
+            )
+        if owners and missing:
+            raise FlowError(
+                f"'{read.module}', on stage {min(owners)}, keeps something in its attribute {read.attribute!r} that "
+                f"isn't computed from tensors alone, and stage {missing[0]} reads it. It can't be sent: keep a tensor "
+                f"instead of a number (without .item()), or return it."
+            )
+
+
+def _check_carried(seen: Trace, stages_of_calls: Sequence[int], stages: int) -> None:
+    for carried in seen.carried:
+        readers = {stage for place in carried.reads for stage in running(place, stages_of_calls, stages)}
+        for place in carried.writes:
+            behind = readers - set(running(place, stages_of_calls, stages))
+            if behind:
+                raise FlowError(
+                    f"The step reads '{carried.name}' on stage {min(behind)}, but changes it where that stage has left "
+                    f"it, so it would stay what it was there: change it at the beginning of the step, or in a hook "
+                    f"such as on_train_batch_end."
+                )

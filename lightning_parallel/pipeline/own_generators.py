@@ -1,0 +1,65 @@
+"""Random generators of a user's own, beside the default ones of torch, NumPy and Python."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_parallel", "transformers", *sys.stdlib_module_names}
+
+
+def state_of(generator: Any) -> Any:
+    """What :func:`set_state` takes."""
+    if isinstance(generator, torch.Generator | np.random.RandomState):
+        return generator.get_state()
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.getstate()
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Put a generator back."""
+    if isinstance(generator, torch.Generator | np.random.RandomState):
+        generator.set_state(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.setstate(state)
+
+
+def globals_beside(parts: Iterable[nn.Module]) -> Iterator[Any]:
+    """The generators among the global variables of the files in which the classes of modules are defined."""
+    files = {type(part).__module__ for part in parts}
+    for name in files:
+        if name.partition(".")[0] not in _LIBRARIES and name in sys.modules:
+            yield from (value for value in vars(sys.modules[name]).values() if isinstance(value, KINDS))
+
+
+class GeneratorsWatched:
+    """Tells which of some generators were drawn from since it was asked last.
+
+    Args:
+        generators: the default ones among them are left out.
+    """
+
+    def __init__(self, generators: list[Any]) -> None:
+        self._generators = [each for each in generators if each is not torch.default_generator]
+        self._states = [self._seen(each) for each in self._generators]
+
+    def drawn(self) -> list[int]:
+        """The indices of those that were."""
+        now = [self._seen(each) for each in self._generators]
+        changed = [i for i, (a, b) in enumerate(zip(self._states, now, strict=True)) if a != b]
+        self._states = now
+        return changed
+
+    @staticmethod
+    def _seen(generator: Any) -> bytes:
+        state = state_of(generator)
+        return bytes(state.numpy()) if isinstance(state, torch.Tensor) else pickle.dumps(state)

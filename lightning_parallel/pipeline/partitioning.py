@@ -1,0 +1,146 @@
+"""Cuts a module into stages, by looks at the step: the first ones find the best cut, later ones check it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_parallel.pipeline.balance import Balance
+from lightning_parallel.pipeline.cut import Cut
+from lightning_parallel.pipeline.layers import Layers, enumerated, named_layers
+from lightning_parallel.pipeline.partition import Partition
+from lightning_parallel.pipeline.trace import LEFT, trace, trace_after
+from lightning_parallel.pipeline.traced import Call, Trace
+
+
+def partition(
+    module: nn.Module,
+    step: Callable[[], Any],
+    stages: int,
+    layers: Sequence[str] | None = None,
+    balance: Balance = "parameters",
+    device: torch.device | None = None,
+    *,
+    hooks: Callable[[Any], Any] | None = None,
+    recompute: bool = False,
+) -> Partition:
+    """Cut ``module`` into ``stages``.
+
+    Args:
+        module: the whole model.
+        step: what is to be run in stages, bound to a batch. It is run on absent tensors at least twice: the second time
+            with other random numbers, and once more for each unit that is opened.
+        stages: how many stages.
+        layers: names or patterns of the layers between which a cut may fall. ``*`` stands for one part of a dotted
+            name, as in ``"net.blocks.*"``. None to find them.
+        balance: ``"parameters"`` (the largest stage is as small as can be), ``"operations"`` (the same, by the
+            floating-point operations of the forward), ``"time"`` (the same, by measured times), ``"layers"`` (equal
+            counts), or the number of layers of each stage.
+        device: where times are measured; by default on the CPU.
+        hooks: what runs around each step, given what the step returns.
+        recompute: layers run again in the backward.
+
+    Raises:
+        ValueError: a pattern matches nothing or what isn't called, ``balance`` doesn't fit, there are more stages than
+            layers, the step's calls depend on random numbers, or a stage would have no trainable parameters. Or a layer
+            that is to run again would do something else.
+        Exception: the step's own, if it has called too few layers by then.
+    """
+    units = Layers(module, named_layers(module, layers))
+    timed_on = (device or torch.device("cpu")) if balance == "time" else None
+    cuts: list[Cut] = []
+    while True:
+        seen = trace(module, units.is_unit, step, names=units.names, hooks=hooks, timed_on=timed_on)
+        if overlapping := units.overlapping({call.unit for call in seen.calls}):
+            units.open(overlapping)
+            continue
+        if seen.stopped is None:
+            _check_called(units.named, seen)
+        cut = Cut.best(module, units, seen, stages, balance)
+        cuts.append(cut)
+        too_large = cut.worth_opening(units)
+        if too_large is None:
+            break
+        units.open(too_large)
+    best = min(cuts, key=lambda cut: round(cut.largest, 2))  # the first of nearly equal ones has larger units
+    if best.bounds is None:
+        raise best.refusal()
+    result = best.partition()
+    leaving = _leaving(result)
+    second = trace(module, best.is_unit, step, names=units.names, seed=1, leaving=leaving)
+    _check_repeatable(best.seen, second)
+    if recompute:
+        again = trace(module, best.is_unit, step, names=units.names, seed=1, twice=set(result.layers))
+        _check_recomputable(again)
+    for call in second.kept:
+        third = trace_after(module, best.is_unit, step, call, names=units.names, seed=2)
+        _check_repeatable(best.seen, third)
+        _check_independent(result, third, {leaving[call]} if call is not None else set(leaving.values()))
+    _check_trainable(result, {name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad})
+    return result
+
+
+def _check_called(named: Sequence[str] | None, seen: Trace) -> None:
+    missing = set(named or ()) - {call.unit for call in seen.calls}
+    if missing:
+        raise ValueError(
+            f"layers: the step doesn't call {enumerated(sorted(missing))}. Leave out what it doesn't call."
+        )
+
+
+def _check_repeatable(first: Trace, second: Trace) -> None:
+    """Under layer drop each microbatch calls other layers, so what crosses a cut can't be known ahead."""
+    calls, again = ([(call.unit, call.call) for call in seen.calls] for seen in (first, second))
+    if calls != again:
+        raise ValueError(
+            f"The step calls {enumerated(sorted({name for name, _ in set(calls) ^ set(again)}))} or not, by the random "
+            f"numbers that it draws or by what an earlier step has left. A pipeline's stages need the same calls in "
+            f"every microbatch: switch this off (layer drop, as in layerdrop=0.0), or drop a layer's output inside the "
+            f"layer's own forward."
+        )
+    for one, other in zip(first.calls, second.calls, strict=True):
+        if one.plain != other.plain:
+            raise ValueError(
+                f"'{one.unit}' returns numbers, or tensors of a shape, that depend on values: {one.plain} and "
+                f"{other.plain} in two looks at the step. Other stages can't know them: return tensors of fixed shapes."
+            )
+
+
+def _check_recomputable(again: Trace) -> None:
+    if again.unrepeatable:
+        raise ValueError(
+            f"activation_checkpointing=True: '{min(again.unrepeatable)[0]}' does something else when it runs again on "
+            f"the same inputs: it keeps a state, or draws from a generator of its own. Leave it out."
+        )
+
+
+def _leaving(parts: Partition) -> dict[Call, int]:
+    """The calls after which stages leave the step, and which stages: all but the last one."""
+    last = {stage: call for call, stage in parts.calls.items()}
+    return {call: stage for stage, call in last.items() if stage < parts.stages - 1}
+
+
+def _check_independent(parts: Partition, second: Trace, stages: Collection[int]) -> None:
+    """What the code around the units keeps for the next step, after these stages have left it, they don't have; what
+    it takes away again after that, they still have."""
+    for call in second.calls:
+        stage = parts.calls[call.unit, call.call]
+        if LEFT in call.needs and stage in stages:
+            raise ValueError(
+                f"'{call.unit}' on stage {stage} gets what an earlier step has computed and kept on a module (a "
+                f"hidden state, a running mean). A stage leaves the step after its last layer, so it has another. Keep "
+                f"it inside a layer's own forward, or use fewer stages."
+            )
+
+
+def _check_trainable(parts: Partition, trainable: set[str]) -> None:
+    for stage in range(parts.stages):
+        if not any(stage in parts.owners[name] for name in trainable):
+            owned = [parts.layers[i] for i in parts.layers_of(stage)]
+            raise ValueError(
+                f"Stage {stage} of {parts.stages} has no trainable parameter: it owns {enumerated(owned)}. Use fewer "
+                f"stages, or move the cuts with `balance`, e.g. balance=[...layers of each stage...]."
+            )

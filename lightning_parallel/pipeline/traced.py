@@ -1,0 +1,160 @@
+"""What the look at a step has seen (``trace.py``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_parallel.pipeline.absent import origin_of
+
+Call = tuple[str, int]  # of a module: its name, and which of its calls in a step
+
+
+@dataclass(frozen=True)
+class TracedCall:
+    """A call of a unit.
+
+    Attributes:
+        unit: the unit's name.
+        call: which of its calls in the step, from 0.
+        needs: the origins of its inputs, and of the parameters of other modules that it reads.
+        tensors: the number of tensors in its output.
+        operations: the floating-point operations of its forward: those of matrix products and convolutions.
+        nanoseconds: the time that its forward and backward take; 0 if that wasn't asked for.
+        inside: the modules that its own code calls, by name.
+        plain: the numbers and texts in its output, and the shapes of the tensors.
+        draws_on_host: it draws from Python's or NumPy's generator.
+        direct: it was called by its method ``forward``, past its hooks.
+        detached: it ran under ``torch.no_grad()``, in a step that didn't.
+    """
+
+    unit: str
+    call: int
+    needs: frozenset[str]
+    tensors: int
+    operations: int
+    nanoseconds: int
+    inside: frozenset[str]
+    plain: tuple[Any, ...]
+    draws_on_host: bool
+    direct: bool
+    detached: bool
+
+    @property
+    def origin(self) -> str:
+        return origin_of(self.unit, self.call)
+
+
+@dataclass(frozen=True)
+class Escape:
+    """A value that was computed inside a unit's call, and can be had from outside, by a hook or an attribute.
+
+    Attributes:
+        within: the index of the unit's call in the trace.
+        module: whose output it is, or whose own code computed it: the unit, or a module inside. And which of its calls.
+        tensors: the number of tensors in that output; None for a value of the module's own code.
+        needs: the origins of that module's inputs.
+    """
+
+    within: int
+    module: Call
+    tensors: int | None
+    needs: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a step something happens.
+
+    Attributes:
+        calls: how many calls of units were over.
+        inside: whether the next one was under way.
+    """
+
+    calls: int
+    inside: bool = False
+
+
+@dataclass(frozen=True)
+class Update:
+    """A parameter or buffer of a unit that the code around the units changes in place, as a mean teacher's.
+
+    Attributes:
+        name: of the parameter.
+        place: where it is changed; None outside the step, in a hook around it.
+        needs: the origins of what it is computed from.
+    """
+
+    name: str
+    place: Place | None
+    needs: frozenset[str]
+
+
+@dataclass(frozen=True)
+class PlainRead:
+    """What a unit has left on its modules that isn't absent, as a number, and is read outside the unit.
+
+    Attributes:
+        unit: the unit's name.
+        module: the name of the module on which it is.
+        attribute: its name there; None for the state of a metric.
+        place: where it is read.
+    """
+
+    unit: str
+    module: str
+    attribute: str | None
+    place: Place
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A number, or a tensor with values, that the code around the units keeps on a module, and reads in the next step
+    before it changes it: a count of steps.
+
+    Attributes:
+        name: of the attribute, with its module's.
+        reads, writes: where.
+    """
+
+    name: str
+    reads: tuple[Place, ...]
+    writes: tuple[Place, ...]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What was seen.
+
+    Attributes:
+        calls: of units, in order.
+        end: the origins of what the step returned, logged and left on modules. If it asked for a value, which ended it,
+            that value's origins too.
+        escapes: by origin.
+        writes: the indices of the calls that change an input in place, by the origin that it has afterwards.
+        overwriting: the indices of calls that change in place what isn't absent: a tensor of the batch.
+        updates: of parameters.
+        draws: for each generator of the module's own from which numbers were drawn, where that was.
+        plain_reads, carried: if they were asked for.
+        unrepeatable: calls that did something else when they were asked again, if that was asked for.
+        stopped: the error that ended the step early; None if it came to its end.
+        kept: after which of the calls in question the step's own code had left something on modules that it computed
+            from what units return; None among them: at the end.
+    """
+
+    calls: tuple[TracedCall, ...]
+    end: frozenset[str]
+    escapes: dict[str, Escape]
+    writes: dict[str, int]
+    overwriting: frozenset[int]
+    updates: tuple[Update, ...]
+    draws: tuple[tuple[Place, ...], ...]
+    plain_reads: tuple[PlainRead, ...]
+    carried: tuple[Carried, ...]
+    unrepeatable: frozenset[Call]
+    stopped: Exception | None
+    kept: frozenset[Call | None]
+
+    def position(self) -> dict[str, int]:
+        """The index of each call, by the origin of its output."""
+        return {call.origin: i for i, call in enumerate(self.calls)}

@@ -1,0 +1,316 @@
+"""Stands in for the forwards of a module's parts while a step runs, and notes what happens (``trace.py``)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from lightning_parallel.pipeline.absent import AbsentMemory, AbsentTensor, origin_of, parameter_of
+from lightning_parallel.pipeline.absent_forward import asked, is_scripted
+from lightning_parallel.pipeline.interception import Interception
+from lightning_parallel.pipeline.kept_state import StateKept
+from lightning_parallel.pipeline.operations import OperationsNoted
+from lightning_parallel.pipeline.own_generators import GeneratorsWatched
+from lightning_parallel.pipeline.recompute import without_caches
+from lightning_parallel.pipeline.seeding import host_generators_state
+from lightning_parallel.pipeline.timing import nanoseconds_of
+from lightning_parallel.pipeline.traced import Call, Escape, Place, TracedCall, Update
+from lightning_parallel.torch_private import tree_leaves, tree_map
+
+
+class LeftStep(BaseException):
+    """A step ends as a stage leaves it: past the user's `except Exception`."""
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What is to be noted of a step, besides what is always noted.
+
+    Attributes:
+        timed_on: where to measure how long calls take; None to measure nothing.
+        leaving: after each of these calls, whether the step has left something on modules.
+        until: end the step after this call.
+        twice: of which units to see whether they do the same when they are asked again.
+    """
+
+    timed_on: torch.device | None = None
+    leaving: Container[Call] = ()
+    until: Call | None = None
+    twice: Container[str] = ()
+
+
+class Watch:
+    """Notes what happens in one step.
+
+    Args:
+        names: of the module's parts, by their ids.
+        is_unit: tells by name whether a called module is taken as a whole.
+        state: what the step leaves on modules.
+        questions: what else to note.
+
+    Attributes:
+        calls, escapes, writes, overwriting, updates, draws, unrepeatable, kept: as in :class:`.traced.Trace`.
+    """
+
+    def __init__(
+        self, names: dict[int, str], is_unit: Callable[[str], bool], state: StateKept, questions: Questions
+    ) -> None:
+        self.calls: list[TracedCall] = []
+        self.escapes: dict[str, Escape] = {}
+        self.writes: dict[str, int] = {}
+        self.overwriting: set[int] = set()
+        self.updates: list[Update] = []
+        self.draws: dict[int, list[Place]] = {}
+        self.unrepeatable: set[Call] = set()
+        self.kept: set[Call | None] = set()
+        self._names = names
+        self._is_unit = is_unit
+        self._state = state
+        self._questions = questions
+        self._generators = GeneratorsWatched(state.generators)
+        self._count: Counter[str] = Counter()
+        self._announced: Counter[int] = Counter()  # by id: calls whose forward is yet to come
+        self._with_gradients = torch.is_grad_enabled()
+        self._in_step = True
+        self._depth = 0  # of modules inside a unit
+        self._unit: nn.Module | None = None  # the unit under way
+        self._inside: set[str] = set()  # modules that it has called
+        self._read: set[str] = set()  # origins of what it and these returned, before it is theirs
+
+    @contextmanager
+    def installed(self, parts: Iterable[nn.Module], absent: Mapping[str, AbsentTensor]) -> Iterator[None]:
+        """Inside, it sees what these parts of the module are asked, and what happens to these parameters."""
+        watched = Interception()
+        announced = register_module_forward_pre_hook(self._announce)
+        own = {name: tensor.origins for name, tensor in absent.items()}
+        try:
+            for name, tensor in absent.items():
+                tensor.memory.listeners = (partial(self._updated, name, tensor.memory, own[name]),)
+            for part in parts:
+                if not is_scripted(part) and type(part).forward is not nn.Module.forward:
+                    watched.instead(part, partial(self._called, part, part.forward))
+            yield
+        finally:
+            announced.remove()
+            watched.remove()
+            for name, tensor in absent.items():
+                tensor.memory.listeners, tensor.memory.origins = (), own[name]
+
+    @contextmanager
+    def around_step(self) -> Iterator[None]:
+        """What happens inside is in the hooks around the step."""
+        self._in_step = False
+        yield
+        self._in_step = True
+
+    def end(self) -> Collection[AbsentTensor]:
+        """The step is over. What it has left on modules."""
+        left = [*self._state.written()]
+        self.kept.update([None] if left else [])
+        self._note_draws(inside=False)
+        return left
+
+    # -- calls of modules ----------------------------------------------------------------------------------------
+
+    def _announce(self, part: nn.Module, args: Any) -> None:
+        self._announced[id(part)] += 1
+
+    def _called(self, part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        direct = self._announced[id(part)] == 0
+        self._announced[id(part)] -= not direct
+        name = self._names[id(part)]
+        if self._depth > 0:
+            return self._called_inside(part, name, forward, args, kwargs)
+        if not self._is_unit(name):
+            return forward(*args, **kwargs)
+        needs = origins_in((args, kwargs))
+        call = name, self._next(name)
+        if name in self._questions.twice:
+            args, kwargs = without_caches(args, kwargs)
+        self._unit, self._inside, self._read = part, set(), set()
+        self._note_draws(inside=False)
+        host = host_generators_state()
+        detached = self._with_gradients and not torch.is_grad_enabled()
+        asked_twice = name in self._questions.twice
+        with OperationsNoted(named=asked_twice) as noted, torch.set_grad_enabled(asked_twice):
+            output = self._asked(part, forward, args, kwargs, call)
+        self._note_draws(inside=True)
+        if asked_twice:
+            self._ask_again(part, forward, args, kwargs, call, noted)
+        self._read |= origins_in(output)
+        # A unit may read another one's parameters, which it was given as a module.
+        own = origins_in(list(part.parameters()))
+        needs |= {origin for origin in self._read - own if parameter_of(origin) is not None}
+        output = self._relabelled(output, call)
+        self.calls.append(
+            TracedCall(
+                *call,
+                needs,
+                sum(isinstance(leaf, Tensor) for leaf in tree_leaves(output)),
+                noted.flops,
+                self._time(part, forward, args, kwargs),
+                frozenset(self._inside),
+                _plain_parts(output),
+                host_generators_state() != host,
+                direct,
+                detached,
+            )
+        )
+        self._unit = None
+        if call in self._questions.leaving and any(True for _ in self._state.written()):
+            self.kept.add(call)
+        if call == self._questions.until:
+            raise LeftStep
+        return output
+
+    def _called_inside(
+        self, part: nn.Module, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._depth == 1:
+            self._inside.add(name)
+        if not origins_in((args, kwargs)) and not any(isinstance(p, AbsentTensor) for p in part.parameters()):
+            return forward(*args, **kwargs)  # on stand-ins, or on shapes alone
+        call = name, self._next(name)
+        output = self._asked(part, forward, args, kwargs, call)
+        self._read |= origins_in(output)
+        count = sum(isinstance(leaf, Tensor) for leaf in tree_leaves(output))
+        self.escapes[origin_of(*call)] = Escape(len(self.calls), call, count, origins_in((args, kwargs)))
+        return relabelled(output, origin_of(*call))
+
+    def _asked(
+        self, part: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
+    ) -> Any:
+        inside = inside_of(*call)
+        self.escapes[inside] = Escape(len(self.calls), call, None, origins_in((args, kwargs)))
+        is_unit = self._depth == 0
+        written = partial(self._written, call) if is_unit else None
+        self._depth += 1
+        try:
+            return asked(part, forward, args, kwargs, inside, written, strict=is_unit)
+        finally:
+            self._depth -= 1
+
+    def _ask_again(
+        self,
+        part: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: Call,
+        before: OperationsNoted,
+    ) -> None:
+        """As a recomputation would."""
+        with OperationsNoted(named=True) as again, torch.enable_grad():
+            try:
+                self._asked(part, forward, args, kwargs, call)
+            except Exception:  # any: of the second time only, so it is what differs
+                again.names.clear()
+        if again.names != before.names or self._generators.drawn():
+            self.unrepeatable.add(call)
+
+    def _time(self, part: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        if self._questions.timed_on is None:
+            return 0
+        self._depth += 1
+        try:
+            return nanoseconds_of(part, forward, args, kwargs, self._questions.timed_on)
+        finally:
+            self._depth -= 1
+
+    def _next(self, name: str) -> int:
+        self._count[name] += 1
+        return self._count[name] - 1
+
+    # -- what is written to, and drawn from ------------------------------------------------------------------------
+
+    @property
+    def place(self) -> Place:
+        """Where the step is."""
+        return Place(len(self.calls), self._depth > 0)
+
+    def is_under_way(self, part: nn.Module) -> bool:
+        """Is the part in the unit that is being asked?"""
+        return self._unit is not None and any(part is each for each in self._unit.modules())
+
+    def _written(self, call: Call, tensor: Tensor) -> None:
+        """A unit's call has changed a tensor of the code around it in place. Later stages have it as it was before."""
+        if isinstance(tensor, AbsentTensor):
+            tensor.memory.write(self._write(f"what '{call[0]}' (call {call[1] + 1}) changes in place", len(self.calls)))
+        else:
+            self.overwriting.add(len(self.calls))
+
+    def _write(self, origin: str, index: int) -> frozenset[str]:
+        self.writes[origin] = index
+        return frozenset([origin])
+
+    def _updated(self, name: str, memory: AbsentMemory, own: frozenset[str]) -> None:
+        if self._depth == 0:
+            place = Place(len(self.calls)) if self._in_step else None
+            self.updates.append(Update(name, place, memory.origins - own))
+
+    def _relabelled(self, output: Any, call: Call) -> Any:
+        """The output as the code around the unit gets it. Tensors that share memory on the unit's own stage cross a cut
+        one by one: what is written to one of them, the others don't have there."""
+        output_of_call = frozenset([origin_of(*call)])
+        changed = f"what shares memory with an output of '{call[0]}' (call {call[1] + 1}) and is changed in place"
+        index = len(self.calls)
+        sharing: dict[int, list[AbsentMemory]] = {}
+
+        def relabel(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            memory = AbsentMemory(output_of_call)
+            if isinstance(leaf, AbsentTensor):
+                given = leaf.memory.copy_of
+                sharing.setdefault(id(leaf.memory), [] if given is None else [given]).append(memory)
+            return AbsentTensor(leaf, leaf.device, memory)
+
+        def listen(memory: AbsentMemory, others: list[AbsentMemory]) -> None:
+            def written() -> None:
+                for other in others:
+                    other.origins = self._write(changed, index)
+
+            memory.listeners += (written,)
+
+        relabelled_output = tree_map(relabel, output)
+        for memories in sharing.values():
+            for memory in memories if len(memories) > 1 else ():
+                listen(memory, [other for other in memories if other is not memory])
+        return relabelled_output
+
+    def _note_draws(self, inside: bool) -> None:
+        for generator in self._generators.drawn():
+            self.draws.setdefault(generator, []).append(Place(len(self.calls), inside))
+
+
+def origins_in(values: Any) -> frozenset[str]:
+    """What the absent tensors in a nested structure were computed from."""
+    return frozenset().union(*(leaf.origins for leaf in tree_leaves(values) if isinstance(leaf, AbsentTensor)))
+
+
+def inside_of(module: str, call: int) -> str:
+    """How a value that a module's own code computes from its inputs is named, as an origin."""
+    return f"a value inside '{module}'" + (f" (call {call + 1})" if call else "")
+
+
+def relabelled(output: Any, origin: str) -> Any:
+    """The output with absent tensors of this origin in the place of all tensors."""
+    origins = frozenset([origin])
+    return tree_map(lambda x: AbsentTensor(x, x.device, AbsentMemory(origins)) if isinstance(x, Tensor) else x, output)
+
+
+def _plain_parts(output: Any) -> tuple[Any, ...]:
+    leaves = tree_leaves(output)
+    return tuple(
+        tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves
+        if isinstance(leaf, (Tensor, int, float, str))
+    )

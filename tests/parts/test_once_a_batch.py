@@ -1,0 +1,31 @@
+"""Parameters that a step changes itself change once a batch, however many microbatches it is called for."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lightning_parallel.parts.once_a_batch import OnceABatch
+
+
+def test_each_microbatch_finds_what_the_batch_would_find() -> None:
+    module = nn.Linear(1, 1, bias=False)
+    once = OnceABatch(module)
+    once.follow({"weight"})
+    for expected in (2.0, 4.0):  # two batches
+        for microbatch in range(3):
+            once.before(microbatch)
+            with torch.no_grad():
+                module.weight.copy_(torch.full((1, 1), expected) if expected == 2 else module.weight * 2)
+        assert module.weight.item() == expected
+
+
+def test_the_others_are_left_alone() -> None:
+    module = nn.Linear(1, 1)
+    once = OnceABatch(module)
+    once.follow(())
+    nn.init.ones_(module.weight)
+    once.before(0)
+    nn.init.zeros_(module.weight)
+    once.before(1)
+    assert module.weight.item() == 0

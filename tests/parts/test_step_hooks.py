@@ -1,0 +1,66 @@
+"""A module's hooks around a step, in the look at it: they see a Trainer that can only be read."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.parts.step_hooks import hooks_around
+
+
+class Net(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.teacher = nn.Linear(2, 2).requires_grad_(False)
+        self.did: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.layer.parameters(), lr=0.1)
+
+
+class Hooked(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.did.append(("start", len(batch), batch_idx))
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.did.append("step")
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.trainer.save_checkpoint("nowhere.ckpt")
+        self.did.append("saved")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.did.append(("end", outputs, self.trainer.global_step))
+
+
+def looked_at(module: Net) -> Any:
+    trainer = L.Trainer(max_epochs=1, logger=False, accelerator="cpu")
+    module.trainer = trainer
+    hooks = hooks_around(trainer, module, partial(module.training_step, torch.ones(3, 2), 0))
+    if hooks is not None:
+        hooks("an output")
+    assert module.trainer is trainer
+    return hooks
+
+
+def test_each_runs_as_far_as_it_only_reads_the_trainer() -> None:
+    module = Hooked()
+    looked_at(module)
+    assert module.did == [("start", 3, 0), "step", ("end", "an output", 0)]
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_there_are_none_without_hooks_or_without_what_they_could_update(frozen: bool) -> None:
+    module = Net() if frozen else Hooked()
+    module.teacher.requires_grad_(not frozen)
+    assert looked_at(module) is None and module.did == []

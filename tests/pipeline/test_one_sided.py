@@ -1,0 +1,162 @@
+"""What a step does on some stages only, though all would have to, is refused in the look; the rest is not."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from lightning_parallel.pipeline.flow import Flow, FlowError
+from lightning_parallel.pipeline.one_sided import running
+from lightning_parallel.pipeline.partitioning import partition
+from lightning_parallel.pipeline.survey import survey
+from lightning_parallel.pipeline.traced import Place
+from tests.pipeline.nets import Net
+
+X = torch.linspace(-1, 1, 15).view(5, 3)
+
+
+def flow_of(model: Any, stages: int = 2) -> Flow:
+    def step() -> Any:
+        return model.step(X)
+
+    return survey(model, partition(model, step, stages), step)
+
+
+def test_code_runs_on_the_stages_that_have_not_left() -> None:
+    stages_of_calls = [0, 0, 1, 2, 2]
+    ranges = [running(Place(calls), stages_of_calls, 3) for calls in range(6)]
+    assert [list(each) for each in ranges] == [[0, 1, 2], [0, 1, 2], [0, 1, 2], [1, 2], [2], [2]]
+    assert list(running(Place(2, inside=True), stages_of_calls, 3)) == [1]
+
+
+class Draws(Net):
+    """Draws from a generator of its own in some places: before, between and after the blocks, and inside one."""
+
+    def __init__(self, *places: str) -> None:
+        super().__init__()
+        self.places = places
+        self.generator = random.Random(1)
+
+        def draw(*_: Any) -> None:
+            self.generator.random()
+
+        for i in range(4):
+            if f"inside {i}" in places:
+                self.blocks[i][0].register_forward_hook(draw)  # one of the block itself runs on all stages
+
+    def step(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for place in ("before", "again"):
+            x = x * self.generator.random() if place in self.places else x
+        x = self.body(x)
+        x = x * self.generator.random() if "after" in self.places else x
+        return self.head(x).sum()
+
+
+@pytest.mark.parametrize("places", [(), ("before",), ("before", "again"), ("after",), ("inside 0", "inside 1")])
+def test_a_generator_may_be_drawn_from_where_all_stages_are_or_on_one(places: tuple[str, ...]) -> None:
+    model = Draws(*places)
+    state = model.generator.getstate()
+    flow_of(model)
+    assert model.generator.getstate() == state
+
+
+@pytest.mark.parametrize("places", [("before", "after"), ("inside 0", "inside 3"), ("before", "inside 0")])
+def test_a_generator_drawn_from_in_places_of_different_stages_is_refused(places: tuple[str, ...]) -> None:
+    with pytest.raises(FlowError, match="draws from a random generator of its own in 2 places, of which stage"):
+        flow_of(Draws(*places))
+    flow_of(Draws(*places), stages=1)
+
+
+class Sparse(nn.Module):
+    """Keeps numbers, and a list of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.zeros = 0.0
+        self.history: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x).relu()
+        self.zeros = (y == 0).float().mean().item() + 0 * self.zeros
+        self.history.append(self.zeros)
+        return y
+
+
+class Reads(Net):
+    def __init__(self, block: int, attribute: str | None) -> None:
+        super().__init__()
+        self.blocks[block] = Sparse()
+        self.sparse, self.attribute = block, attribute
+
+    def step(self, x: Tensor) -> Tensor:
+        loss = self.head(self.body(self.stem(x))).sum()
+        kept = getattr(self.blocks[self.sparse], self.attribute) if self.attribute is not None else 0.0
+        return loss + (kept[-1] if isinstance(kept, list) else kept)
+
+
+@pytest.mark.parametrize("attribute", ["zeros", "history"])
+def test_a_number_that_a_layer_keeps_is_no_other_stages_to_read(attribute: str) -> None:
+    with pytest.raises(FlowError, match=f"'blocks.0', on stage 0, keeps something in its attribute '{attribute}'"):
+        flow_of(Reads(0, attribute))
+
+
+@pytest.mark.parametrize(("block", "attribute"), [(0, None), (3, "zeros"), (3, "history")])
+def test_it_is_its_own_stages(block: int, attribute: str | None) -> None:
+    model = Reads(block, attribute)
+    flow_of(model)
+    assert model.blocks[block].zeros == 0.0 and model.blocks[block].history == []
+
+
+class Counts(Net):
+    """Counts its steps, in a number or a buffer; where, and where it is used."""
+
+    def __init__(self, used: str, counted: str, buffer: bool = False) -> None:
+        super().__init__()
+        self.used, self.counted = used, counted
+        self.steps: Any = 0
+        if buffer:
+            del self.steps
+            self.register_buffer("steps", torch.zeros(()))
+
+    def at(self, place: str, x: Tensor) -> Tensor:
+        x = x * (1 + self.steps) if self.used == place else x
+        if self.counted == place:
+            self.steps += 1
+        return x
+
+    def step(self, x: Tensor) -> Tensor:
+        return self.at("end", self.head(self.body(self.at("beginning", self.stem(x))))).sum()
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+@pytest.mark.parametrize(("used", "counted"), [("beginning", "beginning"), ("end", "beginning"), ("end", "end")])
+def test_what_is_counted_is_told(used: str, counted: str, buffer: bool) -> None:
+    assert flow_of(Counts(used, counted, buffer)).carried == {"steps"}
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+def test_what_is_counted_after_a_stage_has_left_it_may_not_read(buffer: bool) -> None:
+    with pytest.raises(FlowError, match="reads 'steps' on stage 0, but changes it where that stage has left it"):
+        flow_of(Counts("beginning", "end", buffer))
+
+
+def test_what_is_made_anew_or_is_a_metric_is_not_counted() -> None:
+    class Anew(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.size, self.mean, self.losses = 0, MeanMetric(), [0.0]
+
+        def step(self, x: Tensor) -> Tensor:
+            self.size = len(x)
+            self.mean.update(x.mean())
+            self.losses.append(1.0)
+            return self.head(self.body(self.stem(x))).sum() * self.size
+
+    assert flow_of(Anew()).carried == frozenset()

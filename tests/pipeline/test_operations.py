@@ -1,0 +1,25 @@
+"""Operations are counted by torch's formulas, and named with what they are given."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lightning_parallel.pipeline.operations import OperationsNoted
+
+
+def test_products_count() -> None:
+    with OperationsNoted() as noted, torch.no_grad():
+        nn.Linear(4, 3, bias=False)(torch.ones(5, 4)).relu()
+    assert noted.flops == 2 * 5 * 4 * 3 and noted.names == []
+
+
+def test_names_tell_shapes_dtypes_and_gradients_apart() -> None:
+    def names(x: torch.Tensor) -> list[object]:
+        with OperationsNoted(named=True) as noted:
+            x.exp()
+        return list(noted.names)
+
+    x = torch.ones(2)
+    assert names(x) == names(torch.zeros(2))
+    assert len({str(names(other)) for other in (x, torch.ones(3), x.double(), torch.ones(2, requires_grad=True))}) == 4

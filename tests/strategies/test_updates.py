@@ -1,0 +1,155 @@
+"""What a module changes itself, beside the optimizer: a teacher's weights, a count of steps, the metric of a layer."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MeanMetric
+
+from tests.pool import WorkerPool
+from tests.strategies.failures import assert_refused
+from tests.strategies.harness import here, make_trainer
+from tests.strategies.observed import Net, loader
+
+PIPELINE = pytest.mark.parametrize("options", [
+    {"stages": 2, "microbatches": 2}, {"stages": 2, "microbatches": 4, "schedule": "gpipe"},
+    {"stages": 1, "microbatches": 4},
+], ids=["1f1b", "gpipe", "one stage"])  # fmt: skip
+
+
+class Teacher(Net):
+    """A mean teacher, the target of the loss. It follows in a hook, or in the step."""
+
+    follows = "in the step"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.follows == "in the step":
+            self.follow()
+        out = self.net(batch[0])
+        return F.cross_entropy(out, batch[1]) + (out - self.teacher(batch[0])).square().mean()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.follows == "on_train_batch_end":
+            self.follow()
+
+    def on_before_zero_grad(self, *args: Any) -> None:
+        if self.follows == "on_before_zero_grad":
+            self.follow()
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for mine, other in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            mine.lerp_(other, 0.2)
+
+
+class Annealed(Net):
+    """A weight that depends on a count of the steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        return super().training_step(batch, batch_idx) * min(1.0, self.steps / 10)
+
+
+class Measured(nn.Module):
+    def __init__(self, layer: nn.Module, followed: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self.size = MeanMetric(nan_strategy="disable" if followed else "warn")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        self.size.update(y.detach().norm(dim=1))
+        return y
+
+
+class MetricInside(Net):
+    """The first layer has a metric of its own."""
+
+    def __init__(self, followed: bool = True) -> None:
+        super().__init__()
+        self.net[0] = Measured(self.net[0], followed)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("size", self.net[0].size, on_step=False, on_epoch=True)
+        return loss
+
+
+KINDS: dict[str, Callable[[], Net]] = {
+    "teacher": Teacher,
+    "annealed": Annealed,
+    "metric": MetricInside,
+    "metric that asks": partial(MetricInside, followed=False),
+}
+
+
+def train(kind: str, strategy: str, options: dict[str, Any], follows: str = "in the step") -> Any:
+    """The weights that are on this rank, what was logged, and the warnings."""
+    torch.set_default_dtype(torch.float64)
+    module = KINDS[kind]()
+    if isinstance(module, Teacher):
+        module.follows = follows
+    trainer = make_trainer(strategy, [], options)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader())
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {n: p.detach().clone() for n, p in here(module).items()}, logged, [str(each.message) for each in told]
+
+
+@PIPELINE
+@pytest.mark.parametrize("follows", ["in the step", "on_train_batch_end", "on_before_zero_grad"])
+def test_a_mean_teacher_follows_as_in_one_process(pool: WorkerPool, options: dict[str, Any], follows: str) -> None:
+    ((expected, _, _),) = pool.run(train, 1, "teacher", "single", {}, follows, init=False)
+    ranks = options["stages"]
+    weights: dict[str, Tensor] = {}
+    for part, _, _ in pool.run(train, ranks, "teacher", "sync", options, follows, init=False):
+        weights |= part
+    assert weights.keys() == expected.keys()
+    assert all(torch.allclose(weights[name], expected[name], rtol=0, atol=1e-12) for name in expected)
+
+
+def test_an_asynchronous_pipeline_refuses_one_that_follows_in_the_step(pool: WorkerPool) -> None:
+    options = {"stages": 1, "microbatches": 2}
+    failures = pool.run(train, 1, "teacher", "async", options, init=False, expect_errors=True)
+    assert_refused(failures, "ValueError", ["training_step changes 'teacher.", "on_train_batch_end"])
+
+
+@PIPELINE
+def test_a_count_of_steps_is_warned_of(pool: WorkerPool, options: dict[str, Any]) -> None:
+    reports = pool.run(train, options["stages"], "annealed", "sync", options, init=False)
+    words = f"training_step keeps and changes 'steps'. It is called for each of {options['microbatches']} microbatches"
+    assert sum(words in text for text in reports[0][2]) == 1
+    ((_, _, told),) = pool.run(train, 1, "annealed", "sync", {"stages": 1, "microbatches": 1}, init=False)
+    assert not any("keeps and changes" in text for text in told)
+
+
+@PIPELINE
+def test_the_metric_of_a_layer_is_computed_of_all_samples(pool: WorkerPool, options: dict[str, Any]) -> None:
+    ((_, expected, _),) = pool.run(train, 1, "metric", "single", {}, init=False)
+    for _, logged, _ in pool.run(train, options["stages"], "metric", "sync", options, init=False):
+        assert logged == pytest.approx(expected, rel=0, abs=1e-12)
+
+
+def test_a_metric_that_asks_for_values_is_refused_inside_a_layer_of_an_earlier_stage(pool: WorkerPool) -> None:
+    options = {"stages": 2, "microbatches": 2}
+    failures = pool.run(train, 2, "metric that asks", "sync", options, init=False, expect_errors=True)
+    words = ["The metric 'net.0.size' is updated inside a layer on stage 0", "nan_strategy='disable'"]
+    for failure in failures:
+        assert all(word in failure for word in words), failure
