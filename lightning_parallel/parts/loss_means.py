@@ -51,6 +51,8 @@ class LossMeans:
         self._device = device
         self._warned: set[str] = set()
         self._is_first_batch = True
+        self._watches = wanted is None and is_last_stage  # in the batch that is to run
+        self._mode: Watching | None = None  # which watches the step that runs
 
     def of(self, batch: Any, parts: Sequence[Any], sizes: Sequence[int]) -> tuple[list[float], LossTerms | None]:
         """The weights of a batch's microbatches, and the terms of its loss if they are to be watched.
@@ -65,6 +67,7 @@ class LossMeans:
         """
         first, self._is_first_batch = self._is_first_batch, False
         by_samples = [float(size) for size in sizes]
+        self._watches = len(parts) > 1 and self._wanted is None and self._is_last_stage
         if len(parts) == 1:
             return by_samples, None
         if first:
@@ -72,10 +75,16 @@ class LossMeans:
         if self._wanted is not None:
             # In the first batch on all stages, so that an error is raised on all.
             return self._by_function(self._wanted, parts) if first or self._is_last_stage else by_samples, None
-        if not self._is_last_stage:
+        if not self._watches:
             return by_samples, None
         checks = first or self._device.type == "cpu"
         return by_samples, LossTerms(batch, parts, sizes, warn=self._warn, checks=checks)
+
+    @contextmanager
+    def around_batch(self) -> Iterator[None]:
+        """Around the steps of a batch's microbatches, which may be :meth:`watched`."""
+        with kept_out_of(lambda: self._mode, self._apart if self._watches else ()):
+            yield
 
     @contextmanager
     def watched(self, terms: LossTerms, number: int) -> Iterator[Watching | None]:
@@ -86,6 +95,7 @@ class LossMeans:
             number: of the microbatch, within its batch.
         """
         mode: Watching
+        assert self._mode is None, "one step at a time"
         if not terms.recorded:
             terms.recorded = True
             mode = Recording(terms, number, terms.leaves(number))
@@ -94,8 +104,12 @@ class LossMeans:
         else:
             yield None
             return
-        with mode, kept_out_of(mode, self._apart):
-            yield mode
+        self._mode = mode
+        try:
+            with mode:
+                yield mode
+        finally:
+            self._mode = None
         mode.end()
 
     def _by_function(self, function: Callable[[Any], float], parts: Sequence[Any]) -> list[float]:

@@ -166,7 +166,7 @@ class Microbatches:
     def recorded(self, recorder: LogRecorder) -> Iterator[None]:
         """Around the engine's run: the recorder keeps what steps log on the last stage. It is dropped on the others."""
         log = logging_through(self._module, recorder.log) if self._layout.is_last_stage else nullcontext()
-        with log, self._last_stage.apart("training_step"):
+        with log, self._last_stage.apart("training_step"), self._means.around_batch():
             yield
 
     def joined(self, outputs: list[Any], counts: list[int], recorder: LogRecorder) -> Any:

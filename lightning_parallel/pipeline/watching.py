@@ -135,16 +135,25 @@ class Playing(Watching):
 
 
 @contextmanager
-def kept_out_of(mode: Watching, modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, the mode doesn't watch what the modules do."""
+def kept_out_of(modes: Callable[[], Watching | None], modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, no mode watches what the modules do.
+
+    Args:
+        modes: gives the mode that watches now, if one does.
+        modules: in which it shouldn't.
+    """
 
     @torch.compiler.disable
     def before(module: nn.Module, args: Any) -> None:
-        mode.leave()
+        mode = modes()
+        if mode is not None:
+            mode.leave()
 
     @torch.compiler.disable
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        mode.return_with(output)
+        mode = modes()
+        if mode is not None:
+            mode.return_with(output)
 
     handles = []
     try:

@@ -52,13 +52,14 @@ def in_microbatches(step: Callable[[Net, Batch], Tensor], count: int = 4) -> tup
     means = LossMeans(net, [net.embed, net.wide, net.narrow], None, is_last_stage=True, device=torch.device("cpu"))
     terms = LossTerms(batch, parts, counts, warn=lambda key, words: warned.append(words), checks=True)
     total = 0.0
-    for k, part in enumerate(parts):
-        with means.watched(terms, k) as mode:
-            loss = step(net, part)
-            if isinstance(mode, Recording):
-                mode.check_loss(loss)
-        (loss * counts[k] / SAMPLES).backward()
-        total += loss.item() * counts[k] / SAMPLES
+    with means.around_batch():
+        for k, part in enumerate(parts):
+            with means.watched(terms, k) as mode:
+                loss = step(net, part)
+                if isinstance(mode, Recording):
+                    mode.check_loss(loss)
+            (loss * counts[k] / SAMPLES).backward()
+            total += loss.item() * counts[k] / SAMPLES
     return total, net, terms, warned
 
 
