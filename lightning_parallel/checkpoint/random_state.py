@@ -20,8 +20,11 @@ def random_state() -> dict[str, Tensor]:
         "numpy": torch.from_numpy(legacy["state"]["key"].astype(np.int64)),
         "numpy_position": torch.tensor(legacy["state"]["pos"]),
     }
+    # Both draw normal numbers in pairs, and keep the second one for the next call.
     if gauss is not None:
         state["python_gauss"] = torch.tensor(gauss, dtype=torch.float64)
+    if legacy["has_gauss"]:
+        state["numpy_gauss"] = torch.tensor(legacy["gauss"], dtype=torch.float64)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
@@ -37,6 +40,7 @@ def restore_random_state(state: Mapping[str, Tensor]) -> None:
         random.setstate((version, tuple(words), gauss))
     if "numpy" in state:
         key = state["numpy"].numpy().astype(np.uint32)
-        np.random.set_state(("MT19937", key, int(state["numpy_position"]), 0, 0.0))
+        kept = float(state["numpy_gauss"]) if "numpy_gauss" in state else 0.0
+        np.random.set_state(("MT19937", key, int(state["numpy_position"]), int("numpy_gauss" in state), kept))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
