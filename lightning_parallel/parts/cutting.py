@@ -88,7 +88,7 @@ def agreed_partition(
 
 
 def check_equal(mine: Partition, group: dist.ProcessGroup) -> None:
-    """Have all ranks of a group seen the same calls, and cut them alike?
+    """Check that all ranks of a group have seen the same calls, and cut them alike.
 
     Raises:
         RuntimeError: on all ranks. It names the first call that differs.

@@ -109,8 +109,8 @@ class FirstLook:
         if flow.carried and count > 1:
             rank_zero_warn(
                 f"training_step keeps and changes {first_few([repr(name) for name in sorted(flow.carried)])}. It is "
-                f"called for each of {count} microbatches, so they change {count} times a batch, each time by a "
-                f"microbatch: what counts batches belongs into on_train_batch_start or on_train_batch_end."
+                f"called for each of {count} microbatches, so they change {count} times a batch. Count batches in "
+                f"on_train_batch_start or on_train_batch_end."
             )
 
     def _warn_of_cargo(self, flow: Flow) -> None:

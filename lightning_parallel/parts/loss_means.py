@@ -1,7 +1,7 @@
-"""By what microbatches are weighted, so that their losses make the loss of the batch.
+"""What weight each microbatch has, so that the weighted mean of the losses is the loss of the batch.
 
-By samples, by what the terms of the loss count (:mod:`lightning_parallel.pipeline.loss_terms`), or by what the user's
-function says. It matters on the last stage only, where losses are. What can't be right is warned of once.
+Weights are by samples, by what the terms of the loss count (:mod:`lightning_parallel.pipeline.loss_terms`), or by what
+the user's function says. They matter on the last stage only, where losses are. What can't be right is warned of once.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class LossMeans:
                     f"over, a number of at least 0."
                 )
             weights.append(number)
-        return weights if any(weights) else [1.0] * len(weights)  # the loss is 0 / 0, as in one process
+        return weights if any(weights) else [1.0] * len(weights)  # all 0: the loss is 0 / 0, as in one process
 
     def _warn(self, key: str, words: str) -> None:
         if key not in self._warned:

@@ -1,10 +1,9 @@
-"""Parameters that the user's own code changes in each step, as a mean teacher's are: once a batch.
+"""Parameters that the step itself updates, such as a mean teacher's: once a batch, not once a microbatch.
 
-A step is called for each microbatch. So that each call finds what the batch's one call would find, the parameters are
-put back before the second and further ones::
+The step runs for each microbatch. Before each run but the first, these parameters get their old values back::
 
-    one process     t -> t'
-    microbatches    t -> t'    back to t -> t'    back to t -> t'
+    one process           t --step--> t'
+    three microbatches    t --step--> t'   back to t --step--> t'   back to t --step--> t'
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class OnceABatch:
         module: whose parameters they are.
 
     Attributes:
-        names: of the parameters.
+        names: of the parameters and buffers that change in the batch that runs.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -44,5 +43,6 @@ class OnceABatch:
         """A microbatch's step is about to run: the batch's first one, or a further one."""
         if microbatch == 0:
             self._before = [tensor.clone() for tensor in self._changing]
+        # .data counts no version up, so a backward that saved the tensor accepts it: its value will be the same again.
         for tensor, before in zip(self._changing, self._before, strict=True):
-            tensor.data.copy_(before)  # past autograd, as the step itself: backwards find the value that is set again
+            tensor.data.copy_(before)

@@ -15,8 +15,9 @@ _HOOKS = ("on_train_batch_start", "optimizer_step", "on_before_zero_grad", "on_t
 
 
 def hooks_around(trainer: pl.Trainer, module: pl.LightningModule, step: partial[Any]) -> Callable[[Any], None] | None:
-    """What runs those hooks, given what the step returns; None if the module has none, or no frozen parameters that
-    they could update. The Trainer can only be read there: a hook that does more ends.
+    """A function that runs these hooks once, given what the step returned. None if the module has none, or no frozen
+    parameter that one could update. Inside, only numbers and texts of the Trainer can be read; a hook that needs more
+    is cut short.
 
     Args:
         trainer: about to run.

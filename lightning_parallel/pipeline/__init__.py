@@ -2,11 +2,14 @@
 
 In the order in which a batch meets them::
 
-    trace.py          what the user's step calls            watch.py, traced.py, absent.py, kept_state.py
-    partitioning.py   which layers a stage owns             cut.py, partition.py, layers.py, balance.py
+    trace.py          what the user's step does             tracer.py, traced.py, operations.py, timing.py
+                      on tensors without values             absent.py, absent_module.py, absent_forward.py, on_meta.py
+                      put back afterwards                   kept_state.py, own_generators.py, plain_values.py
+    partitioning.py   which layers a stage owns             candidate.py, partition.py, layers.py, balance.py
     survey.py         what crosses the cuts                 flow.py, one_sided.py
     schedule.py       what each stage computes, in order    async_schedule.py, simulate.py
     engine.py         runs a schedule on a stage            weights.py, timeline.py
     stage.py          runs the user's step, cut to a stage  forward_pass.py, interception.py, arrival.py
     channel.py        sends and receives                    message.py
+    watching.py       divides the terms of a loss           loss_terms.py, recording.py, replay.py, averaging.py
 """

@@ -53,11 +53,11 @@ class AbsentValueError(RuntimeError):
 
 
 class TakesGradientsError(AbsentValueError):
-    """Code takes gradients by itself, of what absent tensors are computed from.
+    """Code calls torch.autograd.grad on absent tensors.
 
     Attributes:
-        origins: of what it takes them by.
-        present: it takes them by a tensor that has values.
+        origins: of the tensors that it differentiates by.
+        present: some of these have values.
     """
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
@@ -75,7 +75,7 @@ class AbsentMemory:
 
     Attributes:
         origins: what it was computed from, in words that an error can show: "the output of 'blocks.1'".
-        copy_of: what it stands for while a module is asked.
+        copy_of: the memory of the input of which this is a copy, while a module runs on copies (``absent_forward.py``).
         listeners: called after each write.
     """
 
@@ -99,7 +99,7 @@ class AbsentTensor(Tensor):
         like: gives shape, strides and dtype.
         device: where it is said to be.
         memory: its own, or that of the tensor that it is a view of.
-        requires_grad: as of any tensor.
+        requires_grad: as for any tensor.
     """
 
     memory: AbsentMemory
@@ -191,7 +191,8 @@ class AbsentTensor(Tensor):
         if "device" in kwargs:  # x.to("cuda"): the result is said to be there, and still has no values
             device = torch.device(kwargs["device"] or device)
             flat, spec = tree_flatten((args, kwargs | {"device": torch.device("meta")}))
-        if func in _FILLED and not isinstance(args[0], nn.Parameter):  # like a parameter: an optimizer's state
+        # What is like a parameter is an optimizer's state: it stays absent, and takes no memory.
+        if func in _FILLED and not isinstance(args[0], nn.Parameter):
             return torch.full_like(computed_on_meta(func, flat, spec)[0][0], _FILLED[func](*args), device=device)
         try:
             out, out_spec = computed_on_meta(func, flat, spec)

@@ -1,9 +1,9 @@
 """What a module that another stage owns answers: absent tensors, in the structure that the module itself returns.
 
-The module's own ``forward`` is asked, on absent tensors. Some can't be: they ask for values (the tokens of each
-expert), write into tensors that they made, or call a kernel that has no version without values. Such a module is run
-once on *stand-ins*, ordinary tensors of the right shapes, for parameters as for inputs, and only the structure of what
-it returns is kept. It takes the memory of that one module for a moment, and its numbers mean nothing.
+The module's own ``forward`` is run on absent tensors. Some forwards can't run like that: they ask for values (the
+tokens of each expert), write into tensors that they made, or call a kernel that has no version without values. Such a
+module is run once on *stand-ins*, ordinary tensors of the right shapes, for parameters as for inputs, and only the
+structure of what it returns is kept. It takes the memory of that one module for a moment, and its numbers mean nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_parallel.pipeline.absent import (
     absent_like,
     origin_of,
 )
-from lightning_parallel.pipeline.interception import Interception
+from lightning_parallel.pipeline.interception import Interception, can_intercept
 from lightning_parallel.pipeline.on_meta import meta_of
 from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_kept
 from lightning_parallel.torch_private import (
@@ -62,9 +62,6 @@ class AbsentForward:
         # By signature: the answer's leaves, tensors as meta tensors; their device; the structure.
         self._answers: OrderedDict[Any, tuple[list[Any], torch.device, Any]] = OrderedDict()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.answer(args, kwargs)
-
     @torch.compiler.disable
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: int = 0) -> Any:
         """What the module's call number ``call`` in a step, from 0, returns."""
@@ -73,7 +70,7 @@ class AbsentForward:
         key = (_signature(args), _signature(kwargs), self._module.training, *autocast)
         if key not in self._answers:
             self._answers[key] = self._ask(args, kwargs)
-            if len(self._answers) > ANSWERS_KEPT:  # a number that counts up is part of the signature
+            if len(self._answers) > ANSWERS_KEPT:  # a counter among the inputs makes a new signature in each call
                 self._answers.popitem(last=False)
         self._answers.move_to_end(key)
         kept, device, structure = self._answers[key]
@@ -192,16 +189,11 @@ def _parts_asked(module: nn.Module) -> Iterator[None]:
     parts = Interception()
     try:
         for part in module.modules():
-            if part is not module and not is_scripted(part) and type(part).forward is not nn.Module.forward:
+            if part is not module and can_intercept(part):
                 parts.instead(part, partial(answer, part, part.forward))
         yield
     finally:
         parts.remove()
-
-
-def is_scripted(part: nn.Module) -> bool:
-    """Is it TorchScript, whose forward can't be replaced?"""
-    return isinstance(part, torch.jit.ScriptModule)
 
 
 def _absentees(tree: Any, origin: str) -> Any:

@@ -9,6 +9,11 @@ import torch
 from torch import nn
 
 
+class LeaveStep(BaseException):
+    """Raised to leave the user's step in the middle. It is a BaseException, so that ``except Exception`` in the user's
+    code lets it pass."""
+
+
 class Interception:
     """What has been put on modules, to be taken off again."""
 
@@ -40,3 +45,8 @@ class Interception:
             else:
                 module.forward = forward  # type: ignore[method-assign]
         self._hooks, self._patched = [], []
+
+
+def can_intercept(part: nn.Module) -> bool:
+    """Can its forward be replaced? Not if it has none, nor if it is TorchScript."""
+    return not isinstance(part, torch.jit.ScriptModule) and type(part).forward is not nn.Module.forward

@@ -1,7 +1,7 @@
 """What a step writes to its modules besides parameters, undone: a counter, a list of outputs, a metric's state.
 
-It is for the look at a step (``trace.py``), which doesn't count and has no values. Some things can't be found or copied
-in general, and are not undone: slots, iterators, files, very large tensors, the state of libraries' objects.
+It is for runs that don't count: the look at a step (``trace.py``), a trial, an extra step. Some things can't be found
+or copied in general, and are not undone: slots, iterators, files, very large tensors, the state of libraries' objects.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_parallel.pipeline.absent import AbsentTensor
-from lightning_parallel.pipeline.own_generators import KINDS, globals_beside, set_state, state_of
+from lightning_parallel.pipeline.own_generators import GENERATOR_TYPES, globals_beside, set_state, state_of
 from lightning_parallel.torch_private import buffers_of, parameters_of, tree_leaves
 
 _LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_parallel", *sys.stdlib_module_names}
@@ -68,13 +68,13 @@ class StateKept:
             elif isinstance(value, np.ndarray):
                 if value.nbytes <= _LARGE:
                     self._arrays.append((value, value.copy()))
-            elif isinstance(value, KINDS):
+            elif isinstance(value, GENERATOR_TYPES):
                 self._generators.append((value, state_of(value)))
             elif (held := self._contents(value)) is not None:
                 if not isinstance(value, tuple):
                     self._containers.append((value, held, looked_at))
                 if isinstance(held, dict) and isinstance(value, nn.Module):
-                    # It may be a teacher kept from the optimizer: nobody writes to its weights.
+                    # A module hidden in a list or a dictionary: its weights may be large, and aren't copied.
                     held = {name: item for name, item in held.items() if item is not parameters_of(value)}
                 if len(held) <= _MANY:
                     waiting.extend((item, looked_at) for item in _items(held))
@@ -105,8 +105,8 @@ class StateKept:
                 yield from (leaf for leaf in tree_leaves(new) if isinstance(leaf, AbsentTensor))
 
     def written_apart(self) -> dict[nn.Module, set[str]]:
-        """For each of the parts left out there, the attributes that have changed and hold no absent tensors: numbers,
-        or lists of such. What several parts share is left out."""
+        """For each part in ``apart``, the attributes that have changed and hold no absent tensors, such as numbers. A
+        value that several parts share is left out."""
         changed = self._changed_containers()
         found: dict[nn.Module, set[str]] = {}
         holders: Counter[int] = Counter()
@@ -114,9 +114,10 @@ class StateKept:
             if id(part) not in self._apart:
                 continue
             for name, value in vars(part).items():
-                is_new = held.get(name, self) is not value
+                is_new = name not in held or held[name] is not value
                 if name not in _OF_MODULES and (is_new or id(value) in changed):
-                    holders[id(value)] += not is_new
+                    if not is_new:
+                        holders[id(value)] += 1
                     if not any(isinstance(leaf, AbsentTensor) for leaf in tree_leaves(value)):
                         found.setdefault(part, set()).add(name)
         for part, names in found.items():

@@ -12,7 +12,7 @@ from lightning_parallel.pipeline.flow import FlowError
 from lightning_parallel.pipeline.traced import Place, Trace
 
 
-def running(place: Place, stages_of_calls: Sequence[int], stages: int) -> range:
+def stages_running(place: Place, stages_of_calls: Sequence[int], stages: int) -> range:
     """The stages that run the code at a place.
 
     Args:
@@ -20,18 +20,22 @@ def running(place: Place, stages_of_calls: Sequence[int], stages: int) -> range:
         stages_of_calls: of the step, in order.
         stages: how many there are.
     """
-    if place.inside and place.calls < len(stages_of_calls):
-        stage = stages_of_calls[place.calls]
+    if place.during == "call" and place.index < len(stages_of_calls):
+        stage = stages_of_calls[place.index]
         return range(stage, stage + 1)
-    return range(max(stages_of_calls[: place.calls], default=0), stages)
+    before = stages_of_calls[: place.index + (place.during == "hooks")]
+    reached = max(before, default=0)
+    # After its last call a stage has left the step: the hooks on it are the last that it runs.
+    has_left = place.during == "code" and reached in before and reached not in stages_of_calls[place.index :]
+    return range(min(reached + has_left, stages - 1), stages)
 
 
 def check_one_sided(seen: Trace, stages_of_calls: Sequence[int], stages: int) -> None:
-    """Raise for what would differ from one process, step by step.
+    """Refuse what would make the stages drift apart from one process, step by step.
 
     Raises:
-        FlowError: stages draw some of the numbers of a generator, read what other stages' layers keep, or don't count
-            what they read.
+        FlowError: a stage draws only some numbers of a generator, reads a number that another stage's layer keeps, or
+            reads a counter that it doesn't count.
     """
     _check_draws(seen, stages_of_calls, stages)
     _check_plain_reads(seen, stages_of_calls, stages)
@@ -41,7 +45,7 @@ def check_one_sided(seen: Trace, stages_of_calls: Sequence[int], stages: int) ->
 def _check_draws(seen: Trace, stages_of_calls: Sequence[int], stages: int) -> None:
     """Of a generator that lives longer than a step, a stage must draw all or nothing."""
     for places in seen.draws:
-        runs = [running(place, stages_of_calls, stages) for place in places]
+        runs = [stages_running(place, stages_of_calls, stages) for place in places]
         for stage in range(stages):
             count = sum(stage in run for run in runs)
             if 0 < count < len(runs):
@@ -55,7 +59,7 @@ def _check_draws(seen: Trace, stages_of_calls: Sequence[int], stages: int) -> No
 def _check_plain_reads(seen: Trace, stages_of_calls: Sequence[int], stages: int) -> None:
     for read in seen.plain_reads:
         owners = {stage for call, stage in zip(seen.calls, stages_of_calls, strict=True) if call.unit == read.unit}
-        missing = [stage for stage in running(read.place, stages_of_calls, stages) if stage not in owners]
+        missing = [stage for stage in stages_running(read.place, stages_of_calls, stages) if stage not in owners]
         if owners and missing and read.attribute is None:
             raise FlowError(
                 f"The metric '{read.module}' is updated inside a layer on stage {min(owners)}, and depends on values "
@@ -72,12 +76,12 @@ def _check_plain_reads(seen: Trace, stages_of_calls: Sequence[int], stages: int)
 
 def _check_carried(seen: Trace, stages_of_calls: Sequence[int], stages: int) -> None:
     for carried in seen.carried:
-        readers = {stage for place in carried.reads for stage in running(place, stages_of_calls, stages)}
+        readers = {stage for place in carried.reads for stage in stages_running(place, stages_of_calls, stages)}
         for place in carried.writes:
-            behind = readers - set(running(place, stages_of_calls, stages))
+            behind = readers - set(stages_running(place, stages_of_calls, stages))
             if behind:
                 raise FlowError(
-                    f"The step reads '{carried.name}' on stage {min(behind)}, but changes it where that stage has left "
-                    f"it, so it would stay what it was there: change it at the beginning of the step, or in a hook "
+                    f"The step reads '{carried.name}' on stage {min(behind)}, but changes it after that stage has left "
+                    f"the step, so the stage keeps the old value: change it at the beginning of the step, or in a hook "
                     f"such as on_train_batch_end."
                 )

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_parallel", "transformers", *sys.stdlib_module_names}
 
 
@@ -38,14 +38,14 @@ def globals_beside(parts: Iterable[nn.Module]) -> Iterator[Any]:
     files = {type(part).__module__ for part in parts}
     for name in files:
         if name.partition(".")[0] not in _LIBRARIES and name in sys.modules:
-            yield from (value for value in vars(sys.modules[name]).values() if isinstance(value, KINDS))
+            yield from (value for value in vars(sys.modules[name]).values() if isinstance(value, GENERATOR_TYPES))
 
 
 class GeneratorsWatched:
     """Tells which of some generators were drawn from since it was asked last.
 
     Args:
-        generators: the default ones among them are left out.
+        generators: torch's default one is left out.
     """
 
     def __init__(self, generators: list[Any]) -> None:

@@ -1,27 +1,4 @@
-"""Which stage of a pipeline owns which part of a module, decided by a look at the step.
-
-The look (``trace.py``) tells the order in which units are called. The calls of layers (``layers.py``) form the *chain*,
-and a stage owns a piece of it. A layer that is called twice is in it twice. The calls of other units go with the next
-layer that is called after them, or with the last one::
-
-    called      embed  blocks.0  blocks.1 | blocks.2  blocks.3  norm  head
-    stage                0                |             1
-
-- A unit that is called on both sides of a cut is held by both stages: each runs its own calls, and its gradients are
-  summed, like those of a tied weight. So a shared embedding, two towers with the same weights, or one layer called
-  twelve times can be cut. Where a cut elsewhere is nearly as even, it is taken instead. No cut falls between the calls
-  of a unit that collects statistics (BatchNorm): two copies would differ.
-- A parameter that is read outside its module, as in ``F.linear(x, embed.weight)``, is held where it is read, too.
-- So is one that a parameter is updated from outside the modules, as a mean teacher's is from the student's.
-- A *loose* parameter hangs directly on an open module (a position embedding made with ``nn.Parameter``, or a list of
-  such). Every stage holds it. It is usually small.
-- A parameter with several names (tied weights) is held by every stage that holds one of the names.
-- A module that the step doesn't call goes where its parameters are read, or else with the last stage, where the step
-  ends.
-
-Modules without parameters and state run everywhere, except in an open ``nn.Sequential``. Only names are decided here;
-``stage.py`` acts on them.
-"""
+"""Who holds which part of a module, by names: the result of cutting it (``candidate.py``). ``stage.py`` acts on it."""
 
 from __future__ import annotations
 

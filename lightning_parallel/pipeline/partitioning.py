@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from lightning_parallel.pipeline.balance import Balance
-from lightning_parallel.pipeline.cut import Cut
+from lightning_parallel.pipeline.candidate import Candidate
 from lightning_parallel.pipeline.layers import Layers, enumerated, named_layers
 from lightning_parallel.pipeline.partition import Partition
-from lightning_parallel.pipeline.trace import LEFT, trace, trace_after
+from lightning_parallel.pipeline.trace import FROM_EARLIER_STEP, trace, trace_after
 from lightning_parallel.pipeline.traced import Call, Trace
 
 
@@ -27,7 +27,7 @@ def partition(
     hooks: Callable[[Any], Any] | None = None,
     recompute: bool = False,
 ) -> Partition:
-    """Cut ``module`` into ``stages``.
+    """Candidate ``module`` into ``stages``.
 
     Args:
         module: the whole model.
@@ -40,7 +40,7 @@ def partition(
             floating-point operations of the forward), ``"time"`` (the same, by measured times), ``"layers"`` (equal
             counts), or the number of layers of each stage.
         device: where times are measured; by default on the CPU.
-        hooks: what runs around each step, given what the step returns.
+        hooks: runs the module's hooks around a step, given what it returns.
         recompute: layers run again in the backward.
 
     Raises:
@@ -51,7 +51,7 @@ def partition(
     """
     units = Layers(module, named_layers(module, layers))
     timed_on = (device or torch.device("cpu")) if balance == "time" else None
-    cuts: list[Cut] = []
+    cuts: list[Candidate] = []
     while True:
         seen = trace(module, units.is_unit, step, names=units.names, hooks=hooks, timed_on=timed_on)
         if overlapping := units.overlapping({call.unit for call in seen.calls}):
@@ -59,7 +59,7 @@ def partition(
             continue
         if seen.stopped is None:
             _check_called(units.named, seen)
-        cut = Cut.best(module, units, seen, stages, balance)
+        cut = Candidate.best(module, units, seen, stages, balance)
         cuts.append(cut)
         too_large = cut.worth_opening(units)
         if too_large is None:
@@ -69,16 +69,16 @@ def partition(
     if best.bounds is None:
         raise best.refusal()
     result = best.partition()
-    leaving = _leaving(result)
-    second = trace(module, best.is_unit, step, names=units.names, seed=1, leaving=leaving)
+    exits = _exits(result)
+    second = trace(module, best.is_unit, step, names=units.names, seed=1, exits=exits)
     _check_repeatable(best.seen, second)
     if recompute:
         again = trace(module, best.is_unit, step, names=units.names, seed=1, twice=set(result.layers))
         _check_recomputable(again)
-    for call in second.kept:
+    for call in second.stored_after:
         third = trace_after(module, best.is_unit, step, call, names=units.names, seed=2)
         _check_repeatable(best.seen, third)
-        _check_independent(result, third, {leaving[call]} if call is not None else set(leaving.values()))
+        _check_independent(result, third, {exits[call]} if call is not None else set(exits.values()))
     _check_trainable(result, {name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad})
     return result
 
@@ -92,14 +92,15 @@ def _check_called(named: Sequence[str] | None, seen: Trace) -> None:
 
 
 def _check_repeatable(first: Trace, second: Trace) -> None:
-    """Under layer drop each microbatch calls other layers, so what crosses a cut can't be known ahead."""
+    """Under layer drop each microbatch calls different layers, so what crosses a cut can't be known ahead."""
     calls, again = ([(call.unit, call.call) for call in seen.calls] for seen in (first, second))
     if calls != again:
+        differing = sorted({name for name, _ in set(calls) ^ set(again)})
+        does = f"calls {enumerated(differing)} or not" if differing else "calls its layers in one order or another"
         raise ValueError(
-            f"The step calls {enumerated(sorted({name for name, _ in set(calls) ^ set(again)}))} or not, by the random "
-            f"numbers that it draws or by what an earlier step has left. A pipeline's stages need the same calls in "
-            f"every microbatch: switch this off (layer drop, as in layerdrop=0.0), or drop a layer's output inside the "
-            f"layer's own forward."
+            f"The step {does}, by the random numbers that it draws or by what an earlier step has stored. A pipeline's "
+            f"stages need the same calls in every microbatch: switch this off (layer drop, as in layerdrop=0.0), or "
+            f"drop a layer's output inside the layer's own forward."
         )
     for one, other in zip(first.calls, second.calls, strict=True):
         if one.plain != other.plain:
@@ -113,22 +114,23 @@ def _check_recomputable(again: Trace) -> None:
     if again.unrepeatable:
         raise ValueError(
             f"activation_checkpointing=True: '{min(again.unrepeatable)[0]}' does something else when it runs again on "
-            f"the same inputs: it keeps a state, or draws from a generator of its own. Leave it out."
+            f"the same inputs: it keeps a state, or draws from a generator of its own. Leave "
+            f"activation_checkpointing out."
         )
 
 
-def _leaving(parts: Partition) -> dict[Call, int]:
+def _exits(parts: Partition) -> dict[Call, int]:
     """The calls after which stages leave the step, and which stages: all but the last one."""
     last = {stage: call for call, stage in parts.calls.items()}
     return {call: stage for stage, call in last.items() if stage < parts.stages - 1}
 
 
 def _check_independent(parts: Partition, second: Trace, stages: Collection[int]) -> None:
-    """What the code around the units keeps for the next step, after these stages have left it, they don't have; what
-    it takes away again after that, they still have."""
+    """What the code around the units stores after these stages have left the step, they don't have. What it deletes
+    after that, they still have."""
     for call in second.calls:
         stage = parts.calls[call.unit, call.call]
-        if LEFT in call.needs and stage in stages:
+        if FROM_EARLIER_STEP in call.needs and stage in stages:
             raise ValueError(
                 f"'{call.unit}' on stage {stage} gets what an earlier step has computed and kept on a module (a "
                 f"hidden state, a running mean). A stage leaves the step after its last layer, so it has another. Keep "
@@ -142,5 +144,5 @@ def _check_trainable(parts: Partition, trainable: set[str]) -> None:
             owned = [parts.layers[i] for i in parts.layers_of(stage)]
             raise ValueError(
                 f"Stage {stage} of {parts.stages} has no trainable parameter: it owns {enumerated(owned)}. Use fewer "
-                f"stages, or move the cuts with `balance`, e.g. balance=[...layers of each stage...]."
+                f"stages, or move the cuts with `balance`, e.g. balance=[2, 3, 3]."
             )

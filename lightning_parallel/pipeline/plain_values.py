@@ -9,39 +9,39 @@ from typing import Any
 import torch
 from torch import nn
 
-Told = Callable[[nn.Module, str, bool], None]
+OnUse = Callable[[nn.Module, str, bool], None]
 
 
 @contextmanager
-def uses_told(attributes: Mapping[nn.Module, set[str]], told: Told) -> Iterator[None]:
-    """Inside, each use of these attributes is told. A module is then of a subclass of its class: only a class can see
-    how its attributes are used.
+def attribute_uses(attributes: Mapping[nn.Module, set[str]], on_use: OnUse) -> Iterator[None]:
+    """Inside, ``on_use`` is called at each use of these attributes. Python looks for ``__getattribute__`` on the class,
+    so each module is of a subclass of its class meanwhile.
 
     Args:
         attributes: their names, by module.
-        told: called before it is used with the module, the attribute's name, and whether it is assigned to.
+        on_use: called before the use with the module, the attribute's name, and whether it is assigned to.
     """
     kinds: list[tuple[nn.Module, type[nn.Module]]] = []
     try:
         for part, names in attributes.items():
             if not isinstance(part, torch.jit.ScriptModule):
                 kinds.append((part, type(part)))
-                part.__class__ = _telling(type(part), names, told)
+                part.__class__ = _telling(type(part), names, on_use)
         yield
     finally:
         for part, kind in kinds:
             part.__class__ = kind
 
 
-def _telling(kind: type[nn.Module], names: set[str], told: Told) -> type[nn.Module]:
+def _telling(kind: type[nn.Module], names: set[str], on_use: OnUse) -> type[nn.Module]:
     def read(self: nn.Module, name: str) -> Any:
         if name in names:
-            told(self, name, False)
+            on_use(self, name, False)
         return kind.__getattribute__(self, name)
 
     def assign(self: nn.Module, name: str, value: Any) -> None:
         if name in names:
-            told(self, name, True)
+            on_use(self, name, True)
         kind.__setattr__(self, name, value)
 
     methods = {"__getattribute__": read, "__setattr__": assign, "__module__": kind.__module__}

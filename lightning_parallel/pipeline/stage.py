@@ -42,18 +42,13 @@ from lightning_parallel.pipeline.absent_forward import AbsentForward
 from lightning_parallel.pipeline.arrival import Arrival
 from lightning_parallel.pipeline.flow import Flow
 from lightning_parallel.pipeline.forward_pass import Cuts, ForwardPass
-from lightning_parallel.pipeline.interception import Interception
+from lightning_parallel.pipeline.interception import Interception, LeaveStep, can_intercept
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.recompute import recomputed
 from lightning_parallel.pipeline.seeding import TorchGenerators, draw_seed, seed_host_generators
 from lightning_parallel.pipeline.survey import survey
 from lightning_parallel.pipeline.traced import Call
 from lightning_parallel.torch_private import forward_hooks, tree_flatten, tree_unflatten
-
-
-class _LeaveStep(BaseException):
-    """Raised after the stage's last call. It is a BaseException, so that ``except Exception`` in the user's code lets
-    it pass."""
 
 
 class Stage:
@@ -82,7 +77,7 @@ class Stage:
         self._on_units, self._inside_units = Interception(), Interception()
         self._pass: ForwardPass | None = None  # outside a run the hooks do nothing
         self._in_backward = False
-        # Units that run: the seed for after it, and which call it is.
+        # By name, for each unit that runs: the seed to set after it, and its call.
         self._running: dict[str, tuple[int, Call | None]] = {}
         self._announced: Counter[str] = Counter()  # calls of wrapped units that have passed their hooks
         held = {id(p) for name, p in module.named_parameters() if index in partition.owners[name]}
@@ -135,7 +130,7 @@ class Stage:
                 self.install(recompute)
 
     # -- hooks ---------------------------------------------------------------------------------------------------
-    # Where the user compiles a step, a model or a layer, torch.compile gets what is between the hooks.
+    # The hooks are torch.compiler.disabled: a compiled step, model or layer is compiled between them.
 
     def install(self, recompute: bool = False) -> None:
         """Hook the module. From now on a step that :meth:`run` runs is cut. :meth:`remove` undoes it.
@@ -147,7 +142,7 @@ class Stage:
         for name, unit in self._units.items():
             stages = self.partition.units[name]
             if self.index not in stages:
-                # No hook: that couldn't answer without the forward.
+                # Not a hook: it can't keep the forward from running.
                 self._on_units.instead(unit, partial(self._answer, name, unit.forward))
                 continue
             if recompute and name in self.layers and any(True for _ in unit.parameters()):
@@ -170,7 +165,7 @@ class Stage:
             here = self.index in self.partition.units[name]
             for short, part in self._units[name].named_modules():
                 inner = f"{name}.{short}"
-                if not short or type(part).forward is nn.Module.forward:
+                if not short or not can_intercept(part):
                     continue
                 if here and inner in self._flow.inside:
                     self._inside_units.after(part, partial(self._returned_inside, inner), first=True)
@@ -191,9 +186,9 @@ class Stage:
         """The forward of a unit whose call another stage runs: what arrived of it, or absent tensors."""
         if self._pass is None:
             return self._absent[name].answer(args, kwargs)
-        # A later stage's turn: this step makes fewer calls here than the look has seen, or none.
+        # The next stage's turn already: the step makes fewer calls here than in the look, or none.
         if self._pass.stage_of(name) > self.index:
-            raise _LeaveStep
+            raise LeaveStep
         seed = draw_seed()
         call = self._pass.called(name)
         if name in self._flow.transparent:
@@ -213,7 +208,7 @@ class Stage:
             self._pass = forward_pass
 
     def _seed_after(self, name: str, seed: int) -> None:
-        """After a unit all stages draw the same, also where it is absent."""
+        """After a unit, every stage draws the same numbers, also where the unit is absent."""
         self._generators.seed(seed)
         if name in self.partition.draw_on_host:
             seed_host_generators(seed)
@@ -238,6 +233,8 @@ class Stage:
         kwargs: dict[str, Any],
         call: int,
     ) -> Any:
+        """Run a transparent unit's own code on absent tensors, so that hooks inside it fire. If it asks for values, it
+        is answered for as a whole."""
         try:
             return forward(*args, **kwargs)
         except AbsentValueError:
@@ -286,7 +283,7 @@ class Stage:
             raise RuntimeError(
                 f"'{name}' runs on stage {self.index}, but an input of it depends on {absent.origin}, which lives on "
                 f"another stage. What a pipeline's stages hand on is what the first step of a kind needs, and must not "
-                f"change from batch to batch."
+                f"change from batch to batch: call it with the same kinds of inputs in every batch."
             )
 
     @torch.compiler.disable
@@ -309,7 +306,7 @@ class Stage:
         seed, call = self._running.pop(name)
         self._seed_after(name, seed)
         if self._pass is not None and call is not None and call == self._cuts.last:
-            raise _LeaveStep
+            raise LeaveStep
 
     @torch.compiler.disable
     def _returned_inside(self, name: str, part: nn.Module, args: Any, output: Any) -> None:
@@ -332,7 +329,8 @@ class Stage:
         Args:
             step: the user's step with its arguments bound.
             arrive: gives what the previous stage sent; called once, when the step needs it. None on the first stage.
-            expect: gives what ``arrive`` will most likely give, if that is known before. Its values need not have come.
+            expect: gives what ``arrive`` will most likely give, if that is known already; its values may be on their
+                way.
 
         Returns:
             What ``step`` returned, on the last stage; a :class:`.arrival.Departure` on the others.
@@ -346,7 +344,7 @@ class Stage:
         left = False
         try:
             output = step()
-        except _LeaveStep:
+        except LeaveStep:
             left = True
             forward.wait()  # perhaps nothing of what arrives was needed so far
             output = forward.departure() if forward.lost is None else None

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_parallel.pipeline.absent import TakesGradientsError, origin_of_parameter, parameter_of
 from lightning_parallel.pipeline.flow import Cargo, Flow, FlowError
-from lightning_parallel.pipeline.one_sided import check_one_sided, running
+from lightning_parallel.pipeline.one_sided import check_one_sided, stages_running
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.trace import names_of, trace
 from lightning_parallel.pipeline.traced import Call, Trace, TracedCall, Update
@@ -29,9 +29,8 @@ def survey(module: nn.Module, partition: Partition, step: Callable[[], Any], log
         logged: a list in which ``step`` leaves what it logs.
 
     Raises:
-        FlowError: something is needed on a stage before the one that computes it, or after that one has left the
-            step, or a parameter where it isn't held. Or stages would draw other random numbers, or update a parameter
-            otherwise, than one process.
+        FlowError: a stage needs what a later stage computes, what a stage computes after it has left the step, or a
+            parameter that it doesn't hold; or stages would draw, count or update differently from one process.
         Exception: the step's own, if it came before the last stage's first call. An ``AbsentValueError`` says that the
             code before or between the layers asks for values that only one stage has.
     """
@@ -86,6 +85,7 @@ class _Flows:
         self._seen, self._partition = seen, partition
         self._stages = stages  # of each call
         self._position = seen.position()
+        # A value inside a unit (0) is computed before the unit's output (1).
         self._order = {origin: (escape.within, 0, i) for i, (origin, escape) in enumerate(seen.escapes.items())}
         self._order |= {origin: (index, 1, 0) for origin, index in self._position.items()}
         self._needed: dict[str, int] = {}  # by origin: the last stage that needs it
@@ -104,7 +104,7 @@ class _Flows:
             if self._stages[index] < self._partition.stages - 1:
                 raise FlowError(
                     f"'{self._seen.calls[index].unit}' on stage {self._stages[index]} changes a tensor of the batch in "
-                    f"place. Later stages have it as it was before: use inplace=False there, or hand it a clone."
+                    f"place. Later stages still have the old values: set inplace=False there, or hand it a clone."
                 )
         for i, call in enumerate(self._seen.calls):
             if i not in self._late:
@@ -185,22 +185,22 @@ class _Flows:
         owner = self._stages[self._seen.writes[origin]]
         if stage > owner:
             raise FlowError(
-                f"{consumer} on stage {stage} uses {origin}, on stage {owner}. Later stages have it as it was before: "
-                f"use inplace=False there, or hand it a clone."
+                f"{consumer} on stage {stage} uses {origin}, on stage {owner}. Later stages still have the old values: "
+                f"set inplace=False there, or hand it a clone."
             )
 
     def _need_parameter(self, name: str, consumer: str, stage: int) -> None:
         holders = self._holders(name)
         if stage not in holders:
             raise FlowError(
-                f"{consumer} on stage {stage} reads parameter '{name}', which is on stage {holders[0]}. A parameter "
-                f"can be read outside its module where the step that the pipeline was cut by reads it: read it there "
-                f"in training_step too, or inside its module only."
+                f"{consumer} on stage {stage} reads parameter '{name}', which is on stage {holders[0]}. The pipeline "
+                f"was cut by another step, which doesn't read it there: read it in that step too, or only inside its "
+                f"module."
             )
 
     def _need_update(self, update: Update) -> None:
         """A parameter that the code around the units changes must be changed on each stage that holds it."""
-        reached = 0 if update.place is None else min(running(update.place, self._stages, self._partition.stages))
+        reached = 0 if update.place is None else min(stages_running(update.place, self._stages, self._partition.stages))
         for stage in self._holders(update.name):
             if stage < reached:
                 raise FlowError(
@@ -222,9 +222,9 @@ class _Flows:
         if index in self._late:
             before = next(c.unit for c, s in zip(self._seen.calls, self._stages, strict=True) if s > owner)
             raise FlowError(
-                f"'{unit}' is on stage {owner}, but is called after '{before}', where that stage has left the step. "
-                f"The pipeline was cut by another step, in which it is called before: call it in the same order, or "
-                f"leave `layers` and `balance` out."
+                f"'{unit}' is on stage {owner}, which leaves the step before this call, made after '{before}'. The "
+                f"pipeline was cut by another step, in which '{unit}' comes earlier: call layers in the same order in "
+                f"every kind of step."
             )
         if owner > stage:
             raise FlowError(

@@ -27,13 +27,14 @@ from torchmetrics import Metric
 from lightning_parallel.pipeline.absent import AbsentTensor, AbsentValueError
 from lightning_parallel.pipeline.absent_forward import ContainerWrittenError
 from lightning_parallel.pipeline.absent_module import METRIC_STATE, everything_absent
+from lightning_parallel.pipeline.interception import LeaveStep
 from lightning_parallel.pipeline.kept_state import StateKept
-from lightning_parallel.pipeline.plain_values import uses_told
+from lightning_parallel.pipeline.plain_values import attribute_uses
 from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_kept, seed_host_generators
 from lightning_parallel.pipeline.traced import Call, Carried, Place, PlainRead, Trace
-from lightning_parallel.pipeline.watch import LeftStep, Questions, Watch, origins_in
+from lightning_parallel.pipeline.tracer import TraceOptions, Tracer, origins_in
 
-LEFT = "what an earlier step has left on a module"  # an origin
+FROM_EARLIER_STEP = "what an earlier step has stored on a module"  # an origin
 
 
 def trace(
@@ -46,11 +47,11 @@ def trace(
     seed: int = 0,
     hooks: Callable[[Any], Any] | None = None,
     timed_on: torch.device | None = None,
-    leaving: Container[Call] = (),
+    exits: Container[Call] = (),
     twice: Container[str] = (),
     plain_values: bool = False,
 ) -> Trace:
-    """Watch one step. If an error ends it, the trace tells what was called before: perhaps the rest works on
+    """Tracer one step. If an error ends it, the trace tells what was called before: perhaps the rest works on
     values only.
 
     Args:
@@ -60,16 +61,16 @@ def trace(
         names: of the module's parts, by their ids; by default the first name of each.
         logged: a list in which ``step`` leaves what it logs.
         seed: of the random numbers that the step draws meanwhile.
-        hooks: what runs around each step, given what the step returns. Its errors don't count.
+        hooks: runs the module's hooks around a step, given what it returns: here after it. Errors don't count.
         timed_on: where to measure how long calls take; None to measure nothing.
-        leaving: the calls in question for :attr:`Trace.kept`.
+        exits: the calls in question for :attr:`Trace.stored_after`.
         twice: the units in question for :attr:`Trace.unrepeatable`.
         plain_values: if modules keep other values than absent tensors in the step, look at a second one, to see who
             uses them.
     """
     with _without_values(module, is_unit, names, seed) as scene:
-        watch = scene.watch(Questions(timed_on, leaving, twice=twice))
-        seen = scene.follow(watch, step, logged, hooks)
+        tracer = scene.tracer(TraceOptions(timed_on, exits, twice=twice))
+        seen = scene.follow(tracer, step, logged, hooks)
         return scene.with_plain_values(seen, step) if plain_values else seen
 
 
@@ -82,15 +83,15 @@ def trace_after(
     names: dict[int, str] | None = None,
     seed: int = 0,
 ) -> Trace:
-    """Watch the second of two steps, of which the first ends after a call; None: at its end. What the first has left on
-    modules has the origin :data:`LEFT`. The other arguments are as in :func:`trace`."""
+    """Watch the second of two steps, of which the first ends after a call; None: at its end. What the first has stored
+    on modules has the origin :data:`FROM_EARLIER_STEP`. The other arguments are as in :func:`trace`."""
     with _without_values(module, is_unit, names, seed) as scene:
-        first = scene.watch(Questions(until=after))
-        with first.installed(scene.parts, scene.absent), suppress(Exception, LeftStep):  # any: a trace has told it
+        first = scene.tracer(TraceOptions(until=after))
+        with first.installed(scene.parts, scene.absent), suppress(Exception, LeaveStep):  # any: a trace has told it
             step()
         for left in scene.state.written():
-            left.memory.origins = frozenset([LEFT])
-        return scene.follow(scene.watch(Questions()), step, (), None)
+            left.memory.origins = frozenset([FROM_EARLIER_STEP])
+        return scene.follow(scene.tracer(TraceOptions()), step, (), None)
 
 
 def names_of(module: nn.Module) -> dict[int, str]:
@@ -106,6 +107,7 @@ class _Scene:
         names: of the module's parts, by their ids.
         is_unit: tells by name whether a called module is taken as a whole.
         parts: of the module.
+        units: those that are taken as a whole.
         absent: its parameters, by name.
         state: what steps leave on modules.
     """
@@ -113,26 +115,24 @@ class _Scene:
     names: dict[int, str]
     is_unit: Callable[[str], bool]
     parts: list[nn.Module]
+    units: list[nn.Module]
     absent: dict[str, AbsentTensor]
     state: StateKept
 
-    def watch(self, questions: Questions) -> Watch:
-        return Watch(self.names, self.is_unit, self.state, questions)
-
-    def units(self) -> list[nn.Module]:
-        return [part for part in self.parts if self.is_unit(self.names[id(part)])]
+    def tracer(self, options: TraceOptions) -> Tracer:
+        return Tracer(self.names, self.is_unit, self.state, options)
 
     def metrics(self) -> Iterator[nn.Module]:
         """Those of units. They are computed after the step, as those of the code around."""
-        yield from {part: None for unit in self.units() for part in unit.modules() if isinstance(part, Metric)}
+        yield from dict.fromkeys(part for unit in self.units for part in unit.modules() if isinstance(part, Metric))
 
     def follow(
-        self, watch: Watch, step: Callable[[], Any], logged: Sequence[Any], hooks: Callable[[Any], Any] | None
+        self, tracer: Tracer, step: Callable[[], Any], logged: Sequence[Any], hooks: Callable[[Any], Any] | None
     ) -> Trace:
         end: set[str] = set()
         stopped: Exception | None = None
         output: Any = None
-        with watch.installed(self.parts, self.absent):
+        with tracer.installed(self.parts, self.absent):
             try:
                 output = step()
                 end |= origins_in(output)
@@ -143,23 +143,23 @@ class _Scene:
                 end |= error.origins
             except Exception as error:  # any: it is the step's, and whoever asked for the trace decides what it means
                 stopped = error
-            end |= origins_in((logged, watch.end(), [vars(metric) for metric in self.metrics()]))
+            end |= origins_in((logged, tracer.end(), [vars(metric) for metric in self.metrics()]))
             if hooks is not None and stopped is None:
-                with watch.around_step(), suppress(Exception):  # any: what they do with values can't be seen here
+                with tracer.around_step(), suppress(Exception):  # any: what they do with values can't be seen here
                     hooks(output)
         return Trace(
-            tuple(watch.calls),
-            frozenset(end),
-            watch.escapes,
-            watch.writes,
-            frozenset(watch.overwriting),
-            tuple(watch.updates),
-            tuple(map(tuple, watch.draws.values())),
-            (),
-            (),
-            frozenset(watch.unrepeatable),
-            stopped,
-            frozenset(watch.kept),
+            calls=tuple(tracer.calls),
+            end=frozenset(end),
+            escapes=tracer.escapes,
+            writes=tracer.writes,
+            overwriting=frozenset(tracer.overwriting),
+            updates=tuple(tracer.updates),
+            draws=tuple(map(tuple, tracer.draws.values())),
+            plain_reads=(),
+            carried=(),
+            unrepeatable=frozenset(tracer.unrepeatable),
+            stopped=stopped,
+            stored_after=frozenset(tracer.stored_after),
         )
 
     def with_plain_values(self, seen: Trace, step: Callable[[], Any]) -> Trace:
@@ -167,27 +167,29 @@ class _Scene:
         of_units, around = self.state.written_apart(), self.state.numbers_written()
         if not of_units and not around:
             return seen
-        watch = self.watch(Questions())
-        units = {id(inner): self.names[id(part)] for part in self.units() for inner in part.modules()}
+        tracer = self.tracer(TraceOptions())
+        units = {id(inner): self.names[id(part)] for part in self.units for inner in part.modules()}
         reads: list[PlainRead] = []
-        uses: dict[str, tuple[list[Place], list[Place]]] = {}
+        uses: dict[str, tuple[list[Place], list[Place]]] = {}  # where an attribute is read, and assigned to
 
         def told(part: nn.Module, attribute: str, assigned: bool) -> None:
             name = self.names[id(part)]
             if part not in of_units:
-                uses.setdefault(f"{name}.{attribute}".lstrip("."), ([], []))[assigned].append(watch.place)
-            elif not assigned and not watch.is_under_way(part):
-                reads.append(PlainRead(units[id(part)], name, attribute, watch.place))
+                uses.setdefault(f"{name}.{attribute}".lstrip("."), ([], []))[assigned].append(tracer.place)
+            elif not assigned and not tracer.is_under_way(part):
+                reads.append(PlainRead(units[id(part)], name, attribute, tracer.place))
 
-        with watch.installed(self.parts, self.absent), uses_told(of_units | around, told), suppress(Exception):
+        with tracer.installed(self.parts, self.absent), attribute_uses(of_units | around, told), suppress(Exception):
             step()  # any error: the trace has told it
         for metric in self.metrics():
             if metric in of_units and origins_in(vars(metric)) <= {METRIC_STATE}:  # it was updated with stand-ins
-                reads.append(PlainRead(units[id(metric)], self.names[id(metric)], None, watch.place))
+                reads.append(PlainRead(units[id(metric)], self.names[id(metric)], None, tracer.place))
+        # Read before it is assigned to: the value is that of the step before. What is never assigned to is changed in
+        # place, where it is read.
         carried = [
             Carried(name, tuple(read), tuple(written or read))
             for name, (read, written) in uses.items()
-            if read and (not written or read[0].calls <= written[0].calls)
+            if read and (not written or read[0].index <= written[0].index)
         ]
         return replace(seen, plain_reads=tuple(reads), carried=tuple(carried))
 
@@ -207,4 +209,4 @@ def _without_values(
         torch.compiler.set_stance("force_eager"),
     ):
         seed_host_generators(seed)
-        yield _Scene(names, is_unit, parts, absent, state)
+        yield _Scene(names, is_unit, parts, units, absent, state)

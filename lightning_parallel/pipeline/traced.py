@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lightning_parallel.pipeline.absent import origin_of
 
@@ -25,7 +25,7 @@ class TracedCall:
         plain: the numbers and texts in its output, and the shapes of the tensors.
         draws_on_host: it draws from Python's or NumPy's generator.
         direct: it was called by its method ``forward``, past its hooks.
-        detached: it ran under ``torch.no_grad()``, in a step that didn't.
+        detached: it ran with gradients off, in a step that has them on.
     """
 
     unit: str
@@ -64,15 +64,20 @@ class Escape:
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a step something happens.
+    """Where in a step something happens, relative to the calls of units.
+
+    ::
+
+        code        call 0     hooks of call 0     code        call 1     hooks of call 1     code
+        Place(0)    (0, call)  (0, hooks)          Place(1)    (1, call)  (1, hooks)          Place(2)
 
     Attributes:
-        calls: how many calls of units were over.
-        inside: whether the next one was under way.
+        index: of a call; of the next one in code around the calls.
+        during: ``"call"``: inside the unit; ``"hooks"``: in the user's hooks on it, after its forward.
     """
 
-    calls: int
-    inside: bool = False
+    index: int
+    during: Literal["code", "call", "hooks"] = "code"
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,8 @@ class Update:
 
 @dataclass(frozen=True)
 class PlainRead:
-    """What a unit has left on its modules that isn't absent, as a number, and is read outside the unit.
+    """A value without absent tensors, such as a number, that a unit has stored on a module, and that is read outside
+    the unit.
 
     Attributes:
         unit: the unit's name.
@@ -124,22 +130,22 @@ class Carried:
 
 @dataclass(frozen=True)
 class Trace:
-    """What was seen.
+    """What a step did.
 
     Attributes:
         calls: of units, in order.
-        end: the origins of what the step returned, logged and left on modules. If it asked for a value, which ended it,
-            that value's origins too.
+        end: the origins of what the step returned, logged and stored on modules, and of the value that it asked for, if
+            that ended it.
         escapes: by origin.
         writes: the indices of the calls that change an input in place, by the origin that it has afterwards.
         overwriting: the indices of calls that change in place what isn't absent: a tensor of the batch.
         updates: of parameters.
         draws: for each generator of the module's own from which numbers were drawn, where that was.
         plain_reads, carried: if they were asked for.
-        unrepeatable: calls that did something else when they were asked again, if that was asked for.
+        unrepeatable: of the units in question, the calls that did something else when they ran again.
         stopped: the error that ended the step early; None if it came to its end.
-        kept: after which of the calls in question the step's own code had left something on modules that it computed
-            from what units return; None among them: at the end.
+        stored_after: the exits in question at which the step's own code had stored on modules what it computed from
+            what units return; None stands for the end of the step.
     """
 
     calls: tuple[TracedCall, ...]
@@ -153,7 +159,7 @@ class Trace:
     carried: tuple[Carried, ...]
     unrepeatable: frozenset[Call]
     stopped: Exception | None
-    kept: frozenset[Call | None]
+    stored_after: frozenset[Call | None]
 
     def position(self) -> dict[str, int]:
         """The index of each call, by the origin of its output."""

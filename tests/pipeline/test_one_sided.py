@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_parallel.pipeline.flow import Flow, FlowError
-from lightning_parallel.pipeline.one_sided import running
+from lightning_parallel.pipeline.one_sided import stages_running
 from lightning_parallel.pipeline.partitioning import partition
 from lightning_parallel.pipeline.survey import survey
 from lightning_parallel.pipeline.traced import Place
@@ -29,9 +29,11 @@ def flow_of(model: Any, stages: int = 2) -> Flow:
 
 def test_code_runs_on_the_stages_that_have_not_left() -> None:
     stages_of_calls = [0, 0, 1, 2, 2]
-    ranges = [running(Place(calls), stages_of_calls, 3) for calls in range(6)]
-    assert [list(each) for each in ranges] == [[0, 1, 2], [0, 1, 2], [0, 1, 2], [1, 2], [2], [2]]
-    assert list(running(Place(2, inside=True), stages_of_calls, 3)) == [1]
+    code = [stages_running(Place(index), stages_of_calls, 3) for index in range(6)]
+    assert [list(each) for each in code] == [[0, 1, 2], [0, 1, 2], [1, 2], [2], [2], [2]]
+    hooks = [stages_running(Place(index, "hooks"), stages_of_calls, 3) for index in range(5)]
+    assert [list(each) for each in hooks] == [[0, 1, 2], [0, 1, 2], [1, 2], [2], [2]]
+    assert list(stages_running(Place(2, "call"), stages_of_calls, 3)) == [1]
 
 
 class Draws(Net):
@@ -71,6 +73,36 @@ def test_a_generator_drawn_from_in_places_of_different_stages_is_refused(places:
     with pytest.raises(FlowError, match="draws from a random generator of its own in 2 places, of which stage"):
         flow_of(Draws(*places))
     flow_of(Draws(*places), stages=1)
+
+
+class AtTheCut(Net):
+    """Counts and draws right after a layer: in a hook on it, or in the code after its call."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.generator, self.steps = random.Random(1), 0
+        if where == "hook":
+            self.blocks[1].register_forward_hook(lambda *_: self.after())
+
+    def after(self) -> None:
+        self.steps += 1
+        self.generator.random()
+
+    def step(self, x: Tensor) -> Tensor:
+        x = self.stem(x) * self.generator.random() + self.steps
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if i == 1 and self.where == "code":
+                self.after()
+        return self.head(x).sum()
+
+
+def test_the_code_after_a_stages_last_call_is_the_next_stages() -> None:
+    """The hooks on that call are its own, and the next stage's too."""
+    assert flow_of(AtTheCut("hook")).last[0] == ("blocks.1", 0)
+    with pytest.raises(FlowError, match="of which stage 0 runs 1"):
+        flow_of(AtTheCut("code"))
 
 
 class Sparse(nn.Module):
@@ -143,7 +175,7 @@ def test_what_is_counted_is_told(used: str, counted: str, buffer: bool) -> None:
 
 @pytest.mark.parametrize("buffer", [False, True])
 def test_what_is_counted_after_a_stage_has_left_it_may_not_read(buffer: bool) -> None:
-    with pytest.raises(FlowError, match="reads 'steps' on stage 0, but changes it where that stage has left it"):
+    with pytest.raises(FlowError, match="reads 'steps' on stage 0, but changes it after that stage has left"):
         flow_of(Counts("beginning", "end", buffer))
 
 

@@ -711,5 +711,5 @@ def test_what_only_the_first_step_calls_is_refused() -> None:
             return (x + self.kept).sum()
 
     model = Once("end")
-    with pytest.raises(ValueError, match="calls 'blocks.0' or not, by .* what an earlier step has left"):
+    with pytest.raises(ValueError, match="calls 'blocks.0' or not, by .* what an earlier step has stored"):
         partition(model, model.step, 2)

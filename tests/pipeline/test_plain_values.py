@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.pipeline.plain_values import uses_told
+from lightning_parallel.pipeline.plain_values import attribute_uses
 
 
 class Counts(nn.Module):
@@ -26,7 +26,7 @@ class Counts(nn.Module):
 
 def test_reads_and_assignments_are_told_in_their_order() -> None:
     module, told = Counts(), []
-    with uses_told({module: {"calls", "total"}}, lambda part, name, assigned: told.append((part, name, assigned))):
+    with attribute_uses({module: {"calls", "total"}}, lambda part, name, assigned: told.append((part, name, assigned))):
         assert isinstance(module, Counts) and type(module).__name__ == "Counts"
         module(torch.ones(1, 2))
     uses = {kind: [assigned for _, name, assigned in told if name == kind] for kind in ("calls", "total")}
@@ -37,6 +37,6 @@ def test_reads_and_assignments_are_told_in_their_order() -> None:
 
 def test_the_class_is_given_back_after_an_error() -> None:
     module = Counts()
-    with pytest.raises(KeyError), uses_told({module: {"calls"}}, lambda *_: None):
+    with pytest.raises(KeyError), attribute_uses({module: {"calls"}}, lambda *_: None):
         raise KeyError
     assert type(module) is Counts

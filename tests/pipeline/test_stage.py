@@ -36,9 +36,10 @@ from transformers import (
 from lightning_parallel.collectives import PeerLostError
 from lightning_parallel.pipeline.absent import AbsentTensor, AbsentValueError
 from lightning_parallel.pipeline.arrival import Arrival, Departure
+from lightning_parallel.pipeline.interception import LeaveStep
 from lightning_parallel.pipeline.message import format_of
 from lightning_parallel.pipeline.partitioning import partition
-from lightning_parallel.pipeline.stage import Stage, _LeaveStep
+from lightning_parallel.pipeline.stage import Stage
 from tests.pipeline import by_hand
 from tests.pipeline.by_hand import CPU, arrived, backward, forward, stages_of
 from tests.pipeline.nets import (
@@ -661,7 +662,7 @@ class Stubborn(Net):
     def anyway(self, layer: nn.Module, x: Tensor) -> Any:
         try:
             return layer(x)
-        except _LeaveStep:
+        except LeaveStep:
             raise
         except BaseException:
             if self.gives_up:

@@ -457,7 +457,7 @@ def test_a_step_of_another_kind_must_meet_the_stages_in_the_same_order() -> None
     for index in range(2):
         stage = stage_of(Backwards(), 2, index)
         stage.module.validating = True  # type: ignore[assignment]
-        words = r"'blocks.\d' is on stage 0, but is called after 'blocks.3', where that stage has left the step"
+        words = r"'blocks.\d' is on stage 0, which leaves the step before this call, made after 'blocks.3'"
         with pytest.raises(RuntimeError, match=words):
             stage.survey(lambda stage=stage: step(stage.module))  # type: ignore[misc]
 

@@ -1,4 +1,26 @@
-"""A look at a step, cut into stages: where the chain of layers is cut, and who owns what then (``partition.py``)."""
+"""One way to cut a module: where the chain of layers is cut, and who holds what then.
+
+The look (``trace.py``) tells the order in which units are called. The calls of layers (``layers.py``) form the *chain*,
+and a stage owns a piece of it. A layer that is called twice is in it twice. The calls of other units go with the next
+layer that is called after them, or with the last one::
+
+    called      embed  blocks.0  blocks.1 | blocks.2  blocks.3  norm  head
+    stage                0                |             1
+
+- A unit that is called on both sides of a cut is held by both stages: each runs its own calls, and its gradients are
+  summed, like those of a tied weight. So a shared embedding, two towers with the same weights, or one layer called
+  twelve times can be cut. Where a cut elsewhere is nearly as even, it is taken instead. No cut falls between the calls
+  of a unit that collects statistics (BatchNorm): two copies would differ.
+- A parameter that is read outside its module, as in ``F.linear(x, embed.weight)``, is held where it is read, too.
+- So is one that a parameter is updated from outside the modules, as a mean teacher's is from the student's.
+- A *loose* parameter hangs directly on an open module (a position embedding made with ``nn.Parameter``, or a list of
+  such). Every stage holds it. It is usually small.
+- A parameter with several names (tied weights) is held by every stage that holds one of the names.
+- A module that the step doesn't call goes where its parameters are read, or else with the last stage, where the step
+  ends.
+
+Modules without parameters and state run everywhere, except in an open ``nn.Sequential``.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +35,11 @@ from lightning_parallel.pipeline.layers import Layers, enumerated
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.traced import Trace
 
+TOGETHER = 1.1  # the calls of a unit stay together if the largest stage grows by no more than this
 UNEVEN = 1.4  # the largest stage may be this much larger than the mean before layers are opened for a better cut
 
 
-class Cut:
+class Candidate:
     """A trace cut into stages.
 
     Attributes:
@@ -50,13 +73,14 @@ class Cut:
             self.largest = stages * max(sizes) / max(sum(sizes), 1)
 
     @classmethod
-    def best(cls, module: nn.Module, units: Layers, seen: Trace, stages: int, balance: Balance) -> Cut:
-        """The calls of a unit are kept on one stage, where this costs little."""
+    def best(cls, module: nn.Module, units: Layers, seen: Trace, stages: int, balance: Balance) -> Candidate:
+        """The better of two: the one that keeps the calls of each unit on one stage, unless its largest stage is much
+        larger."""
         if not isinstance(balance, str):  # the user has said where the cuts are
             return cls(module, units, seen, stages, balance, keep_together=False)
         together = cls(module, units, seen, stages, balance, keep_together=True)
         apart = cls(module, units, seen, stages, balance, keep_together=False)
-        return together if together.largest <= 1.1 * apart.largest else apart
+        return together if together.largest <= TOGETHER * apart.largest else apart
 
     def worth_opening(self, units: Layers) -> str | None:
         """The unit to be opened for a more even cut, if there is one."""
@@ -82,9 +106,10 @@ class Cut:
         names = list(dict.fromkeys(calls[i].unit for i in self._chain))
         most = 1 + sum(self._allowed(keep_together=False)[:-1]) if self._chain else 1
         advice = "name finer layers with `layers`" if self._named else "other axes"
+        calls_of = "" if most <= len(names) else "calls of "
         return ValueError(
-            f"stages={self._stages}, but the model has only {len(names)} layers to share out ({enumerated(names)}): "
-            f"use at most {most} stages, or {advice}."
+            f"stages={self._stages}, but the model has only {max(most, len(names))} {calls_of}layers to share out "
+            f"({enumerated(names)}): use at most {most} stages, or {advice}."
         )
 
     # -- along the chain -----------------------------------------------------------------------------------------
@@ -95,7 +120,8 @@ class Cut:
         passed = 0
         for i in range(len(self.seen.calls)):
             positions.append(min(passed, len(self._chain) - 1))
-            passed += passed < len(self._chain) and self._chain[passed] == i
+            if passed < len(self._chain) and self._chain[passed] == i:
+                passed += 1
         return positions
 
     def _stage(self, position: int) -> int:
@@ -192,14 +218,14 @@ class Cut:
         )
 
     def _hold_where_updated(self, held: dict[str, set[int]]) -> None:
-        """Where a parameter is, what it is updated from must be too."""
+        """A stage that holds a parameter also holds what it is updated from."""
         sources = [
             (update.name, source)
             for update in self.seen.updates
             for source in map(parameter_of, update.needs)
             if update.name in held and source in held
         ]
-        for _ in sources:  # at most so many steps from one to the next
+        for _ in sources:  # a chain of updates has at most as many links
             for name, source in sources:
                 held[source] |= held[name]
 

@@ -1,4 +1,7 @@
-"""Stands in for the forwards of a module's parts while a step runs, and notes what happens (``trace.py``)."""
+"""Stands in for the forwards of a module's parts while a step runs, and notes what happens (``trace.py``).
+
+A module is taken as a whole, or its own code runs: ``is_unit`` tells, as ``is_leaf_module`` does in torch.fx.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_parallel.pipeline.absent import AbsentMemory, AbsentTensor, origin_of, parameter_of
-from lightning_parallel.pipeline.absent_forward import asked, is_scripted
-from lightning_parallel.pipeline.interception import Interception
+from lightning_parallel.pipeline.absent_forward import asked
+from lightning_parallel.pipeline.interception import Interception, LeaveStep, can_intercept
 from lightning_parallel.pipeline.kept_state import StateKept
 from lightning_parallel.pipeline.operations import OperationsNoted
 from lightning_parallel.pipeline.own_generators import GeneratorsWatched
@@ -23,45 +26,41 @@ from lightning_parallel.pipeline.recompute import without_caches
 from lightning_parallel.pipeline.seeding import host_generators_state
 from lightning_parallel.pipeline.timing import nanoseconds_of
 from lightning_parallel.pipeline.traced import Call, Escape, Place, TracedCall, Update
-from lightning_parallel.torch_private import tree_leaves, tree_map
-
-
-class LeftStep(BaseException):
-    """A step ends as a stage leaves it: past the user's `except Exception`."""
+from lightning_parallel.torch_private import forward_hooks, tree_leaves, tree_map
 
 
 @dataclass(frozen=True)
-class Questions:
+class TraceOptions:
     """What is to be noted of a step, besides what is always noted.
 
     Attributes:
         timed_on: where to measure how long calls take; None to measure nothing.
-        leaving: after each of these calls, whether the step has left something on modules.
+        exits: after each of these calls, whether the step has stored something on modules.
         until: end the step after this call.
         twice: of which units to see whether they do the same when they are asked again.
     """
 
     timed_on: torch.device | None = None
-    leaving: Container[Call] = ()
+    exits: Container[Call] = ()
     until: Call | None = None
     twice: Container[str] = ()
 
 
-class Watch:
+class Tracer:
     """Notes what happens in one step.
 
     Args:
         names: of the module's parts, by their ids.
         is_unit: tells by name whether a called module is taken as a whole.
         state: what the step leaves on modules.
-        questions: what else to note.
+        options: what else to note.
 
     Attributes:
-        calls, escapes, writes, overwriting, updates, draws, unrepeatable, kept: as in :class:`.traced.Trace`.
+        calls, escapes, writes, overwriting, updates, draws, unrepeatable, stored_after: as in :class:`.traced.Trace`.
     """
 
     def __init__(
-        self, names: dict[int, str], is_unit: Callable[[str], bool], state: StateKept, questions: Questions
+        self, names: dict[int, str], is_unit: Callable[[str], bool], state: StateKept, options: TraceOptions
     ) -> None:
         self.calls: list[TracedCall] = []
         self.escapes: dict[str, Escape] = {}
@@ -70,20 +69,22 @@ class Watch:
         self.updates: list[Update] = []
         self.draws: dict[int, list[Place]] = {}
         self.unrepeatable: set[Call] = set()
-        self.kept: set[Call | None] = set()
+        self.stored_after: set[Call | None] = set()
         self._names = names
         self._is_unit = is_unit
         self._state = state
-        self._questions = questions
+        self._options = options
         self._generators = GeneratorsWatched(state.generators)
         self._count: Counter[str] = Counter()
         self._announced: Counter[int] = Counter()  # by id: calls whose forward is yet to come
         self._with_gradients = torch.is_grad_enabled()
         self._in_step = True
         self._depth = 0  # of modules inside a unit
+        self._hooked: set[int] = set()  # ids of units with hooks of the user's
+        self._in_hooks = False  # of the unit that was called last
         self._unit: nn.Module | None = None  # the unit under way
         self._inside: set[str] = set()  # modules that it has called
-        self._read: set[str] = set()  # origins of what it and these returned, before it is theirs
+        self._read: set[str] = set()  # origins of what it and these returned, before they get their own
 
     @contextmanager
     def installed(self, parts: Iterable[nn.Module], absent: Mapping[str, AbsentTensor]) -> Iterator[None]:
@@ -95,8 +96,11 @@ class Watch:
             for name, tensor in absent.items():
                 tensor.memory.listeners = (partial(self._updated, name, tensor.memory, own[name]),)
             for part in parts:
-                if not is_scripted(part) and type(part).forward is not nn.Module.forward:
+                if can_intercept(part):
                     watched.instead(part, partial(self._called, part, part.forward))
+                if can_intercept(part) and forward_hooks(part) > 0 and self._is_unit(self._names[id(part)]):
+                    self._hooked.add(id(part))
+                    watched.after(part, self._hooks_over, first=False)
             yield
         finally:
             announced.remove()
@@ -114,8 +118,8 @@ class Watch:
     def end(self) -> Collection[AbsentTensor]:
         """The step is over. What it has left on modules."""
         left = [*self._state.written()]
-        self.kept.update([None] if left else [])
-        self._note_draws(inside=False)
+        self.stored_after.update([None] if left else [])
+        self._note_draws()
         return left
 
     # -- calls of modules ----------------------------------------------------------------------------------------
@@ -133,16 +137,17 @@ class Watch:
             return forward(*args, **kwargs)
         needs = origins_in((args, kwargs))
         call = name, self._next(name)
-        if name in self._questions.twice:
+        asked_twice = name in self._options.twice
+        if asked_twice:
             args, kwargs = without_caches(args, kwargs)
         self._unit, self._inside, self._read = part, set(), set()
-        self._note_draws(inside=False)
+        self._note_draws()
         host = host_generators_state()
         detached = self._with_gradients and not torch.is_grad_enabled()
-        asked_twice = name in self._questions.twice
+        # With gradients on, as a checkpoint runs it the second time. Otherwise no graph is made.
         with OperationsNoted(named=asked_twice) as noted, torch.set_grad_enabled(asked_twice):
             output = self._asked(part, forward, args, kwargs, call)
-        self._note_draws(inside=True)
+        self._note_draws(place=Place(len(self.calls), "call"))
         if asked_twice:
             self._ask_again(part, forward, args, kwargs, call, noted)
         self._read |= origins_in(output)
@@ -153,23 +158,29 @@ class Watch:
         self.calls.append(
             TracedCall(
                 *call,
-                needs,
-                sum(isinstance(leaf, Tensor) for leaf in tree_leaves(output)),
-                noted.flops,
-                self._time(part, forward, args, kwargs),
-                frozenset(self._inside),
-                _plain_parts(output),
-                host_generators_state() != host,
-                direct,
-                detached,
+                needs=needs,
+                tensors=sum(isinstance(leaf, Tensor) for leaf in tree_leaves(output)),
+                operations=noted.flops,
+                nanoseconds=self._time(part, forward, args, kwargs),
+                inside=frozenset(self._inside),
+                plain=_plain_parts(output),
+                draws_on_host=host_generators_state() != host,
+                direct=direct,
+                detached=detached,
             )
         )
-        self._unit = None
-        if call in self._questions.leaving and any(True for _ in self._state.written()):
-            self.kept.add(call)
-        if call == self._questions.until:
-            raise LeftStep
+        self._unit, self._in_hooks = None, not direct and id(part) in self._hooked
+        if call in self._options.exits and any(True for _ in self._state.written()):
+            self.stored_after.add(call)
+        if call == self._options.until:
+            raise LeaveStep
         return output
+
+    def _hooks_over(self, part: nn.Module, args: Any, output: Any) -> None:
+        """A unit has been called, and the user's hooks on it."""
+        if self._depth == 0:
+            self._note_draws()
+            self._in_hooks = False
 
     def _called_inside(
         self, part: nn.Module, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -217,11 +228,11 @@ class Watch:
             self.unrepeatable.add(call)
 
     def _time(self, part: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        if self._questions.timed_on is None:
+        if self._options.timed_on is None:
             return 0
         self._depth += 1
         try:
-            return nanoseconds_of(part, forward, args, kwargs, self._questions.timed_on)
+            return nanoseconds_of(part, forward, args, kwargs, self._options.timed_on)
         finally:
             self._depth -= 1
 
@@ -234,7 +245,9 @@ class Watch:
     @property
     def place(self) -> Place:
         """Where the step is."""
-        return Place(len(self.calls), self._depth > 0)
+        if self._depth > 0:
+            return Place(len(self.calls), "call")
+        return Place(len(self.calls) - 1, "hooks") if self._in_hooks else Place(len(self.calls))
 
     def is_under_way(self, part: nn.Module) -> bool:
         """Is the part in the unit that is being asked?"""
@@ -253,7 +266,7 @@ class Watch:
 
     def _updated(self, name: str, memory: AbsentMemory, own: frozenset[str]) -> None:
         if self._depth == 0:
-            place = Place(len(self.calls)) if self._in_step else None
+            place = self.place if self._in_step else None
             self.updates.append(Update(name, place, memory.origins - own))
 
     def _relabelled(self, output: Any, call: Call) -> Any:
@@ -286,9 +299,9 @@ class Watch:
                 listen(memory, [other for other in memories if other is not memory])
         return relabelled_output
 
-    def _note_draws(self, inside: bool) -> None:
+    def _note_draws(self, place: Place | None = None) -> None:
         for generator in self._generators.drawn():
-            self.draws.setdefault(generator, []).append(Place(len(self.calls), inside))
+            self.draws.setdefault(generator, []).append(place or self.place)
 
 
 def origins_in(values: Any) -> frozenset[str]:
