@@ -9,7 +9,7 @@ In the order in which a batch meets them::
     survey.py         what crosses the cuts                 flow.py, one_sided.py
     schedule.py       what each stage computes, in order    async_schedule.py, simulate.py
     engine.py         runs a schedule on a stage            weights.py, timeline.py
-    stage.py          runs the user's step, cut to a stage  forward_pass.py, interception.py, arrival.py
+    stage.py          runs the user's step, cut to a stage  other_units.py, forward_pass.py, interception.py, arrival.py
     channel.py        sends and receives                    message.py
     watching.py       divides the terms of a loss           loss_terms.py, recording.py, replay.py, averaging.py
 """

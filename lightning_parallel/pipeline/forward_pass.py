@@ -18,6 +18,7 @@ from lightning_parallel.pipeline.absent import first_absent
 from lightning_parallel.pipeline.arrival import Arrival, Departure
 from lightning_parallel.pipeline.flow import Cargo, Flow, tensors_of
 from lightning_parallel.pipeline.partition import Partition
+from lightning_parallel.pipeline.seeding import TorchGenerators, seed_host_generators
 from lightning_parallel.pipeline.traced import Call
 from lightning_parallel.torch_private import tree_leaves
 
@@ -56,6 +57,38 @@ class Cuts:
         due, wanted = (frozenset((item.module, item.call) for item in cargo) for cargo in (cargo_in, cargo_out))
         last = flow.last[stage] if stage < partition.stages - 1 else None
         return cls(partition, stage, cargo_in, cargo_out, due, wanted, last)
+
+
+@dataclass
+class Underway:
+    """What the hooks of a stage share.
+
+    Attributes:
+        flow: what crosses the cuts in the step.
+        cuts: those around this stage.
+        generators: that the step draws from.
+        draw_on_host: units that draw from Python's or NumPy's generator.
+        forward: the pass that runs; None outside a step.
+        in_backward: layers may run again now (activation checkpointing).
+    """
+
+    flow: Flow
+    cuts: Cuts
+    generators: TorchGenerators
+    draw_on_host: frozenset[str]
+    forward: ForwardPass | None = None
+    in_backward: bool = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Do the hooks do nothing now?"""
+        return self.forward is None and not self.in_backward
+
+    def seed_after(self, unit: str, seed: int) -> None:
+        """After a unit, every stage draws the same numbers, also where the unit is absent."""
+        self.generators.seed(seed)
+        if unit in self.draw_on_host:
+            seed_host_generators(seed)
 
 
 class ForwardPass:

@@ -33,7 +33,6 @@ from torch import Tensor, nn
 
 from lightning_parallel.pipeline.absent import (
     AbsentTensor,
-    AbsentValueError,
     first_absent,
     make_absent,
     origin_of_parameter,
@@ -41,14 +40,15 @@ from lightning_parallel.pipeline.absent import (
 from lightning_parallel.pipeline.absent_forward import AbsentForward
 from lightning_parallel.pipeline.arrival import Arrival
 from lightning_parallel.pipeline.flow import Flow
-from lightning_parallel.pipeline.forward_pass import Cuts, ForwardPass
+from lightning_parallel.pipeline.forward_pass import Cuts, ForwardPass, Underway
 from lightning_parallel.pipeline.interception import Interception, LeaveStep, can_intercept
+from lightning_parallel.pipeline.other_units import OtherUnits
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.recompute import recomputed
-from lightning_parallel.pipeline.seeding import TorchGenerators, draw_seed, seed_host_generators
+from lightning_parallel.pipeline.seeding import TorchGenerators, draw_seed
 from lightning_parallel.pipeline.survey import survey
 from lightning_parallel.pipeline.traced import Call
-from lightning_parallel.torch_private import forward_hooks, tree_flatten, tree_unflatten
+from lightning_parallel.torch_private import forward_hooks
 
 
 class Stage:
@@ -72,11 +72,11 @@ class Stage:
         self.layers = list(dict.fromkeys(partition.layers[i] for i in partition.layers_of(index)))
         self.is_first, self.is_last = index == 0, index == partition.stages - 1
         self._units = {name: module.get_submodule(name) for name in partition.units}
-        self._absent = {name: AbsentForward(unit, name) for name, unit in self._units.items()}
-        self._generators = TorchGenerators(device)
         self._on_units, self._inside_units = Interception(), Interception()
-        self._pass: ForwardPass | None = None  # outside a run the hooks do nothing
-        self._in_backward = False
+        flow = Flow(((),) * (partition.stages - 1), (None,) * partition.stages)
+        cuts = Cuts.of(flow, partition, index)
+        self._underway = Underway(flow, cuts, TorchGenerators(device), partition.draw_on_host)
+        self._others = OtherUnits(self._units, index, self._underway)
         # By name, for each unit that runs: the seed to set after it, and its call.
         self._running: dict[str, tuple[int, Call | None]] = {}
         self._announced: Counter[str] = Counter()  # calls of wrapped units that have passed their hooks
@@ -86,18 +86,16 @@ class Stage:
                 origin = partial(_name_of_parameter, name)
                 make_absent(self._units[name], origin, device, kept=held)
         self._recompute: bool | None = None  # None while no hooks are installed
-        self._flow = Flow(((),) * (partition.stages - 1), (None,) * partition.stages)
-        self._cuts = Cuts.of(self._flow, partition, index)
 
     @property
     def flow(self) -> Flow:
         """What crosses the cuts. Set it to that of the step to be run."""
-        return self._flow
+        return self._underway.flow
 
     @flow.setter
     def flow(self, flow: Flow) -> None:
-        changed = (flow.transparent, flow.inside) != (self._flow.transparent, self._flow.inside)
-        self._flow, self._cuts = flow, Cuts.of(flow, self.partition, self.index)
+        changed = (flow.transparent, flow.inside) != (self.flow.transparent, self.flow.inside)
+        self._underway.flow, self._underway.cuts = flow, Cuts.of(flow, self.partition, self.index)
         if changed and self._recompute is not None:
             self._inside_units.remove()
             self._install_inside()
@@ -143,7 +141,7 @@ class Stage:
             stages = self.partition.units[name]
             if self.index not in stages:
                 # Not a hook: it can't keep the forward from running.
-                self._on_units.instead(unit, partial(self._answer, name, unit.forward))
+                self._on_units.instead(unit, partial(self._others.answer, name, unit.forward))
                 continue
             if recompute and name in self.layers and any(True for _ in unit.parameters()):
                 # Inside the hooks, which a second run doesn't pass. Layers without parameters are small, and may work
@@ -161,84 +159,23 @@ class Stage:
 
     def _install_inside(self) -> None:
         """Hook what is inside transparent units."""
-        for name in self._flow.transparent & self._units.keys():
+        for name in self.flow.transparent & self._units.keys():
             here = self.index in self.partition.units[name]
             for short, part in self._units[name].named_modules():
                 inner = f"{name}.{short}"
                 if not short or not can_intercept(part):
                     continue
-                if here and inner in self._flow.inside:
+                if here and inner in self.flow.inside:
                     self._inside_units.after(part, partial(self._returned_inside, inner), first=True)
                 elif not here:
                     absent = AbsentForward(part, inner)
-                    self._inside_units.instead(part, partial(self._answer_inside, inner, absent, part.forward))
+                    self._inside_units.instead(part, partial(self._others.answer_inside, inner, absent, part.forward))
 
     def remove(self) -> None:
         """Take the hooks off. Absent parameters stay absent."""
         self._inside_units.remove()
         self._on_units.remove()
         self._recompute = None
-
-    # -- units of other stages -----------------------------------------------------------------------------------
-
-    @torch.compiler.disable
-    def _answer(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The forward of a unit whose call another stage runs: what arrived of it, or absent tensors."""
-        if self._pass is None:
-            return self._absent[name].answer(args, kwargs)
-        # The next stage's turn already: the step makes fewer calls here than in the look, or none.
-        if self._pass.stage_of(name) > self.index:
-            raise LeaveStep
-        seed = draw_seed()
-        call = self._pass.called(name)
-        if name in self._flow.transparent:
-            answer = self._openly(self._absent[name], forward, args, kwargs, call[1])
-        else:
-            answer = self._asked(self._absent[name], args, kwargs, call[1])
-        self._seed_after(name, seed)
-        live = self._pass.arrived(call)
-        return answer if live is None else _filled(answer, live, name)
-
-    def _asked(self, absent: AbsentForward, args: tuple[Any, ...], kwargs: dict[str, Any], call: int) -> Any:
-        """While a module is asked, others that it calls are no calls of the step."""
-        forward_pass, self._pass = self._pass, None
-        try:
-            return absent.answer(args, kwargs, call)
-        finally:
-            self._pass = forward_pass
-
-    def _seed_after(self, name: str, seed: int) -> None:
-        """After a unit, every stage draws the same numbers, also where the unit is absent."""
-        self._generators.seed(seed)
-        if name in self.partition.draw_on_host:
-            seed_host_generators(seed)
-
-    @torch.compiler.disable
-    def _answer_inside(
-        self, name: str, absent: AbsentForward, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """The forward of a module inside a transparent unit that isn't here."""
-        if self._pass is None:
-            return forward(*args, **kwargs)
-        call = self._pass.called(name)
-        answer = self._openly(absent, forward, args, kwargs, call[1])
-        live = self._pass.arrived(call)
-        return answer if live is None else _filled(answer, live, name)
-
-    def _openly(
-        self,
-        absent: AbsentForward,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: int,
-    ) -> Any:
-        """Run a transparent unit's own code on absent tensors, so that hooks inside it fire. If it asks for values, it
-        is answered for as a whole."""
-        try:
-            return forward(*args, **kwargs)
-        except AbsentValueError:
-            return self._asked(absent, args, kwargs, call)
 
     # -- units of this stage -------------------------------------------------------------------------------------
 
@@ -252,10 +189,10 @@ class Stage:
         """The forward of a unit that several stages hold, or that the step calls past its hooks."""
         hooked = self._announced[name] > 0
         self._announced[name] -= hooked
-        if self._pass is None and not self._in_backward:
+        if self._underway.is_idle:
             return forward(*args, **kwargs)
-        if self._pass is not None and self._pass.stage_of(name) != self.index:
-            return self._answer(name, forward, *args, **kwargs)
+        if self._underway.forward is not None and self._underway.forward.stage_of(name) != self.index:
+            return self._others.answer(name, forward, *args, **kwargs)
         unit = self._units[name]
         self._enter(name, unit, args, kwargs)
         output = forward(*args, **kwargs)
@@ -267,17 +204,17 @@ class Stage:
     @torch.compiler.disable
     def _enter(self, name: str, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the forward of a unit of this stage."""
-        if self._pass is None and not self._in_backward:
+        if self._underway.is_idle:
             return
         seed = draw_seed()
         absent = first_absent((args, kwargs))
-        if self._in_backward and absent is not None:
+        if self._underway.in_backward and absent is not None:
             raise RuntimeError(
                 f"'{name}' runs again in the backward of stage {self.index}, in a checkpoint that began on an earlier "
                 f"stage, where its input is: a checkpoint must not span layers of two stages. Checkpoint each layer by "
                 f"itself, or use activation_checkpointing=True."
             )
-        call = None if self._pass is None else self._pass.called(name)
+        call = None if self._underway.forward is None else self._underway.forward.called(name)
         self._running[name] = seed, call
         if call is not None and absent is not None:
             raise RuntimeError(
@@ -290,31 +227,31 @@ class Stage:
     def _returned(self, name: str, unit: nn.Module, args: Any, output: Any) -> None:
         """Right after the forward of a unit of this stage: keep what later stages need. The user's hooks on its output
         come after it, and run on the other stages too."""
-        if self._pass is None or name not in self._running:
+        if self._underway.forward is None or name not in self._running:
             return
         call = self._running[name][1]
-        if call not in self._cuts.wanted:
+        if call not in self._underway.cuts.wanted:
             return
         # Two hooks are this stage's. The user's come after this one, and may write to the output.
-        self._pass.keep(call, output, copied=call != self._cuts.last or forward_hooks(unit) > 2)
+        self._underway.forward.keep(call, output, copied=call != self._underway.cuts.last or forward_hooks(unit) > 2)
 
     @torch.compiler.disable
     def _leave(self, name: str, unit: nn.Module, args: Any, output: Any) -> None:
         """After the forward of a unit of this stage, and the user's hooks: after the stage's last call, leave."""
-        if (self._pass is None and not self._in_backward) or name not in self._running:
+        if self._underway.is_idle or name not in self._running:
             return
         seed, call = self._running.pop(name)
-        self._seed_after(name, seed)
-        if self._pass is not None and call is not None and call == self._cuts.last:
+        self._underway.seed_after(name, seed)
+        if self._underway.forward is not None and call is not None and call == self._underway.cuts.last:
             raise LeaveStep
 
     @torch.compiler.disable
     def _returned_inside(self, name: str, part: nn.Module, args: Any, output: Any) -> None:
         """After the forward of a module inside a transparent unit of this stage."""
-        if self._pass is not None:
-            call = self._pass.called(name)
-            if call in self._cuts.wanted:
-                self._pass.keep(call, output)
+        if self._underway.forward is not None:
+            call = self._underway.forward.called(name)
+            if call in self._underway.cuts.wanted:
+                self._underway.forward.keep(call, output)
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -340,7 +277,7 @@ class Stage:
                 what the step makes here depends on a value that only another stage has.
         """
         assert (arrive is None) == self.is_first
-        self._pass = forward = ForwardPass(self._cuts, arrive, expect)
+        self._underway.forward = forward = ForwardPass(self._underway.cuts, arrive, expect)
         left = False
         try:
             output = step()
@@ -352,7 +289,7 @@ class Stage:
             if forward.lost is None:
                 raise
         finally:
-            self._pass = None
+            self._underway.forward = None
             lost, forward.lost = forward.lost, None
         if lost is not None:  # whatever the step made of it
             try:
@@ -381,28 +318,12 @@ class Stage:
     def backward(self) -> Iterator[None]:
         """Around a backward: a step's layers may run again in it (activation checkpointing), drawing the same
         numbers."""
-        self._in_backward = True
+        self._underway.in_backward = True
         try:
             yield
         finally:
-            self._in_backward = False
+            self._underway.in_backward = False
 
 
 def _name_of_parameter(unit: str, name: str) -> str:
     return origin_of_parameter(f"{unit}.{name}")
-
-
-def _filled(answer: Any, live: list[Tensor], name: str) -> Any:
-    """``answer`` with live tensors in the place of absent ones."""
-    if isinstance(answer, Tensor) and len(live) == 1:
-        return live[0]
-    leaves, spec = tree_flatten(answer)
-    holes = [j for j, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    if len(holes) != len(live):
-        raise RuntimeError(
-            f"'{name}' returned {len(live)} tensors on its own stage, but {len(holes)} on another, where it was asked "
-            f"on absent tensors: the number of its outputs must not depend on values."
-        )
-    for j, tensor in zip(holes, live, strict=True):
-        leaves[j] = tensor
-    return tree_unflatten(leaves, spec)

@@ -1,0 +1,100 @@
+"""Units that other stages run: what is returned in their place here (``stage.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.pipeline.absent import AbsentValueError
+from lightning_parallel.pipeline.absent_forward import AbsentForward
+from lightning_parallel.pipeline.forward_pass import Underway
+from lightning_parallel.pipeline.interception import LeaveStep
+from lightning_parallel.pipeline.seeding import draw_seed
+from lightning_parallel.torch_private import tree_flatten, tree_unflatten
+
+
+class OtherUnits:
+    """Returns what arrived of a call, or absent tensors.
+
+    Args:
+        units: all units of the module, by name.
+        index: of this stage.
+        underway: the step that runs.
+    """
+
+    def __init__(self, units: Mapping[str, nn.Module], index: int, underway: Underway) -> None:
+        self._absent = {name: AbsentForward(unit, name) for name, unit in units.items()}
+        self._index = index
+        self._underway = underway
+
+    @torch.compiler.disable
+    def answer(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The forward of a unit whose call another stage runs: what arrived of it, or absent tensors."""
+        if self._underway.forward is None:
+            return self._absent[name].answer(args, kwargs)
+        # The next stage's turn already: the step makes fewer calls here than in the look, or none.
+        if self._underway.forward.stage_of(name) > self._index:
+            raise LeaveStep
+        seed = draw_seed()
+        call = self._underway.forward.called(name)
+        if name in self._underway.flow.transparent:
+            answer = self._openly(self._absent[name], forward, args, kwargs, call[1])
+        else:
+            answer = self._answer_alone(self._absent[name], args, kwargs, call[1])
+        self._underway.seed_after(name, seed)
+        live = self._underway.forward.arrived(call)
+        return answer if live is None else _filled(answer, live, name)
+
+    def _answer_alone(self, absent: AbsentForward, args: tuple[Any, ...], kwargs: dict[str, Any], call: int) -> Any:
+        """Answer for a module as a whole. Calls that it makes meanwhile are no calls of the step."""
+        forward_pass, self._underway.forward = self._underway.forward, None
+        try:
+            return absent.answer(args, kwargs, call)
+        finally:
+            self._underway.forward = forward_pass
+
+    @torch.compiler.disable
+    def answer_inside(
+        self, name: str, absent: AbsentForward, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """The forward of a module inside a transparent unit that isn't here."""
+        if self._underway.forward is None:
+            return forward(*args, **kwargs)
+        call = self._underway.forward.called(name)
+        answer = self._openly(absent, forward, args, kwargs, call[1])
+        live = self._underway.forward.arrived(call)
+        return answer if live is None else _filled(answer, live, name)
+
+    def _openly(
+        self,
+        absent: AbsentForward,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: int,
+    ) -> Any:
+        """Run a transparent unit's own code on absent tensors, so that hooks inside it fire. If it asks for values, it
+        is answered for as a whole."""
+        try:
+            return forward(*args, **kwargs)
+        except AbsentValueError:
+            return self._answer_alone(absent, args, kwargs, call)
+
+
+def _filled(answer: Any, live: list[Tensor], name: str) -> Any:
+    """``answer`` with live tensors in the place of absent ones."""
+    if isinstance(answer, Tensor) and len(live) == 1:
+        return live[0]
+    leaves, spec = tree_flatten(answer)
+    holes = [j for j, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    if len(holes) != len(live):
+        raise RuntimeError(
+            f"'{name}' returned {len(live)} tensors on its own stage, but {len(holes)} on another, where it was asked "
+            f"on absent tensors: the number of its outputs must not depend on values."
+        )
+    for j, tensor in zip(holes, live, strict=True):
+        leaves[j] = tensor
+    return tree_unflatten(leaves, spec)
