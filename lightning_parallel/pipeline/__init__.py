@@ -3,7 +3,7 @@
 In the order in which a batch meets them::
 
     trace.py          what the user's step does             tracer.py, traced.py, operations.py, timing.py
-                      on tensors without values             absent.py, absent_module.py, absent_forward.py, on_meta.py
+                      on tensors without values             absent.py, origins.py, absent_module.py, absent_forward.py
                       put back afterwards                   kept_state.py, own_generators.py, plain_values.py
     partitioning.py   which layers a stage owns             candidate.py, partition.py, layers.py, balance.py
     survey.py         what crosses the cuts                 flow.py, one_sided.py

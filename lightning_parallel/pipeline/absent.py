@@ -329,19 +329,3 @@ def make_absent(
             if tensor is not None and id(tensor) not in kept and not isinstance(tensor, AbsentTensor):
                 absent = absent_like(tensor, origin(f"{prefix}.{name}" if prefix else name), device)
                 setattr(submodule, name, absent)  # not into the dictionaries: an RNN keeps a second list of its weights
-
-
-def origin_of(module: str, call: int) -> str:
-    """How the output of a module's call is named, as an origin."""
-    return f"the output of '{module}'" + (f" (call {call + 1})" if call else "")
-
-
-def origin_of_parameter(name: str) -> str:
-    """How a parameter or buffer is named, as an origin."""
-    return f"parameter '{name}'"
-
-
-def parameter_of(origin: str) -> str | None:
-    """The name of the parameter or buffer that an origin is, if it is one."""
-    before, _, after = origin_of_parameter("*").partition("*")
-    return origin[len(before) : -len(after)] if origin.startswith(before) else None

@@ -19,15 +19,10 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_parallel.pipeline.absent import (
-    AbsentMemory,
-    AbsentTensor,
-    AbsentValueError,
-    absent_like,
-    origin_of,
-)
+from lightning_parallel.pipeline.absent import AbsentMemory, AbsentTensor, AbsentValueError, absent_like
 from lightning_parallel.pipeline.interception import Interception, can_intercept
 from lightning_parallel.pipeline.on_meta import meta_of
+from lightning_parallel.pipeline.origins import INPUT, origin_of
 from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_kept
 from lightning_parallel.torch_private import (
     buffers_of,
@@ -84,7 +79,7 @@ class AbsentForward:
         generators = TorchGenerators(torch.device("cpu"))
         with torch.inference_mode(False), torch.no_grad(), generators.kept(), host_generators_kept():
             with _parts_asked(self._module):
-                out = asked(self._module, self._forward, args, kwargs, "an input")
+                out = asked(self._module, self._forward, args, kwargs, INPUT)
         leaves, structure = tree_flatten(out)
         tensors = [x for x in tree_leaves((args, kwargs, leaves)) if isinstance(x, Tensor)]
         device = tensors[0].device if tensors else torch.device("cpu")
@@ -184,7 +179,7 @@ def _parts_asked(module: nn.Module) -> Iterator[None]:
     def answer(part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(x, AbsentTensor) for x in (*tree_leaves((args, kwargs)), *part.parameters())):
             return forward(*args, **kwargs)
-        return _absentees(asked(part, forward, args, kwargs, "an input"), "an input")
+        return _absentees(asked(part, forward, args, kwargs, INPUT), INPUT)
 
     parts = Interception()
     try:

@@ -9,10 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_parallel.pipeline.absent import AbsentTensor, absent_like, origin_of_parameter
+from lightning_parallel.pipeline.absent import AbsentTensor, absent_like
+from lightning_parallel.pipeline.origins import METRIC_STATE, origin_of_parameter
 from lightning_parallel.torch_private import buffers_of, parameters_of
-
-METRIC_STATE = "the state of a metric before the step"  # an origin
 
 
 @contextmanager

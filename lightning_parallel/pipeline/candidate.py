@@ -29,9 +29,9 @@ from itertools import pairwise
 
 from torch import nn
 
-from lightning_parallel.pipeline.absent import origin_of_parameter, parameter_of
 from lightning_parallel.pipeline.balance import Balance, bounds_of
 from lightning_parallel.pipeline.layers import Layers, enumerated
+from lightning_parallel.pipeline.origins import origin_of_parameter, parameter_of
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.traced import Trace
 

@@ -6,7 +6,6 @@ or copied in general, and are not undone: slots, iterators, files, very large te
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -19,10 +18,9 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_parallel.pipeline.absent import AbsentTensor
-from lightning_parallel.pipeline.own_generators import GENERATOR_TYPES, globals_beside, set_state, state_of
+from lightning_parallel.pipeline.own_generators import GENERATOR_TYPES, LIBRARIES, globals_beside, set_state, state_of
 from lightning_parallel.torch_private import buffers_of, parameters_of, tree_leaves
 
-_LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_parallel", *sys.stdlib_module_names}
 _MANY = 10_000  # items; those of a longer container are put back, but not looked into
 _LARGE = 2**26  # bytes; a larger tensor is somebody's data
 
@@ -88,7 +86,7 @@ class StateKept:
             return list(value)
         if isinstance(value, nn.Module):
             return None if id(value) in self._modules else dict(vars(value))  # a metric in a plain dictionary
-        library = type(value).__module__.partition(".")[0] in _LIBRARIES and not isinstance(value, SimpleNamespace)
+        library = type(value).__module__.partition(".")[0] in LIBRARIES and not isinstance(value, SimpleNamespace)
         return None if library or isinstance(value, type) or not hasattr(value, "__dict__") else dict(vars(value))
 
     @property

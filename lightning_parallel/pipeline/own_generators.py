@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_parallel", "transformers", *sys.stdlib_module_names}
+LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_parallel", *sys.stdlib_module_names})
 
 
 def state_of(generator: Any) -> Any:
@@ -37,7 +37,7 @@ def globals_beside(parts: Iterable[nn.Module]) -> Iterator[Any]:
     """The generators among the global variables of the files in which the classes of modules are defined."""
     files = {type(part).__module__ for part in parts}
     for name in files:
-        if name.partition(".")[0] not in _LIBRARIES and name in sys.modules:
+        if name.partition(".")[0] not in LIBRARIES and name in sys.modules:
             yield from (value for value in vars(sys.modules[name]).values() if isinstance(value, GENERATOR_TYPES))
 
 

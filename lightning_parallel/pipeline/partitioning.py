@@ -11,8 +11,9 @@ from torch import nn
 from lightning_parallel.pipeline.balance import Balance
 from lightning_parallel.pipeline.candidate import Candidate
 from lightning_parallel.pipeline.layers import Layers, enumerated, named_layers
+from lightning_parallel.pipeline.origins import FROM_EARLIER_STEP
 from lightning_parallel.pipeline.partition import Partition
-from lightning_parallel.pipeline.trace import FROM_EARLIER_STEP, trace, trace_after
+from lightning_parallel.pipeline.trace import trace, trace_after
 from lightning_parallel.pipeline.traced import Call, Trace
 
 

@@ -31,17 +31,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.pipeline.absent import (
-    AbsentTensor,
-    first_absent,
-    make_absent,
-    origin_of_parameter,
-)
+from lightning_parallel.pipeline.absent import AbsentTensor, first_absent, make_absent
 from lightning_parallel.pipeline.absent_forward import AbsentForward
 from lightning_parallel.pipeline.arrival import Arrival
 from lightning_parallel.pipeline.flow import Flow
 from lightning_parallel.pipeline.forward_pass import Cuts, ForwardPass, Underway
 from lightning_parallel.pipeline.interception import Interception, LeaveStep, can_intercept
+from lightning_parallel.pipeline.origins import origin_of_parameter
 from lightning_parallel.pipeline.other_units import OtherUnits
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.recompute import recomputed

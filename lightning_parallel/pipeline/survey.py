@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_parallel.pipeline.absent import TakesGradientsError, origin_of_parameter, parameter_of
+from lightning_parallel.pipeline.absent import TakesGradientsError
 from lightning_parallel.pipeline.flow import Cargo, Flow, FlowError
 from lightning_parallel.pipeline.one_sided import check_one_sided, stages_running
+from lightning_parallel.pipeline.origins import origin_of_parameter, parameter_of
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.trace import names_of, trace
 from lightning_parallel.pipeline.traced import Call, Trace, TracedCall, Update

@@ -26,15 +26,14 @@ from torchmetrics import Metric
 
 from lightning_parallel.pipeline.absent import AbsentTensor, AbsentValueError
 from lightning_parallel.pipeline.absent_forward import ContainerWrittenError
-from lightning_parallel.pipeline.absent_module import METRIC_STATE, everything_absent
+from lightning_parallel.pipeline.absent_module import everything_absent
 from lightning_parallel.pipeline.interception import LeaveStep
 from lightning_parallel.pipeline.kept_state import StateKept
+from lightning_parallel.pipeline.origins import FROM_EARLIER_STEP, METRIC_STATE
 from lightning_parallel.pipeline.plain_values import attribute_uses
 from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_kept, seed_host_generators
 from lightning_parallel.pipeline.traced import Call, Carried, Place, PlainRead, Trace
 from lightning_parallel.pipeline.tracer import TraceOptions, Tracer, origins_in
-
-FROM_EARLIER_STEP = "what an earlier step has stored on a module"  # an origin
 
 
 def trace(

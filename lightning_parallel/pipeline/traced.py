@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_parallel.pipeline.absent import origin_of
+from lightning_parallel.pipeline.origins import origin_of
 
 Call = tuple[str, int]  # of a module: its name, and which of its calls in a step
 

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from lightning_parallel.pipeline.absent import AbsentMemory, AbsentTensor, origin_of, parameter_of
+from lightning_parallel.pipeline.absent import AbsentMemory, AbsentTensor
 from lightning_parallel.pipeline.absent_forward import asked
 from lightning_parallel.pipeline.interception import Interception, LeaveStep, can_intercept
 from lightning_parallel.pipeline.kept_state import StateKept
 from lightning_parallel.pipeline.operations import OperationsNoted
+from lightning_parallel.pipeline.origins import changed_by, inside_of, origin_of, parameter_of, shared_with
 from lightning_parallel.pipeline.own_generators import GeneratorsWatched
 from lightning_parallel.pipeline.recompute import without_caches
 from lightning_parallel.pipeline.seeding import host_generators_state
@@ -256,7 +257,7 @@ class Tracer:
     def _written(self, call: Call, tensor: Tensor) -> None:
         """A unit's call has changed a tensor of the code around it in place. Later stages have it as it was before."""
         if isinstance(tensor, AbsentTensor):
-            tensor.memory.write(self._write(f"what '{call[0]}' (call {call[1] + 1}) changes in place", len(self.calls)))
+            tensor.memory.write(self._write(changed_by(*call), len(self.calls)))
         else:
             self.overwriting.add(len(self.calls))
 
@@ -273,7 +274,7 @@ class Tracer:
         """The output as the code around the unit gets it. Tensors that share memory on the unit's own stage cross a cut
         one by one: what is written to one of them, the others don't have there."""
         output_of_call = frozenset([origin_of(*call)])
-        changed = f"what shares memory with an output of '{call[0]}' (call {call[1] + 1}) and is changed in place"
+        changed = shared_with(*call)
         index = len(self.calls)
         sharing: dict[int, list[AbsentMemory]] = {}
 
@@ -307,11 +308,6 @@ class Tracer:
 def origins_in(values: Any) -> frozenset[str]:
     """What the absent tensors in a nested structure were computed from."""
     return frozenset().union(*(leaf.origins for leaf in tree_leaves(values) if isinstance(leaf, AbsentTensor)))
-
-
-def inside_of(module: str, call: int) -> str:
-    """How a value that a module's own code computes from its inputs is named, as an origin."""
-    return f"a value inside '{module}'" + (f" (call {call + 1})" if call else "")
 
 
 def relabelled(output: Any, origin: str) -> Any:

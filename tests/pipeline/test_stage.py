@@ -1007,7 +1007,7 @@ class HooksBackwards(Net):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (ChangesInput, r"uses what 'blocks.\d' .call 1. changes in place, on stage 0"),
+        (ChangesInput, r"uses what 'blocks.\d' changes in place, on stage 0"),
         (FillsList, "A Block writes into a list that it is given"),
         (ReturnsNumber, r"'blocks.\d' returns numbers, or tensors of a shape, that depend on values"),
         (HooksBackwards, r"'blocks.\d' has a full backward hook, and its output crosses a cut"),

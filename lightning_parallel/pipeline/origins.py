@@ -1,0 +1,52 @@
+"""What absent tensors are computed from, in words that errors can show.
+
+::
+
+    parameter 'embed.weight'                  a parameter or buffer
+    the output of 'blocks.1' (call 2)         what a unit's second call returns
+    a value inside 'blocks.1'                 what its own code computes from its inputs
+    what 'blocks.1' changes in place          an input that the unit writes to
+
+Origins are compared, and :func:`parameter_of` reads a name back, so all are made here.
+"""
+
+from __future__ import annotations
+
+FROM_EARLIER_STEP = "what an earlier step has stored on a module"
+METRIC_STATE = "the state of a metric before the step"
+INPUT = "an input"  # of a module that is asked by itself
+
+
+def origin_of(module: str, call: int = 0) -> str:
+    """The output of a module's call, counted from 0."""
+    return f"the output of {_numbered(module, call)}"
+
+
+def origin_of_parameter(name: str) -> str:
+    """A parameter or buffer."""
+    return f"parameter '{name}'"
+
+
+def parameter_of(origin: str) -> str | None:
+    """The name of the parameter or buffer that an origin is, if it is one."""
+    before, _, after = origin_of_parameter("*").partition("*")
+    return origin[len(before) : -len(after)] if origin.startswith(before) else None
+
+
+def inside_of(module: str, call: int = 0) -> str:
+    """A value that a module's own code computes from its inputs."""
+    return f"a value inside {_numbered(module, call)}"
+
+
+def changed_by(module: str, call: int = 0) -> str:
+    """An input that a module's call writes to."""
+    return f"what {_numbered(module, call)} changes in place"
+
+
+def shared_with(module: str, call: int = 0) -> str:
+    """A tensor that has changed because it shares memory with another one, which a module's call has returned."""
+    return f"what shares memory with an output of {_numbered(module, call)} and is changed in place"
+
+
+def _numbered(module: str, call: int) -> str:
+    return f"'{module}'" + (f" (call {call + 1})" if call else "")
