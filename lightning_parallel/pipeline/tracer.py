@@ -24,7 +24,7 @@ from lightning_parallel.pipeline.operations import OperationsNoted
 from lightning_parallel.pipeline.origins import changed_by, inside_of, origin_of, parameter_of, shared_with
 from lightning_parallel.pipeline.own_generators import GeneratorsWatched
 from lightning_parallel.pipeline.recompute import without_caches
-from lightning_parallel.pipeline.seeding import host_generators_state
+from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_state
 from lightning_parallel.pipeline.timing import nanoseconds_of
 from lightning_parallel.pipeline.traced import Call, Escape, Place, TracedCall, Update
 from lightning_parallel.torch_private import forward_hooks, tree_leaves, tree_map
@@ -143,14 +143,16 @@ class Tracer:
             args, kwargs = without_caches(args, kwargs)
         self._unit, self._inside, self._read = part, set(), set()
         self._note_draws()
-        host = host_generators_state()
+        host, drawn_from = host_generators_state(), torch.get_rng_state()
         detached = self._with_gradients and not torch.is_grad_enabled()
         # With gradients on, as a checkpoint runs it the second time. Otherwise no graph is made.
         with OperationsNoted(named=asked_twice) as noted, torch.set_grad_enabled(asked_twice):
             output = self._asked(part, forward, args, kwargs, call)
         self._note_draws(place=Place(len(self.calls), "call"))
         if asked_twice:
-            self._ask_again(part, forward, args, kwargs, call, noted)
+            with TorchGenerators(torch.device("cpu")).kept():
+                torch.set_rng_state(drawn_from)  # stand-ins and dropout are drawn again
+                self._ask_again(part, forward, args, kwargs, call, noted)
         self._read |= origins_in(output)
         # A unit may read another one's parameters, which it was given as a module.
         own = origins_in(list(part.parameters()))

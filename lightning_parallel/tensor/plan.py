@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_parallel.tensor.finding import found_plan, table_of
@@ -22,7 +23,6 @@ from lightning_parallel.tensor.layer import ParallelLayer
 from lightning_parallel.tensor.rules import layers_of, resolve
 from lightning_parallel.tensor.style import Plan, Style
 from lightning_parallel.tensor.transformers_plans import transformers_plans, without_caches
-from lightning_parallel.torch_private import version_of
 
 MakeRun = Callable[[], Callable[[], Any]]  # makes what runs a step
 Found = tuple[dict[str, str | Style], str]  # rules, and why there aren't any
@@ -77,14 +77,14 @@ def _known_or_found(
     plan, without = transformers_plans(module)
     if plan and not without:
         return plan, ""
-    before = {name: (p.data_ptr(), version_of(p)) for name, p in module.named_parameters()}
+    before = _contents(module)
     try:
         with without_caches(module):
             found = found_plan(module, make_run(), count) if make_run is not None else {}
         problem = f"no pair of its layers could be divided over {count} ranks"
     except Exception as error:  # any: of the user's code
         found, problem = {}, f"the first step, by which one is found, raised {type(error).__name__}: {error}"
-    written = [name for name, p in module.named_parameters() if (p.data_ptr(), version_of(p)) != before[name]]
+    written = [name for name, content in _contents(module).items() if content != before[name]]
     if written:  # a teacher's average: each trial has changed it
         plan, found = {}, {}
         problem = f"the first step, by which one is found, writes into '{written[-1]}'"
@@ -97,3 +97,13 @@ def _known_or_found(
         who = ", ".join(without.values()) or "the model"
         return {}, f"{who} brings none, and none was found: {problem}"
     return found | plan, ""
+def _contents(module: nn.Module) -> dict[str, int]:
+    """A hash of each parameter's values. A copy of all would take as much memory as the model."""
+    hashes = {}
+    for name, parameter in module.named_parameters():
+        values = parameter.detach()
+        values = torch.view_as_real(values) if values.is_complex() else values
+        hashes[name] = 0 if values.is_meta else int(torch.hash_tensor(values).item())
+    return hashes
+
+

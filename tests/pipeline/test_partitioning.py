@@ -713,3 +713,46 @@ def test_what_only_the_first_step_calls_is_refused() -> None:
     model = Once("end")
     with pytest.raises(ValueError, match="calls 'blocks.0' or not, by .* what an earlier step has stored"):
         partition(model, model.step, 2)
+
+
+class Again(nn.Module):
+    """A layer that may do something else when it runs again."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layer, self.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(()))
+        self.state: Tensor | None = None
+        self.generator = torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if self.kind == "state":
+            y = y if self.state is None else y + self.state
+            self.state = y.mean(0)
+        elif self.kind == "state that counts in gradients":
+            y = y + (torch.zeros(2) if self.state is None else self.state) * self.scale
+            self.state = y.mean(0)
+        elif self.kind == "generator":
+            y = y * torch.rand((), generator=self.generator)
+        elif self.kind == "dropout":
+            y = F.dropout(y, 0.5)
+        elif self.kind == "chosen by values":
+            y = y.index_add(0, (y[:, 0] > 0).nonzero()[:, 0], y[y[:, 0] > 0])
+        return y
+
+
+def recomputed(kind: str) -> Partition:
+    model = nn.Sequential(*(Again(kind) for _ in range(4)))
+    return partition(model, lambda: model(torch.ones(3, 2)).sum(), 2, recompute=True)
+
+
+@pytest.mark.parametrize("kind", ["state", "state that counts in gradients", "generator"])
+def test_layers_that_do_something_else_when_they_run_again_are_not_recomputed(kind: str) -> None:
+    with pytest.raises(ValueError, match="activation_checkpointing=True: '0' does something else when it runs again"):
+        recomputed(kind)
+
+
+@pytest.mark.parametrize("kind", ["plain", "dropout", "chosen by values"])
+def test_the_others_are(kind: str) -> None:
+    assert recomputed(kind).stages == 2

@@ -227,6 +227,29 @@ def test_a_step_that_writes_into_parameters_is_not_tried_with() -> None:
         find_plan(net, make_run=lambda: run)
 
 
+def test_a_step_that_replaces_the_data_of_a_parameter_is_not_tried_with() -> None:
+    net = Net()
+
+    def run() -> None:
+        net.head.weight.data = net.head.weight.data + 1
+        net(EXAMPLE)
+
+    with pytest.raises(ValueError, match="the first step, by which one is found, writes into 'head.weight'"):
+        find_plan(net, make_run=lambda: run)
+
+
+def test_a_write_that_changes_nothing_does_no_harm() -> None:
+    """As RWKV's, which scales weights for inference, by one in a small model."""
+    net = Net()
+
+    def run() -> None:
+        with torch.no_grad():
+            net.head.weight.div_(1)
+        net(EXAMPLE)
+
+    assert find_plan(net, make_run=lambda: run)["blocks.0"] == "divide:count"
+
+
 def test_only_models_without_a_plan_get_one() -> None:
     both = nn.ModuleDict({"gpt": gpt2(), "opt": opt()})
 
