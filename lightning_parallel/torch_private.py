@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
+    "VALUE_OF",
     "TorchDispatchMode",
     "METADATA_CLASSES",
     "boxed_group",
@@ -66,6 +67,10 @@ METADATA_CLASSES = frozenset(
         *((metadata.__name__, name) for name in (*metadata.__all__, "_MEM_FORMAT_ENCODING")),
     }
 )
+
+
+# What gives a tensor's value to Python: x.item(), bool(x), float(x).
+VALUE_OF = torch.ops.aten._local_scalar_dense.default
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------

@@ -322,3 +322,19 @@ def test_the_innermost_function_mode_is_known() -> None:
         with Mode() as inner:
             assert torch_private.current_function_mode() is inner
         assert torch_private.current_function_mode() is outer
+
+
+def test_a_value_is_asked_for_by_one_operator() -> None:
+    """Otherwise the look at a step would end where code asks for a value, and miss what the step changes after that."""
+    asked: list[bool] = []
+
+    class Watches(torch_private.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append(func is torch_private.VALUE_OF)
+            return func(*args, **(kwargs or {}))
+
+    value = torch.ones(())
+    with Watches():
+        for ask in (bool, float, int, torch.Tensor.item):
+            ask(value)
+    assert asked == [True] * 4

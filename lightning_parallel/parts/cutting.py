@@ -14,7 +14,7 @@ from lightning_parallel.layout import Layout
 from lightning_parallel.parts.first_batch import STEPS, as_in, first_step
 from lightning_parallel.parts.logs import trial
 from lightning_parallel.parts.options import StagedOptions
-from lightning_parallel.parts.step_hooks import hooks_around
+from lightning_parallel.parts.step_hooks import StepHooks
 from lightning_parallel.pipeline.absent import AbsentValueError
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.partitioning import partition
@@ -58,11 +58,14 @@ def agreed_partition(
                 if balance == "time" and layout.rank > 0:  # only the first rank's partition counts
                     balance = "parameters"
                 device = trainer.strategy.root_device
-                hooks = hooks_around(trainer, module, step) if fitting else None
+                hooks = StepHooks(trainer, module, step) if fitting else None
                 recompute = options.activation_checkpointing and fitting
-                return partition(
+                found = partition(
                     module, step, layout.stages, options.layers, balance, device, hooks=hooks, recompute=recompute
                 )
+                if hooks is not None:
+                    hooks.check(found, layout.stage)
+                return found
         except AbsentValueError as error:
             error.add_note(
                 "The step asks for a value between the layers, which only one stage has. Ask for it inside a layer's "

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.pipeline.absent import AbsentTensor
+from lightning_parallel.torch_private import version_of
 
 
 class OnceABatch:
@@ -31,18 +32,42 @@ class OnceABatch:
         self.names: list[str] = []
         self._changing: list[Tensor] = []
         self._before: list[Tensor] = []
+        self._frozen: list[tuple[str, Tensor, tuple[int, int]]] = []  # those that are not to change, and as they were
 
     def follow(self, names: Collection[str]) -> None:
         """A batch is about to run, in which these parameters and buffers change. Those of other stages don't matter."""
         tensors = dict(self._module.named_parameters()) | dict(self._module.named_buffers()) if names else {}
         self.names = sorted(names)
-        self._changing = [t for t in map(tensors.__getitem__, self.names) if not isinstance(t, AbsentTensor)]
+        self._changing = [t for t in map(tensors.__getitem__, self.names) if _is_here(t)]
 
     @torch.no_grad()
     def before(self, microbatch: int) -> None:
-        """A microbatch's step is about to run: the batch's first one, or a further one."""
+        """A microbatch's step is about to run: the batch's first one, or a further one.
+
+        Raises:
+            RuntimeError: the first one has changed a frozen parameter, which the look at the step hasn't seen.
+        """
         if microbatch == 0:
             self._before = [tensor.clone() for tensor in self._changing]
+            known = set(self.names)
+            frozen = [(name, p) for name, p in self._module.named_parameters() if not p.requires_grad]
+            self._frozen = [(name, p, _state_of(p)) for name, p in frozen if name not in known and _is_here(p)]
+        elif microbatch == 1:
+            for name, parameter, state in self._frozen:
+                if _state_of(parameter) != state:
+                    raise RuntimeError(
+                        f"training_step has changed '{name}', which it didn't do in the first step. It is called for "
+                        f"each microbatch, and would do so each time: change it in on_train_batch_end, or use "
+                        f"microbatches=1."
+                    )
         # .data counts no version up, so a backward that saved the tensor accepts it: its value will be the same again.
         for tensor, before in zip(self._changing, self._before, strict=True):
             tensor.data.copy_(before)
+
+
+def _is_here(tensor: Tensor) -> bool:
+    return not isinstance(tensor, AbsentTensor)
+
+
+def _state_of(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), version_of(tensor)

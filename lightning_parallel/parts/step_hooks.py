@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -11,39 +11,63 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_parallel.pipeline.absent import AbsentValueError
+from lightning_parallel.pipeline.origins import parameter_of
+from lightning_parallel.pipeline.partition import Partition
+
 _HOOKS = ("on_train_batch_start", "optimizer_step", "on_before_zero_grad", "on_train_batch_end")
 
 
-def hooks_around(trainer: pl.Trainer, module: pl.LightningModule, step: partial[Any]) -> Callable[[Any], None] | None:
-    """A function that runs these hooks once, given what the step returned. None if the module has none, or no frozen
-    parameter that one could update. Inside, only numbers and texts of the Trainer can be read; a hook that needs more
-    is cut short.
+class StepHooks:
+    """Runs the hooks that a module has of its own once, given what the step returned. Inside, only numbers and texts of
+    the Trainer can be read; a hook that needs more is cut short.
 
     Args:
         trainer: about to run.
         module: its module.
         step: the training step, bound to a batch.
     """
-    own = [name for name in _HOOKS if is_overridden(name, module)]
-    if not own or all(p.requires_grad for p in module.parameters()):
-        return None
-    batch = step.args[0]
-    optimizer = SimpleNamespace(step=lambda *args, **kwargs: None)
-    arguments: dict[str, tuple[Any, ...]] = {
-        "on_train_batch_start": (batch, 0),
-        "optimizer_step": (0, 0, optimizer, lambda: None),
-        "on_before_zero_grad": (optimizer,),
-    }
 
-    def run(output: Any) -> None:
-        with _only_read(trainer, module):
-            for name in own:
-                try:
-                    getattr(module, name)(*arguments.get(name, (output, batch, 0)))
-                except Exception:  # any: what it needs isn't there yet, or has no values. The run will tell
-                    continue
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, step: partial[Any]) -> None:
+        self._trainer, self._module = trainer, module
+        self._batch = step.args[0]
+        self._asked: dict[str, str] = {}  # parameters and buffers whose values a hook has asked for, with the hook
 
-    return run
+    def __call__(self, output: Any) -> None:
+        optimizer = SimpleNamespace(step=lambda *args, **kwargs: None, param_groups=[], state={})
+        arguments: dict[str, tuple[Any, ...]] = {
+            "on_train_batch_start": (self._batch, 0),
+            "optimizer_step": (0, 0, optimizer, lambda: None),
+            "on_before_zero_grad": (optimizer,),
+            "on_train_batch_end": (output, self._batch, 0),
+        }
+        with _only_read(self._trainer, self._module):
+            for name in _HOOKS:
+                if is_overridden(name, self._module):
+                    self._run(name, arguments[name])
+
+    def _run(self, name: str, arguments: tuple[Any, ...]) -> None:
+        try:
+            getattr(self._module, name)(*arguments)
+        except AbsentValueError as error:
+            parameters = {parameter_of(origin) for origin in error.origins}
+            self._asked |= {parameter: name for parameter in parameters if parameter is not None}
+        except Exception:  # any: what it needs isn't there yet. The run will tell
+            return
+
+    def check(self, partition: Partition, stage: int) -> None:
+        """Check that this rank can run the hooks.
+
+        Raises:
+            ValueError: one asks for the value of a parameter that another stage holds.
+        """
+        for parameter, hook in self._asked.items():
+            holders = partition.holders_of(parameter)
+            if stage not in holders:
+                raise ValueError(
+                    f"{hook} asks for the value of '{parameter}', which only stage {holders[0]} has. It runs on all "
+                    f"stages: ask there for nothing, or only for what every stage has."
+                )
 
 
 class _NotYetError(RuntimeError):

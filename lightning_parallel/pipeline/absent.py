@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 from lightning_parallel.pipeline.on_meta import Argument, computed_on_meta
 from lightning_parallel.torch_private import (
+    VALUE_OF,
+    TorchDispatchMode,
     buffers_of,
     dispatch_disabled,
     drawing_for_nothing,
@@ -252,6 +254,25 @@ def _write_to_lists(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+class ValuesGuessed(TorchDispatchMode):
+    """Inside, code that asks an absent tensor for its value gets one, so that it goes on: False, or 1.
+
+    Args:
+        here: does the code that runs get one?
+    """
+
+    def __init__(self, here: Callable[[], bool]) -> None:
+        super().__init__()
+        self._here = here
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asks = func is VALUE_OF and isinstance(args[0], AbsentTensor)
+        if asks and self._here():
+            kind = args[0].dtype
+            return False if kind is torch.bool else 1.0 if kind.is_floating_point else 1
+        return func(*args, **(kwargs or {}))
+
 
 # Operations that only read the shape of their input, each with the value that fills the result.
 _FILLED: Mapping[Any, Callable[..., Any]] = {

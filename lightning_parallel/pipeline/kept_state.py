@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_parallel.pipeline.absent import AbsentTensor
-from lightning_parallel.pipeline.own_generators import GENERATOR_TYPES, LIBRARIES, globals_beside, set_state, state_of
+from lightning_parallel.pipeline.own_generators import LIBRARIES, globals_beside, is_own_generator, set_state, state_of
 from lightning_parallel.torch_private import buffers_of, parameters_of, tree_leaves
 
 _MANY = 10_000  # items; those of a longer container are put back, but not looked into
@@ -40,10 +40,11 @@ class StateKept:
     """
 
     def __init__(self, module: nn.Module, apart: Iterable[nn.Module] = (), *, parameters: bool = True) -> None:
+        self._module, self._parts_apart = module, tuple(apart)
         self._left_out = () if parameters else tuple(module.parameters())
         self._modules = {id(m): m for m in module.modules()}
         self._owners = {id(vars(m)): key for key, m in self._modules.items()}
-        self._apart = {id(m) for part in apart for m in part.modules()}
+        self._apart = {id(m) for part in self._parts_apart for m in part.modules()}
         self._containers: list[tuple[Any, _Held, bool]] = []  # with what they held; does `written` look at it?
         self._tensors: list[tuple[Tensor, Tensor]] = []
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
@@ -66,7 +67,7 @@ class StateKept:
             elif isinstance(value, np.ndarray):
                 if value.nbytes <= _LARGE:
                     self._arrays.append((value, value.copy()))
-            elif isinstance(value, GENERATOR_TYPES):
+            elif is_own_generator(value):
                 self._generators.append((value, state_of(value)))
             elif (held := self._contents(value)) is not None:
                 if not isinstance(value, tuple):
@@ -88,6 +89,22 @@ class StateKept:
             return None if id(value) in self._modules else dict(vars(value))  # a metric in a plain dictionary
         library = type(value).__module__.partition(".")[0] in LIBRARIES and not isinstance(value, SimpleNamespace)
         return None if library or isinstance(value, type) or not hasattr(value, "__dict__") else dict(vars(value))
+
+    def absent(self) -> Iterator[AbsentTensor]:
+        """The absent tensors that were there, besides parameters and buffers."""
+        own = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
+        for _, held, _ in self._containers:
+            for item in _items(held):
+                if isinstance(item, AbsentTensor) and id(item) not in own:
+                    yield item
+
+    def is_changed(self) -> bool:
+        """Does anything but a tensor's values differ from what it was?"""
+        return bool(self._changed_containers())
+
+    def again(self) -> StateKept:
+        """The same, from now on."""
+        return StateKept(self._module, self._parts_apart)
 
     @property
     def generators(self) -> list[Any]:
@@ -122,17 +139,20 @@ class StateKept:
             names -= {name for name in names if holders[id(vars(part)[name])] > 1}
         return {part: names for part, names in found.items() if names}
 
-    def numbers_written(self) -> dict[nn.Module, set[str]]:
-        """The numbers, and tensors with values, that have changed on the other parts, by the names of attributes. What
-        metrics keep is left out."""
+    def written_around(self) -> dict[nn.Module, set[str]]:
+        """For each of the other parts, the attributes that have changed and hold no absent tensors. What metrics keep
+        is left out."""
         written = {id(tensor) for tensor, content in self._tensors if not _equal(tensor, content)}
+        changed = self._changed_containers() | written
         found: dict[nn.Module, set[str]] = {}
         for part, held in self._attributes():
             if id(part) in self._apart or isinstance(part, Metric):
                 continue
             for name, value in vars(part).items():
-                is_number = isinstance(value, int | float) and not isinstance(value, bool)
-                if id(value) in written or (is_number and held.get(name, value) != value):
+                is_new = name not in held or _plain(held[name]) != _plain(value)
+                if name in _OF_MODULES or not (is_new or id(value) in changed):
+                    continue
+                if not any(isinstance(leaf, AbsentTensor) for leaf in tree_leaves(value)):
                     found.setdefault(part, set()).add(name)
             names = {name for name, buffer in buffers_of(part).items() if id(buffer) in written}
             if names:
@@ -175,6 +195,11 @@ class StateKept:
 
 def _equal(tensor: Tensor, content: Tensor) -> bool:
     return tensor.shape == content.shape and tensor.equal(content)
+
+
+def _plain(value: Any) -> Any:
+    """To be compared: numbers and texts by their value, all else as objects."""
+    return value if isinstance(value, int | float | str) else id(value)
 
 
 def _items(held: _Held) -> list[Any]:

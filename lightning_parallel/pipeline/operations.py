@@ -1,4 +1,4 @@
-"""What runs on tensors: which operations, and how much they compute."""
+"""What runs on tensors: which operations, how much they compute, and what their backward needs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,30 @@ class OperationsNoted(TorchDispatchMode):
 
     Attributes:
         flops: their floating-point operations, by torch's formulas.
-        names: of the operations, with what each is given: shape, dtype and requires_grad of tensors; only with
+        names: of the operations, with what each is given: shape, dtype and requires_grad of tensors, and plain values;
+            only with ``named``.
+        saved: shape and dtype of the tensors that are saved for the backward, as a checkpoint compares them; only with
             ``named``.
     """
 
     def __init__(self, *, named: bool = False) -> None:
         super().__init__()
         self.flops = 0
-        self.names: list[tuple[str, tuple[tuple[torch.Size, torch.dtype, bool], ...]]] = []
+        self.names: list[tuple[str, tuple[Any, ...]]] = []
+        self.saved: list[tuple[torch.Size, torch.dtype]] = []
         self._named = named
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
+
+    def __enter__(self) -> OperationsNoted:
+        super().__enter__()
+        if self._named:
+            self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._named:
+            self._hooks.__exit__(*error)
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -32,6 +47,15 @@ class OperationsNoted(TorchDispatchMode):
         if formula is not None:
             self.flops += formula(*args, **(kwargs or {}), out_val=output)
         if self._named:
-            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-            self.names.append((str(func), tuple((x.shape, x.dtype, x.requires_grad) for x in given)))
+            self.names.append((str(func), tuple(map(_described, tree_leaves((args, kwargs))))))
         return output
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        self.saved.append((tensor.shape, tensor.dtype))
+        return tensor
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.requires_grad
+    return value if isinstance(value, int | float | str | bool) else type(value)

@@ -6,14 +6,24 @@ import pickle
 import random
 import sys
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+# Their methods are functions of the modules. All stages seed them.
+_DEFAULT = (torch.default_generator, *map(attrgetter("__self__"), (np.random.random, random.random)))
 LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_parallel", *sys.stdlib_module_names})
+
+
+def is_own_generator(value: Any) -> bool:
+    """Is it a generator with a state, other than the default ones?"""
+    if not isinstance(value, _TYPES) or isinstance(value, random.SystemRandom):
+        return False
+    return all(value is not each for each in _DEFAULT)
 
 
 def state_of(generator: Any) -> Any:
@@ -38,18 +48,18 @@ def globals_beside(parts: Iterable[nn.Module]) -> Iterator[Any]:
     files = {type(part).__module__ for part in parts}
     for name in files:
         if name.partition(".")[0] not in LIBRARIES and name in sys.modules:
-            yield from (value for value in vars(sys.modules[name]).values() if isinstance(value, GENERATOR_TYPES))
+            yield from (value for value in vars(sys.modules[name]).values() if is_own_generator(value))
 
 
 class GeneratorsWatched:
     """Tells which of some generators were drawn from since it was asked last.
 
     Args:
-        generators: torch's default one is left out.
+        generators: own ones.
     """
 
     def __init__(self, generators: list[Any]) -> None:
-        self._generators = [each for each in generators if each is not torch.default_generator]
+        self._generators = generators
         self._states = [self._seen(each) for each in self._generators]
 
     def drawn(self) -> list[int]:

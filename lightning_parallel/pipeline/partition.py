@@ -59,6 +59,12 @@ class Partition:
             return planned
         return next((stage for stage in self.units[call[0]] if stage >= reached), self.units[call[0]][-1])
 
+    def holders_of(self, name: str) -> tuple[int, ...]:
+        """The stages that hold a parameter or a buffer."""
+        if name in self.owners:
+            return self.owners[name]
+        return next((self.units[unit] for unit in self.units if name.startswith(f"{unit}.")), tuple(range(self.stages)))
+
     def shared(self) -> dict[str, tuple[int, ...]]:
         """The parameters (by first name) that several stages hold, whose gradients must be summed over these stages."""
         return {name: self.owners[name] for name in dict.fromkeys(self.aliases.values()) if len(self.owners[name]) > 1}

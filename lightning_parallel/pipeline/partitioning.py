@@ -11,7 +11,7 @@ from torch import nn
 from lightning_parallel.pipeline.balance import Balance
 from lightning_parallel.pipeline.candidate import Candidate
 from lightning_parallel.pipeline.layers import Layers, enumerated, named_layers
-from lightning_parallel.pipeline.origins import FROM_EARLIER_STEP
+from lightning_parallel.pipeline.origins import FROM_EARLIER_STEP, parameter_of
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.trace import trace, trace_after
 from lightning_parallel.pipeline.traced import Call, Trace
@@ -70,6 +70,7 @@ def partition(
     if best.bounds is None:
         raise best.refusal()
     result = best.partition()
+    _check_updates(result, best.seen)
     exits = _exits(result)
     second = trace(module, best.is_unit, step, names=units.names, seed=1, exits=exits)
     _check_repeatable(best.seen, second)
@@ -90,6 +91,18 @@ def _check_called(named: Sequence[str] | None, seen: Trace) -> None:
         raise ValueError(
             f"layers: the step doesn't call {enumerated(sorted(missing))}. Leave out what it doesn't call."
         )
+
+
+def _check_updates(parts: Partition, seen: Trace) -> None:
+    """Parameters are held where others are updated from them. Buffers aren't."""
+    for update in seen.updates:
+        for source in filter(None, map(parameter_of, update.needs)):
+            missing = set(parts.holders_of(update.name)) - set(parts.holders_of(source))
+            if missing and source not in parts.owners:
+                raise ValueError(
+                    f"'{update.name}' is updated from the buffer '{source}', which stage {min(missing)} doesn't have. "
+                    f"Leave buffers out of the update, or use fewer stages."
+                )
 
 
 def _check_repeatable(first: Trace, second: Trace) -> None:

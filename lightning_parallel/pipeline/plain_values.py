@@ -24,16 +24,20 @@ def attribute_uses(attributes: Mapping[nn.Module, set[str]], on_use: OnUse) -> I
     kinds: list[tuple[nn.Module, type[nn.Module]]] = []
     try:
         for part, names in attributes.items():
-            if not isinstance(part, torch.jit.ScriptModule):
-                kinds.append((part, type(part)))
-                part.__class__ = _telling(type(part), names, on_use)
+            kind = type(part)
+            if isinstance(part, torch.jit.ScriptModule) or (telling := _telling(kind, names, on_use)) is None:
+                continue
+            kinds.append((part, kind))
+            part.__class__ = telling
         yield
     finally:
         for part, kind in kinds:
             part.__class__ = kind
 
 
-def _telling(kind: type[nn.Module], names: set[str], on_use: OnUse) -> type[nn.Module]:
+def _telling(kind: type[nn.Module], names: set[str], on_use: OnUse) -> type[nn.Module] | None:
+    """None if there can't be one: objects of the class have slots."""
+
     def read(self: nn.Module, name: str) -> Any:
         if name in names:
             on_use(self, name, False)
@@ -45,4 +49,14 @@ def _telling(kind: type[nn.Module], names: set[str], on_use: OnUse) -> type[nn.M
         kind.__setattr__(self, name, value)
 
     methods = {"__getattribute__": read, "__setattr__": assign, "__module__": kind.__module__}
-    return type(kind.__name__, (kind,), methods)
+    # The user's classes aren't told of a subclass: they may register or refuse it. A base set later isn't told.
+    telling: type[nn.Module] = type.__new__(type(kind), kind.__name__, (_Plain,), methods)
+    try:
+        telling.__bases__ = (kind,)
+    except TypeError:
+        return None
+    return telling
+
+
+class _Plain(nn.Module):
+    """A class whose objects are laid out as those of other modules."""

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
-def recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def recomputed(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a layer's ``forward`` so that its backward runs it again."""
     if torch.is_grad_enabled():
         args, kwargs = without_caches(args, kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), _buffers_kept(layer)
+
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+@contextmanager
+def _buffers_kept(layer: nn.Module) -> Iterator[None]:
+    """Inside, the layer runs again: its statistics of the inputs (BatchNorm) are not to count them twice."""
+    before = [(buffer, buffer.clone()) for buffer in layer.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, content in before:
+            buffer.data.copy_(content)
 
 
 def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

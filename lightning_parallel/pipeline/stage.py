@@ -142,7 +142,7 @@ class Stage:
             if recompute and name in self.layers and any(True for _ in unit.parameters()):
                 # Inside the hooks, which a second run doesn't pass. Layers without parameters are small, and may work
                 # in place (nn.ReLU(inplace=True)), which can't be run twice.
-                self._on_units.instead(unit, partial(recomputed, unit.forward))
+                self._on_units.instead(unit, partial(recomputed, unit, unit.forward))
             if len(stages) > 1 or name in self.partition.direct:
                 self._on_units.before(unit, partial(self._announce, name))
                 self._on_units.instead(unit, partial(self._wrapped, name, unit.forward))
@@ -277,6 +277,7 @@ class Stage:
         left = False
         try:
             output = step()
+            forward.wait()  # perhaps nothing of what arrives was needed
         except LeaveStep:
             left = True
             forward.wait()  # perhaps nothing of what arrives was needed so far

@@ -139,7 +139,7 @@ class _Flows:
             frozenset(self._transparent),
             frozenset(inside),
             frozenset(update.name for update in in_step) - by_layers,
-            frozenset(by_layers).union(each.name for each in self._seen.carried),
+            frozenset(by_layers).union(each.name for each in self._seen.carried if each.is_number),
         )
 
     def _check_gradients_taken(self) -> None:
@@ -191,7 +191,7 @@ class _Flows:
             )
 
     def _need_parameter(self, name: str, consumer: str, stage: int) -> None:
-        holders = self._holders(name)
+        holders = self._partition.holders_of(name)
         if stage not in holders:
             raise FlowError(
                 f"{consumer} on stage {stage} reads parameter '{name}', which is on stage {holders[0]}. The pipeline "
@@ -202,21 +202,13 @@ class _Flows:
     def _need_update(self, update: Update) -> None:
         """A parameter that the code around the units changes must be changed on each stage that holds it."""
         reached = 0 if update.place is None else min(stages_running(update.place, self._stages, self._partition.stages))
-        for stage in self._holders(update.name):
+        for stage in self._partition.holders_of(update.name):
             if stage < reached:
                 raise FlowError(
                     f"The step changes '{update.name}', which is on stage {stage}, after that stage has left it: "
                     f"change it at the beginning of training_step, or in on_train_batch_end."
                 )
             self._need(update.needs, f"the update of '{update.name}'", stage)
-
-    def _holders(self, name: str) -> tuple[int, ...]:
-        """The stages that hold a parameter or a buffer."""
-        if name in self._partition.owners:
-            return self._partition.owners[name]
-        units = self._partition.units
-        everywhere = tuple(range(self._partition.stages))
-        return next((units[unit] for unit in units if name.startswith(f"{unit}.")), everywhere)
 
     def _check_order(self, index: int, consumer: str, stage: int) -> None:
         unit, owner = self._seen.calls[index].unit, self._stages[index]

@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_parallel.pipeline.absent import AbsentTensor, AbsentValueError
+from lightning_parallel.pipeline.absent import AbsentTensor, AbsentValueError, ValuesGuessed
 from lightning_parallel.pipeline.absent_forward import ContainerWrittenError
 from lightning_parallel.pipeline.absent_module import everything_absent
 from lightning_parallel.pipeline.interception import LeaveStep
@@ -161,14 +161,28 @@ class _Scene:
             stored_after=frozenset(tracer.stored_after),
         )
 
+    @contextmanager
+    def going_on(self, tracer: Tracer) -> Iterator[None]:
+        """Around a step that has been traced: where the code around the units asks for values, it goes on."""
+        with (
+            tracer.installed(self.parts, self.absent),
+            ValuesGuessed(lambda: tracer.place.during != "call"),
+            suppress(Exception),  # any: the trace has told it
+        ):
+            yield
+
     def with_plain_values(self, seen: Trace, step: Callable[[], Any]) -> Trace:
         """The trace, with who uses what modules keep besides absent tensors."""
-        of_units, around = self.state.written_apart(), self.state.numbers_written()
+        if isinstance(seen.stopped, AbsentValueError):  # the step goes on where the value is
+            with self.going_on(self.tracer(TraceOptions())):
+                step()
+        of_units, around = self.state.written_apart(), self.state.written_around()
         if not of_units and not around:
             return seen
         tracer = self.tracer(TraceOptions())
         units = {id(inner): self.names[id(part)] for part in self.units for inner in part.modules()}
         reads: list[PlainRead] = []
+        changing: dict[str, bool] = {}  # in the second step, too; is it a number?
         uses: dict[str, tuple[list[Place], list[Place]]] = {}  # where an attribute is read, and assigned to
 
         def told(part: nn.Module, attribute: str, assigned: bool) -> None:
@@ -178,17 +192,23 @@ class _Scene:
             elif not assigned and not tracer.is_under_way(part):
                 reads.append(PlainRead(units[id(part)], name, attribute, tracer.place))
 
-        with tracer.installed(self.parts, self.absent), attribute_uses(of_units | around, told), suppress(Exception):
-            step()  # any error: the trace has told it
+        with self.state.again() as second:
+            with self.going_on(tracer), attribute_uses(of_units | around, told):
+                step()
+            changing = {
+                f"{self.names[id(part)]}.{name}".lstrip("."): isinstance(getattr(part, name), int | float | Tensor)
+                for part, names in second.written_around().items()
+                for name in names
+            }
         for metric in self.metrics():
             if metric in of_units and origins_in(vars(metric)) <= {METRIC_STATE}:  # it was updated with stand-ins
                 reads.append(PlainRead(units[id(metric)], self.names[id(metric)], None, tracer.place))
         # Read before it is assigned to: the value is that of the step before. What is never assigned to is changed in
         # place, where it is read.
         carried = [
-            Carried(name, tuple(read), tuple(written or read))
+            Carried(name, changing[name], tuple(read), tuple(written or read))
             for name, (read, written) in uses.items()
-            if read and (not written or read[0].index <= written[0].index)
+            if name in changing and read and (not written or read[0].index <= written[0].index)
         ]
         return replace(seen, plain_reads=tuple(reads), carried=tuple(carried))
 

@@ -115,15 +115,17 @@ class PlainRead:
 
 @dataclass(frozen=True)
 class Carried:
-    """A number, or a tensor with values, that the code around the units keeps on a module, and reads in the next step
-    before it changes it: a count of steps.
+    """A value without absent tensors that the code around the units keeps on a module, and reads in the next step
+    before it changes it: a count of steps, a list of earlier batches.
 
     Attributes:
         name: of the attribute, with its module's.
+        is_number: or a tensor.
         reads, writes: where.
     """
 
     name: str
+    is_number: bool
     reads: tuple[Place, ...]
     writes: tuple[Place, ...]
 

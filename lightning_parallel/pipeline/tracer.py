@@ -21,7 +21,14 @@ from lightning_parallel.pipeline.absent_forward import asked
 from lightning_parallel.pipeline.interception import Interception, LeaveStep, can_intercept
 from lightning_parallel.pipeline.kept_state import StateKept
 from lightning_parallel.pipeline.operations import OperationsNoted
-from lightning_parallel.pipeline.origins import changed_by, inside_of, origin_of, parameter_of, shared_with
+from lightning_parallel.pipeline.origins import (
+    FROM_EARLIER_STEP,
+    changed_by,
+    inside_of,
+    origin_of,
+    parameter_of,
+    shared_with,
+)
 from lightning_parallel.pipeline.own_generators import GeneratorsWatched
 from lightning_parallel.pipeline.recompute import without_caches
 from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_state
@@ -222,13 +229,19 @@ class Tracer:
         before: OperationsNoted,
     ) -> None:
         """As a recomputation would."""
-        with OperationsNoted(named=True) as again, torch.enable_grad():
-            try:
-                self._asked(part, forward, args, kwargs, call)
-            except Exception:  # any: of the second time only, so it is what differs
-                again.names.clear()
-        if again.names != before.names or self._generators.drawn():
-            self.unrepeatable.add(call)
+        with StateKept(part, parameters=False) as state:
+            for kept in state.absent():
+                kept.memory.origins = frozenset([FROM_EARLIER_STEP])
+            with OperationsNoted(named=True) as again, torch.enable_grad():
+                try:
+                    output = self._asked(part, forward, args, kwargs, call)
+                except Exception:  # any: of the second time only, so it is what differs
+                    output, again.saved = None, []
+            # What it makes the first time only, such as a mask, does no harm.
+            goes_on = again.names != before.names and state.is_changed()
+            reads = FROM_EARLIER_STEP in origins_in(output)
+            if again.saved != before.saved or goes_on or reads or self._generators.drawn():
+                self.unrepeatable.add(call)
 
     def _time(self, part: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         if self._options.timed_on is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -29,3 +30,16 @@ def test_the_others_are_left_alone() -> None:
     nn.init.zeros_(module.weight)
     once.before(1)
     assert module.weight.item() == 0
+
+
+def test_a_frozen_parameter_that_changes_unseen_is_refused_before_the_second_microbatch() -> None:
+    module = nn.Linear(1, 1).requires_grad_(False)
+    once = OnceABatch(module)
+    once.follow({"weight"})
+    once.before(0)
+    nn.init.zeros_(module.weight)
+    once.before(1)
+    once.before(0)
+    nn.init.ones_(module.bias)
+    with pytest.raises(RuntimeError, match="training_step has changed 'bias', which it didn't do in the first step"):
+        once.before(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.parts.step_hooks import hooks_around
+from lightning_parallel.parts.step_hooks import StepHooks
+from lightning_parallel.pipeline.absent_module import everything_absent
+from lightning_parallel.pipeline.partition import Partition
+from lightning_parallel.pipeline.partitioning import partition
 
 
 class Net(L.LightningModule):
@@ -46,9 +50,8 @@ class Hooked(Net):
 def looked_at(module: Net) -> Any:
     trainer = L.Trainer(max_epochs=1, logger=False, accelerator="cpu")
     module.trainer = trainer
-    hooks = hooks_around(trainer, module, partial(module.training_step, torch.ones(3, 2), 0))
-    if hooks is not None:
-        hooks("an output")
+    hooks = StepHooks(trainer, module, partial(module.training_step, torch.ones(3, 2), 0))
+    hooks("an output")
     assert module.trainer is trainer
     return hooks
 
@@ -59,8 +62,29 @@ def test_each_runs_as_far_as_it_only_reads_the_trainer() -> None:
     assert module.did == [("start", 3, 0), "step", ("end", "an output", 0)]
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-def test_there_are_none_without_hooks_or_without_what_they_could_update(frozen: bool) -> None:
-    module = Net() if frozen else Hooked()
-    module.teacher.requires_grad_(not frozen)
-    assert looked_at(module) is None and module.did == []
+class Asks(Net):
+    """Logs the norm of a parameter after each batch."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("norm", self.layer.weight.norm().item())
+
+
+def test_a_value_that_a_hook_asks_for_has_to_be_on_each_stage() -> None:
+    module = Asks()
+    trainer = L.Trainer(max_epochs=1, logger=False, accelerator="cpu")
+    module.trainer = trainer
+    step = partial(module.training_step, torch.ones(3, 2), 0)
+    for stages, refused in ((1, ()), (2, (1,))):
+        model = nn.ModuleDict({"layer": module.layer, "other": nn.Linear(2, 2)})
+        hooks = StepHooks(trainer, module, step)
+        partition = partitioned(model, stages)
+        with everything_absent(module, []):
+            hooks(None)
+        for stage in range(stages):
+            context = pytest.raises(ValueError, match="on_train_batch_end asks for the value of 'layer.weight'")
+            with context if stage in refused else nullcontext():
+                hooks.check(partition, stage)
+
+
+def partitioned(model: nn.ModuleDict, stages: int) -> Partition:
+    return partition(model, lambda: model["other"](model["layer"](torch.ones(3, 2))).sum(), stages)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,6 +180,36 @@ def test_what_is_counted_is_told(used: str, counted: str, buffer: bool) -> None:
 def test_what_is_counted_after_a_stage_has_left_it_may_not_read(buffer: bool) -> None:
     with pytest.raises(FlowError, match="reads 'steps' on stage 0, but changes it after that stage has left"):
         flow_of(Counts("beginning", "end", buffer))
+
+
+class Goes(Net):
+    """Keeps something from step to step: read at the beginning, changed at the end, after the loss was looked at."""
+
+    KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
+        "bool": (False, lambda kept: not kept, float),
+        "dictionary": ({"n": 1}, lambda kept: kept.update(n=kept["n"] + 1) or kept, lambda kept: kept["n"]),
+        "list": ([0], lambda kept: kept.append(1) or kept, len),
+        "tensor": (torch.ones(()), lambda kept: kept + 1, lambda kept: kept),
+        "object": (SimpleNamespace(n=1), lambda kept: vars(kept).update(n=kept.n + 1) or kept, lambda kept: kept.n),
+    }
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        kept, self.change, self.number = self.KINDS[kind]
+        self.kept = copy.deepcopy(kept)
+
+    def step(self, x: Tensor) -> Tensor:
+        loss = self.head(self.body(self.stem(x) * self.number(self.kept))).sum()
+        if torch.isnan(loss):
+            raise ValueError("not a number")
+        self.kept = self.change(self.kept)
+        return loss
+
+
+@pytest.mark.parametrize("kind", Goes.KINDS)
+def test_whatever_is_kept_for_the_next_step_has_to_be_kept_on_the_stages_that_read_it(kind: str) -> None:
+    with pytest.raises(FlowError, match="reads 'kept' on stage 0, but changes it after that stage has left"):
+        flow_of(Goes(kind))
 
 
 def test_what_is_made_anew_or_is_a_metric_is_not_counted() -> None:

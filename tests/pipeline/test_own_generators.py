@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.pipeline.kept_state import StateKept
-from lightning_parallel.pipeline.own_generators import GeneratorsWatched, globals_beside, set_state, state_of
+from lightning_parallel.pipeline.own_generators import (
+    GeneratorsWatched,
+    globals_beside,
+    is_own_generator,
+    set_state,
+    state_of,
+)
 
 GLOBAL = np.random.default_rng(5)
 
@@ -71,7 +77,9 @@ def test_global_ones_are_found_beside_the_classes_of_modules() -> None:
     assert list(globals_beside([nn.Linear(2, 2)])) == []
 
 
-def test_the_default_generator_is_no_users_own() -> None:
-    watched = GeneratorsWatched([torch.default_generator])
-    torch.rand(1)
-    assert watched.drawn() == []
+def test_default_generators_are_no_users_own_nor_those_without_a_state() -> None:
+    defaults = [torch.default_generator, np.random.mtrand._rand, random._inst, random.SystemRandom()]
+    assert not any(map(is_own_generator, defaults))
+    module = Drawing(defaults)
+    with StateKept(module) as state:
+        assert state.generators == [GLOBAL]

@@ -40,3 +40,37 @@ def test_the_class_is_given_back_after_an_error() -> None:
     with pytest.raises(KeyError), attribute_uses({module: {"calls"}}, lambda *_: None):
         raise KeyError
     assert type(module) is Counts
+
+
+class Registered(nn.Module):
+    """Its class wants to know of each subclass."""
+
+    known: list[str] = []
+
+    def __init_subclass__(cls, *, tag: str, **kwargs: object) -> None:
+        Registered.known.append(tag)
+
+
+class Final(type):
+    def __new__(cls, name: str, bases: tuple[type, ...], names: dict[str, object]) -> Final:
+        if any(isinstance(base, Final) for base in bases):
+            raise TypeError("a final class")
+        return super().__new__(cls, name, bases, names)
+
+
+class Finished(nn.Module, metaclass=Final):
+    pass
+
+
+class Slots(nn.Module):
+    __slots__ = ("extra",)
+
+
+@pytest.mark.parametrize("kind", [Registered, Finished, Slots])
+def test_classes_do_not_notice_and_keep_their_super(kind: type[nn.Module]) -> None:
+    module, told = kind(), []
+    module.value = 1
+    with attribute_uses({module: {"value"}}, lambda part, name, assigned: told.append(assigned)):
+        assert module.value == 1 and isinstance(module, kind)
+        module.value = 2
+    assert told == ([] if kind is Slots else [False, True]) and type(module) is kind and Registered.known == []

@@ -30,7 +30,7 @@ def test_a_layer_runs_again_in_the_backward_with_the_same_gradients() -> None:
     layer(inputs[0], 2.0).sum().backward()
     expected = [p.grad.clone() for p in layer.parameters() if p.grad is not None]
     layer.zero_grad()
-    output = recomputed(layer, inputs[1], 2.0)
+    output = recomputed(layer, layer, inputs[1], 2.0)
     assert layer.runs == 2
     output.sum().backward()
     assert layer.runs == 3
@@ -40,8 +40,16 @@ def test_a_layer_runs_again_in_the_backward_with_the_same_gradients() -> None:
 
 def test_a_cache_is_not_handed_to_what_runs_twice() -> None:
     layer, cache = Layer(), DynamicCache()
-    recomputed(layer, torch.randn(2, 3, requires_grad=True), 1.0, cache=cache)
+    recomputed(layer, layer, torch.randn(2, 3, requires_grad=True), 1.0, cache=cache)
     assert layer.caches == [None]
     with torch.no_grad():  # in evaluation it runs once
-        recomputed(layer, torch.randn(2, 3), 1.0, cache=cache)
+        recomputed(layer, layer, torch.randn(2, 3), 1.0, cache=cache)
     assert layer.caches[1] is cache
+
+
+def test_statistics_count_the_inputs_once() -> None:
+    norms, x = [nn.BatchNorm1d(3) for _ in range(2)], torch.randn(4, 3)
+    norms[0](x).sum().backward()
+    recomputed(norms[1], norms[1].forward, x.requires_grad_()).sum().backward()
+    one, other = (norm.state_dict() for norm in norms)
+    assert all(torch.equal(one[name], other[name]) for name in one) and one["num_batches_tracked"] == 1
