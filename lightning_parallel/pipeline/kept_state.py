@@ -19,7 +19,7 @@ from torchmetrics import Metric
 
 from lightning_parallel.pipeline.absent import AbsentTensor
 from lightning_parallel.pipeline.own_generators import LIBRARIES, globals_beside, is_own_generator, set_state, state_of
-from lightning_parallel.torch_private import buffers_of, parameters_of, tree_leaves
+from lightning_parallel.torch_private import buffers_of, parameters_of, tree_leaves, version_of
 
 _MANY = 10_000  # items; those of a longer container are put back, but not looked into
 _LARGE = 2**26  # bytes; a larger tensor is somebody's data
@@ -101,6 +101,14 @@ class StateKept:
     def is_changed(self) -> bool:
         """Does anything but a tensor's values differ from what it was?"""
         return bool(self._changed_containers())
+
+    def content_of(self, part: nn.Module, name: str) -> Any:
+        """What an attribute holds now, to be compared: a number itself, a container's items, a tensor's version."""
+        value = vars(part).get(name, buffers_of(part).get(name))
+        if isinstance(value, Tensor):
+            return id(value), version_of(value)
+        held = self._contents(value)
+        return _plain(value) if held is None else [_plain(item) for item in _items(held)]
 
     def again(self) -> StateKept:
         """The same, from now on."""

@@ -183,12 +183,13 @@ class _Scene:
         units = {id(inner): self.names[id(part)] for part in self.units for inner in part.modules()}
         reads: list[PlainRead] = []
         changing: dict[str, bool] = {}  # in the second step, too; is it a number?
-        uses: dict[str, tuple[list[Place], list[Place]]] = {}  # where an attribute is read, and assigned to
+        uses: dict[str, list[tuple[Place, bool, Any]]] = {}  # of an attribute: where, is it assigned to, what was there
 
         def told(part: nn.Module, attribute: str, assigned: bool) -> None:
             name = self.names[id(part)]
             if part not in of_units:
-                uses.setdefault(f"{name}.{attribute}".lstrip("."), ([], []))[assigned].append(tracer.place)
+                there = second.content_of(part, attribute)
+                uses.setdefault(f"{name}.{attribute}".lstrip("."), []).append((tracer.place, assigned, there))
             elif not assigned and not tracer.is_under_way(part):
                 reads.append(PlainRead(units[id(part)], name, attribute, tracer.place))
 
@@ -203,12 +204,10 @@ class _Scene:
         for metric in self.metrics():
             if metric in of_units and origins_in(vars(metric)) <= {METRIC_STATE}:  # it was updated with stand-ins
                 reads.append(PlainRead(units[id(metric)], self.names[id(metric)], None, tracer.place))
-        # Read before it is assigned to: the value is that of the step before. What is never assigned to is changed in
-        # place, where it is read.
         carried = [
-            Carried(name, changing[name], tuple(read), tuple(written or read))
-            for name, (read, written) in uses.items()
-            if name in changing and read and (not written or read[0].index <= written[0].index)
+            Carried(name, changing[name], *_reads_and_writes(uses[name]))
+            for name in changing
+            if name in uses and not uses[name][0][1]  # read before it is assigned to: the value of the step before
         ]
         return replace(seen, plain_reads=tuple(reads), carried=tuple(carried))
 
@@ -229,3 +228,15 @@ def _without_values(
     ):
         seed_host_generators(seed)
         yield _Scene(names, is_unit, parts, units, absent, state)
+
+
+def _reads_and_writes(uses: list[tuple[Place, bool, Any]]) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
+    """Where an attribute is only read, and where it is changed: assigned to, or in place before its next use."""
+    reads: list[Place] = []
+    writes: list[Place] = []
+    for i, (place, assigned, there) in enumerate(uses):
+        later = next((other for _, _, other in uses[i + 1 :]), None)
+        is_last = i + 1 == len(uses)
+        changed = assigned or (is_last and not any(w for _, w, _ in uses)) or (not is_last and later != there)
+        (writes if changed else reads).append(place)
+    return tuple(reads), tuple(writes)

@@ -212,6 +212,22 @@ def test_whatever_is_kept_for_the_next_step_has_to_be_kept_on_the_stages_that_re
         flow_of(Goes(kind))
 
 
+def test_what_is_only_collected_may_be_collected_anywhere() -> None:
+    class Collects(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[float] = []
+
+        def step(self, x: Tensor) -> Tensor:
+            self.seen.append(1.0)
+            out = self.head(self.body(self.stem(x))).sum()
+            self.seen.append(2.0)
+            return out
+
+    model = Collects()
+    assert flow_of(model).carried == frozenset() and model.seen == []
+
+
 def test_what_is_made_anew_or_is_a_metric_is_not_counted() -> None:
     class Anew(Net):
         def __init__(self) -> None:
