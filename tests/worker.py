@@ -118,6 +118,7 @@ def _answer(call: Call) -> bytes:
                 world_size=int(call.environment["WORLD_SIZE"]),
                 timeout=timedelta(seconds=call.timeout),
             )
+            dist.barrier()  # a rank that fails at once would leave while another one is still connecting
         kind, value = "result", pickle.dumps(function(*args, **kwargs))
     except BaseException as error:  # whatever a test raises, SystemExit too, is for the parent
         kind, value = "error", "".join(traceback.format_exception(error))
