@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_parallel.pipeline.seeding import host_generators_from, host_generators_now
 
-def recomputed(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a layer's ``forward`` so that its backward runs it again."""
+
+def recomputed(layer: nn.Module, draws_on_host: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a layer's ``forward`` so that its backward runs it again.
+
+    Args:
+        layer: whose forward it is.
+        draws_on_host: it draws from Python's or NumPy's generator: it does so again. torch sees to its own generators.
+        forward: of the layer.
+        args, kwargs: of ``forward``.
+    """
     if torch.is_grad_enabled():
         args, kwargs = without_caches(args, kwargs)
+    drawn = host_generators_from(host_generators_now()) if draws_on_host else nullcontext()
 
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _buffers_kept(layer)
+    @contextmanager
+    def again() -> Iterator[None]:
+        with drawn, _buffers_kept(layer):
+            yield
 
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), again()), **kwargs)
 
 
 @contextmanager

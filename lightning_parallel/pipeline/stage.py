@@ -142,7 +142,8 @@ class Stage:
             if recompute and name in self.layers and any(True for _ in unit.parameters()):
                 # Inside the hooks, which a second run doesn't pass. Layers without parameters are small, and may work
                 # in place (nn.ReLU(inplace=True)), which can't be run twice.
-                self._on_units.instead(unit, partial(recomputed, unit, unit.forward))
+                draws_on_host = name in self.partition.draw_on_host
+                self._on_units.instead(unit, partial(recomputed, unit, draws_on_host, unit.forward))
             if len(stages) > 1 or name in self.partition.direct:
                 self._on_units.before(unit, partial(self._announce, name))
                 self._on_units.instead(unit, partial(self._wrapped, name, unit.forward))
@@ -276,12 +277,13 @@ class Stage:
         self._underway.forward = forward = ForwardPass(self._underway.cuts, arrive, expect)
         left = False
         try:
-            output = step()
+            try:
+                output = step()
+            except LeaveStep:
+                left = True
             forward.wait()  # perhaps nothing of what arrives was needed
-        except LeaveStep:
-            left = True
-            forward.wait()  # perhaps nothing of what arrives was needed so far
-            output = forward.departure() if forward.lost is None else None
+            if left:
+                output = forward.departure() if forward.lost is None else None
         except BaseException:
             if forward.lost is None:
                 raise
