@@ -132,7 +132,7 @@ class Microbatches:
                 begins_update=begins_update and k == 0,
             )
         flow = self._look.follow("training_step", partial(steps[0], kind=None), len(counts))
-        self.once.follow(() if flow is None else flow.updated)
+        self.once.follow(() if flow is None else flow.updated, len(counts))
         self._is_first_batch = False
         return work, counts
 

@@ -30,15 +30,17 @@ class OnceABatch:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self.names: list[str] = []
+        self._microbatches = 1
         self._changing: list[Tensor] = []
         self._before: list[Tensor] = []
-        self._frozen: list[tuple[str, Tensor, tuple[int, int]]] = []  # those that are not to change, and as they were
+        self._frozen: list[tuple[Tensor, tuple[int, int]]] = []  # those that are not to change, and as they were
 
-    def follow(self, names: Collection[str]) -> None:
-        """A batch is about to run, in which these parameters and buffers change. Those of other stages don't matter."""
+    def follow(self, names: Collection[str], microbatches: int) -> None:
+        """A batch is about to run in so many microbatches, in which these parameters and buffers change. Those of other
+        stages don't matter."""
+        self.names, self._microbatches = sorted(names), microbatches
         tensors = dict(self._module.named_parameters()) | dict(self._module.named_buffers()) if names else {}
-        self.names = sorted(names)
-        self._changing = [t for t in map(tensors.__getitem__, self.names) if _is_here(t)]
+        self._changing = [tensors[name] for name in self.names if _is_here(tensors[name])]
 
     @torch.no_grad()
     def before(self, microbatch: int) -> None:
@@ -47,14 +49,16 @@ class OnceABatch:
         Raises:
             RuntimeError: the first one has changed a frozen parameter, which the look at the step hasn't seen.
         """
+        if self._microbatches == 1:
+            return
         if microbatch == 0:
             self._before = [tensor.clone() for tensor in self._changing]
-            known = set(self.names)
-            frozen = [(name, p) for name, p in self._module.named_parameters() if not p.requires_grad]
-            self._frozen = [(name, p, _state_of(p)) for name, p in frozen if name not in known and _is_here(p)]
+            frozen = [p for p in self._module.parameters() if not p.requires_grad and _is_here(p)]
+            self._frozen = [(p, _state_of(p)) for p in frozen if not any(p is changing for changing in self._changing)]
         elif microbatch == 1:
-            for name, parameter, state in self._frozen:
+            for parameter, state in self._frozen:
                 if _state_of(parameter) != state:
+                    name = next(name for name, p in self._module.named_parameters() if p is parameter)
                     raise RuntimeError(
                         f"training_step has changed '{name}', which it didn't do in the first step. It is called for "
                         f"each microbatch, and would do so each time: change it in on_train_batch_end, or use "

@@ -50,10 +50,9 @@ class StepHooks:
         try:
             getattr(self._module, name)(*arguments)
         except AbsentValueError as error:
-            parameters = {parameter_of(origin) for origin in error.origins}
-            self._asked |= {parameter: name for parameter in parameters if parameter is not None}
+            self._asked |= {found: name for origin in error.origins if (found := parameter_of(origin)) is not None}
         except Exception:  # any: what it needs isn't there yet. The run will tell
-            return
+            pass
 
     def check(self, partition: Partition, stage: int) -> None:
         """Check that this rank can run the hooks.
@@ -65,8 +64,8 @@ class StepHooks:
             holders = partition.holders_of(parameter)
             if stage not in holders:
                 raise ValueError(
-                    f"{hook} asks for the value of '{parameter}', which only stage {holders[0]} has. It runs on all "
-                    f"stages: ask there for nothing, or only for what every stage has."
+                    f"{hook} asks for the value of '{parameter}', which only stage {holders[0]} has, but it runs on "
+                    f"all stages. Compute it in training_step, or use a strategy without stages."
                 )
 
 

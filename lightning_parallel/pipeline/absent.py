@@ -253,8 +253,6 @@ def _write_to_lists(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
                 tensor.memory.write(frozenset().union(*(x.origins for x in given if isinstance(x, AbsentTensor))))
 
 
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-
 class ValuesGuessed(TorchDispatchMode):
     """Inside, code that asks an absent tensor for its value gets one, so that it goes on: False, or 1.
 
@@ -273,6 +271,8 @@ class ValuesGuessed(TorchDispatchMode):
             return False if kind is torch.bool else 1.0 if kind.is_floating_point else 1
         return func(*args, **(kwargs or {}))
 
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 # Operations that only read the shape of their input, each with the value that fills the result.
 _FILLED: Mapping[Any, Callable[..., Any]] = {

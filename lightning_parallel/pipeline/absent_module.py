@@ -25,8 +25,7 @@ def everything_absent(module: nn.Module, units: Iterable[nn.Module]) -> Iterator
     in_units = {id(part) for unit in units for part in unit.modules()}
     kept: list[tuple[dict[str, Any], str, Tensor]] = []
     made: dict[int, AbsentTensor] = {}  # a parameter with two names is one tensor
-    named: dict[str, AbsentTensor] = {}
-    seen: set[int] = set()
+    named: dict[AbsentTensor, str] = {}  # by identity
 
     def replace(store: dict[str, Any], key: str, origin: str) -> AbsentTensor | None:
         tensor = store[key]
@@ -46,14 +45,13 @@ def everything_absent(module: nn.Module, units: Iterable[nn.Module]) -> Iterator
                 for key in store:
                     name = f"{prefix}.{key}" if prefix else key
                     absent = replace(store, key, origin_of_parameter(name))
-                    if absent is not None and id(absent) not in seen:
-                        named[name] = absent
-                        seen.add(id(absent))
+                    if absent is not None:
+                        named.setdefault(absent, name)
             if id(part) in in_units and isinstance(part, Metric):
                 for key, state in part.metric_state.items():
                     if isinstance(state, Tensor):
                         replace(vars(part), key, METRIC_STATE)
-        yield named
+        yield {name: absent for absent, name in named.items()}
     finally:
         for store, key, tensor in kept:
             store[key] = tensor

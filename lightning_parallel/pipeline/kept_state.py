@@ -26,6 +26,8 @@ _LARGE = 2**26  # bytes; a larger tensor is somebody's data
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # attributes that torch keeps
 
+_NOTHING = object()
+
 _Held = dict[Any, Any] | list[Any]
 
 
@@ -130,49 +132,40 @@ class StateKept:
     def written_apart(self) -> dict[nn.Module, set[str]]:
         """For each part in ``apart``, the attributes that have changed and hold no absent tensors, such as numbers. A
         value that several parts share is left out."""
-        changed = self._changed_containers()
+        written = list(self._written_attributes(self._changed_containers()))
+        holders = Counter(id(value) for _, _, before, value in written if before is value)
         found: dict[nn.Module, set[str]] = {}
-        holders: Counter[int] = Counter()
-        for part, held in self._attributes():
-            if id(part) not in self._apart:
-                continue
-            for name, value in vars(part).items():
-                is_new = name not in held or held[name] is not value
-                if name not in _OF_MODULES and (is_new or id(value) in changed):
-                    if not is_new:
-                        holders[id(value)] += 1
-                    if not any(isinstance(leaf, AbsentTensor) for leaf in tree_leaves(value)):
-                        found.setdefault(part, set()).add(name)
-        for part, names in found.items():
-            names -= {name for name in names if holders[id(vars(part)[name])] > 1}
-        return {part: names for part, names in found.items() if names}
+        for part, name, _, value in written:
+            if id(part) in self._apart and holders[id(value)] < 2 and not _has_absent(value):
+                found.setdefault(part, set()).add(name)
+        return found
 
     def written_around(self) -> dict[nn.Module, set[str]]:
         """For each of the other parts, the attributes that have changed and hold no absent tensors. What metrics keep
         is left out."""
-        written = {id(tensor) for tensor, content in self._tensors if not _equal(tensor, content)}
-        changed = self._changed_containers() | written
-        found: dict[nn.Module, set[str]] = {}
-        for part, held in self._attributes():
-            if id(part) in self._apart or isinstance(part, Metric):
-                continue
-            for name, value in vars(part).items():
-                is_new = name not in held or _plain(held[name]) != _plain(value)
-                if name in _OF_MODULES or not (is_new or id(value) in changed):
-                    continue
-                if not any(isinstance(leaf, AbsentTensor) for leaf in tree_leaves(value)):
-                    found.setdefault(part, set()).add(name)
-            names = {name for name, buffer in buffers_of(part).items() if id(buffer) in written}
-            if names:
-                found.setdefault(part, set()).update(names)
-        return found
+        tensors = {id(tensor) for tensor, content in self._tensors if not _equal(tensor, content)}
+        found = {
+            part: {name for name, buffer in buffers_of(part).items() if id(buffer) in tensors}
+            for key, part in self._modules.items()
+            if key not in self._apart and not isinstance(part, Metric)
+        }
+        for part, name, before, value in self._written_attributes(self._changed_containers() | tensors):
+            differs = before is value or _plain(before) != _plain(value)
+            if differs and part in found and not _has_absent(value):
+                found[part].add(name)
+        return {part: names for part, names in found.items() if names}
 
-    def _attributes(self) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
-        """The modules, with what their attributes were."""
+    def _written_attributes(self, changed: set[int]) -> Iterator[tuple[nn.Module, str, Any, Any]]:
+        """The attributes that hold another object than before, or one of the changed objects: the module, the
+        attribute's name, what it held (a new one nothing), and what it holds."""
         for container, held, _ in self._containers:
             part = self._modules.get(self._owners.get(id(container), 0))
-            if part is not None and isinstance(held, dict):
-                yield part, held
+            if part is None or not isinstance(held, dict):
+                continue
+            for name, value in vars(part).items():
+                before = held.get(name, _NOTHING)
+                if name not in _OF_MODULES and (before is not value or id(value) in changed):
+                    yield part, name, before, value
 
     def _changed_containers(self) -> set[int]:
         return {id(each) for each, held, _ in self._containers if self._changed(each, held) is not None}
@@ -199,6 +192,10 @@ class StateKept:
             array[...] = values
         for generator, state in self._generators:
             set_state(generator, state)
+
+
+def _has_absent(value: Any) -> bool:
+    return any(isinstance(leaf, AbsentTensor) for leaf in tree_leaves(value))
 
 
 def _equal(tensor: Tensor, content: Tensor) -> bool:

@@ -6,7 +6,8 @@ user's random generators what the rest of the step draws, and has no numbers tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from lightning_parallel.pipeline.flow import FlowError
 from lightning_parallel.pipeline.traced import Place, Trace
@@ -30,6 +31,9 @@ def stages_running(place: Place, stages_of_calls: Sequence[int], stages: int) ->
     return range(min(reached + has_left, stages - 1), stages)
 
 
+_Runs = Callable[[Place], range]  # the stages that run the code at a place
+
+
 def check_one_sided(seen: Trace, stages_of_calls: Sequence[int], stages: int) -> None:
     """Refuse what would make the stages drift apart from one process, step by step.
 
@@ -37,51 +41,52 @@ def check_one_sided(seen: Trace, stages_of_calls: Sequence[int], stages: int) ->
         FlowError: a stage draws only some numbers of a generator, reads a number that another stage's layer keeps, or
             reads a counter that it doesn't count.
     """
-    _check_draws(seen, stages_of_calls, stages)
-    _check_plain_reads(seen, stages_of_calls, stages)
-    _check_carried(seen, stages_of_calls, stages)
+    runs = partial(stages_running, stages_of_calls=stages_of_calls, stages=stages)
+    _check_draws(seen, runs, stages)
+    _check_plain_reads(seen, runs, stages_of_calls)
+    _check_carried(seen, runs)
 
 
-def _check_draws(seen: Trace, stages_of_calls: Sequence[int], stages: int) -> None:
+def _check_draws(seen: Trace, runs: _Runs, stages: int) -> None:
     """Of a generator that lives longer than a step, a stage must draw all or nothing."""
     for places in seen.draws:
-        runs = [stages_running(place, stages_of_calls, stages) for place in places]
         for stage in range(stages):
-            count = sum(stage in run for run in runs)
-            if 0 < count < len(runs):
+            count = sum(stage in runs(place) for place in places)
+            if 0 < count < len(places):
                 raise FlowError(
-                    f"The step draws from a random generator of its own in {len(runs)} places, of which stage {stage} "
-                    f"runs {count}, so its numbers would differ from then on. Draw from torch's default generator, "
-                    f"which all stages follow, or make the generator anew in each step."
+                    f"The step draws from a random generator of its own in {len(places)} places, of which stage "
+                    f"{stage} runs {count}, so its numbers would differ from then on. Draw from torch's default "
+                    f"generator, which all stages follow, or make the generator anew in each step."
                 )
 
 
-def _check_plain_reads(seen: Trace, stages_of_calls: Sequence[int], stages: int) -> None:
+def _check_plain_reads(seen: Trace, runs: _Runs, stages_of_calls: Sequence[int]) -> None:
     for read in seen.plain_reads:
         owners = {stage for call, stage in zip(seen.calls, stages_of_calls, strict=True) if call.unit == read.unit}
-        missing = [stage for stage in stages_running(read.place, stages_of_calls, stages) if stage not in owners]
-        if owners and missing and read.attribute is None:
+        missing = [stage for stage in runs(read.place) if stage not in owners]
+        if not owners or not missing:
+            continue
+        if read.attribute is None:
             raise FlowError(
                 f"The metric '{read.module}' is updated inside a layer on stage {min(owners)}, and depends on values "
                 f"in a way that can't be followed to the last stage, where metrics are computed. Update it in the "
                 f"step, by what the layer returns (or switch its checks of values off, as nan_strategy='disable' does)."
             )
-        if owners and missing:
-            raise FlowError(
-                f"'{read.module}', on stage {min(owners)}, keeps something in its attribute {read.attribute!r} that "
-                f"isn't computed from tensors alone, and stage {missing[0]} reads it. It can't be sent: keep a tensor "
-                f"instead of a number (without .item()), or return it."
-            )
+        raise FlowError(
+            f"'{read.module}', on stage {min(owners)}, keeps something in its attribute {read.attribute!r} that "
+            f"isn't computed from tensors alone, and stage {missing[0]} reads it. It can't be sent: keep a tensor "
+            f"instead of a number (without .item()), or return it."
+        )
 
 
-def _check_carried(seen: Trace, stages_of_calls: Sequence[int], stages: int) -> None:
+def _check_carried(seen: Trace, runs: _Runs) -> None:
     for carried in seen.carried:
-        readers = {stage for place in carried.reads for stage in stages_running(place, stages_of_calls, stages)}
+        readers = {stage for place in carried.reads for stage in runs(place)}
         for place in carried.writes:
-            behind = readers - set(stages_running(place, stages_of_calls, stages))
-            if behind:
+            stale = readers.difference(runs(place))
+            if stale:
                 raise FlowError(
-                    f"The step reads '{carried.name}' on stage {min(behind)}, but changes it after that stage has left "
+                    f"The step reads '{carried.name}' on stage {min(stale)}, but changes it after that stage has left "
                     f"the step, so the stage keeps the old value: change it at the beginning of the step, or in a hook "
                     f"such as on_train_batch_end."
                 )

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def trace(
     twice: Container[str] = (),
     plain_values: bool = False,
 ) -> Trace:
-    """Tracer one step. If an error ends it, the trace tells what was called before: perhaps the rest works on
+    """Watch one step. If an error ends it, the trace tells what was called before: perhaps the rest works on
     values only.
 
     Args:
@@ -60,7 +61,7 @@ def trace(
         names: of the module's parts, by their ids; by default the first name of each.
         logged: a list in which ``step`` leaves what it logs.
         seed: of the random numbers that the step draws meanwhile.
-        hooks: runs the module's hooks around a step, given what it returns: here after it. Errors don't count.
+        hooks: runs the module's hooks around a step, given what it returns: here after it.
         timed_on: where to measure how long calls take; None to measure nothing.
         exits: the calls in question for :attr:`Trace.stored_after`.
         twice: the units in question for :attr:`Trace.unrepeatable`.
@@ -121,6 +122,10 @@ class _Scene:
     def tracer(self, options: TraceOptions) -> Tracer:
         return Tracer(self.names, self.is_unit, self.state, options)
 
+    def name_of(self, part: nn.Module, attribute: str) -> str:
+        name = self.names[id(part)]
+        return f"{name}.{attribute}" if name else attribute
+
     def metrics(self) -> Iterator[nn.Module]:
         """Those of units. They are computed after the step, as those of the code around."""
         yield from dict.fromkeys(part for unit in self.units for part in unit.modules() if isinstance(part, Metric))
@@ -144,7 +149,7 @@ class _Scene:
                 stopped = error
             end |= origins_in((logged, tracer.end(), [vars(metric) for metric in self.metrics()]))
             if hooks is not None and stopped is None:
-                with tracer.around_step(), suppress(Exception):  # any: what they do with values can't be seen here
+                with tracer.around_step():
                     hooks(output)
         return Trace(
             calls=tuple(tracer.calls),
@@ -182,32 +187,30 @@ class _Scene:
         tracer = self.tracer(TraceOptions())
         units = {id(inner): self.names[id(part)] for part in self.units for inner in part.modules()}
         reads: list[PlainRead] = []
-        changing: dict[str, bool] = {}  # in the second step, too; is it a number?
-        uses: dict[str, list[tuple[Place, bool, Any]]] = {}  # of an attribute: where, is it assigned to, what was there
+        uses: dict[str, list[_Use]] = {}  # of an attribute, by its name
 
         def told(part: nn.Module, attribute: str, assigned: bool) -> None:
-            name = self.names[id(part)]
             if part not in of_units:
-                there = second.content_of(part, attribute)
-                uses.setdefault(f"{name}.{attribute}".lstrip("."), []).append((tracer.place, assigned, there))
+                use = _Use(tracer.place, assigned, second.content_of(part, attribute))
+                uses.setdefault(self.name_of(part, attribute), []).append(use)
             elif not assigned and not tracer.is_under_way(part):
-                reads.append(PlainRead(units[id(part)], name, attribute, tracer.place))
+                reads.append(PlainRead(units[id(part)], self.names[id(part)], attribute, tracer.place))
 
         with self.state.again() as second:
             with self.going_on(tracer), attribute_uses(of_units | around, told):
                 step()
-            changing = {
-                f"{self.names[id(part)]}.{name}".lstrip("."): isinstance(getattr(part, name), int | float | Tensor)
-                for part, names in second.written_around().items()
-                for name in names
+            is_number = {  # of what changes in the second step, too
+                self.name_of(part, attribute): isinstance(getattr(part, attribute), int | float | Tensor)
+                for part, attributes in second.written_around().items()
+                for attribute in attributes
             }
         for metric in self.metrics():
             if metric in of_units and origins_in(vars(metric)) <= {METRIC_STATE}:  # it was updated with stand-ins
                 reads.append(PlainRead(units[id(metric)], self.names[id(metric)], None, tracer.place))
         carried = [
-            Carried(name, changing[name], *_reads_and_writes(uses[name]))
-            for name in changing
-            if name in uses and not uses[name][0][1]  # read before it is assigned to: the value of the step before
+            Carried(name, is_number[name], *_reads_and_writes(uses[name]))
+            for name in is_number
+            if name in uses and not uses[name][0].assigns  # it is read first: the value of the step before
         ]
         return replace(seen, plain_reads=tuple(reads), carried=tuple(carried))
 
@@ -230,13 +233,22 @@ def _without_values(
         yield _Scene(names, is_unit, parts, units, absent, state)
 
 
-def _reads_and_writes(uses: list[tuple[Place, bool, Any]]) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
-    """Where an attribute is only read, and where it is changed: assigned to, or in place before its next use."""
+@dataclass(frozen=True)
+class _Use:
+    """Of an attribute: where, whether it is assigned to, and what it held before."""
+
+    place: Place
+    assigns: bool
+    before: Any
+
+
+def _reads_and_writes(uses: Sequence[_Use]) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
+    """Where an attribute that has changed is only read, and where it is changed: assigned to, or in place before its
+    next use. If it is never assigned to, its last use may have changed it."""
     reads: list[Place] = []
     writes: list[Place] = []
-    for i, (place, assigned, there) in enumerate(uses):
-        later = next((other for _, _, other in uses[i + 1 :]), None)
-        is_last = i + 1 == len(uses)
-        changed = assigned or (is_last and not any(w for _, w, _ in uses)) or (not is_last and later != there)
-        (writes if changed else reads).append(place)
+    is_assigned = any(use.assigns for use in uses)
+    for use, later in zip_longest(uses, uses[1:]):
+        changed_in_place = not is_assigned if later is None else later.before != use.before
+        (writes if use.assigns or changed_in_place else reads).append(use.place)
     return tuple(reads), tuple(writes)

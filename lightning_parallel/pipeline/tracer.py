@@ -150,13 +150,14 @@ class Tracer:
             args, kwargs = without_caches(args, kwargs)
         self._unit, self._inside, self._read = part, set(), set()
         self._note_draws()
-        host, drawn_from = host_generators_state(), torch.get_rng_state()
+        host = host_generators_state()
+        drawn_from = torch.get_rng_state() if asked_twice else None
         detached = self._with_gradients and not torch.is_grad_enabled()
         # With gradients on, as a checkpoint runs it the second time. Otherwise no graph is made.
         with OperationsNoted(named=asked_twice) as noted, torch.set_grad_enabled(asked_twice):
             output = self._asked(part, forward, args, kwargs, call)
         self._note_draws(place=Place(len(self.calls), "call"))
-        if asked_twice:
+        if drawn_from is not None:
             with TorchGenerators(torch.device("cpu")).kept():
                 torch.set_rng_state(drawn_from)  # stand-ins and dropout are drawn again
                 self._ask_again(part, forward, args, kwargs, call, noted)

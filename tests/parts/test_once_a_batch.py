@@ -12,7 +12,7 @@ from lightning_parallel.parts.once_a_batch import OnceABatch
 def test_each_microbatch_finds_what_the_batch_would_find() -> None:
     module = nn.Linear(1, 1, bias=False)
     once = OnceABatch(module)
-    once.follow({"weight"})
+    once.follow({"weight"}, 3)
     for expected in (2.0, 4.0):  # two batches
         for microbatch in range(3):
             once.before(microbatch)
@@ -24,7 +24,7 @@ def test_each_microbatch_finds_what_the_batch_would_find() -> None:
 def test_the_others_are_left_alone() -> None:
     module = nn.Linear(1, 1)
     once = OnceABatch(module)
-    once.follow(())
+    once.follow((), 2)
     nn.init.ones_(module.weight)
     once.before(0)
     nn.init.zeros_(module.weight)
@@ -35,7 +35,7 @@ def test_the_others_are_left_alone() -> None:
 def test_a_frozen_parameter_that_changes_unseen_is_refused_before_the_second_microbatch() -> None:
     module = nn.Linear(1, 1).requires_grad_(False)
     once = OnceABatch(module)
-    once.follow({"weight"})
+    once.follow({"weight"}, 2)
     once.before(0)
     nn.init.zeros_(module.weight)
     once.before(1)
