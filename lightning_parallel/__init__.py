@@ -9,6 +9,9 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
+from lightning_parallel.parts.exact_resume import ExactResume
+from lightning_parallel.parts.preemption import Preemption
+from lightning_parallel.resumable_loader import ResumableDataLoader
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.fully_sharded import FullyShardedStrategy
 from lightning_parallel.strategies.pipeline import PipelineStrategy
@@ -22,8 +25,11 @@ __all__ = [
     "AsyncPipelineStrategy",
     "ColumnParallelLinear",
     "DataParallelStrategy",
+    "ExactResume",
     "FullyShardedStrategy",
     "PipelineStrategy",
+    "Preemption",
+    "ResumableDataLoader",
     "RowParallelLinear",
     "TensorParallelStrategy",
     "VocabParallelEmbedding",

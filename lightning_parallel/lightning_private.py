@@ -6,13 +6,17 @@ and says what depends on it. Nothing else in the package imports or reads a priv
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
@@ -84,6 +88,134 @@ def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
 def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
     """The list of a Trainer's callbacks, to add to and to remove from. A connector sets it, so it is not typed."""
     return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
+
+
+# -- signals -----------------------------------------------------------------------------------------------------
+
+Handler = Callable[[int, Any], None]
+
+
+def take_signals(trainer: pl.Trainer, numbers: Sequence[signal.Signals], received: Handler) -> None:
+    """In the next run of a Trainer, ``received`` gets these signals in the place of Lightning's handlers: these make a
+    collective, or save, wherever the process happens to be. The end of the run puts back what was there before.
+
+    A handler of the user's own for SIGTERM runs after ``received``; another signal that has one is left to it.
+    """
+    connector = trainer._signal_connector
+
+    def register() -> None:
+        del connector.register_signal_handlers
+        own = {number: signal.getsignal(number) for number in numbers}
+        connector.register_signal_handlers()
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, handler in own.items():
+            if not callable(handler):
+                signal.signal(number, received)
+            elif number is signal.SIGTERM:
+                signal.signal(number, partial(both, handler))
+
+    def both(own: Callable[[int, Any], Any], number: int, frame: Any) -> None:
+        received(number, frame)
+        own(number, frame)
+
+    connector.register_signal_handlers = register  # type: ignore[method-assign]
+
+
+def say_terminated(trainer: pl.Trainer) -> None:
+    """Let ``trainer.received_sigterm`` be true."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def requeue_by_slurm(trainer: pl.Trainer, number: int) -> bool:
+    """If Lightning is to requeue the SLURM job at this signal, let it: it saves, and asks SLURM. All ranks call it.
+
+    Returns:
+        Whether it was.
+    """
+    environment = trainer._accelerator_connector.cluster_environment
+    if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+        return False
+    if number != (environment.requeue_signal or signal.SIGUSR1):
+        return False
+    trainer._signal_connector._slurm_sigusr_handler_fn(number, None)  # type: ignore[arg-type]
+    return True
+
+
+# -- between two batches -----------------------------------------------------------------------------------------
+
+
+def before_each_batch(trainer: pl.Trainer, call: Callable[[], None]) -> Callable[[], None]:
+    """Have ``call()`` called before each training batch, after all that belongs to the one before: its hooks,
+    schedulers and validation. Lightning's own broadcast there is left out, by which rank 0 tells of a SIGTERM.
+
+    Returns:
+        What ends it.
+    """
+    loop = trainer.fit_loop.epoch_loop
+
+    def advance(fetcher: Any) -> None:
+        call()
+        type(loop).advance(loop, fetcher)
+
+    loop.advance = advance  # type: ignore[method-assign, assignment]
+    loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+    def put_back() -> None:
+        del loop.advance, loop._broadcast_sigterm_tensor
+
+    return put_back
+
+
+def before_first_batch(trainer: pl.Trainer, call: Callable[[], None]) -> None:
+    """Have ``call()`` called once, right before the first batch of the run is loaded."""
+    loop = trainer.fit_loop.epoch_loop
+    others = vars(loop).get("on_run_start")
+
+    def once(fetcher: Any) -> None:
+        if others is None:
+            del loop.on_run_start
+            loop.on_run_start(fetcher)
+        else:
+            others(fetcher)
+        call()
+
+    loop.on_run_start = once  # type: ignore[method-assign, assignment]
+
+
+def restart_nothing(trainer: pl.Trainer) -> None:
+    """The checkpoint that a Trainer has resumed from was saved between two batches. Lightning takes it for one saved in
+    the validation of the last batch, and would do what comes after that validation once more: plateau schedulers, a
+    step of the loggers. Called before the first batch."""
+    loop = trainer.fit_loop.epoch_loop
+    loop.restarting = False
+    loop.reset_restart_stage()
+
+
+def in_mid_epoch(trainer: pl.Trainer) -> bool:
+    """At the start of training: does it go on in an epoch that an earlier run has begun?"""
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    return epochs.processed < epochs.ready
+
+
+def ends_update(trainer: pl.Trainer) -> bool:
+    """Was the last batch the last one of its update, if several are accumulated?"""
+    return not trainer.fit_loop.epoch_loop._should_accumulate()
+
+
+def save_last(checkpoint: ModelCheckpoint, trainer: pl.Trainer) -> str:
+    """Save what ModelCheckpoint calls the last checkpoint, whatever its triggers and ``save_last`` say. All ranks call
+    it.
+
+    Returns:
+        The path.
+    """
+    wanted, checkpoint.save_last = checkpoint.save_last, True
+    try:
+        checkpoint._save_last_checkpoint(trainer, checkpoint._monitor_candidates(trainer))
+    finally:
+        checkpoint.save_last = wanted
+    return checkpoint.last_model_path
 
 
 # -- data --------------------------------------------------------------------------------------------------------
@@ -170,22 +302,6 @@ def metrics_of_no_loader(trainer: pl.Trainer) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = trainer._logger_connector.metrics["log"]
     return found
-
-
-def without_sigterm_broadcast(trainer: pl.Trainer) -> Callable[[], None]:
-    """Take the broadcast out that Lightning's training loop makes before every batch, to ask whether rank 0 received
-    SIGTERM. Every rank waits for its answer, so no rank could start a batch before the last stage does.
-
-    Returns:
-        What puts it back.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-
-    def put_back() -> None:
-        loop.__dict__.pop("_broadcast_sigterm_tensor", None)
-
-    return put_back
 
 
 def step_value(metric: Any) -> Any:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.checkpoint import metadata
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
@@ -32,6 +33,7 @@ __all__ = [
     "boxed_group",
     "buffers_of",
     "current_function_mode",
+    "default_store",
     "dispatch_disabled",
     "drawing_for_nothing",
     "forget_meshes",
@@ -219,6 +221,12 @@ def boxed_group(argument: Any) -> dist.ProcessGroup | None:
 def group_by_name(name: str) -> dist.ProcessGroup:
     """The group that a functional collective, as DTensor calls them, names."""
     return c10d._resolve_process_group(name)  # type: ignore[attr-defined, no-any-return, arg-type]
+
+
+def default_store() -> Store:
+    """Where the processes of the default group met. torch gives no other way to it where somebody else made the
+    group."""
+    return c10d._get_default_store()
 
 
 def forget_meshes() -> None:

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
+from lightning_parallel import ExactResume, Preemption
 from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from recipes.data import DATA
@@ -127,7 +128,7 @@ def trainer(config: Config, extra_callbacks: Sequence[Callback] = ()) -> L.Train
         if shared:
             chosen.parallel_devices = shared
             devices = torch.cuda.device_count()  # what Lightning checks; the strategy's list is what it uses
-    attached = [*callbacks(config), *extra_callbacks]
+    attached = [*callbacks(config), *extra_callbacks, Preemption(), ExactResume()]  # for Lightning's strategies, too
     return L.Trainer(
         **options,
         devices=devices,

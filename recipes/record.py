@@ -90,7 +90,7 @@ def update(folder: Path, **fields: Any) -> None:
 
 
 def end(folder: Path, status: str, error: Mapping[str, Any] | None = None) -> None:
-    """Sets how the run ended: ``completed``, ``failed`` or ``interrupted``."""
+    """Sets how the run ended: ``completed``, ``failed``, ``preempted`` or ``interrupted``."""
     update(folder, status=status, error=dict(error) if error is not None else None, ended=now())
 
 

@@ -29,6 +29,7 @@ class Run:
     seed: Natural
     test: bool
     ckpt_path: str | None
+    resume: Auto | None
     timeline: bool
     optimized_metric: str | None
     print_config: bool

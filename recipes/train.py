@@ -7,6 +7,7 @@ and a misspelt option of a group are answered at once; a wrong value takes some 
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,8 +26,9 @@ from rich.tree import Tree
 
 from recipes import record
 from recipes.compose import CONF, check, resolved
-from recipes.launchers.launcher import WorkersFailed
+from recipes.launchers.launcher import REQUEUE, Preempted, WorkersFailed
 from recipes.problem import ConfigError
+from recipes.worker import INTERRUPTED
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +69,10 @@ def run(cfg: DictConfig) -> float | None:
         record.end(folder, "failed", error.failure.as_dict())
         log.error("failed; for details see %s", folder / record.RUN)
         raise
+    except Preempted:
+        record.end(folder, "preempted")
+        log.warning("preempted: saved as far as it had come; go on with hydra.run.dir=%s ckpt_path=last", folder)
+        sys.exit(REQUEUE)
     except KeyboardInterrupt:
         record.end(folder, "interrupted")
         log.error("interrupted; see %s", folder)
@@ -119,10 +125,12 @@ def main() -> None:
             problems = []  # of a kind that Hydra explains itself, e.g. of the command line's grammar
         if problems:
             sys.exit(str(ConfigError(problems)))
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: sys.exit(REQUEUE))
     try:
         run()
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from lightning_parallel.strategies.data_parallel import DataParallelOptions
 from lightning_parallel.strategies.fully_sharded import FullyShardedOptions
 from lightning_parallel.strategies.pipeline import PipelineOptions
 from lightning_parallel.strategies.pipeline_async import AsyncPipelineOptions
-from recipes import schema
+from recipes import resume, schema
 from recipes.data.textfile import problem as unusable
 from recipes.problem import Problem, closest
 
@@ -129,7 +129,12 @@ def _rules(config: Config) -> Iterator[Problem | str]:
         yield from _whole_matrices(strategy, kind)
     if kind is not None and kind not in (schema.Single, schema.DDP):
         yield from _refused_by(kind, strategy)
-    if config["ckpt_path"] is not None and not Path(config["ckpt_path"]).exists():
+    if config["ckpt_path"] == resume.LAST:
+        if resume.newest(config) is None:
+            folder = config["paths"]["output_dir"]
+            fix = "name the folder of the run that is to go on with hydra.run.dir=FOLDER, or use resume=auto"
+            yield Problem("ckpt_path", resume.LAST, f"there is no checkpoint in {folder}", fix)
+    elif config["ckpt_path"] is not None and not Path(config["ckpt_path"]).exists():
         yield Problem("ckpt_path", config["ckpt_path"], "no such checkpoint", "give one that exists, or null")
     scheduler = config["scheduler"]
     if scheduler.get("name") == "cosine" and scheduler["total_steps"] < 1:

@@ -1,103 +1,22 @@
-"""One process of a run: ``python -m recipes.worker RESOLVED_YAML``, started by recipes.train or torchrun."""
+"""One process of a run: ``python -m recipes.worker RESOLVED_YAML``, started by recipes.train or torchrun.
+
+``work.py`` imports torch, which takes seconds. This file doesn't, so that a worker ends together with its launcher, and
+at Ctrl-C without a word, from its first moment on.
+"""
 
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import signal
-import socket
 import sys
-import traceback
-import warnings
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from types import FrameType
 
-import lightning as L
-import torch.distributed as dist
-import yaml
-from lightning.pytorch.callbacks import Callback
-from torch.distributed.elastic.multiprocessing.errors import record as record_error
-
-from lightning_parallel.layout import Layout
-from lightning_parallel.parts import process_group
-from recipes import build, record
-from recipes.launchers.launcher import LAUNCHED
+LAUNCHED = "RECIPES_LAUNCHER"  # set for workers: the process that launched them and prints their error
+INTERRUPTED = 130  # exit code after Ctrl-C
 
 
-class RecordLayout(Callback):
-    """Writes which rank is where, and on what data, to ``run.json``."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        mine = {
-            "rank": trainer.global_rank,
-            "host": socket.gethostname(),
-            "device": str(trainer.strategy.root_device),
-            "coordinates": coordinates(trainer),
-        }
-        ranks: list[Any] = [mine]
-        if dist.is_initialized():
-            ranks = [None] * trainer.world_size
-            dist.all_gather_object(ranks, mine)
-        if trainer.is_global_zero:
-            data = getattr(getattr(trainer, "datamodule", None), "fingerprint", None)
-            record.update(self.folder, layout={"world_size": trainer.world_size, "ranks": ranks}, data=data)
-
-
-def coordinates(trainer: L.Trainer) -> dict[str, int]:
-    """This rank's place on every axis."""
-    layout = getattr(trainer.strategy, "layout", None)
-    if not isinstance(layout, Layout):  # of Lightning's strategies
-        layout = Layout.resolve(trainer.world_size, trainer.global_rank, data=trainer.world_size)
-    return {axis.name: layout.index(axis.name) for axis in layout.axes}
-
-
-def run(config: Mapping[str, Any]) -> None:
-    """Train, and test if asked. It leaves ``metrics.json``, ``run.json``, logs and checkpoints in the run's folder."""
-    folder = Path(config["paths"]["output_dir"])
-    L.seed_everything(config["seed"], workers=True, verbose=False)
-    datamodule, model = build.data(config), build.model(config)
-    trainer = build.trainer(config, [RecordLayout(folder)])
-    trainer.fit(model, datamodule=datamodule, ckpt_path=config["ckpt_path"])
-    if trainer.interrupted:
-        raise KeyboardInterrupt("interrupted while training")
-    metrics = dict(trainer.callback_metrics)
-    steps = trainer.global_step
-    if config["test"]:
-        trainer.test(model, datamodule=datamodule)
-        metrics.update(trainer.callback_metrics)
-    if trainer.is_global_zero:
-        record.update(folder, steps=steps, metrics=record.write_metrics(folder, metrics))
-        record.end(folder, "completed")
-
-
-@record_error
-def main(config_file: str) -> None:
-    """Run a resolved config. Whatever happens, ``run.json`` says how it ended."""
-    _end_with_the_launcher()
-    _quiet()
-    config: dict[str, Any] = yaml.safe_load(Path(config_file).read_text())
-    folder = Path(config["paths"]["output_dir"])
-    first = os.environ.get("RANK", "0") == "0"
-    if first and not (folder / record.RUN).exists():  # started by torchrun
-        folder.mkdir(parents=True, exist_ok=True)
-        record.start(folder, config, choices={})
-    try:
-        run(config)
-    except BaseException as error:  # noqa: B036 (Ctrl-C too is recorded, and raised again)
-        if first:
-            status = "failed" if isinstance(error, Exception) else "interrupted"
-            message = "".join(traceback.format_exception_only(error)).strip()
-            record.end(folder, status, {"rank": 0, "message": message, "traceback": traceback.format_exc()})
-        raise
-    process_group.leave()  # Lightning's own strategies leave it to the end of the process
-
-
-def _end_with_the_launcher() -> None:
+def end_with_the_launcher() -> None:
     """Ask the kernel to kill this process when its launcher dies, however that dies (Linux)."""
     if LAUNCHED in os.environ and sys.platform == "linux":
         parent_death_signal = 1  # PR_SET_PDEATHSIG, <linux/prctl.h>
@@ -106,22 +25,28 @@ def _end_with_the_launcher() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _quiet() -> None:
-    """Leave out hints of Lightning's that don't apply to the example data, and its advertising."""
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    warnings.filterwarnings("ignore", message=".*smaller than the logging interval.*")
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
-        lambda entry: not str(entry.msg).startswith(("💡", "Tip:"))
-    )
+def _end_quietly(number: int, frame: FrameType | None) -> None:
+    os._exit(INTERRUPTED)
+
+
+def start(config_file: str) -> None:
+    """Do a worker's work."""
+    end_with_the_launcher()
+    interrupt = signal.getsignal(signal.SIGINT)
+    if callable(interrupt):  # it isn't ignored
+        signal.signal(signal.SIGINT, _end_quietly)
+    from recipes.work import main
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        main(config_file)
+    except (Exception, KeyboardInterrupt) as error:
+        if LAUNCHED in os.environ:  # the launcher prints the first error, once
+            sys.exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
+        raise
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m recipes.worker RESOLVED_YAML (recipes.train writes it)")
-    try:
-        main(sys.argv[1])
-    except Exception:
-        if LAUNCHED in os.environ:
-            sys.exit(1)  # the launcher prints the first error, once
-        raise
+    start(sys.argv[1])

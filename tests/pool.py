@@ -88,7 +88,7 @@ class _Worker:
         assert self.process.pid is not None, "a worker is started before it is kept"
         before = self.log.stat().st_size
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGUSR1)
+            os.kill(self.process.pid, signal.SIGUSR2)
         deadline = time.monotonic() + 2.0
         size = before
         while time.monotonic() < deadline:

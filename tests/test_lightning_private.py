@@ -6,6 +6,8 @@ What to do then: find what replaces the name, in Lightning's changelog or source
 from __future__ import annotations
 
 import inspect
+import os
+import signal
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
-from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
@@ -231,19 +233,120 @@ def test_evaluation_outputs_and_metrics_of_no_loader_become_what_validate_return
     assert lightning_private.metrics_of_no_loader(trainer()) == {}
 
 
-def test_without_sigterm_broadcast_no_batch_waits_for_rank_0() -> None:
-    """Otherwise no stage could start a batch before the last one does: no asynchrony, and no error to tell."""
+def test_before_each_batch_calls_between_batches_and_no_batch_waits_for_rank_0() -> None:
+    """Otherwise a signal wouldn't end a run; and no stage could start a batch before the last one does."""
     from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
     assert "torch.distributed.broadcast" in inspect.getsource(_TrainingEpochLoop._broadcast_sigterm_tensor)
     assert "self._broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop.advance)
     assert inspect.getsource(_TrainingEpochLoop).count("distributed.broadcast") == 1
-    made = trainer()
-    before = made.fit_loop.epoch_loop._broadcast_sigterm_tensor
-    put_back = lightning_private.without_sigterm_broadcast(made)
-    assert made.fit_loop.epoch_loop._broadcast_sigterm_tensor != before
-    put_back()
-    assert made.fit_loop.epoch_loop._broadcast_sigterm_tensor == before
+    seen: list[int] = []
+
+    class Hooks(Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            self.end = lightning_private.before_each_batch(trainer, lambda: seen.append(0))
+            lightning_private.before_first_batch(trainer, lambda: seen.append(1))
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            seen.append(2)
+
+        def on_validation_end(self, *args: Any) -> None:
+            seen.append(3)
+
+    hooks = Hooks()
+    made = trainer(hooks, limit_train_batches=2, val_check_interval=1, num_sanity_val_steps=0)
+    before = dict(vars(made.fit_loop.epoch_loop))
+    made.fit(Net(), *2 * [torch.utils.data.DataLoader(torch.ones(2, 1))])
+    assert seen == [1, 0, 2, 3, 0, 2, 3]
+    hooks.end()
+    assert vars(made.fit_loop.epoch_loop).keys() == before.keys()
+
+
+def test_take_signals_gets_them_in_the_place_of_lightning_s_handler() -> None:
+    """Otherwise a rank that gets SIGTERM makes a collective alone, and hangs."""
+    got: list[int] = []
+
+    class Raises(Callback):
+        def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+            lightning_private.take_signals(
+                trainer, [signal.SIGTERM, signal.SIGUSR1], lambda number, frame: got.append(number)
+            )
+
+        def on_train_batch_start(self, *args: Any) -> None:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGUSR1)
+
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    made = trainer(Raises(), max_steps=1)
+    made.fit(Net(), torch.utils.data.DataLoader(torch.ones(2, 1)))
+    signal.signal(signal.SIGUSR1, before[1])
+    assert got == [signal.SIGTERM, signal.SIGUSR1]
+    assert signal.getsignal(signal.SIGTERM) == before[0]
+    assert not made.received_sigterm
+    lightning_private.say_terminated(made)
+    assert made.received_sigterm
+
+
+def test_requeue_by_slurm_saves_and_requeues_at_its_signal_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise Lightning's automatic requeueing would save inside the handler, wherever the rank happens to be."""
+    from lightning.pytorch.trainer.connectors import signal_connector
+
+    called: list[list[str]] = []
+    monkeypatch.setattr(signal_connector, "call", lambda command: called.append(command) or 0)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    made = trainer(default_root_dir=tmp_path)
+    assert not lightning_private.requeue_by_slurm(made, signal.SIGUSR1)
+    made._accelerator_connector.cluster_environment = SLURMEnvironment()
+    assert not lightning_private.requeue_by_slurm(made, signal.SIGTERM)
+    monkeypatch.setattr(made, "save_checkpoint", lambda path: called.append([Path(path).name]))
+    assert lightning_private.requeue_by_slurm(made, signal.SIGUSR1)
+    assert called == [["hpc_ckpt_1.ckpt"], ["scontrol", "requeue", "7"]]
+
+
+def test_save_last_saves_whatever_the_triggers_say(tmp_path: Path) -> None:
+    """Otherwise a signal would save nothing where ``save_last`` isn't set."""
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, save_top_k=0)
+    made = trainer(checkpoint, enable_checkpointing=True, limit_train_batches=3)
+    made.fit(Net(), torch.utils.data.DataLoader(torch.ones(3, 1)))
+    assert os.listdir(tmp_path) == []
+    assert lightning_private.save_last(checkpoint, made) == str(tmp_path / "last.ckpt")
+    assert os.listdir(tmp_path) == ["last.ckpt"] and checkpoint.save_last is None
+
+
+def test_restart_nothing_leaves_the_validation_of_the_last_batch_alone(tmp_path: Path) -> None:
+    """Otherwise plateau schedulers and loggers would step once more in a run that was stopped between two batches.
+    ``in_mid_epoch`` and ``ends_update`` tell where it was."""
+    found: list[Any] = []
+
+    class Looks(Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            found.append(lightning_private.in_mid_epoch(trainer))
+            if found == [False]:
+                end = lightning_private.before_each_batch(trainer, lambda: look(trainer))
+                found.append(end)
+            else:
+                lightning_private.before_first_batch(trainer, lambda: lightning_private.restart_nothing(trainer))
+                lightning_private.before_first_batch(trainer, lambda: found.append(trainer.fit_loop.restarting))
+                stepped.append(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+        def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+            stepped.append(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def look(trainer: L.Trainer) -> None:
+        found.append(lightning_private.ends_update(trainer))
+        if trainer.fit_loop.total_batch_idx == 1:
+            trainer.save_checkpoint(tmp_path / "between.ckpt")
+
+    loader, stepped = torch.utils.data.DataLoader(torch.ones(4, 1)), []
+    options: dict[str, Any] = {"val_check_interval": 2, "accumulate_grad_batches": 2}
+    trainer(Looks(), **options).fit(Net(), loader, loader)
+    assert [each for each in found if isinstance(each, bool)] == [False, True, False, True, False]
+    stepped.clear()
+    trainer(Looks(), **options, max_epochs=2).fit(Net(), loader, loader, ckpt_path=tmp_path / "between.ckpt")
+    assert found[-2:] == [True, True] and stepped[:2] == [1, 1]
 
 
 def test_step_value_of_a_metric_is_what_lightning_logs() -> None:

@@ -26,7 +26,7 @@ from lightning_parallel.settings import settings_of
 from lightning_parallel.strategies.pipeline import PipelineOptions
 from lightning_parallel.strategies.pipeline_async import AsyncPipelineOptions
 from lightning_parallel.strategies.tensor import TensorParallelOptions
-from recipes import ROOT, record, worker
+from recipes import ROOT, record, work
 from recipes.compose import check, jobs
 from recipes.validate import validate, world_size
 from tests.pool import WorkerPool
@@ -93,7 +93,7 @@ def trained(pool: WorkerPool, folder: Path, overrides: list[str]) -> Path:
     assert validate(config) == []
     file = folder / record.CONFIG
     file.write_text(yaml.safe_dump(config))
-    pool.run(worker.main, world_size(config), str(file), init=False)
+    pool.run(work.main, world_size(config), str(file), init=False)
     return output
 
 
@@ -195,7 +195,7 @@ def test_snippets_run(
     monkeypatch.setattr(L.Trainer, "fit", lambda trainer, *args, **kwargs: fitted.append((args, kwargs)))
     given = {name: getattr(lightning_parallel, name) for name in lightning_parallel.__all__}
     given |= {"L": L, "torch": torch, "MyExistingModule": L.LightningModule, "datamodule": L.LightningDataModule()}
-    given |= {"group": ranks(1), "x": torch.ones(2, 512)}
+    given |= {"group": ranks(1), "x": torch.ones(2, 512), "dataset": torch.utils.data.TensorDataset(torch.ones(64))}
     source = blocks(page, "python")[number]
     exec(compile(source, name_of(page), "exec"), given)
     assert bool(fitted) == ("trainer.fit" in source)

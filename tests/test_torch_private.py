@@ -302,6 +302,15 @@ def test_forget_meshes_empties_the_cache_that_holds_them(pool: WorkerPool) -> No
     assert all(before > after == 0 for before, after in pool.run(sizes_of_the_cache_of_meshes, 2))
 
 
+def write_into_the_store() -> int:
+    return torch_private.default_store().add("test", 1 + dist.get_rank())
+
+
+def test_default_store_is_one_for_all_ranks(pool: WorkerPool) -> None:
+    """Otherwise the ranks of an asynchronous pipeline wouldn't know of a signal that one of them gets."""
+    assert max(pool.run(write_into_the_store, 2)) == 3
+
+
 def test_checkpoints_ask_a_tensor_for_its_boxes_by_three_methods() -> None:
     """Otherwise shards would be saved as if they were the whole tensor."""
     from torch.distributed._checkpointable import _Checkpointable

@@ -140,11 +140,11 @@ def _reset() -> None:
     torch.set_grad_enabled(True)
     torch.autograd.set_detect_anomaly(False)
     torch.use_deterministic_algorithms(False)
-    # The parent asks a hung worker for the stacks with SIGUSR1. A Trainer that ends puts Python's back,
+    # The parent asks a hung worker for the stacks with SIGUSR2. A Trainer that ends puts Python's back,
     # so there is one of those too; faulthandler's on top also answers from inside a C++ call.
-    faulthandler.unregister(signal.SIGUSR1)
-    signal.signal(signal.SIGUSR1, lambda *_: faulthandler.dump_traceback(sys.stderr))
-    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+    faulthandler.unregister(signal.SIGUSR2)
+    signal.signal(signal.SIGUSR2, lambda *_: faulthandler.dump_traceback(sys.stderr))
+    faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
     warnings.resetwarnings()
     warnings.simplefilter("ignore")
     for name in ("lightning", "lightning.pytorch", "lightning.fabric", "torch"):

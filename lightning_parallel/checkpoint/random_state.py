@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+RANDOM_STATE = "random_state"  # in a checkpoint that was read: this rank's
+
 
 def random_state() -> dict[str, Tensor]:
     """The states of the global generators, by name."""

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_parallel.checkpoint import format as format_
 from lightning_parallel.checkpoint.optimizers import OptimizerState
-from lightning_parallel.checkpoint.random_state import random_state, restore_random_state
+from lightning_parallel.checkpoint.random_state import RANDOM_STATE, random_state
 from lightning_parallel.checkpoint.slices import Slices
 from lightning_parallel.local_model import LocalModel
 
@@ -113,7 +113,8 @@ class RankCheckpoint:
             weights_only: see :func:`lightning_parallel.checkpoint.load`.
 
         Returns:
-            The trainer's state, with empty ``state_dict`` and ``optimizer_states``.
+            The trainer's state, with empty ``state_dict`` and ``optimizer_states``, and the state of this rank's
+            generators under :data:`.RANDOM_STATE`, empty if it was saved under another layout.
         """
         loaded = format_.load(
             path,
@@ -127,8 +128,7 @@ class RankCheckpoint:
             for optimizer, saved in zip(optimizers, loaded.optimizers, strict=True):
                 self._fill_optimizer(optimizer, saved.state, saved.param_groups)
             self._written_options |= loaded.own_options
-            restore_random_state(loaded.rank_state)
-        return {**loaded.trainer, "state_dict": {}, "optimizer_states": []}
+        return {**loaded.trainer, "state_dict": {}, "optimizer_states": [], RANDOM_STATE: loaded.rank_state}
 
     def take(self, loaded: Mapping[str, Any], path: PathLike, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         """The same from a plain checkpoint of a single process.

@@ -14,5 +14,6 @@ end of their own.
     last_stage.py      what the last stage does for all        metric_board.py  metrics, the same on every stage
     evaluation.py      forward only                            logs.py          self.log inside microbatches
     asynchronous.py    updates without a flush                 late_gradients.py, optimizer_options.py
-    timelines.py       what ran when
+    timelines.py       what ran when                           callbacks.py     brought along, or refused
+    preemption.py      saved and left at a signal              exact_resume.py  generators and loaders, resumed
 """

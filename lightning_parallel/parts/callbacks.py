@@ -1,4 +1,5 @@
-"""Lightning's callbacks that work on the whole model in one process, and are refused where ranks hold parts of it.
+"""Callbacks that the strategies bring along, and those of Lightning's that they refuse: these work on the whole model
+in one process.
 
 ::
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import lightning.pytorch as pl
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     Callback,
@@ -20,6 +22,10 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+
+from lightning_parallel.lightning_private import callbacks_of
+from lightning_parallel.parts.exact_resume import ExactResume
+from lightning_parallel.parts.preemption import Preemption
 
 Reasons = Sequence[tuple[type[Callback], str]]
 
@@ -44,6 +50,15 @@ ASYNCHRONOUS: Reasons = (
         "learning rate under PipelineStrategy, or in one process",
     ),
 )
+
+
+def bring_along(trainer: pl.Trainer) -> None:
+    """Add the callbacks that strategies bring along to the Trainer's, if it has none of their kind. Called before the
+    first hook of a run."""
+    callbacks = callbacks_of(trainer)
+    for kind in (ExactResume, Preemption):
+        if not any(isinstance(callback, kind) for callback in callbacks):
+            callbacks.insert(0, kind())
 
 
 def refuse_callbacks(callbacks: Iterable[Callback], refused: Reasons, strategy: str) -> None:

@@ -31,7 +31,7 @@ from lightning_parallel.lightning_private import (
 )
 from lightning_parallel.local_model import LocalModel
 from lightning_parallel.parts import loaders, process_group
-from lightning_parallel.parts.callbacks import IN_PARTS, Reasons, refuse_callbacks
+from lightning_parallel.parts.callbacks import IN_PARTS, Reasons, bring_along, refuse_callbacks
 from lightning_parallel.parts.checkpoints import Checkpoints, remove_checkpoint
 from lightning_parallel.parts.collectives import Collectives
 from lightning_parallel.parts.equal_steps import EqualSteps
@@ -52,6 +52,7 @@ class LayoutStrategy(ParallelStrategy):
     """
 
     refused_callbacks: Reasons = IN_PARTS
+    saves_random_states = True  # ExactResume asks for it
 
     def __init__(self, options: ProcessOptions, **axes: Size) -> None:
         super().__init__(
@@ -131,6 +132,11 @@ class LayoutStrategy(ParallelStrategy):
         # The ranks of one replica see the same samples in the same order.
         return {"num_replicas": self.layout.size("data"), "rank": self.layout.index("data")}
 
+    @property
+    def batches_ahead(self) -> int:
+        """How many batches a rank may be ahead of another one in training."""
+        return 0
+
     # -- launch --------------------------------------------------------------------------------------------------
 
     def make_launcher(self) -> Any:
@@ -155,7 +161,8 @@ class LayoutStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.set_world_ranks()
-        assert self.cluster_environment is not None
+        assert self.cluster_environment is not None and self.lightning_module is not None
+        bring_along(self.lightning_module.trainer)
         timeout, device = self.options.wait, self.root_device
         backend = self.options.process_group_backend or process_group.backend_for(self.parallel_devices or [], device)
         if process_group.join(self.cluster_environment, self.layout, backend, timeout, device) or self._groups is None:

@@ -28,6 +28,7 @@ from typing_extensions import override
 
 from lightning_parallel.batch import batch_size
 from lightning_parallel.lightning_private import launched_by_make_launcher, layer_sync_of, tell_device
+from lightning_parallel.parts.callbacks import bring_along
 from lightning_parallel.parts.logs import LogRecorder
 from lightning_parallel.parts.manual import networks
 from lightning_parallel.settings import SET_BY_TRAINER, Auto, check, takes
@@ -136,6 +137,11 @@ class DataParallelStrategy(SingleDeviceStrategy):
                 "sync_batchnorm=True: replicas in threads normalise by the statistics of their share. Leave it out, or "
                 "use strategy='ddp'."
             )
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        bring_along(self._module().trainer)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel.gradients.swapping import Gradients
-from lightning_parallel.lightning_private import without_sigterm_broadcast
 from lightning_parallel.parts.asynchronous import AsynchronousTraining
 from lightning_parallel.parts.callbacks import ASYNCHRONOUS, IN_PARTS
 from lightning_parallel.parts.late_gradients import LateGradients
@@ -97,7 +96,6 @@ class AsyncPipelineStrategy(StagedStrategy):
         self._late = LateGradients(options.weights, options.correction, options.lr_discount, options.extra_in_flight)
         self._training: AsynchronousTraining | None = None
         self._ends_update = False  # does an update follow the batch that runs?
-        self._put_broadcast_back: Callable[[], None] | None = None
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
@@ -122,6 +120,11 @@ class AsyncPipelineStrategy(StagedStrategy):
             counts=self._shards.counts,
             gradients_on_parameters=False,  # they grow on the leaves of versions, which come and go
         )
+
+    @property
+    @override
+    def batches_ahead(self) -> int:
+        return (self.layout.stages - 1) * (1 + self._late.extra_in_flight)  # with one microbatch a batch
 
     def _updates_microbatches(self) -> int:
         """The microbatches of an update, as far as they are known before the first batch."""
@@ -185,9 +188,6 @@ class AsyncPipelineStrategy(StagedStrategy):
 
     @override
     def on_train_start(self) -> None:
-        assert self.lightning_module is not None
-        # Each rank still acts on a SIGTERM of its own.
-        self._put_broadcast_back = without_sigterm_broadcast(self.lightning_module.trainer)
         # A stage that lags behind steps its scheduler before its first update. Each update still uses its own rate.
         warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
 
@@ -266,12 +266,6 @@ class AsyncPipelineStrategy(StagedStrategy):
         """The fraction of time that the schedule leaves stages idle in its steady state."""
         return 0.0
 
-    @override
-    def teardown(self) -> None:
-        if self._put_broadcast_back is not None:
-            self._put_broadcast_back()
-            self._put_broadcast_back = None
-        super().teardown()
 
 
 def _refuse_ties(parts: Partition) -> None:

@@ -25,7 +25,7 @@ from recipes.compare import memory
 from recipes.compare.formula import Expected
 from recipes.compare.waiting import ReplicaPhases, Times
 from recipes.traffic import Traffic
-from recipes.worker import coordinates
+from recipes.work import coordinates
 
 FILE = "measured-{rank}.json"
 

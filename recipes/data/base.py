@@ -7,6 +7,8 @@ from typing import Any
 import lightning as L
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from lightning_parallel import ResumableDataLoader
+
 
 class SeededData(L.LightningDataModule):
     """Base of the example data.
@@ -60,7 +62,8 @@ class SeededData(L.LightningDataModule):
         sampler: DistributedSampler[Any] = DistributedSampler(
             dataset, num_replicas=replicas, rank=rank, shuffle=train, seed=self.seed, drop_last=train
         )
-        return DataLoader(
+        loader = ResumableDataLoader if train else DataLoader
+        return loader(
             dataset,
             batch_size=self.batch_size // replicas,
             sampler=sampler,

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from hydra.errors import CompactHydraException
 
-LAUNCHED = "RECIPES_LAUNCHER"  # set for workers: the process that launched them and prints their error
+REQUEUE = 75  # EX_TEMPFAIL, <sysexits.h>: exit code of a worker, and of recipes.train, that asks to be run again
 _PACKAGES = frozenset({"lightning_parallel", "recipes", "lightning"})
 
 
@@ -39,7 +39,8 @@ class Launcher(Protocol):
 
         Raises:
             WorkersFailed: a worker failed; the others have been ended.
-            KeyboardInterrupt: this process got SIGINT or SIGTERM; the workers have been ended.
+            Preempted: a worker or this process got SIGTERM or SIGUSR1, and all workers have left.
+            KeyboardInterrupt: this process got another signal that ends it; the workers have been ended.
         """
         ...
 
@@ -68,6 +69,10 @@ class Failure:
     def as_dict(self) -> dict[str, Any]:
         """The failure as ``run.json`` has it."""
         return {"rank": self.rank, "message": self.message, "traceback": self.traceback}
+
+
+class Preempted(KeyboardInterrupt):
+    """A scheduler is about to end the run, which has been saved if it had begun: it can be run again."""
 
 
 class WorkersFailed(CompactHydraException):

@@ -12,19 +12,24 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from recipes import ROOT
-from recipes.launchers.launcher import LAUNCHED, Failure, WorkersFailed
+from recipes.launchers.launcher import REQUEUE, Failure, Preempted, WorkersFailed
+from recipes.worker import LAUNCHED
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 _SHUTDOWN_SECONDS = 10  # what workers get to end themselves after Ctrl-C or a peer's failure
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the agent ends the workers
+_PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)  # the workers save the run, and leave
+_KILLED = tuple(-number for number in _PREEMPTING)  # exit codes: before a worker listens to them
 
 
 class LocalLauncher:
@@ -50,6 +55,7 @@ class LocalLauncher:
             _quiet_agent(),
             tempfile.TemporaryDirectory(prefix="recipes-") as scratch,
         ):
+            handed_on = _hand_on(_PREEMPTING)
             os.environ[LAUNCHED] = str(os.getpid())
             os.environ.setdefault("OMP_NUM_THREADS", str(self.threads))
             os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -65,6 +71,7 @@ class LocalLauncher:
                     max_restarts=0,
                     monitor_interval=0.1,
                     shutdown_timeout=_SHUTDOWN_SECONDS,
+                    signals_to_handle=",".join(number.name for number in _ENDING),
                     logs_specs=DefaultLogsSpecs(log_dir=scratch),
                 ),
                 sys.executable,
@@ -72,21 +79,52 @@ class LocalLauncher:
             try:
                 agent("-u", "-m", "recipes.worker", str(config_file))
             except ChildFailedError as error:
-                raise WorkersFailed(_root_cause(error), processes) from None
+                raise _reason(error, processes, preempted=bool(handed_on)) from None
             except SignalException as error:
                 raise KeyboardInterrupt(str(error)) from None
 
 
-def _root_cause(error: ChildFailedError) -> Failure:
-    """The worker that failed first. The others often only lost their connection to it."""
+def _hand_on(signals: Sequence[signal.Signals]) -> set[int]:
+    """From now on, pass these signals on to the workers. Returns those that came, as they come."""
+    handed_on: set[int] = set()
 
-    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, int]:
+    def hand_on(number: int, frame: Any) -> None:
+        handed_on.add(number)
+        for child in psutil.Process().children():
+            with suppress(psutil.NoSuchProcess):
+                if "recipes.worker" in child.cmdline():
+                    child.send_signal(number)
+
+    for number in signals:
+        signal.signal(number, hand_on)
+    return handed_on
+
+
+def _reason(error: ChildFailedError, processes: int, *, preempted: bool) -> Preempted | WorkersFailed:
+    """Why the workers have ended: the one that was first. The others often only lost their connection to it.
+
+    Args:
+        error: of the agent.
+        processes: the number of workers.
+        preempted: this process has passed a signal on.
+    """
+
+    def order(item: tuple[int, ProcessFailure]) -> tuple[int, int]:
         _, failure = item
         file = Path(failure.error_file)
-        # A worker killed by a signal left no file, and can't be the victim of a peer.
-        return (True, file.stat().st_mtime_ns) if file.is_file() else (failure.exitcode >= 0, 0)
+        if file.is_file():
+            return 1, file.stat().st_mtime_ns
+        # One that left no file can't be the victim of a peer. But the agent ends those that wait for one, by SIGTERM.
+        return (2 if failure.exitcode in _KILLED else 0), 0
 
     rank, failure = min(error.failures.items(), key=order)
+    codes = {each.exitcode for each in error.failures.values()} if preempted else {failure.exitcode}
+    if not codes.isdisjoint((REQUEUE, *_KILLED)):
+        return Preempted()
+    return WorkersFailed(_described(rank, failure), processes)
+
+
+def _described(rank: int, failure: ProcessFailure) -> Failure:
     content: Any = failure.error_file_data.get("message")
     if isinstance(content, dict):
         return Failure(rank, str(content["message"]), str(content["extraInfo"]["py_callstack"]))
@@ -103,7 +141,7 @@ def _signals_and_environment_restored() -> Iterator[None]:
     With its handlers, Ctrl-C would end one job of a sweep, and the sweep would go on.
     """
     environment = os.environ.copy()
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in (*_ENDING, *_PREEMPTING)}
     try:
         yield
     finally:

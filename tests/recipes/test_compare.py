@@ -19,7 +19,7 @@ import pytest
 import torch
 import yaml
 
-from recipes import ROOT, record, worker
+from recipes import ROOT, record, work
 from recipes.compare import formula, memory, picture, report, run, waiting
 from recipes.compare.__main__ import main
 from recipes.compare.findings import findings
@@ -53,7 +53,7 @@ def trained(config_file: str) -> dict[str, Any]:
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     try:
-        worker.main(config_file)
+        work.main(config_file)
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import yaml
 
 from recipes import ROOT, record
-from recipes.launchers.launcher import WorkersFailed
+from recipes.launchers.launcher import REQUEUE, WorkersFailed
 from recipes.launchers.local import LocalLauncher
 from tests.recipes.test_configs import composed
 
@@ -110,6 +110,39 @@ def test_interrupting_a_sweep_ends_all_of_it(tmp_path: Path) -> None:
     assert processes_of(tmp_path) == []
 
 
+def steps_of(folder: Path) -> tuple[int, str, dict[str, float | None]]:
+    (content,) = runs(folder).values()
+    (file,) = folder.rglob(record.METRICS)
+    return content["steps"], content["status"], json.loads(file.read_text())
+
+
+def test_a_run_that_is_preempted_and_started_again_has_the_numbers_of_one_that_is_not(tmp_path: Path) -> None:
+    whole, twice = tmp_path / "whole", tmp_path / "twice"
+    options = ["strategy=pipeline_sync", "trainer.max_steps=400"]
+    program = train(whole, *options)
+    output, _ = program.communicate()
+    assert program.returncode == 0, output
+
+    again = [*options, f"hydra.run.dir={twice}/run", "resume=auto"]
+    program = train(twice, *again)
+    deadline = time.monotonic() + 120
+    while not any("layout" in run for run in runs(twice).values()):  # until it trains
+        assert program.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(0.5)
+    program.send_signal(signal.SIGTERM)
+    output, _ = program.communicate(timeout=60)
+    assert program.returncode == REQUEUE, output
+    assert "SIGTERM after step" in output and "Traceback" not in output
+    assert [run["status"] for run in runs(twice).values()] == ["preempted"]
+    assert processes_of(twice) == []
+
+    program = train(twice, *again)
+    output, _ = program.communicate()
+    assert program.returncode == 0 and "Restored all states" in output, output
+    assert steps_of(twice) == steps_of(whole)
+
+
 def test_a_failing_rank_is_named_and_the_launcher_is_left_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +153,7 @@ def test_a_failing_rank_is_named_and_the_launcher_is_left_as_it_was(
     (tmp_path / record.CONFIG).write_text(yaml.safe_dump(config))
 
     environment = dict(os.environ)
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
     handlers = [signal.getsignal(number) for number in numbers]
     scratch = tmp_path / "scratch"
     scratch.mkdir()

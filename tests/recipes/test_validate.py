@@ -78,6 +78,8 @@ def test_every_correction_is_accepted(correction: str) -> None:
         (["strategy=tensor_pipeline", "cluster.devices=3"], "strategy.tensor_parallel", "=2, or a multiple"),
         (["scheduler=cosine", "trainer.max_steps=20"], "scheduler.warmup_steps", "use 4, a fifth"),
         (["ckpt_path=/no/such.ckpt"], "ckpt_path", "no such checkpoint"),
+        (["ckpt_path=last"], "ckpt_path", "or use resume=auto"),
+        (["resume=newest"], "resume", "give auto"),
         (["scheduler=cosine", "trainer.max_steps=-1"], "scheduler.total_steps", "trainer.max_steps"),
         (["+trainer.devices=4"], "trainer.devices", "use cluster.devices"),
         (["+trainer.max_stepz=4"], "trainer.max_stepz", "did you mean max_steps?"),

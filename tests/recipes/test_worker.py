@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from lightning_parallel import PipelineStrategy
-from recipes import record, worker
-from recipes.launchers.launcher import LAUNCHED
+from recipes import record, work, worker
+from recipes.worker import LAUNCHED
 from tests.pool import Failure, WorkerPool
 from tests.recipes.test_configs import composed
 from tests.recipes.test_launch import TINY
@@ -61,7 +61,7 @@ def outlive_launcher(killed: bool) -> bool:
     alive, report = os.pipe()
 
     def work() -> None:
-        worker._end_with_the_launcher()
+        worker.end_with_the_launcher()
         os.write(report, b"started")
         time.sleep(10)
         os.write(report, b", went on")
@@ -88,7 +88,7 @@ def start_late() -> int:
     launcher = forked(lambda: None)
     os.waitpid(launcher, 0)
     os.environ[LAUNCHED] = str(launcher)
-    _, status = os.waitpid(forked(worker._end_with_the_launcher), 0)
+    _, status = os.waitpid(forked(worker.end_with_the_launcher), 0)
     return os.WTERMSIG(status)
 
 
@@ -100,7 +100,7 @@ def test_a_worker_that_starts_after_its_launcher_s_end_ends(pool: WorkerPool) ->
 
 
 def test_under_torchrun_a_run_is_recorded_from_its_start_to_its_end(pool: WorkerPool, config_file: Path) -> None:
-    pool.run(worker.main, 1, str(config_file), init=False)
+    pool.run(work.main, 1, str(config_file), init=False)
     run = recorded(config_file)
     assert (run["status"], run["error"], run["steps"], run["choices"]) == ("completed", None, 2, {})
     (rank,) = run["layout"]["ranks"]
@@ -114,11 +114,11 @@ def end_with(error: BaseException, config_file: str) -> None:
     def run(config: Any) -> None:
         raise error
 
-    trained, worker.run = worker.run, run
+    trained, work.run = work.run, run
     try:
-        worker.main(config_file)
+        work.main(config_file)
     finally:
-        worker.run = trained
+        work.run = trained
 
 
 @pytest.mark.parametrize(("error", "status"), [
@@ -150,7 +150,7 @@ def test_only_the_first_rank_records(pool: WorkerPool, config_file: Path) -> Non
 
 def place_in_pipeline() -> dict[str, int]:
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=PipelineStrategy(), logger=False)
-    return worker.coordinates(trainer)
+    return work.coordinates(trainer)
 
 
 def test_coordinates_are_the_layout_s(pool: WorkerPool) -> None:
@@ -179,7 +179,7 @@ def threads_of_a_run(config_file: str) -> tuple[int, int, int]:
 
     L.Trainer.test = counted  # type: ignore[method-assign]
     try:
-        worker.main(config_file)
+        work.main(config_file)
     finally:
         L.Trainer.test = test  # type: ignore[method-assign]
     return before, during, collectives_threads()

@@ -1,0 +1,102 @@
+"""A resumed run goes on with the samples and the random numbers that would have come next.
+
+Lightning leaves out of checkpoints::
+
+    generators         A directory checkpoint has those of each rank. Under Lightning's own strategies rank 0 writes the
+                       file, so it gathers them. They are put back when the checkpoint is read; in the middle of an
+                       epoch once more right before the next batch is loaded, after all that draws at the start of a
+                       run, such as loaders.
+    states of loaders  It saves those of rank 0. Here rank 0 gathers one for each replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
+
+from lightning_parallel.checkpoint.random_state import RANDOM_STATE, random_state, restore_random_state
+from lightning_parallel.collectives import gather_objects_on_first
+from lightning_parallel.lightning_private import before_first_batch, in_mid_epoch
+
+_OF_RANKS = "random_states"  # in a file: by rank
+_OF_LOADERS = "loader_states"  # in any checkpoint: by replica
+
+
+class ExactResume(Callback):
+    """Saves the states of torch's, NumPy's and Python's generators, and of each replica's data loaders that have one
+    (:class:`.ResumableDataLoader`). A run that is resumed under the same layout gets them back. Under another one,
+    loaders do if there are as many replicas.
+
+    The strategies of this package bring this callback along. With Lightning's own, pass it to the Trainer::
+
+        Trainer(strategy="ddp", callbacks=[ExactResume()])
+    """
+
+    def __init__(self) -> None:
+        self._state: Mapping[str, Any] = {}
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if not _saves_by_itself(trainer):
+            checkpoint[_OF_RANKS] = _gathered(random_state(), trainer)
+        replicas, replica = _replica(trainer)
+        if replicas > 1:
+            states = _gathered((replica, _loaders(checkpoint).get(_KEY)), trainer)
+            checkpoint[_OF_LOADERS] = [dict(reversed(states))[replica] for replica in range(replicas)] if states else []
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        loaders = checkpoint.get(_OF_LOADERS, [])
+        replicas, replica = _replica(trainer)
+        if len(loaders) == replicas and loaders[replica]:
+            _loaders(checkpoint)[_KEY] = loaders[replica]
+        states = checkpoint.get(_OF_RANKS, [])
+        if _saves_by_itself(trainer):
+            self._state = checkpoint.get(RANDOM_STATE, {})
+        elif len(states) == trainer.world_size:
+            self._state = states[trainer.global_rank]
+        if trainer.state.fn == TrainerFn.FITTING:
+            restore_random_state(self._state)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if in_mid_epoch(trainer):
+            before_first_batch(trainer, partial(restore_random_state, self._state))
+        self._state = {}
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"of": "generators"}  # only callbacks with a state are asked to load it
+
+
+_KEY = "combined_loader"
+
+
+def _loaders(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Where a checkpoint has the states of loaders, under :data:`_KEY`."""
+    return checkpoint["loops"]["fit_loop"]["state_dict"]
+
+
+def _replica(trainer: pl.Trainer) -> tuple[int, int]:
+    """How many replicas there are, and which one this rank belongs to."""
+    sampler = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+    return sampler["num_replicas"], sampler["rank"]
+
+
+def _gathered(mine: Any, trainer: pl.Trainer) -> list[Any]:
+    """What every rank has, by rank; on rank 0 only."""
+    return (gather_objects_on_first(mine, None) or []) if trainer.world_size > 1 else [mine]
+
+
+def _saves_by_itself(trainer: pl.Trainer) -> bool:
+    return getattr(trainer.strategy, "saves_random_states", False)

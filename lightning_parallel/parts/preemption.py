@@ -1,0 +1,195 @@
+"""A scheduler is about to stop the run: the ranks agree, save, and leave, so that nothing is lost.
+
+It sends SIGTERM or SIGUSR1 to one rank or to all, at any moment, and kills what still runs some seconds later. So the
+handler only notes the signal. Between two batches, every rank tells the others whether it has got one::
+
+    rank 0    batch 6   no    batch 7      SIGTERM: save, leave
+    rank 1    batch 6   no    batch 7 !    SIGTERM: save, leave
+                                      ^ SIGTERM
+
+In the asynchronous pipeline the first stage is some batches ahead of the last one, and must not wait for it. There the
+rank that gets the signal writes down a later batch, before which all ranks leave.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from typing_extensions import override
+
+from lightning_parallel.collectives import guarded
+from lightning_parallel.lightning_private import (
+    before_each_batch,
+    before_first_batch,
+    ends_update,
+    requeue_by_slurm,
+    restart_nothing,
+    save_last,
+    say_terminated,
+    take_signals,
+)
+from lightning_parallel.torch_private import default_store
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Preemption(Callback):
+    """Ends a run whose process gets SIGTERM or SIGUSR1, after the batch (of an update: after the update) that runs.
+
+    The run is saved as ModelCheckpoint saves its last checkpoint, ``last.ckpt``, whatever its triggers are. Then
+    Lightning's ``SIGTERMException``, a ``SystemExit``, ends the script. Resumed from this checkpoint, the run goes on
+    as if it hadn't been stopped. Before training, and in ``validate``, ``test`` and ``predict``, there is nothing to
+    save, and the exception is raised at once.
+
+    The strategies of this package bring this callback along, and :class:`ExactResume`. With Lightning's own, pass
+    them to the Trainer::
+
+        Trainer(strategy="ddp", callbacks=[Preemption(), ExactResume()])
+
+    A validation runs to its end first, since a module may use other weights meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._signal = 0
+        self._meeting: _Meeting | None = None
+        self._notice: _Notice | None = None
+        self._put_back: Callable[[], None] | None = None
+        self._begun_at = 0  # batch
+        self._saves = False
+        self._resumes = False
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._signal:  # it came at the end of the run before
+            raise SIGTERMException
+        take_signals(trainer, _SIGNALS, self._received)
+
+    def _received(self, number: int, frame: Any) -> None:
+        self._signal = number
+        if self._put_back is None:
+            raise SIGTERMException
+
+    # -- a run of Trainer.fit ------------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._put_back is not None:  # of a learning-rate finder, within a run
+            return
+        self._begun_at = trainer.fit_loop.total_batch_idx
+        ahead = getattr(trainer.strategy, "batches_ahead", 0)
+        self._meeting = _Meeting()
+        self._notice = _Notice(ahead) if ahead else None
+        if self._resumes:
+            self._resumes = False
+            before_first_batch(trainer, lambda: restart_nothing(trainer))
+        self._put_back = before_each_batch(trainer, lambda: self._between_batches(trainer))
+
+    def _between_batches(self, trainer: pl.Trainer) -> None:
+        assert self._meeting is not None
+        batch = trainer.fit_loop.total_batch_idx + 1
+        number = self._notice.at(batch, self._signal) if self._notice else self._meeting.highest(self._signal)
+        if number and ends_update(trainer):
+            self._save(trainer, number)
+            self._leave(trainer)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A signal in the last batches."""
+        if self._meeting is not None:
+            self._signal = self._meeting.highest(self._signal)
+            if self._signal:
+                self._save(trainer, self._signal)
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._signal:
+            self._leave(trainer)
+
+    def _save(self, trainer: pl.Trainer, number: int) -> None:
+        name, step = signal.Signals(number).name, trainer.global_step
+        if trainer.fit_loop.total_batch_idx == self._begun_at:
+            rank_zero_info(f"{name} before the first batch: there is nothing to save.")
+            return
+        self._saves = True
+        if requeue_by_slurm(trainer, number):
+            return
+        for checkpoint in trainer.checkpoint_callbacks:
+            if isinstance(checkpoint, ModelCheckpoint) and not checkpoint.save_weights_only:
+                rank_zero_info(f"{name} after step {step}: saved to {save_last(checkpoint, trainer)}.")
+                return
+        rank_zero_warn(f"{name} after step {step}: not saved, since no ModelCheckpoint saves whole checkpoints.")
+
+    def _leave(self, trainer: pl.Trainer) -> None:
+        self._signal = 0
+        say_terminated(trainer)
+        raise SIGTERMException
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._put_back is not None:
+            self._put_back()
+        self._put_back = self._meeting = self._notice = None
+        self._saves = False
+
+    # -- what a checkpoint says of it ----------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"between_batches": self._saves}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._resumes = bool(state_dict["between_batches"])
+
+
+class _Meeting:
+    """Where ranks wait for each other anyway: each batch, every rank asks all."""
+
+    def __init__(self) -> None:
+        self._alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+        if not self._alone:
+            # On the host, so that no rank waits for its GPU.
+            self._group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+
+    def highest(self, mine: int) -> int:
+        """The highest number that a rank has. All ranks call it."""
+        if self._alone:
+            return mine
+        number = torch.tensor([mine])
+        guarded(dist.all_reduce, number, dist.ReduceOp.MAX, self._group)
+        return int(number)
+
+
+class _Notice:
+    """Where some ranks are ahead of others: the first rank with a signal names a batch that nobody has reached, on a
+    notice that all read. Nobody waits.
+
+    Args:
+        ahead: how many batches a rank may be ahead of another one.
+    """
+
+    def __init__(self, ahead: int) -> None:
+        self._ahead = ahead
+        store = default_store()
+        run = store.add(f"lightning_parallel/notices_of/{dist.get_rank()}", 1)
+        self._store = PrefixStore(f"lightning_parallel/notice/{run}", store)
+        self._read: tuple[int, int] | None = None
+
+    def at(self, batch: int, mine: int) -> int:
+        """The signal that ends the run before this batch; 0 for none."""
+        if self._read is None and mine:
+            guarded(self._store.compare_set, "stop", "", f"{mine} {batch + self._ahead + 1}")
+        if self._read is None and guarded(self._store.check, ["stop"]):
+            number, stop = map(int, guarded(self._store.get, "stop").split())
+            self._read = number, stop
+        number, stop = self._read or (0, 0)
+        return number if batch >= stop else 0

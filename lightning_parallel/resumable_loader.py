@@ -1,0 +1,115 @@
+"""A DataLoader that goes on in the middle of an epoch: a resumed run sees the batches that the stopped one hadn't seen.
+
+Lightning saves the state of loaders that have one, but torch's has none, so a run that is resumed from the middle of an
+epoch trains the epoch's first batches again::
+
+    - DataLoader(dataset, batch_size=32, shuffle=True)
+    + ResumableDataLoader(dataset, batch_size=32, shuffle=True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+
+class ResumableDataLoader(DataLoader):
+    """A DataLoader whose place in the epoch is saved in checkpoints, and found again. Samples before it aren't loaded.
+
+    The order of an epoch follows from one number, which is drawn from torch's default generator when the epoch begins,
+    unless the sampler has a generator of its own. A sampler that isn't torch's has to take its numbers from an
+    attribute ``generator``, or from ``set_epoch``. Random augmentations are the same again where they are drawn in this
+    process; worker processes begin anew.
+
+    Args:
+        dataset: with a length, and read by index.
+        *args: as for torch's DataLoader.
+        **kwargs: as for torch's DataLoader.
+
+    Raises:
+        ValueError: the place in the data can't be found again: the dataset is an iterable, or the sampler has no
+            length.
+    """
+
+    def __init__(self, dataset: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(dataset, *args, **kwargs)
+        if isinstance(dataset, IterableDataset):
+            raise ValueError(
+                f"{type(dataset).__name__} is an iterable dataset, in which a place can't be found by its number: give "
+                f"your loader state_dict() and load_state_dict() of its own."
+            )
+        try:
+            len(self)
+        except TypeError as error:
+            raise ValueError(
+                "The sampler has no length (__len__), so Lightning fetches a batch ahead of the one that runs, and the "
+                "place isn't known: give it one."
+            ) from error
+        sampler = getattr(self.batch_sampler, "sampler", self.sampler)
+        given = getattr(sampler, "generator", None)
+        self._order = given or torch.Generator()
+        self._is_seeded_here = given is None
+        if given is None and hasattr(sampler, "generator"):
+            sampler.generator = self._order
+        self._place = 0  # batches of this epoch that have been handed out
+        self._began = self._order.get_state()
+        self._resumes = False
+
+    def __iter__(self) -> Any:
+        if self._resumes:
+            self._resumes = False
+            self._order.set_state(self._began)
+            return self._counted(iter(self._from(self._place)) if self._place else super().__iter__())
+        if self._is_seeded_here:
+            self._order.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+        self._place, self._began = 0, self._order.get_state()
+        return self._counted(super().__iter__())
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._place += 1
+            yield batch
+
+    def _from(self, place: int) -> DataLoader:
+        """The rest of an epoch."""
+        if self.batch_sampler is None:
+            order: dict[str, Any] = {"sampler": _Rest(self.sampler, place), "batch_size": None}
+        else:
+            order = {"batch_sampler": _Rest(self.batch_sampler, place)}
+        return DataLoader(
+            self.dataset,
+            **order,
+            num_workers=self.num_workers,
+            collate_fn=self.collate_fn,
+            pin_memory=self.pin_memory,
+            timeout=self.timeout,
+            worker_init_fn=self.worker_init_fn,
+            multiprocessing_context=self.multiprocessing_context,
+            generator=self.generator,
+            prefetch_factor=self.prefetch_factor,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is."""
+        return {"place": self._place, "order": self._began}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next epoch be the rest of that in which ``state`` was saved."""
+        self._place, self._began, self._resumes = state["place"], state["order"], True
+
+
+class _Rest(Sampler):
+    """What a sampler gives after the first items."""
+
+    def __init__(self, sampler: Any, first: int) -> None:
+        self._sampler, self._first = sampler, first
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self._sampler, self._first, None)
+
+    def __len__(self) -> int:
+        return len(self._sampler) - self._first

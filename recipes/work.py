@@ -1,0 +1,113 @@
+"""What a worker does (``worker.py``): it trains, and tests if asked, and records how that ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import traceback
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch.distributed as dist
+import yaml
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.distributed.elastic.multiprocessing.errors import record as record_error
+
+from lightning_parallel.layout import Layout
+from lightning_parallel.parts import process_group
+from recipes import build, record, resume
+from recipes.launchers.launcher import REQUEUE
+
+
+class RecordLayout(Callback):
+    """Writes which rank is where, and on what data, to ``run.json``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        mine = {
+            "rank": trainer.global_rank,
+            "host": socket.gethostname(),
+            "device": str(trainer.strategy.root_device),
+            "coordinates": coordinates(trainer),
+        }
+        ranks: list[Any] = [mine]
+        if dist.is_initialized():
+            ranks = [None] * trainer.world_size
+            dist.all_gather_object(ranks, mine)
+        if trainer.is_global_zero:
+            data = getattr(getattr(trainer, "datamodule", None), "fingerprint", None)
+            record.update(self.folder, layout={"world_size": trainer.world_size, "ranks": ranks}, data=data)
+
+
+def coordinates(trainer: L.Trainer) -> dict[str, int]:
+    """This rank's place on every axis."""
+    layout = getattr(trainer.strategy, "layout", None)
+    if not isinstance(layout, Layout):  # of Lightning's strategies
+        layout = Layout.resolve(trainer.world_size, trainer.global_rank, data=trainer.world_size)
+    return {axis.name: layout.index(axis.name) for axis in layout.axes}
+
+
+def run(config: Mapping[str, Any]) -> None:
+    """Train, and test if asked. It leaves ``metrics.json``, ``run.json``, logs and checkpoints in the run's folder."""
+    folder = Path(config["paths"]["output_dir"])
+    L.seed_everything(config["seed"], workers=True, verbose=False)
+    datamodule, model = build.data(config), build.model(config)
+    trainer = build.trainer(config, [RecordLayout(folder)])
+    trainer.fit(model, datamodule=datamodule, ckpt_path=resume.chosen(config))
+    if trainer.interrupted:
+        raise KeyboardInterrupt("interrupted while training")
+    metrics = dict(trainer.callback_metrics)
+    steps = trainer.global_step
+    if config["test"]:
+        trainer.test(model, datamodule=datamodule)
+        metrics.update(trainer.callback_metrics)
+    if trainer.is_global_zero:
+        record.update(folder, steps=steps, metrics=record.write_metrics(folder, metrics))
+        record.end(folder, "completed")
+
+
+@record_error
+def main(config_file: str) -> None:
+    """Run a resolved config. Whatever happens, ``run.json`` says how it ended.
+
+    Raises:
+        SystemExit: with :data:`REQUEUE`, after a signal of a scheduler.
+    """
+    _quiet()
+    config: dict[str, Any] = yaml.safe_load(Path(config_file).read_text())
+    folder = Path(config["paths"]["output_dir"])
+    first = os.environ.get("RANK", "0") == "0"
+    if first and not (folder / record.RUN).exists():  # started by torchrun
+        folder.mkdir(parents=True, exist_ok=True)
+        record.start(folder, config, choices={})
+    try:
+        run(config)
+    except SIGTERMException:
+        if first:
+            record.end(folder, "preempted")
+        sys.exit(REQUEUE)
+    except BaseException as error:  # noqa: B036 (Ctrl-C too is recorded, and raised again)
+        if first:
+            status = "failed" if isinstance(error, Exception) else "interrupted"
+            message = "".join(traceback.format_exception_only(error)).strip()
+            record.end(folder, status, {"rank": 0, "message": message, "traceback": traceback.format_exc()})
+        raise
+    process_group.leave()  # Lightning's own strategies leave it to the end of the process
+
+
+def _quiet() -> None:
+    """Leave out hints of Lightning's that don't apply to the example data, and its advertising."""
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*smaller than the logging interval.*")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda entry: not str(entry.msg).startswith(("💡", "Tip:"))
+    )

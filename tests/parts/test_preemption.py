@@ -1,0 +1,254 @@
+"""A signal ends a run between two batches on all ranks, saved; the resumed run equals the one that wasn't stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from contextlib import suppress
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_parallel import (
+    AsyncPipelineStrategy,
+    DataParallelStrategy,
+    ExactResume,
+    FullyShardedStrategy,
+    PipelineStrategy,
+    Preemption,
+    ResumableDataLoader,
+    TensorParallelStrategy,
+)
+from tests.pool import Failure, WorkerPool
+from tests.strategies.harness import complete, here
+
+BATCHES, EPOCHS, EVERY = 6, 2, 3  # batches an epoch, epochs, batches between validations
+SIGNALS = [signal.SIGTERM, signal.SIGUSR1]
+Kill = tuple[str, int, int, int]  # in which step, at which batch, on which rank, which signal
+
+
+class Model(pl.LightningModule):
+    """Its hooks, schedulers and validation leave traces in the numbers."""
+
+    def __init__(self, kill: Kill | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+        self.second = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Tanh())
+        self.last = nn.Linear(8, 2)
+        self.register_buffer("ended", torch.zeros(()))
+        self.kill = kill
+        self.seen: list[tuple[str, int, float]] = []
+
+    def _step(self, name: str, batch: Any) -> Tensor:
+        if self.kill is not None and self.kill[:3] == (name, self.trainer.fit_loop.total_batch_idx, self.global_rank):
+            os.kill(os.getpid(), self.kill[3])
+        x, y = batch
+        return nn.functional.mse_loss(self.last(self.second(self.first(x))), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._step("training", batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self._step("validation", batch))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.ended += 1
+
+    def on_validation_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.seen.append(("val", self.trainer.global_step, float(self.trainer.callback_metrics["val"])))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), 0.05)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1.0)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": plateau, "interval": "step", "frequency": EVERY, "monitor": "val"},
+        }
+
+
+def strategy_of(name: str) -> tuple[Any, dict[str, Any]]:
+    """The strategy, and what else the Trainer needs."""
+    layers = ["first", "second", "last"]
+    plan = {"first.0": "column", "second.0": "row"}
+    return {
+        "single": lambda: ("auto", {"devices": 1, "callbacks": [Preemption(), ExactResume()]}),
+        "ddp": lambda: ("ddp", {"devices": 2, "callbacks": [Preemption(), ExactResume()]}),
+        "pipeline": lambda: (PipelineStrategy(microbatches=2, layers=layers), {"devices": 2}),
+        "asynchronous": lambda: (AsyncPipelineStrategy(microbatches=2, layers=layers), {"devices": 2}),
+        "tensor": lambda: (TensorParallelStrategy(plan=plan), {"devices": 2}),
+        "fully sharded": lambda: (FullyShardedStrategy(), {"devices": 2}),
+        "threads": lambda: (DataParallelStrategy(), {"devices": 2}),
+    }[name]()
+
+
+class SavesBefore(Callback):
+    """Saves the run before a batch."""
+
+    def __init__(self, batch: int | None) -> None:
+        self.batch = batch
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
+        if trainer.fit_loop.total_batch_idx == self.batch:
+            trainer.save_checkpoint("saved/before.ckpt")
+
+
+def make_trainer(
+    name: str, saved_before: int | None = None, *, save_weights_only: bool = False, **options: Any
+) -> pl.Trainer:
+    strategy, more = strategy_of(name)
+    checkpoint = ModelCheckpoint(dirpath="saved", save_top_k=0, save_weights_only=save_weights_only)
+    callbacks = [*more.pop("callbacks", []), *options.pop("callbacks", []), SavesBefore(saved_before), checkpoint]
+    settings = {"max_epochs": EPOCHS, "val_check_interval": EVERY, "num_sanity_val_steps": 1, **more, **options}
+    return pl.Trainer(
+        accelerator="cpu", strategy=strategy, callbacks=callbacks, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False, **settings,
+    )  # fmt: skip
+
+
+def loaders() -> tuple[DataLoader, DataLoader]:
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(24, 4, generator=generator), torch.randn(24, 2, generator=generator))
+    return ResumableDataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=4)
+
+
+def train(name: str, kill: Kill | None, drained_before: int | None = None) -> dict[str, Any]:
+    """What a run leaves; one that is killed is resumed.
+
+    Args:
+        name: of the strategy.
+        kill: when, where and how.
+        drained_before: a batch before which a run that isn't killed is saved, for which a pipeline drains.
+    """
+    pl.seed_everything(3, verbose=False)
+    before = [signal.getsignal(number) for number in SIGNALS]
+    model, seen = Model(kill), []
+    trainer = make_trainer(name, drained_before)
+    if kill is None:
+        trainer.fit(model, *loaders())
+    else:
+        with pytest.raises(SystemExit) as left:
+            trainer.fit(model, *loaders())
+        assert not left.value.code and trainer.received_sigterm
+        assert [signal.getsignal(number) for number in SIGNALS] == before
+        seen, stopped_at = model.seen, trainer.fit_loop.total_batch_idx
+        pl.seed_everything(3, verbose=False)
+        torch.rand(7)  # a generator in another state
+        model, trainer = Model(), make_trainer(name)
+        trainer.fit(model, *loaders(), ckpt_path="saved/last.ckpt")
+        drained_before = stopped_at + 1
+    scheduler: Any = trainer.lr_scheduler_configs[0].scheduler
+    return {
+        "parameters": {name: complete(p.detach()) for name, p in here(model).items()},
+        "batches": int(model.ended), "steps": trainer.global_step, "rates": scheduler.get_last_lr(),
+        "validated": seen + model.seen, "drained before": drained_before,
+    }  # fmt: skip
+
+
+def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Bit by bit, on every rank."""
+    for one, other in zip(found, expected, strict=True):
+        parameters = [each.pop("parameters") for each in (one, other)]
+        assert one == other
+        assert all(torch.equal(parameters[0][name], value) for name, value in parameters[1].items())
+        assert parameters[1]
+
+
+WORLDS = {"single": 1, "threads": 1, "ddp": 2, "fully sharded": 2, "tensor": 2, "pipeline": 2}
+# After a batch in the middle of an epoch, before a validation, at an epoch's end, and at the end.
+BATCHES_OF_SIGNALS = [1, 2, BATCHES - 1, EPOCHS * BATCHES - 1]
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(pool: WorkerPool, name: str) -> None:
+    world = WORLDS[name]
+    for batch, number in zip(BATCHES_OF_SIGNALS, 2 * SIGNALS, strict=True):
+        kill: Kill = ("training", batch, world - 1, number)
+        found = pool.run(train, world, name, kill, init=False)
+        assert [rank["drained before"] for rank in found] == [batch + 1] * world
+        assert_equal(found, pool.run(train, world, name, None, batch + 1, init=False))
+
+
+def test_an_asynchronous_one_as_if_it_had_drained_there(pool: WorkerPool) -> None:
+    """It stops as many batches later as its first stage is ahead of the last one."""
+    for batch, rank in ((1, 0), (4, 1)):
+        found = pool.run(train, 2, "asynchronous", ("training", batch, rank, signal.SIGTERM), init=False)
+        assert [each["drained before"] for each in found] == [batch + 3] * 2
+        assert_equal(found, pool.run(train, 2, "asynchronous", None, batch + 3, init=False))
+
+
+def test_a_signal_in_a_validation_waits_for_its_end(pool: WorkerPool) -> None:
+    found = pool.run(train, 2, "pipeline", ("validation", 2, 0, signal.SIGUSR1), init=False)
+    assert [rank["drained before"] for rank in found] == [3, 3]
+    assert_equal(found, pool.run(train, 2, "pipeline", None, 3, init=False))
+
+
+def accumulate() -> int:
+    model = Model(("training", 0, 0, signal.SIGTERM))
+    trainer = make_trainer("pipeline", accumulate_grad_batches=3)
+    with pytest.raises(SystemExit):
+        trainer.fit(model, *loaders())
+    return int(model.ended)
+
+
+def test_an_update_that_has_begun_is_completed(pool: WorkerPool) -> None:
+    assert pool.run(accumulate, 2, init=False) == [3, 3]
+
+
+class KillsFirst(Callback):
+    def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.is_global_zero:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def evaluate(name: str) -> None:
+    make_trainer(name, callbacks=[KillsFirst()]).validate(Model(), loaders()[1])
+
+
+@pytest.mark.parametrize("name", ["single", "pipeline"])
+def test_an_evaluation_ends_at_once(pool: WorkerPool, name: str) -> None:
+    """The other ranks lose their connection to it."""
+    start = time.monotonic()
+    first, *others = pool.run(evaluate, WORLDS[name], name, init=False, expect_errors=True)
+    assert first.rstrip().endswith("SIGTERMException") and all(isinstance(other, Failure) for other in others)
+    assert time.monotonic() - start < 20
+
+
+def save_weights_only() -> tuple[list[str], list[str]]:
+    model = Model(("training", 1, 0, signal.SIGTERM))
+    trainer = make_trainer("single", save_weights_only=True)
+    with pytest.raises(SystemExit), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(model, *loaders())
+    return os.listdir(), [str(each.message) for each in caught if "SIGTERM" in str(each.message)]
+
+
+def test_without_a_whole_checkpoint_it_is_said_that_nothing_is_saved(pool: WorkerPool) -> None:
+    ((files, said),) = pool.run(save_weights_only, 1, init=False)
+    assert files == [] and said == [
+        "SIGTERM after step 2: not saved, since no ModelCheckpoint saves whole checkpoints."
+    ]
+
+
+def own_handlers() -> tuple[list[int], int]:
+    """The signals that handlers of the user's own get, and the batches that are trained."""
+    got: list[int] = []
+    for number in SIGNALS:
+        signal.signal(number, lambda number, frame: got.append(number))
+    for number in reversed(SIGNALS):
+        model = Model(("training", 1, 0, number))
+        with suppress(SystemExit):
+            make_trainer("single").fit(model, *loaders())
+    return got, int(model.ended)
+
+
+def test_a_handler_of_the_user_s_own_is_called_too_and_keeps_sigusr1_to_itself(pool: WorkerPool) -> None:
+    assert pool.run(own_handlers, 1, init=False) == [([signal.SIGUSR1, signal.SIGTERM], 2)]

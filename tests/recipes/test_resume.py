@@ -1,0 +1,49 @@
+"""recipes/resume.py: a run goes on from its newest whole checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipes import resume
+
+
+def config(folder: Path, *, ckpt_path: str | None = None, again: str | None = "auto") -> dict[str, Any]:
+    callbacks = {"checkpoint": {"_target_": "...ModelCheckpoint"}, "progress_bar": {"_target_": "...TQDMProgressBar"}}
+    return {
+        "ckpt_path": ckpt_path, "resume": again, "callbacks": callbacks, "paths": {"output_dir": str(folder)}
+    }  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two files and a directory; the newest one is half a file, the directory lacks the tensors' index."""
+    saved = tmp_path / "checkpoints"
+    saved.mkdir()
+    for age, name in enumerate(["half.ckpt", "new.ckpt", "old.ckpt"]):
+        torch.save({"state_dict": torch.ones(100)}, saved / name)
+        os.utime(saved / name, (1000 - age, 1000 - age))
+    content = (saved / "half.ckpt").read_bytes()
+    (saved / "half.ckpt").write_bytes(content[: len(content) // 2])
+    (saved / "part.ckpt").mkdir()
+    (saved / "part.ckpt" / "trainer.pt").touch()
+    return tmp_path
+
+
+def test_the_newest_whole_checkpoint_is_found(folder: Path) -> None:
+    assert resume.chosen(config(folder)) == str(folder / "checkpoints" / "new.ckpt")
+
+
+def test_without_one_it_starts_with_ckpt_path(tmp_path: Path) -> None:
+    assert resume.chosen(config(tmp_path)) is None
+    assert resume.chosen(config(tmp_path, ckpt_path="first.ckpt")) == "first.ckpt"
+
+
+def test_last_is_the_same_and_a_path_is_itself(folder: Path) -> None:
+    assert resume.chosen(config(folder, ckpt_path="last", again=None)) == str(folder / "checkpoints" / "new.ckpt")
+    assert resume.chosen(config(folder, ckpt_path="first.ckpt", again=None)) == "first.ckpt"
+    assert resume.chosen(config(folder, again=None)) is None
