@@ -60,8 +60,8 @@ class OnceABatch:
                 if _state_of(parameter) != state:
                     name = next(name for name, p in self._module.named_parameters() if p is parameter)
                     raise RuntimeError(
-                        f"training_step has changed '{name}', which it didn't do in the first step. It is called for "
-                        f"each microbatch, and would do so each time: change it in on_train_batch_end, or use "
+                        f"training_step has changed '{name}' inside a layer, or not in the first step. It is called "
+                        f"for each microbatch, and would change it each time: change it in on_train_batch_end, or use "
                         f"microbatches=1."
                     )
         # .data counts no version up, so a backward that saved the tensor accepts it: its value will be the same again.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -34,12 +34,13 @@ class StepHooks:
         self._asked: dict[str, str] = {}  # parameters and buffers whose values a hook has asked for, with the hook
 
     def __call__(self, output: Any) -> None:
-        optimizer = SimpleNamespace(step=lambda *args, **kwargs: None, param_groups=[], state={})
+        optimizer = SimpleNamespace(step=lambda *args, **kwargs: None, param_groups=[_Options()], state={})
+        outputs = output if isinstance(output, Mapping) else {"loss": output}  # as Lightning passes it
         arguments: dict[str, tuple[Any, ...]] = {
             "on_train_batch_start": (self._batch, 0),
             "optimizer_step": (0, 0, optimizer, lambda: None),
             "on_before_zero_grad": (optimizer,),
-            "on_train_batch_end": (output, self._batch, 0),
+            "on_train_batch_end": (outputs, self._batch, 0),
         }
         with _only_read(self._trainer, self._module):
             for name in _HOOKS:
@@ -67,6 +68,13 @@ class StepHooks:
                     f"{hook} asks for the value of '{parameter}', which only stage {holders[0]} has, but it runs on "
                     f"all stages. Compute it in training_step, or use a strategy without stages."
                 )
+
+
+class _Options(dict[str, float]):
+    """Those of an optimizer's group, such as its learning rate."""
+
+    def __missing__(self, key: str) -> float:
+        return 1.0
 
 
 class _NotYetError(RuntimeError):

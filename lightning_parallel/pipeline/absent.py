@@ -17,7 +17,11 @@ absent tensor too, so that the generators of all stages stay equal.
 
 from __future__ import annotations
 
+import math
+import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from types import CodeType
 from typing import Any, NoReturn
 
 import torch
@@ -254,22 +258,52 @@ def _write_to_lists(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 class ValuesGuessed(TorchDispatchMode):
-    """Inside, code that asks an absent tensor for its value gets one, so that it goes on: False, or 1.
+    """Inside, code that asks an absent tensor for its value gets one, so that it goes on. A line that has asked often,
+    as that of a loop until something converges, gets another one every now and then.
 
     Args:
-        here: does the code that runs get one?
+        here: does the code that asks for a tensor's value get one?
+        truth: of the booleans, ``x.isfinite()`` for example.
+        number: of the others, as far as their type has it.
+
+    Raises:
+        AbsentValueError: a step has asked too often.
+
+    Attributes:
+        booleans: how many were asked for.
     """
 
-    def __init__(self, here: Callable[[], bool]) -> None:
+    _OFTEN, _TOO_OFTEN = 20, 2000
+
+    def __init__(self, here: Callable[[AbsentTensor], bool], *, truth: bool = False, number: float = 1.0) -> None:
         super().__init__()
-        self._here = here
+        self._here, self._truth, self._number = here, truth, number
+        self.booleans = 0
+        self._asked: Counter[tuple[CodeType, int]] = Counter()  # by line
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         asks = func is VALUE_OF and isinstance(args[0], AbsentTensor)
-        if asks and self._here():
-            kind = args[0].dtype
-            return False if kind is torch.bool else 1.0 if kind.is_floating_point else 1
-        return func(*args, **(kwargs or {}))
+        return self._guess(args[0]) if asks and self._here(args[0]) else func(*args, **(kwargs or {}))
+
+    def _guess(self, tensor: AbsentTensor) -> Any:
+        line = _line_of_user()
+        self._asked[line] += 1
+        if self._asked.total() > self._TOO_OFTEN:
+            tensor.tolist()  # refused
+        other = self._asked[line] % self._OFTEN == 0
+        if tensor.dtype is torch.bool:
+            self.booleans += 1
+            return self._truth is not other
+        number = 0.0 if other else self._number
+        return number if tensor.dtype.is_floating_point else math.ceil(number)
+
+
+def _line_of_user() -> tuple[CodeType, int]:
+    """The line that is running, of code other than torch's and this file's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (frame.f_globals.get("__name__") or "").startswith((__name__, "torch.")):
+        frame = frame.f_back
+    return frame.f_code, frame.f_lineno
 
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]

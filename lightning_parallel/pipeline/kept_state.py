@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
+from numbers import Number
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
@@ -109,8 +110,15 @@ class StateKept:
         value = vars(part).get(name, buffers_of(part).get(name))
         if isinstance(value, Tensor):
             return id(value), version_of(value)
+        if isinstance(value, np.ndarray):
+            return value.tobytes()
         held = self._contents(value)
         return _plain(value) if held is None else [_plain(item) for item in _items(held)]
+
+    def is_number(self, part: nn.Module, name: str) -> bool:
+        """Does an attribute hold a number, or a tensor?"""
+        value = vars(part).get(name, buffers_of(part).get(name))
+        return isinstance(value, (Number, np.generic, Tensor))
 
     def again(self) -> StateKept:
         """The same, from now on."""
@@ -144,12 +152,13 @@ class StateKept:
         """For each of the other parts, the attributes that have changed and hold no absent tensors. What metrics keep
         is left out."""
         tensors = {id(tensor) for tensor, content in self._tensors if not _equal(tensor, content)}
+        arrays = {id(array) for array, values in self._arrays if array.tobytes() != values.tobytes()}
         found = {
             part: {name for name, buffer in buffers_of(part).items() if id(buffer) in tensors}
             for key, part in self._modules.items()
             if key not in self._apart and not isinstance(part, Metric)
         }
-        for part, name, before, value in self._written_attributes(self._changed_containers() | tensors):
+        for part, name, before, value in self._written_attributes(self._changed_containers() | tensors | arrays):
             differs = before is value or _plain(before) != _plain(value)
             if differs and part in found and not _has_absent(value):
                 found[part].add(name)
@@ -204,7 +213,8 @@ def _equal(tensor: Tensor, content: Tensor) -> bool:
 
 def _plain(value: Any) -> Any:
     """To be compared: numbers and texts by their value, all else as objects."""
-    return value if isinstance(value, int | float | str) else id(value)
+    is_nan = isinstance(value, float) and value != value
+    return "not a number" if is_nan else value if isinstance(value, int | float | str) else id(value)
 
 
 def _items(held: _Held) -> list[Any]:

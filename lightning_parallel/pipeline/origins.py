@@ -14,6 +14,7 @@ from __future__ import annotations
 
 FROM_EARLIER_STEP = "what an earlier step has stored on a module"
 METRIC_STATE = "the state of a metric before the step"
+STEP_OUTPUT = "what the step returns"  # in the module's hooks around it
 INPUT = "an input"  # of a module that is asked by itself
 
 

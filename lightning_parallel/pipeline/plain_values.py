@@ -25,19 +25,17 @@ def attribute_uses(attributes: Mapping[nn.Module, set[str]], on_use: OnUse) -> I
     try:
         for part, names in attributes.items():
             kind = type(part)
-            if isinstance(part, torch.jit.ScriptModule) or (telling := _telling(kind, names, on_use)) is None:
+            if isinstance(part, torch.jit.ScriptModule):
                 continue
             kinds.append((part, kind))
-            part.__class__ = telling
+            part.__class__ = _telling(kind, names, on_use)
         yield
     finally:
         for part, kind in kinds:
             part.__class__ = kind
 
 
-def _telling(kind: type[nn.Module], names: set[str], on_use: OnUse) -> type[nn.Module] | None:
-    """None if there can't be one: objects of the class have slots."""
-
+def _telling(kind: type[nn.Module], names: set[str], on_use: OnUse) -> type[nn.Module]:
     def read(self: nn.Module, name: str) -> Any:
         if name in names:
             on_use(self, name, False)
@@ -53,8 +51,8 @@ def _telling(kind: type[nn.Module], names: set[str], on_use: OnUse) -> type[nn.M
     telling: type[nn.Module] = type.__new__(type(kind), kind.__name__, (_Plain,), methods)
     try:
         telling.__bases__ = (kind,)
-    except TypeError:
-        return None
+    except TypeError:  # its objects are laid out otherwise, with slots: then the class is told
+        telling = type(kind)(kind.__name__, (kind,), methods)  # type: ignore[misc]
     return telling
 
 

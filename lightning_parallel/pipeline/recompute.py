@@ -2,47 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.pipeline.seeding import host_generators_from, host_generators_now
+from lightning_parallel.torch_private import buffers_of, parameters_of
 
 
-def recomputed(layer: nn.Module, draws_on_host: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a layer's ``forward`` so that its backward runs it again.
+class Recomputed:
+    """A layer's forward that runs again in each backward through it, as it ran the first time.
 
     Args:
         layer: whose forward it is.
-        draws_on_host: it draws from Python's or NumPy's generator: it does so again. torch sees to its own generators.
         forward: of the layer.
-        args, kwargs: of ``forward``.
+        draws_on_host: it draws from Python's or NumPy's generator: it does so again. torch sees to its own generators.
     """
-    if torch.is_grad_enabled():
+
+    def __init__(self, layer: nn.Module, forward: Callable[..., Any], draws_on_host: bool = False) -> None:
+        self._layer, self._forward, self._draws_on_host = layer, forward, draws_on_host
+        self._written: set[tuple[int, str]] | None = None  # by the first run: where its tensors are
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
         args, kwargs = without_caches(args, kwargs)
-    drawn = host_generators_from(host_generators_now()) if draws_on_host else nullcontext()
+        kept = [(store, name, _copy(tensor)) for store, name, tensor in self._places()]
+        again = _Again(kept, host_generators_now() if self._draws_on_host else None)
+        output = checkpoint(
+            self._forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), again), **kwargs
+        )
+        if self._written is None:
+            # By values: BatchNorm writes to its statistics without counting their versions.
+            self._written = {(id(store), name) for store, name, old in kept if not _equal(store.get(name), old)}
+        return output
 
-    @contextmanager
-    def again() -> Iterator[None]:
-        with drawn, _buffers_kept(layer):
-            yield
+    def _places(self) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+        """The tensors without gradient that the layer writes to, and where they are: BatchNorm's statistics, a
+        codebook. Before the first run, all without gradient."""
+        for part in self._layer.modules():
+            for store in (buffers_of(part), parameters_of(part)):
+                for name, tensor in store.items():
+                    may_be_written = self._written is None or (id(store), name) in self._written
+                    if may_be_written and tensor is not None and not tensor.requires_grad:
+                        yield store, name, tensor
 
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), again()), **kwargs)
+
+class _Again:
+    """Around a further run of a layer: what it writes to is as it was before the first run, and afterwards as now.
+
+    Args:
+        tensors: those tensors, and where they belong.
+        drawn: the states of Python's and NumPy's generators before the first run; None if the layer leaves them alone.
+    """
+
+    def __init__(self, tensors: Sequence[tuple[dict[str, Any], str, Tensor]], drawn: tuple[Any, Any] | None) -> None:
+        self._tensors, self._drawn = tensors, drawn
+        self._now: list[tuple[dict[str, Any], str, Tensor | None]] = []
+        self._generators = ExitStack()
+
+    def __enter__(self) -> None:
+        self._now = [(store, name, store.get(name)) for store, name, _ in self._tensors]
+        for store, name, tensor in self._tensors:
+            store[name] = _copy(tensor)  # there may be another backward
+        if self._drawn is not None:
+            self._generators.enter_context(host_generators_from(self._drawn))
+
+    def __exit__(self, *error: Any) -> None:
+        self._generators.close()
+        for store, name, tensor in self._now:
+            store[name] = tensor
 
 
-@contextmanager
-def _buffers_kept(layer: nn.Module) -> Iterator[None]:
-    """Inside, the layer runs again: its statistics of the inputs (BatchNorm) are not to count them twice."""
-    before = [(buffer, buffer.clone()) for buffer in layer.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, content in before:
-            buffer.data.copy_(content)
+def _equal(tensor: Tensor | None, old: Tensor) -> bool:
+    return tensor is not None and tensor.shape == old.shape and torch.equal(tensor, old)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    copy = tensor.detach().clone()
+    return nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
 
 
 def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

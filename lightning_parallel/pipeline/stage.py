@@ -40,7 +40,7 @@ from lightning_parallel.pipeline.interception import Interception, LeaveStep, ca
 from lightning_parallel.pipeline.origins import origin_of_parameter
 from lightning_parallel.pipeline.other_units import OtherUnits
 from lightning_parallel.pipeline.partition import Partition
-from lightning_parallel.pipeline.recompute import recomputed
+from lightning_parallel.pipeline.recompute import Recomputed
 from lightning_parallel.pipeline.seeding import TorchGenerators, draw_seed
 from lightning_parallel.pipeline.survey import survey
 from lightning_parallel.pipeline.traced import Call
@@ -143,7 +143,7 @@ class Stage:
                 # Inside the hooks, which a second run doesn't pass. Layers without parameters are small, and may work
                 # in place (nn.ReLU(inplace=True)), which can't be run twice.
                 draws_on_host = name in self.partition.draw_on_host
-                self._on_units.instead(unit, partial(recomputed, unit, draws_on_host, unit.forward))
+                self._on_units.instead(unit, Recomputed(unit, unit.forward, draws_on_host))
             if len(stages) > 1 or name in self.partition.direct:
                 self._on_units.before(unit, partial(self._announce, name))
                 self._on_units.instead(unit, partial(self._wrapped, name, unit.forward))

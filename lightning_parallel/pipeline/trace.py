@@ -18,11 +18,12 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import Metric
 
 from lightning_parallel.pipeline.absent import AbsentTensor, AbsentValueError, ValuesGuessed
@@ -30,11 +31,11 @@ from lightning_parallel.pipeline.absent_forward import ContainerWrittenError
 from lightning_parallel.pipeline.absent_module import everything_absent
 from lightning_parallel.pipeline.interception import LeaveStep
 from lightning_parallel.pipeline.kept_state import StateKept
-from lightning_parallel.pipeline.origins import FROM_EARLIER_STEP, METRIC_STATE
+from lightning_parallel.pipeline.origins import FROM_EARLIER_STEP, METRIC_STATE, STEP_OUTPUT
 from lightning_parallel.pipeline.plain_values import attribute_uses
 from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_kept, seed_host_generators
 from lightning_parallel.pipeline.traced import Call, Carried, Place, PlainRead, Trace
-from lightning_parallel.pipeline.tracer import TraceOptions, Tracer, origins_in
+from lightning_parallel.pipeline.tracer import TraceOptions, Tracer, origins_in, relabelled
 
 
 def trace(
@@ -148,70 +149,95 @@ class _Scene:
             except Exception as error:  # any: it is the step's, and whoever asked for the trace decides what it means
                 stopped = error
             end |= origins_in((logged, tracer.end(), [vars(metric) for metric in self.metrics()]))
-            if hooks is not None and stopped is None:
-                with tracer.around_step():
+            seen = Trace(
+                calls=tuple(tracer.calls),
+                end=frozenset(end),
+                escapes=dict(tracer.escapes),
+                writes=dict(tracer.writes),
+                overwriting=frozenset(tracer.overwriting),
+                updates=(),
+                draws=tuple(map(tuple, tracer.draws.values())),
+                plain_reads=(),
+                carried=(),
+                unrepeatable=frozenset(tracer.unrepeatable),
+                stopped=stopped,
+                stored_after=frozenset(tracer.stored_after),
+            )
+            if hooks is not None and stopped is None:  # they may call modules, too: that isn't the step's
+                output = relabelled(output, STEP_OUTPUT)
+                with tracer.around_step(), ValuesGuessed(lambda tensor: tensor.origins == {STEP_OUTPUT}):
                     hooks(output)
-        return Trace(
-            calls=tuple(tracer.calls),
-            end=frozenset(end),
-            escapes=tracer.escapes,
-            writes=tracer.writes,
-            overwriting=frozenset(tracer.overwriting),
-            updates=tuple(tracer.updates),
-            draws=tuple(map(tuple, tracer.draws.values())),
-            plain_reads=(),
-            carried=(),
-            unrepeatable=frozenset(tracer.unrepeatable),
-            stopped=stopped,
-            stored_after=frozenset(tracer.stored_after),
-        )
+        return replace(seen, updates=tuple(tracer.updates))
 
-    @contextmanager
-    def going_on(self, tracer: Tracer) -> Iterator[None]:
-        """Around a step that has been traced: where the code around the units asks for values, it goes on."""
-        with (
-            tracer.installed(self.parts, self.absent),
-            ValuesGuessed(lambda: tracer.place.during != "call"),
-            suppress(Exception),  # any: the trace has told it
-        ):
-            yield
+    def go_on(
+        self,
+        step: Callable[[], Any],
+        number: float,
+        begin: Callable[[Tracer], None] = lambda tracer: None,
+        end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Run a step that has been traced. Where the code around the units asks for values, it goes on, with a number,
+        and with False. If it has asked for a boolean, it is run again with True: False may have ended it
+        (``if not loss.isfinite(): raise``), or left something out.
+
+        Args:
+            step: the step.
+            number: for values that aren't boolean.
+            begin, end: called around each run.
+        """
+        for truth in (False, True):
+            tracer = self.tracer(TraceOptions())
+            guessed = ValuesGuessed(partial(_is_around_units, tracer), truth=truth, number=number)
+            begin(tracer)
+            with suppress(Exception, SystemExit):  # any: the trace has told it
+                with tracer.installed(self.parts, self.absent), guessed:
+                    step()
+            end()
+            if not guessed.booleans:
+                return
 
     def with_plain_values(self, seen: Trace, step: Callable[[], Any]) -> Trace:
         """The trace, with who uses what modules keep besides absent tensors."""
         if isinstance(seen.stopped, AbsentValueError):  # the step goes on where the value is
-            with self.going_on(self.tracer(TraceOptions())):
-                step()
+            self.go_on(step, number=1.0)
         of_units, around = self.state.written_apart(), self.state.written_around()
         if not of_units and not around:
             return seen
-        tracer = self.tracer(TraceOptions())
         units = {id(inner): self.names[id(part)] for part in self.units for inner in part.modules()}
         reads: list[PlainRead] = []
-        uses: dict[str, list[_Use]] = {}  # of an attribute, by its name
+        carried: list[Carried] = []
+        uses: dict[str, list[_Use]] = {}  # of an attribute, by its name; in the run that runs
+        tracer: Tracer | None = None
+
+        def begin(fresh: Tracer) -> None:
+            nonlocal tracer
+            tracer = fresh
+            uses.clear()
 
         def told(part: nn.Module, attribute: str, assigned: bool) -> None:
+            assert tracer is not None
             if part not in of_units:
                 use = _Use(tracer.place, assigned, second.content_of(part, attribute))
                 uses.setdefault(self.name_of(part, attribute), []).append(use)
             elif not assigned and not tracer.is_under_way(part):
                 reads.append(PlainRead(units[id(part)], self.names[id(part)], attribute, tracer.place))
 
+        def end() -> None:
+            for part, attributes in around.items():
+                for attribute in sorted(attributes):
+                    name = self.name_of(part, attribute)
+                    used, now = [*uses.get(name, [])], second.content_of(part, attribute)
+                    if used and not used[0].assigns:  # it is read first: the value of the step before
+                        where, changed = _reads_and_writes(used, now)
+                        if changed:
+                            carried.append(Carried(name, second.is_number(part, attribute), where, changed))
+
         with self.state.again() as second:
-            with self.going_on(tracer), attribute_uses(of_units | around, told):
-                step()
-            is_number = {  # of what changes in the second step, too
-                self.name_of(part, attribute): isinstance(getattr(part, attribute), int | float | Tensor)
-                for part, attributes in second.written_around().items()
-                for attribute in attributes
-            }
+            with attribute_uses(of_units | around, told):
+                self.go_on(step, number=0.5, begin=begin, end=end)
         for metric in self.metrics():
             if metric in of_units and origins_in(vars(metric)) <= {METRIC_STATE}:  # it was updated with stand-ins
-                reads.append(PlainRead(units[id(metric)], self.names[id(metric)], None, tracer.place))
-        carried = [
-            Carried(name, is_number[name], *_reads_and_writes(uses[name]))
-            for name in is_number
-            if name in uses and not uses[name][0].assigns  # it is read first: the value of the step before
-        ]
+                reads.append(PlainRead(units[id(metric)], self.names[id(metric)], None, Place(len(seen.calls))))
         return replace(seen, plain_reads=tuple(reads), carried=tuple(carried))
 
 
@@ -233,6 +259,10 @@ def _without_values(
         yield _Scene(names, is_unit, parts, units, absent, state)
 
 
+def _is_around_units(tracer: Tracer, tensor: AbsentTensor) -> bool:
+    return tracer.place.during != "call"
+
+
 @dataclass(frozen=True)
 class _Use:
     """Of an attribute: where, whether it is assigned to, and what it held before."""
@@ -242,13 +272,12 @@ class _Use:
     before: Any
 
 
-def _reads_and_writes(uses: Sequence[_Use]) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
-    """Where an attribute that has changed is only read, and where it is changed: assigned to, or in place before its
-    next use. If it is never assigned to, its last use may have changed it."""
+def _reads_and_writes(uses: Sequence[_Use], at_end: Any) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
+    """Where an attribute is only read, and where it is changed: assigned to, or in place before its next use, or before
+    the end of the step, when it holds ``at_end``."""
     reads: list[Place] = []
     writes: list[Place] = []
-    is_assigned = any(use.assigns for use in uses)
     for use, later in zip_longest(uses, uses[1:]):
-        changed_in_place = not is_assigned if later is None else later.before != use.before
+        changed_in_place = use.before != (at_end if later is None else later.before)
         (writes if use.assigns or changed_in_place else reads).append(use.place)
     return tuple(reads), tuple(writes)

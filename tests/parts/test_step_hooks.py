@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from lightning_parallel.parts.step_hooks import StepHooks
 from lightning_parallel.pipeline.absent_module import everything_absent
+from lightning_parallel.pipeline.origins import parameter_of
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.partitioning import partition
+from lightning_parallel.pipeline.trace import trace
 
 
 class Net(L.LightningModule):
@@ -59,7 +61,7 @@ def looked_at(module: Net) -> Any:
 def test_each_runs_as_far_as_it_only_reads_the_trainer() -> None:
     module = Hooked()
     looked_at(module)
-    assert module.did == [("start", 3, 0), "step", ("end", "an output", 0)]
+    assert module.did == [("start", 3, 0), "step", ("end", {"loss": "an output"}, 0)]
 
 
 class Asks(Net):
@@ -88,3 +90,32 @@ def test_a_value_that_a_hook_asks_for_has_to_be_on_each_stage() -> None:
 
 def partitioned(model: nn.ModuleDict, stages: int) -> Partition:
     return partition(model, lambda: model["other"](model["layer"](torch.ones(3, 2))).sum(), stages)
+
+
+class Follows(Net):
+    """Its hooks use the loss, a learning rate and a layer, before the teacher follows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layer(batch).sum() + self.layer.weight.square().sum()
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.did.append(optimizer.param_groups[0]["lr"])
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.did.append(outputs["loss"].item())
+        self.layer(batch)
+        self.teacher.weight.lerp_(self.layer.weight, 0.1)
+
+
+def test_hooks_may_use_what_every_stage_has_and_call_layers() -> None:
+    module = Follows()
+    trainer = L.Trainer(max_epochs=1, logger=False, accelerator="cpu")
+    module.trainer = trainer
+    step = partial(module.training_step, torch.ones(3, 2), 0)
+    hooks = StepHooks(trainer, module, step)
+    seen = trace(module, {"layer", "teacher"}.__contains__, step, hooks=hooks)
+    assert [call.unit for call in seen.calls] == ["layer"]
+    assert [update.name for update in seen.updates] == ["teacher.weight"]
+    assert parameter_of(min(seen.updates[0].needs)) == "layer.weight"
+    hooks.check(partition(module, step, 1), 0)

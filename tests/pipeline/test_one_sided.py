@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -190,6 +192,8 @@ class Goes(Net):
         "dictionary": ({"n": 1}, lambda kept: kept.update(n=kept["n"] + 1) or kept, lambda kept: kept["n"]),
         "list": ([0], lambda kept: kept.append(1) or kept, len),
         "tensor": (torch.ones(()), lambda kept: kept + 1, lambda kept: kept),
+        "array": (np.zeros(1), lambda kept: kept.__iadd__(1), lambda kept: float(kept[0])),
+        "scalar": (np.int64(1), lambda kept: kept + 1, float),
         "object": (SimpleNamespace(n=1), lambda kept: vars(kept).update(n=kept.n + 1) or kept, lambda kept: kept.n),
     }
 
@@ -241,3 +245,85 @@ def test_what_is_made_anew_or_is_a_metric_is_not_counted() -> None:
             return self.head(self.body(self.stem(x))).sum() * self.size
 
     assert flow_of(Anew()).carried == frozenset()
+
+
+class Does(Net):
+    """Keeps ``scale``, which it uses at the beginning; the end is given."""
+
+    def __init__(self, end: Callable[[Any, Tensor], None], scale: Any = 2.0) -> None:
+        super().__init__()
+        self.end, self.scale = end, scale
+
+    def step(self, x: Tensor) -> Tensor:
+        scale = self.scale if isinstance(self.scale, float) else len(self.scale)
+        if isinstance(self.scale, list):
+            self.scale = self.scale[-3:]
+        out = self.head(self.body(self.stem(x) * scale))
+        self.end(self, out)
+        return out.sum()
+
+
+def set_once(model: Any, out: Tensor) -> None:
+    model.scale = 1.0
+
+
+def keep_the_loss(model: Any, out: Tensor) -> None:
+    model.scale = out.mean().item()
+
+
+def count_unless_it_is_not_finite(model: Any, out: Tensor) -> None:
+    assert out.isfinite().all()
+    model.scale += 1
+
+
+def count_or_exit(model: Any, out: Tensor) -> None:
+    if not out.isfinite().all():
+        sys.exit("not finite")
+    model.scale += 1
+
+
+def count_after_a_loop(model: Any, out: Tensor) -> None:
+    while not out.abs().max() < 0.5:
+        out = out * 0.9
+    while out.abs().max().item() > 1e-3:
+        out = out * 0.9
+    model.scale += 1
+
+
+def count_sometimes(model: Any, out: Tensor) -> None:
+    if out.mean() < 1:
+        model.scale += 1
+
+
+def append(model: Any, out: Tensor) -> None:
+    model.scale.append(1)
+
+
+@pytest.mark.parametrize(("end", "scale"), [
+    (set_once, 2.0), (keep_the_loss, 2.0), (count_unless_it_is_not_finite, 2.0), (count_or_exit, 2.0),
+    (count_after_a_loop, 2.0), (count_sometimes, 2.0), (append, [1]),
+])  # fmt: skip
+def test_the_end_of_a_step_is_seen_after_what_it_asks_for(end: Callable[[Any, Tensor], None], scale: Any) -> None:
+    with pytest.raises(FlowError, match="reads 'scale' on stage 0, but changes it after that stage has left"):
+        flow_of(Does(end, scale))
+    flow_of(Does(end, scale), stages=1)
+
+
+def test_what_the_end_only_reads_may_change_at_the_beginning() -> None:
+    class Augments(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.augmentation = SimpleNamespace(scale=1.0)
+
+        def step(self, x: Tensor) -> Tensor:
+            self.augmentation.scale = self.augmentation.scale + 1
+            return self.head(self.body(self.stem(x * self.augmentation.scale))).sum() * self.augmentation.scale
+
+    assert flow_of(Augments()).carried == frozenset()
+
+
+def test_what_is_set_to_the_same_value_does_not_change() -> None:
+    def set_again(model: Any, out: Tensor) -> None:
+        model.scale = float("nan")
+
+    assert flow_of(Does(set_again, float("nan"))).carried == frozenset()

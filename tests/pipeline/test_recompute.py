@@ -6,11 +6,12 @@ import random
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from lightning_parallel.pipeline.recompute import recomputed
+from lightning_parallel.pipeline.recompute import Recomputed
 from lightning_parallel.pipeline.seeding import host_generators_state
 
 
@@ -33,7 +34,7 @@ def test_a_layer_runs_again_in_the_backward_with_the_same_gradients() -> None:
     layer(inputs[0], 2.0).sum().backward()
     expected = [p.grad.clone() for p in layer.parameters() if p.grad is not None]
     layer.zero_grad()
-    output = recomputed(layer, False, layer, inputs[1], 2.0)
+    output = Recomputed(layer, layer)(inputs[1], 2.0)
     assert layer.runs == 2
     output.sum().backward()
     assert layer.runs == 3
@@ -43,19 +44,22 @@ def test_a_layer_runs_again_in_the_backward_with_the_same_gradients() -> None:
 
 def test_a_cache_is_not_handed_to_what_runs_twice() -> None:
     layer, cache = Layer(), DynamicCache()
-    recomputed(layer, False, layer, torch.randn(2, 3, requires_grad=True), 1.0, cache=cache)
+    Recomputed(layer, layer)(torch.randn(2, 3, requires_grad=True), 1.0, cache=cache)
     assert layer.caches == [None]
     with torch.no_grad():  # in evaluation it runs once
-        recomputed(layer, False, layer, torch.randn(2, 3), 1.0, cache=cache)
+        Recomputed(layer, layer)(torch.randn(2, 3), 1.0, cache=cache)
     assert layer.caches[1] is cache
 
 
 def test_statistics_count_the_inputs_once() -> None:
-    norms, x = [nn.BatchNorm1d(3) for _ in range(2)], torch.randn(4, 3)
-    norms[0](x).sum().backward()
-    recomputed(norms[1], False, norms[1].forward, x.requires_grad_()).sum().backward()
+    norms = [nn.BatchNorm1d(3) for _ in range(2)]
+    again = Recomputed(norms[1], norms[1].forward)
+    for _ in range(3):
+        x = torch.randn(4, 3, requires_grad=True)
+        norms[0](x).sum().backward()
+        again(x).sum().backward()
     one, other = (norm.state_dict() for norm in norms)
-    assert all(torch.equal(one[name], other[name]) for name in one) and one["num_batches_tracked"] == 1
+    assert all(torch.equal(one[name], other[name]) for name in one) and one["num_batches_tracked"] == 3
 
 
 class Masked(nn.Module):
@@ -67,8 +71,48 @@ class Masked(nn.Module):
 
 def test_masks_of_python_and_numpy_are_the_same_again() -> None:
     layer, x = Masked(), torch.randn(2, 3, requires_grad=True)
-    output = recomputed(layer, True, layer, x)
+    output = Recomputed(layer, layer, True)(x)
     state = host_generators_state()
     output.sum().backward()
     assert torch.allclose(x.grad * x, output)  # type: ignore[operator]
     assert host_generators_state() == state
+
+
+class Writes(nn.Module):
+    """Its output depends on a tensor without gradient, which it changes."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.weight = nn.Parameter(torch.full((3,), 2.0))
+        self.register_buffer("scale", torch.ones(1).expand(3) if kind == "expanded" else torch.ones(3))
+        self.book = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "in place":
+            self.scale += 1
+        elif self.kind == "assigned":
+            self.scale = self.scale + 1
+        elif self.kind == "frozen parameter":
+            with torch.no_grad():
+                self.book += 1
+        return x * self.weight * self.scale * self.book
+
+
+@pytest.mark.parametrize("kind", ["in place", "assigned", "frozen parameter", "expanded"])
+def test_it_starts_from_what_the_first_run_found(kind: str) -> None:
+    one, other = Writes(kind), Writes(kind)
+    again = Recomputed(other, other.forward)
+    for _ in range(3):
+        x = torch.randn(2, 3)
+        one(x).sum().backward()
+        again(x).sum().backward()
+        assert torch.equal(one.weight.grad, other.weight.grad)  # type: ignore[arg-type]
+    assert torch.equal(one.scale, other.scale) and torch.equal(one.book, other.book)
+
+
+def test_it_runs_in_each_backward() -> None:
+    layer, x = Masked(), torch.randn(2, 3, requires_grad=True)
+    output = Recomputed(layer, layer, True)(x)
+    first, second = (torch.autograd.grad(output.sum(), x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second) and torch.allclose(first * x, output)
