@@ -276,13 +276,12 @@ def test_take_signals_gets_them_in_the_place_of_lightning_s_handler() -> None:
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGUSR1)
 
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    numbers = signal.SIGTERM, signal.SIGUSR1
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
     made = trainer(Raises(), max_steps=1)
     made.fit(Net(), torch.utils.data.DataLoader(torch.ones(2, 1)))
-    signal.signal(signal.SIGUSR1, before[1])
-    assert got == [signal.SIGTERM, signal.SIGUSR1]
-    assert signal.getsignal(signal.SIGTERM) == before[0]
+    after = [signal.signal(number, handler) for number, handler in zip(numbers, before, strict=True)]
+    assert got == [signal.SIGTERM, signal.SIGUSR1] and after == [signal.SIG_DFL, signal.SIG_DFL]
     assert not made.received_sigterm
     lightning_private.say_terminated(made)
     assert made.received_sigterm

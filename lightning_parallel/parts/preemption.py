@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -39,7 +40,7 @@ from lightning_parallel.lightning_private import (
 )
 from lightning_parallel.torch_private import default_store
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]  # Windows has the first
 
 
 class Preemption(Callback):
@@ -69,14 +70,12 @@ class Preemption(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self._signal:  # it came at the end of the run before
-            raise SIGTERMException
         take_signals(trainer, _SIGNALS, self._received)
 
     def _received(self, number: int, frame: Any) -> None:
-        self._signal = number
         if self._put_back is None:
             raise SIGTERMException
+        self._signal = number
 
     # -- a run of Trainer.fit ------------------------------------------------------------------------------------
 
@@ -86,7 +85,7 @@ class Preemption(Callback):
             return
         self._begun_at = trainer.fit_loop.total_batch_idx
         ahead = getattr(trainer.strategy, "batches_ahead", 0)
-        self._meeting = _Meeting()
+        self._meeting = _Meeting(trainer.world_size, getattr(trainer.strategy, "timeout", None))
         self._notice = _Notice(ahead) if ahead else None
         if self._resumes:
             self._resumes = False
@@ -129,16 +128,24 @@ class Preemption(Callback):
         rank_zero_warn(f"{name} after step {step}: not saved, since no ModelCheckpoint saves whole checkpoints.")
 
     def _leave(self, trainer: pl.Trainer) -> None:
-        self._signal = 0
         say_terminated(trainer)
         raise SIGTERMException
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._meeting is not None:
+            self._meeting.end()
+        self._end()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._end()  # the groups are the strategy's to close
+
+    def _end(self) -> None:
         if self._put_back is not None:
             self._put_back()
         self._put_back = self._meeting = self._notice = None
-        self._saves = False
+        self._signal, self._saves = 0, False
 
     # -- what a checkpoint says of it ----------------------------------------------------------------------------
 
@@ -152,21 +159,31 @@ class Preemption(Callback):
 
 
 class _Meeting:
-    """Where ranks wait for each other anyway: each batch, every rank asks all."""
+    """Where ranks wait for each other anyway: each batch, every rank asks all. All ranks make it.
 
-    def __init__(self) -> None:
-        self._alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
-        if not self._alone:
-            # On the host, so that no rank waits for its GPU.
-            self._group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    Args:
+        ranks: how many there are. One is alone, even in a process group that somebody else has made.
+        timeout: how long a rank waits for the others; None for torch's default.
+    """
+
+    def __init__(self, ranks: int, timeout: timedelta | None) -> None:
+        self._alone = ranks == 1
+        self._own: dist.ProcessGroup | None = None
+        if not self._alone and dist.get_backend() != "gloo":
+            self._own = dist.new_group(backend="gloo", timeout=timeout)  # so that no rank waits for its GPU
 
     def highest(self, mine: int) -> int:
         """The highest number that a rank has. All ranks call it."""
         if self._alone:
             return mine
         number = torch.tensor([mine])
-        guarded(dist.all_reduce, number, dist.ReduceOp.MAX, self._group)
+        guarded(dist.all_reduce, number, dist.ReduceOp.MAX, self._own)
         return int(number)
+
+    def end(self) -> None:
+        """Give up the group."""
+        if self._own is not None and dist.is_initialized():
+            dist.destroy_process_group(self._own)
 
 
 class _Notice:

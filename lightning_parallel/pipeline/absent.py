@@ -17,8 +17,8 @@ absent tensor too, so that the generators of all stages stay equal.
 
 from __future__ import annotations
 
+import inspect
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from types import CodeType
@@ -300,7 +300,8 @@ class ValuesGuessed(TorchDispatchMode):
 
 def _line_of_user() -> tuple[CodeType, int]:
     """The line that is running, of code other than torch's and this file's."""
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
+    assert frame is not None, "CPython has frames"
     while frame.f_back is not None and (frame.f_globals.get("__name__") or "").startswith((__name__, "torch.")):
         frame = frame.f_back
     return frame.f_code, frame.f_lineno

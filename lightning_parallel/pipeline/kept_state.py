@@ -116,9 +116,9 @@ class StateKept:
         return _plain(value) if held is None else [_plain(item) for item in _items(held)]
 
     def is_number(self, part: nn.Module, name: str) -> bool:
-        """Does an attribute hold a number, or a tensor?"""
+        """Does an attribute hold a number, or an array or a tensor of them?"""
         value = vars(part).get(name, buffers_of(part).get(name))
-        return isinstance(value, (Number, np.generic, Tensor))
+        return isinstance(value, (Number, np.generic, np.ndarray, Tensor))
 
     def again(self) -> StateKept:
         """The same, from now on."""

@@ -239,7 +239,9 @@ class Tracer:
                 except Exception:  # any: of the second time only, so it is what differs
                     output, again.saved = None, []
             # What it makes the first time only, such as a mask, does no harm.
-            goes_on = again.names != before.names and state.is_changed()
+            written = state.written_around().items()
+            counts = any(state.is_number(inner, name) for inner, names in written for name in names)
+            goes_on = counts or (again.names != before.names and state.is_changed())
             reads = FROM_EARLIER_STEP in origins_in(output)
             if again.saved != before.saved or goes_on or reads or self._generators.drawn():
                 self.unrepeatable.add(call)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -133,6 +134,11 @@ class LayoutStrategy(ParallelStrategy):
         return {"num_replicas": self.layout.size("data"), "rank": self.layout.index("data")}
 
     @property
+    def timeout(self) -> timedelta:
+        """How long a rank waits for another one."""
+        return self.options.wait
+
+    @property
     def batches_ahead(self) -> int:
         """How many batches a rank may be ahead of another one in training."""
         return 0
@@ -163,7 +169,7 @@ class LayoutStrategy(ParallelStrategy):
         self.set_world_ranks()
         assert self.cluster_environment is not None and self.lightning_module is not None
         bring_along(self.lightning_module.trainer)
-        timeout, device = self.options.wait, self.root_device
+        timeout, device = self.timeout, self.root_device
         backend = self.options.process_group_backend or process_group.backend_for(self.parallel_devices or [], device)
         if process_group.join(self.cluster_environment, self.layout, backend, timeout, device) or self._groups is None:
             self._groups = Groups(self.layout, timeout, device)

@@ -7,11 +7,13 @@ import signal
 import time
 import warnings
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -26,6 +28,7 @@ from lightning_parallel import (
     ResumableDataLoader,
     TensorParallelStrategy,
 )
+from lightning_parallel.parts import preemption
 from tests.pool import Failure, WorkerPool
 from tests.strategies.harness import complete, here
 
@@ -252,3 +255,57 @@ def own_handlers() -> tuple[list[int], int]:
 
 def test_a_handler_of_the_user_s_own_is_called_too_and_keeps_sigusr1_to_itself(pool: WorkerPool) -> None:
     assert pool.run(own_handlers, 1, init=False) == [([signal.SIGUSR1, signal.SIGTERM], 2)]
+
+
+def highest_on_the_host() -> int:
+    backend = dist.get_backend
+    dist.get_backend = lambda *args: "nccl"
+    try:
+        meeting = preemption._Meeting(3, timedelta(seconds=20))
+    finally:
+        dist.get_backend = backend
+    found = meeting.highest(dist.get_rank())
+    meeting.end()
+    return found
+
+
+def test_on_gpus_the_ranks_meet_on_the_host(pool: WorkerPool) -> None:
+    assert pool.run(highest_on_the_host, 3) == [2, 2, 2]
+
+
+class FailsOnce(Model):
+    failed = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not self.failed:
+            self.failed = True
+            raise ValueError("once")
+        return super().training_step(batch, batch_idx)
+
+
+def stop_after_an_error() -> list[str]:
+    trainer, model = make_trainer("single"), FailsOnce(("training", 2, 0, signal.SIGTERM))
+    with pytest.raises(ValueError, match="once"):
+        trainer.fit(model, *loaders())
+    with pytest.raises(SystemExit):
+        trainer.fit(model, *loaders())
+    return os.listdir("saved")
+
+
+def test_a_trainer_whose_run_has_failed_listens_in_the_next_one(pool: WorkerPool) -> None:
+    assert pool.run(stop_after_an_error, 1, init=False) == [["last.ckpt"]]
+
+
+def train_alone_in_a_group() -> int:
+    """Rank 0 trains in one process; the others don't."""
+    if dist.get_rank() > 0:
+        return 0
+    for name in [each for each in os.environ if each.startswith("TORCHELASTIC") or each.endswith(("RANK", "SIZE"))]:
+        del os.environ[name]  # Lightning would take it for torchrun
+    model = Model()
+    make_trainer("threads", max_epochs=1).fit(model, *loaders())
+    return int(model.ended)
+
+
+def test_one_process_is_alone_also_in_a_group_of_the_user_s(pool: WorkerPool) -> None:
+    assert pool.run(train_alone_in_a_group, 2, timeout=60) == [BATCHES, 0]

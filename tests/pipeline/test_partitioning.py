@@ -724,6 +724,7 @@ class Again(nn.Module):
         self.layer, self.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(()))
         self.state: Tensor | None = None
         self.generator = torch.Generator()
+        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x)
@@ -735,6 +736,10 @@ class Again(nn.Module):
             self.state = y.mean(0)
         elif self.kind == "generator":
             y = y * torch.rand((), generator=self.generator)
+        elif self.kind == "number":
+            self.calls += 1
+        elif self.kind == "number made once":
+            self.calls = self.calls or 1
         elif self.kind == "dropout":
             y = F.dropout(y, 0.5)
         elif self.kind == "chosen by values":
@@ -747,12 +752,12 @@ def recomputed(kind: str) -> Partition:
     return partition(model, lambda: model(torch.ones(3, 2)).sum(), 2, recompute=True)
 
 
-@pytest.mark.parametrize("kind", ["state", "state that counts in gradients", "generator"])
+@pytest.mark.parametrize("kind", ["state", "state that counts in gradients", "generator", "number"])
 def test_layers_that_do_something_else_when_they_run_again_are_not_recomputed(kind: str) -> None:
     with pytest.raises(ValueError, match="activation_checkpointing=True: '0' does something else when it runs again"):
         recomputed(kind)
 
 
-@pytest.mark.parametrize("kind", ["plain", "dropout", "chosen by values"])
+@pytest.mark.parametrize("kind", ["plain", "dropout", "chosen by values", "number made once"])
 def test_the_others_are(kind: str) -> None:
     assert recomputed(kind).stages == 2
