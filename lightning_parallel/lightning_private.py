@@ -187,9 +187,14 @@ def restart_nothing(trainer: pl.Trainer) -> None:
     """The checkpoint that a Trainer has resumed from was saved between two batches. Lightning takes it for one saved in
     the validation of the last batch, and would do what comes after that validation once more: plateau schedulers, a
     step of the loggers. Called before the first batch."""
-    loop = trainer.fit_loop.epoch_loop
-    loop.restarting = False
-    loop.reset_restart_stage()
+    trainer.fit_loop._restarting = False  # its setter makes it true where the length is given in steps
+    trainer.fit_loop.epoch_loop.restarting = False
+    trainer.fit_loop.epoch_loop.reset_restart_stage()
+
+
+def restore_metrics(trainer: pl.Trainer, metrics: dict[str, Tensor]) -> None:
+    """Put what was logged before into ``trainer.callback_metrics``, which plateau schedulers and callbacks read."""
+    trainer._logger_connector._callback_metrics.update(metrics)
 
 
 def in_mid_epoch(trainer: pl.Trainer) -> bool:

@@ -9,7 +9,7 @@ epoch trains the epoch's first batches again::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -60,16 +60,19 @@ class ResumableDataLoader(DataLoader):
         self._resumes = False
 
     def __iter__(self) -> Any:
-        if self._resumes:
-            self._resumes = False
+        goes_on, self._resumes = self._resumes and self._place < len(self), False
+        if goes_on:
             self._order.set_state(self._began)
-            return self._counted(iter(self._from(self._place)) if self._place else super().__iter__())
+            return self._counted(super().__iter__ if self._place == 0 else self._from(self._place).__iter__)
         if self._is_seeded_here:
             self._order.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
         self._place, self._began = 0, self._order.get_state()
-        return self._counted(super().__iter__())
+        return self._counted(super().__iter__)
 
-    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _counted(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        # Not before the first batch is asked for: workers load ahead, and samplers are told the epoch later.
+        with torch.random.fork_rng(devices=[]):  # torch draws the workers' seeds, also where it wouldn't have
+            batches = begin()
         for batch in batches:
             self._place += 1
             yield batch

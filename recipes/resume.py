@@ -32,7 +32,7 @@ def is_whole(path: Path) -> bool:
 
 
 def _saved(config: Config) -> Iterator[Path]:
-    for node in config["callbacks"].values():
+    for node in (node for node in config["callbacks"].values() if not node.get("save_weights_only")):
         folder = Path(node.get("dirpath") or Path(config["paths"]["output_dir"]) / "checkpoints")
         if folder.is_dir():
             yield from folder.glob("*.ckpt")

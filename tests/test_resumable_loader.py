@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, WeightedRandomSampler
 
 from lightning_parallel import ResumableDataLoader
 
@@ -93,3 +93,28 @@ class Stream(IterableDataset):
 def test_data_without_places_are_refused(dataset: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ResumableDataLoader(dataset, **options)
+
+
+def test_at_the_end_of_an_epoch_the_next_one_begins() -> None:
+    loader = ResumableDataLoader(Numbers(), batch_size=5)
+    assert len(epochs(loader, 1)) == 2
+    resumed = ResumableDataLoader(Numbers(), batch_size=5)
+    resumed.load_state_dict(loader.state_dict())
+    assert epochs(resumed, 1) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_workers_load_nothing_before_a_sampler_knows_the_epoch(place: int) -> None:
+    def loader() -> ResumableDataLoader:
+        sampler = DistributedSampler(Numbers(), num_replicas=1, rank=0)
+        return ResumableDataLoader(Numbers(), batch_size=2, sampler=sampler, num_workers=1)
+
+    first = loader()
+    first.sampler.set_epoch(3)
+    batches = iter(first)
+    list(islice(batches, place))
+    resumed = loader()
+    resumed.load_state_dict(first.state_dict())
+    rest = iter(resumed)
+    resumed.sampler.set_epoch(3)
+    assert [batch.tolist() for batch in rest] == [batch.tolist() for batch in batches]

@@ -34,13 +34,15 @@ from lightning_parallel.lightning_private import (
     ends_update,
     requeue_by_slurm,
     restart_nothing,
+    restore_metrics,
     save_last,
     say_terminated,
     take_signals,
 )
 from lightning_parallel.torch_private import default_store
 
-_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]  # Windows has the first
+# By rank: SIGUSR1 may also ask to be started again. Windows has the first only.
+_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 
 
 class Preemption(Callback):
@@ -60,13 +62,13 @@ class Preemption(Callback):
     """
 
     def __init__(self) -> None:
-        self._signal = 0
+        self._signal = 0  # 1 and more: which one of _SIGNALS
         self._meeting: _Meeting | None = None
         self._notice: _Notice | None = None
         self._put_back: Callable[[], None] | None = None
         self._begun_at = 0  # batch
-        self._saves = False
-        self._resumes = False
+        self._state: dict[str, Any] = {}  # while it saves: what the checkpoint says
+        self._resumed: dict[str, Any] = {}
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -75,7 +77,7 @@ class Preemption(Callback):
     def _received(self, number: int, frame: Any) -> None:
         if self._put_back is None:
             raise SIGTERMException
-        self._signal = number
+        self._signal = max(self._signal, 1 + _SIGNALS.index(number))
 
     # -- a run of Trainer.fit ------------------------------------------------------------------------------------
 
@@ -87,9 +89,11 @@ class Preemption(Callback):
         ahead = getattr(trainer.strategy, "batches_ahead", 0)
         self._meeting = _Meeting(trainer.world_size, getattr(trainer.strategy, "timeout", None))
         self._notice = _Notice(ahead) if ahead else None
-        if self._resumes:
-            self._resumes = False
+        if self._resumed:
             before_first_batch(trainer, lambda: restart_nothing(trainer))
+            restore_metrics(trainer, self._resumed["metrics"])
+            trainer.should_stop = self._resumed["should_stop"]
+            self._resumed = {}
         self._put_back = before_each_batch(trainer, lambda: self._between_batches(trainer))
 
     def _between_batches(self, trainer: pl.Trainer) -> None:
@@ -101,24 +105,21 @@ class Preemption(Callback):
             self._leave(trainer)
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A signal in the last batches."""
-        if self._meeting is not None:
-            self._signal = self._meeting.highest(self._signal)
-            if self._signal:
-                self._save(trainer, self._signal)
-
-    @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._signal:
+        """A signal in the last batches, or after them."""
+        last = self._meeting.highest(self._signal) if self._meeting is not None else 0
+        if last:
+            self._save(trainer, last)
             self._leave(trainer)
 
-    def _save(self, trainer: pl.Trainer, number: int) -> None:
-        name, step = signal.Signals(number).name, trainer.global_step
+    def _save(self, trainer: pl.Trainer, which: int) -> None:
+        number = _SIGNALS[which - 1]
+        name, step = number.name, trainer.global_step
         if trainer.fit_loop.total_batch_idx == self._begun_at:
             rank_zero_info(f"{name} before the first batch: there is nothing to save.")
             return
-        self._saves = True
+        metrics = {name: value.clone() for name, value in trainer.callback_metrics.items()}
+        self._state = {"metrics": metrics, "should_stop": trainer.should_stop}
         if requeue_by_slurm(trainer, number):
             return
         for checkpoint in trainer.checkpoint_callbacks:
@@ -145,17 +146,17 @@ class Preemption(Callback):
         if self._put_back is not None:
             self._put_back()
         self._put_back = self._meeting = self._notice = None
-        self._signal, self._saves = 0, False
+        self._signal, self._state = 0, {}
 
     # -- what a checkpoint says of it ----------------------------------------------------------------------------
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"between_batches": self._saves}
+        return {"between_batches": self._state}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._resumes = bool(state_dict["between_batches"])
+        self._resumed = state_dict["between_batches"]
 
 
 class _Meeting:

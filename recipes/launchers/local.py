@@ -90,10 +90,14 @@ def _hand_on(signals: Sequence[signal.Signals]) -> set[int]:
 
     def hand_on(number: int, frame: Any) -> None:
         handed_on.add(number)
+        workers = []
         for child in psutil.Process().children():
             with suppress(psutil.NoSuchProcess):
                 if "recipes.worker" in child.cmdline():
+                    workers.append(child)
                     child.send_signal(number)
+        if not workers:  # it would be lost
+            raise Preempted
 
     for number in signals:
         signal.signal(number, hand_on)
