@@ -26,6 +26,7 @@ from lightning_parallel.lightning_private import before_first_batch, in_mid_epoc
 
 _OF_RANKS = "random_states"  # in a file: by rank
 _OF_LOADERS = "loader_states"  # in any checkpoint: by replica
+_KEY = "combined_loader"  # of Lightning's
 
 
 class ExactResume(Callback):
@@ -50,7 +51,8 @@ class ExactResume(Callback):
         replicas, replica = _replica(trainer)
         if replicas > 1:
             states = _gathered((replica, _loaders(checkpoint).get(_KEY)), trainer)
-            checkpoint[_OF_LOADERS] = [dict(reversed(states))[replica] for replica in range(replicas)] if states else []
+            of_first_ranks = dict(reversed(states))  # by replica; empty on all ranks but the first
+            checkpoint[_OF_LOADERS] = [of_first_ranks[i] for i in sorted(of_first_ranks)]
 
     @override
     def on_load_checkpoint(
@@ -77,9 +79,6 @@ class ExactResume(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         return {"of": "generators"}  # only callbacks with a state are asked to load it
-
-
-_KEY = "combined_loader"
 
 
 def _loaders(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_parallel.pipeline.seeding import host_generators_from, host_generators_now
 from lightning_parallel.torch_private import buffers_of, parameters_of
 
+_Place = tuple[dict[str, Any], str]  # a module's dictionary of buffers or parameters, and a name in it
+
 
 class Recomputed:
     """A layer's forward that runs again in each backward through it, as it ran the first time.
@@ -25,45 +27,49 @@ class Recomputed:
 
     def __init__(self, layer: nn.Module, forward: Callable[..., Any], draws_on_host: bool = False) -> None:
         self._layer, self._forward, self._draws_on_host = layer, forward, draws_on_host
-        self._written: set[tuple[int, str]] | None = None  # by the first run: where its tensors are
+        self._written: list[_Place] | None = None  # where the tensors are that the first run has written to
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         args, kwargs = without_caches(args, kwargs)
-        kept = [(store, name, _copy(tensor)) for store, name, tensor in self._places()]
-        again = _Again(kept, host_generators_now() if self._draws_on_host else None)
+        places = [*self._without_gradient()] if self._written is None else self._written
+        again = _Again(places, host_generators_now() if self._draws_on_host else None)
         output = checkpoint(
             self._forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), again), **kwargs
         )
         if self._written is None:
-            # By values: BatchNorm writes to its statistics without counting their versions.
-            self._written = {(id(store), name) for store, name, old in kept if not _equal(store.get(name), old)}
+            self._written = again.forget_unwritten()
         return output
 
-    def _places(self) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-        """The tensors without gradient that the layer writes to, and where they are: BatchNorm's statistics, a
-        codebook. Before the first run, all without gradient."""
+    def _without_gradient(self) -> Iterator[_Place]:
+        """Where the layer may write to: BatchNorm's statistics, a codebook."""
         for part in self._layer.modules():
             for store in (buffers_of(part), parameters_of(part)):
-                for name, tensor in store.items():
-                    may_be_written = self._written is None or (id(store), name) in self._written
-                    if may_be_written and tensor is not None and not tensor.requires_grad:
-                        yield store, name, tensor
+                yield from ((store, name) for name, x in store.items() if x is not None and not x.requires_grad)
 
 
 class _Again:
     """Around a further run of a layer: what it writes to is as it was before the first run, and afterwards as now.
 
     Args:
-        tensors: those tensors, and where they belong.
+        places: where these tensors are.
         drawn: the states of Python's and NumPy's generators before the first run; None if the layer leaves them alone.
     """
 
-    def __init__(self, tensors: Sequence[tuple[dict[str, Any], str, Tensor]], drawn: tuple[Any, Any] | None) -> None:
-        self._tensors, self._drawn = tensors, drawn
+    def __init__(self, places: Sequence[_Place], drawn: tuple[Any, Any] | None) -> None:
+        self._tensors = [(store, name, _copy(store[name])) for store, name in places if store.get(name) is not None]
+        self._drawn = drawn
         self._now: list[tuple[dict[str, Any], str, Tensor | None]] = []
         self._generators = ExitStack()
+
+    def forget_unwritten(self) -> list[_Place]:
+        """After the first run: drop the copies of what it has left alone, such as frozen weights; where the others are.
+
+        By values: BatchNorm writes to its statistics without counting their versions.
+        """
+        self._tensors = [(store, name, old) for store, name, old in self._tensors if not _equal(store.get(name), old)]
+        return [(store, name) for store, name, _ in self._tensors]
 
     def __enter__(self) -> None:
         self._now = [(store, name, store.get(name)) for store, name, _ in self._tensors]

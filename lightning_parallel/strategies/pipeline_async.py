@@ -267,7 +267,6 @@ class AsyncPipelineStrategy(StagedStrategy):
         return 0.0
 
 
-
 def _refuse_ties(parts: Partition) -> None:
     """Parameters that two stages hold can't have asynchronous updates of different staleness."""
     tied = {name: stages for name, stages in parts.shared().items() if name not in parts.loose}

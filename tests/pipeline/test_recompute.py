@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from lightning_parallel.pipeline import recompute
 from lightning_parallel.pipeline.recompute import Recomputed
 from lightning_parallel.pipeline.seeding import host_generators_state
 
@@ -116,3 +118,21 @@ def test_it_runs_in_each_backward() -> None:
     output = Recomputed(layer, layer, True)(x)
     first, second = (torch.autograd.grad(output.sum(), x, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second) and torch.allclose(first * x, output)
+
+
+def test_copies_of_what_it_leaves_alone_are_not_held_until_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frozen weights under adapters would be held twice."""
+    made: list[weakref.ref[Tensor]] = []
+
+    def noted(tensor: Tensor) -> Tensor:
+        copy = original(tensor)
+        made.append(weakref.ref(copy))
+        return copy
+
+    original = recompute._copy
+    monkeypatch.setattr(recompute, "_copy", noted)
+    layer = nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.BatchNorm1d(3))
+    again = Recomputed(layer, layer.forward)
+    outputs = [again(torch.randn(4, 3, requires_grad=True)) for _ in range(2)]
+    assert sum(copy() is not None for copy in made) == 2 * 3 and len(made) == 5 + 3
+    sum(output.sum() for output in outputs).backward()
