@@ -1,6 +1,7 @@
 """Lightning strategies that train an unmodified LightningModule on any layout of pipeline, tensor and data parallelism.
 
-Importing the package makes its strategies' names known to Lightning: ``Trainer(strategy="pipeline_async")``.
+Importing the package makes its strategies' names known to Lightning: ``Trainer(strategy="pipeline_async")``. From then
+on Lightning's own strategies, and ``MyModule.load_from_checkpoint``, open checkpoints that are directories.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
+from lightning_parallel.checkpoint import is_checkpoint, read_plain
+from lightning_parallel.checkpoint.directory import replacing
+from lightning_parallel.lightning_private import open_directories
 from lightning_parallel.parts.exact_resume import ExactResume
 from lightning_parallel.parts.preemption import Preemption
 from lightning_parallel.resumable_loader import ResumableDataLoader
@@ -56,3 +60,4 @@ def _register() -> None:
 
 
 _register()
+open_directories(is_checkpoint, read_plain, replacing)

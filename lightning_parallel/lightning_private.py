@@ -9,18 +9,23 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.io import torch_io
+from lightning.fabric.utilities.cloud_io import _atomic_save, _load
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.core import saving
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
@@ -221,6 +226,45 @@ def save_last(checkpoint: ModelCheckpoint, trainer: pl.Trainer) -> str:
     finally:
         checkpoint.save_last = wanted
     return checkpoint.last_model_path
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def open_directories(
+    is_directory: Callable[[str | Path], bool],
+    read: Callable[[str | Path, bool], Any],
+    replacing: Callable[[Path], AbstractContextManager[Path]],
+) -> None:
+    """Let Lightning's own strategies and ``load_from_checkpoint`` open checkpoints that are directories, and let files
+    replace them. Where there is no such directory nothing changes.
+
+    All end in private functions, which expect a file; one that is written where a directory is lands inside it. The
+    public way is a ``CheckpointIO``: every Trainer would have to be given one, and ``load_from_checkpoint`` takes none.
+
+    Args:
+        is_directory: is a path such a checkpoint?
+        read: what is in it, from its path and ``weights_only``.
+        replacing: where to write a file that is to replace a directory.
+    """
+
+    def load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        if not isinstance(path, str | Path) or not (Path(path).is_dir() or is_directory(path)):
+            return _load(path, map_location, weights_only)
+        content = read(path, weights_only is not False)
+        if isinstance(map_location, str | torch.device):  # functions and dictionaries are about the files' storages
+            content["state_dict"] = {name: tensor.to(map_location) for name, tensor in content["state_dict"].items()}
+        return content
+
+    def save(checkpoint: dict[str, Any], path: str | Path) -> None:
+        if not is_directory(path):
+            _atomic_save(checkpoint, path)
+            return
+        with replacing(Path(path)) as new:
+            _atomic_save(checkpoint, new)
+
+    saving.pl_load = torch_io.pl_load = load  # type: ignore[attr-defined,assignment]
+    torch_io._atomic_save = save  # type: ignore[attr-defined,assignment]
 
 
 # -- data --------------------------------------------------------------------------------------------------------

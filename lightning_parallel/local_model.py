@@ -51,6 +51,16 @@ class LocalModel:
 
         return cls(parameters, buffers, shards or {}, aliases)
 
+    def tied_names(self, module: nn.Module) -> dict[str, str]:
+        """The further names of tied tensors of the whole model, with the name that each is saved under.
+
+        Args:
+            module: the model that this is a part of.
+        """
+        first: dict[int, str] = {}
+        buffers = {name: first.setdefault(id(b), name) for name, b in module.named_buffers(remove_duplicate=False)}
+        return {name: held for name, held in {**self.aliases, **buffers}.items() if name != held}
+
     @cached_property
     def replicated(self) -> dict[str, nn.Parameter]:
         """The parameters that every replica holds as a whole: those that aren't fully sharded."""

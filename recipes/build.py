@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
 from lightning_parallel import ExactResume, Preemption
+from lightning_parallel.checkpoint import read_full
 from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from recipes.data import DATA
@@ -71,6 +72,20 @@ def model(config: Config) -> L.LightningModule:
     if not isinstance(module, L.LightningModule):
         raise ValueError(f"model._target_={config['model']['_target_']} is not a LightningModule: give one")
     return module
+
+
+def begin_with(module: L.LightningModule, path: str) -> None:
+    """Give a model the weights of a checkpoint, of any kind.
+
+    Raises:
+        ValueError: they are those of another model.
+    """
+    try:
+        module.load_state_dict(read_full(path))
+    except RuntimeError as error:
+        first, *others = str(error).split("\n\t")[1:] or [str(error)]
+        more = f" (and {len(others)} more)" if others else ""
+        raise ValueError(f"init_from={path}: its weights are those of another model: {first}{more}") from error
 
 
 def strategy(config: Config) -> Strategy | str:

@@ -16,6 +16,7 @@ from recipes import ROOT
 from recipes.problem import Problem, closest
 
 CONF = ROOT / "conf"
+NOT_KNOWN = "OUTPUT_DIR"  # the folder of a run, where Hydra has yet to choose it
 _JOBS_CHECKED = 64  # of a sweep; the rest are checked as they start
 
 
@@ -49,12 +50,19 @@ def check(overrides: Sequence[str], *, multirun: bool = False, config_dir: Path 
         found: dict[str, Problem | str] = {}  # jobs of a sweep share most of theirs
         for job in jobs(parsed) if multirun else [list(overrides)]:
             try:
-                config = resolved(compose("train", overrides=job), output_dir="OUTPUT_DIR")
+                config = resolved(*_composed(job, multirun))
             except OmegaConfBaseException as error:
                 found.setdefault(str(error), str(error))
             else:
                 found.update((str(problem), problem) for problem in validate(config))
     return list(found.values())
+
+
+def _composed(job: list[str], multirun: bool) -> tuple[DictConfig, str]:
+    """The config of a job, and the folder of its run."""
+    config = compose("train", overrides=job, return_hydra_config=True)
+    folder = NOT_KNOWN if multirun else str(config.hydra.run.dir)
+    return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]), folder
 
 
 def jobs(parsed: Sequence[Override]) -> list[list[str]]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_parallel.checkpoint import is_checkpoint
+from lightning_parallel.checkpoint import newest_of
+from lightning_parallel.checkpoint.integrity import check_archive
 
 Config = Mapping[str, Any]
 
@@ -20,19 +20,28 @@ def chosen(config: Config) -> str | None:
     return found or (config["ckpt_path"] if config["ckpt_path"] != LAST else None)
 
 
+def check(path: str | None) -> None:
+    """Refuse a damaged file. The strategies look at directories, and at the part that each rank reads.
+
+    Raises:
+        ValueError: it names the file, and the newest whole checkpoint beside it.
+    """
+    if path is not None and Path(path).is_file():
+        check_archive(Path(path), Path(path))
+
+
 def newest(config: Config) -> str | None:
     """The newest whole checkpoint that the run's callbacks have saved in its folder; None for none."""
-    whole = [path for path in _saved(config) if is_whole(path)]
-    return str(max(whole, key=lambda path: path.stat().st_mtime_ns)) if whole else None
+    found = newest_of(path for folder in _folders(config) for path in folder.glob("*.ckpt"))
+    return None if found is None else str(found)
 
 
-def is_whole(path: Path) -> bool:
-    """Is it a checkpoint, not only a part of one? A file ends with the table of its contents."""
-    return is_checkpoint(path) or (path.is_file() and zipfile.is_zipfile(path))
+def another(path: Path) -> str:
+    """What to do in the place of a checkpoint that is not whole."""
+    found = newest_of(other for other in path.parent.glob("*.ckpt") if other != path)
+    return "copy it again" if found is None else f"copy it again, or use {found}, the newest whole one beside it"
 
 
-def _saved(config: Config) -> Iterator[Path]:
+def _folders(config: Config) -> Iterator[Path]:
     for node in (node for node in config["callbacks"].values() if not node.get("save_weights_only")):
-        folder = Path(node.get("dirpath") or Path(config["paths"]["output_dir"]) / "checkpoints")
-        if folder.is_dir():
-            yield from folder.glob("*.ckpt")
+        yield Path(node.get("dirpath") or Path(config["paths"]["output_dir"]) / "checkpoints")

@@ -8,12 +8,14 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
+from lightning_parallel.checkpoint import is_whole
 from lightning_parallel.settings import Count, described, fits, settings_of
 from lightning_parallel.strategies.data_parallel import DataParallelOptions
 from lightning_parallel.strategies.fully_sharded import FullyShardedOptions
 from lightning_parallel.strategies.pipeline import PipelineOptions
 from lightning_parallel.strategies.pipeline_async import AsyncPipelineOptions
 from recipes import resume, schema
+from recipes.compose import NOT_KNOWN
 from recipes.data.textfile import problem as unusable
 from recipes.problem import Problem, closest
 
@@ -129,13 +131,7 @@ def _rules(config: Config) -> Iterator[Problem | str]:
         yield from _whole_matrices(strategy, kind)
     if kind is not None and kind not in (schema.Single, schema.DDP):
         yield from _refused_by(kind, strategy)
-    if config["ckpt_path"] == resume.LAST:
-        if resume.newest(config) is None:
-            folder = config["paths"]["output_dir"]
-            fix = "name the folder of the run that is to go on with hydra.run.dir=FOLDER, or use resume=auto"
-            yield Problem("ckpt_path", resume.LAST, f"there is no checkpoint in {folder}", fix)
-    elif config["ckpt_path"] is not None and not Path(config["ckpt_path"]).exists():
-        yield Problem("ckpt_path", config["ckpt_path"], "no such checkpoint", "give one that exists, or null")
+    yield from _checkpoints(config)
     scheduler = config["scheduler"]
     if scheduler.get("name") == "cosine" and scheduler["total_steps"] < 1:
         yield Problem(
@@ -151,6 +147,30 @@ def _rules(config: Config) -> Iterator[Problem | str]:
             f"the rate would still be rising at the end, scheduler.total_steps={scheduler['total_steps']}",
             f"use {max(1, scheduler['total_steps'] // 5)}, a fifth of the run",
         )
+
+
+def _checkpoints(config: Config) -> Iterator[Problem]:
+    """What a run begins with."""
+    path, weights = config["ckpt_path"], config["init_from"]
+    if path is not None and weights is not None:
+        yield Problem("init_from", weights, f"ckpt_path={path} brings its own weights", "leave one of them out")
+    elif path == resume.LAST:
+        folder = config["paths"]["output_dir"]
+        if folder != NOT_KNOWN and resume.newest(config) is None:
+            fix = "name the folder of the run that is to go on with hydra.run.dir=FOLDER, or use resume=auto"
+            yield Problem("ckpt_path", path, f"there is no checkpoint in {folder}", fix)
+    else:
+        yield from _checkpoint("ckpt_path", path)
+        yield from _checkpoint("init_from", weights)
+
+
+def _checkpoint(key: str, path: str | None) -> Iterator[Problem]:
+    if path is None or "://" in path:  # what is elsewhere, the workers will see
+        return
+    if not Path(path).exists():
+        yield Problem(key, path, "no such checkpoint", "give one that exists, or null")
+    elif not (is_whole(Path(path)) or (key == "init_from" and path.endswith(".safetensors"))):
+        yield Problem(key, path, "no checkpoint, or only a part of one", resume.another(Path(path)))
 
 
 def _refused_by(kind: type, strategy: Config) -> Iterator[str]:

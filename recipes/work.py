@@ -61,7 +61,11 @@ def run(config: Mapping[str, Any]) -> None:
     L.seed_everything(config["seed"], workers=True, verbose=False)
     datamodule, model = build.data(config), build.model(config)
     trainer = build.trainer(config, [RecordLayout(folder)])
-    trainer.fit(model, datamodule=datamodule, ckpt_path=resume.chosen(config))
+    path = resume.chosen(config)
+    resume.check(path)
+    if config["init_from"] is not None and path is None:
+        build.begin_with(model, config["init_from"])
+    trainer.fit(model, datamodule=datamodule, ckpt_path=path)
     if trainer.interrupted:
         raise KeyboardInterrupt("interrupted while training")
     metrics = dict(trainer.callback_metrics)

@@ -15,7 +15,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.plugins.io import torch_io
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.core import saving
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
@@ -348,6 +350,19 @@ def test_restart_nothing_leaves_the_validation_of_the_last_batch_alone(tmp_path:
     stepped.clear()
     trainer(Looks(), **options, max_epochs=2).fit(Net(), loader, loader, ckpt_path=tmp_path / "between.ckpt")
     assert found[-2:] == [True, False] and stepped[:2] == [1, 1]
+
+
+def test_open_directories_is_asked_where_lightning_opens_and_writes_a_file(tmp_path: Path) -> None:
+    """`import lightning_parallel` has called it."""
+    for owner, name in ((saving, "pl_load"), (torch_io, "pl_load"), (torch_io, "_atomic_save")):
+        assert getattr(owner, name).__qualname__.startswith("open_directories"), f"{owner.__name__}.{name}"
+    io = torch_io.TorchCheckpointIO()
+    for path in (str(tmp_path / "file"), tmp_path / "file"):
+        io.save_checkpoint({"state_dict": {"a": torch.ones(2)}}, path)
+        assert torch.equal(io.load_checkpoint(path)["state_dict"]["a"], torch.ones(2))
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match=r"folder/.metadata is damaged: it is missing"):
+        io.load_checkpoint(tmp_path / "folder")
 
 
 def test_step_value_of_a_metric_is_what_lightning_logs() -> None:

@@ -103,7 +103,8 @@ def test_trainings_run(
 ) -> None:
     text = tmp_path / "my.txt"
     text.write_text((ROOT / "README.md").read_text() * 3)
-    given = {"data.path=my.txt": f"data.path={text}", f"ckpt_path={CHECKPOINT}": f"ckpt_path={checkpoint}"}
+    given = {"data.path=my.txt": f"data.path={text}"}
+    given |= {f"{key}={CHECKPOINT}": f"{key}={checkpoint}" for key in ("ckpt_path", "init_from")}
     words = [given.get(word, word) for word in words]
     if "experiment=async_quality" in words:
         words.append("scheduler.warmup_steps=1")
@@ -184,6 +185,14 @@ def test_installed_it_trains_from_a_script_outside_of_the_checkout(tmp_path: Pat
 SNIPPETS = [(page, i) for page in PAGES for i in range(len(blocks(page, "python")))]
 
 
+class AnyModule(L.LightningModule):
+    """It takes the weights of any model."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.strict_loading = False
+
+
 @pytest.mark.parametrize(("page", "number"), SNIPPETS, ids=lambda value: getattr(value, "name", None))
 def test_snippets_run(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: Path, number: int
@@ -194,11 +203,12 @@ def test_snippets_run(
     fitted: list[Any] = []
     monkeypatch.setattr(L.Trainer, "fit", lambda trainer, *args, **kwargs: fitted.append((args, kwargs)))
     given = {name: getattr(lightning_parallel, name) for name in lightning_parallel.__all__}
-    given |= {"L": L, "torch": torch, "MyExistingModule": L.LightningModule, "datamodule": L.LightningDataModule()}
+    monkeypatch.setattr(L.Trainer, "test", L.Trainer.fit)
+    given |= {"L": L, "torch": torch, "MyExistingModule": AnyModule, "datamodule": L.LightningDataModule()}
     given |= {"group": ranks(1), "x": torch.ones(2, 512), "dataset": torch.utils.data.TensorDataset(torch.ones(64))}
     source = blocks(page, "python")[number]
     exec(compile(source, name_of(page), "exec"), given)
-    assert bool(fitted) == ("trainer.fit" in source)
+    assert bool(fitted) == ("trainer.fit" in source or "trainer.test" in source)
     if "read_full" in source:
         assert all(isinstance(value, torch.Tensor) for value in given["state_dict"].values())
 

@@ -1,4 +1,4 @@
-"""Directories that are replaced as a whole: a crash at any moment leaves the old one or the new one.
+"""Directories, and files, that are replaced as a whole: a crash at any moment leaves the old one or the new one.
 
 The new one is written at :func:`beside` its place, and :func:`replace` moves it there. In between, the old one is at
 ``<path>.old``, where :func:`find` looks too.
@@ -10,7 +10,8 @@ import glob
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -37,9 +38,20 @@ def replace(new: Path, path: Path) -> None:
     delete(_old(path))
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name to write a file to, which replaces the file or directory at ``path`` if there is no error."""
+    new = beside(path)
+    try:
+        yield new
+        replace(new, path)
+    finally:
+        delete(new)
+
+
 def find(path: Path, files: Sequence[str]) -> Path | None:
     """The directory that holds all the files: ``path``, or where :func:`replace` left the old one; None for neither."""
-    for place in (path, _old(path)):
+    for place in () if path.is_file() else (path, _old(path)):
         if all((place / name).is_file() for name in files):
             return place
     return None

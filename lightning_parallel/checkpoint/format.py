@@ -6,8 +6,9 @@ Tensors are saved under names that don't depend on the layout::
     optimizer/<index>/<parameter>/<state>    for example optimizer/0/net.0.weight/exp_avg
     rank/<coordinate>/<name>                 what belongs to one place in the layout: states of random generators
 
-All else is in trainer.pt, which the first rank writes. Each rank passes the names it holds, and reads the names it
-wants. All ranks must see one file system. A crash leaves a whole checkpoint there, the old one or the new one.
+All else is in trainer.pt, and in contents.json the names of tied tensors; the first rank writes both. Each rank passes
+the names it holds, and reads the names it wants. All ranks must see one file system. A crash leaves a whole checkpoint
+there, the old one or the new one.
 """
 
 from __future__ import annotations
@@ -18,15 +19,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.tensor import DTensor
 
@@ -39,8 +39,19 @@ from lightning_parallel.checkpoint.agreement import (
     digests,
     first_few,
 )
+from lightning_parallel.checkpoint.integrity import CONTENTS, FILES, TRAINER, contents_of
 from lightning_parallel.checkpoint.optimizers import OptimizerState, State, divided, parts_of
-from lightning_parallel.checkpoint.reading import METADATA, TRAINER, Found, Reader, read_trainer
+from lightning_parallel.checkpoint.places import coordinates, empty_rank_state, key_in, nearest
+from lightning_parallel.checkpoint.reading import (
+    MODEL,
+    Found,
+    check_tensors,
+    empty,
+    open_directory,
+    plain_errors,
+    read_tensors,
+    read_trainer,
+)
 from lightning_parallel.checkpoint.slices import Slices
 from lightning_parallel.collectives import (
     Group,
@@ -50,7 +61,6 @@ from lightning_parallel.collectives import (
 )
 
 PathLike = str | os.PathLike[str]
-_FILES = (METADATA, TRAINER)  # a checkpoint that has both is whole: they are written last
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +71,8 @@ class Loaded:
         trainer: what was given to :func:`save` as ``trainer``.
         optimizers: those that were saved, with the state of the wanted parameters, and the whole model's groups.
             Tensors are on the CPU.
-        rank_state: what was saved at this coordinate; empty if the layout that saved had no such coordinate.
+        rank_state: what was saved at this coordinate. If the layout that saved had no such coordinate: that of another
+            rank of the same replica; empty if there was no such replica.
         own_options: the options that were saved for each rank. The groups have those of this coordinate, or of the
             first rank if the layout that saved had no such coordinate.
     """
@@ -83,6 +94,7 @@ def save(
     group: Group = None,
     own_options: Collection[str] = (),
     order: Sequence[str] = (),
+    aliases: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write a checkpoint, replacing the one at ``path``. Every rank of the group calls it.
 
@@ -101,6 +113,8 @@ def save(
         own_options: the options of the groups that may differ between ranks, and are saved for each.
         order: the whole model's parameters in their order, for the groups' "params". By default the ranks' parameters
             follow one another.
+        aliases: the other names of tied tensors, each with the name under which the tensor is in some rank's ``model``.
+            The first rank's are saved.
 
     Raises:
         ValueError: the ranks disagree about shapes or groups, or share a coordinate.
@@ -126,7 +140,7 @@ def save(
     try:
         decided_by_first(group, lambda: directory.begin(path, new))
         together(group, lambda: _write_tensors(new, tensors, group))
-        decided_by_first(group, lambda: _write_trainer(new, trainer, agreement))
+        decided_by_first(group, lambda: _write_rest(new, trainer, agreement, aliases))
         decided_by_first(group, lambda: directory.replace(new, path))
     finally:
         if agreement is not None:
@@ -160,17 +174,18 @@ def load(
     Raises:
         ValueError: on every rank, if there is no checkpoint, or some rank lacks names or finds other shapes.
     """
-    reader, found = together(group, lambda: _open(Path(path)))
-    state = together(group, lambda: _with_numbered_optimizers(read_trainer(Path(reader.path), weights_only)))
+    reader, found = together(group, lambda: open_directory(Path(path)))
+    state = together(group, lambda: read_trainer(Path(reader.path), weights_only))
     reports = gather_objects_on_first((_differences(model, found, strict), list(model) if strict else []), group)
     decided_by_first(group, lambda: _refuse_misfits(path, found, reports or [], strict))
 
     states = _empty_states(found, parameters, model, len(state["param_groups"]))
-    prefix = f"rank/{coordinate}/"
-    rank_state = {key.removeprefix(prefix): _empty(found, key) for key in found if key.startswith(prefix)}
-    wanted = {f"model/{name}": tensor for name, tensor in model.items() if f"model/{name}" in found}
-    tensors, _ = _by_key({}, states, rank_state, coordinate)
-    together(group, lambda: _read_tensors(reader, wanted | tensors))
+    place = nearest(coordinate, coordinates(found))
+    rank_state = {} if place is None else empty_rank_state(found, place)
+    wanted = {MODEL + name: tensor for name, tensor in model.items() if MODEL + name in found}
+    tensors, _ = _by_key({}, states, rank_state, place or "")
+    together(group, lambda: check_tensors(reader, wanted | tensors))
+    together(group, lambda: read_tensors(reader, wanted | tensors))
     for values in (values for by_name in states for values in by_name.values()):
         values.update({key: value.local for key, value in values.items() if isinstance(value, Slices)})
     for by_name, scalars in zip(states, state["optimizer_scalars"], strict=True):
@@ -181,24 +196,9 @@ def load(
     return Loaded(state["trainer"], optimizers, rank_state, own)
 
 
-def read_full(path: PathLike) -> dict[str, Tensor]:
-    """The whole model's state dict, on the CPU, in one process, without a model or a process group.
-
-    Args:
-        path: the checkpoint's directory.
-
-    Raises:
-        ValueError: there is no checkpoint, or it holds other things than tensors.
-    """
-    reader, found = _open(Path(path))
-    tensors = {key: _empty(found, key) for key in found if key.startswith("model/")}
-    _read_tensors(reader, tensors)
-    return {key.removeprefix("model/"): tensor for key, tensor in tensors.items()}
-
-
 def is_checkpoint(path: PathLike) -> bool:
     """Can a checkpoint be loaded from ``path``?"""
-    return directory.find(Path(path), _FILES) is not None
+    return directory.find(Path(path), FILES) is not None
 
 
 def remove(path: PathLike) -> None:
@@ -214,8 +214,8 @@ def _by_key(
 ) -> tuple[dict[str, Tensor], list[dict[str, dict[str, Any]]]]:
     """All tensors by their keys in the file, and the optimizers' other values by parameter."""
     tensors, scalars = divided(states)
-    tensors |= {f"model/{name}": tensor for name, tensor in model.items()}
-    tensors |= {f"rank/{coordinate}/{key}": tensor for key, tensor in rank_state.items()}
+    tensors |= {MODEL + name: tensor for name, tensor in model.items()}
+    tensors |= {key_in(coordinate, name): tensor for name, tensor in rank_state.items()}
     return tensors, scalars
 
 
@@ -224,7 +224,7 @@ def _refuse_misfits(path: PathLike, found: Found, reports: Sequence[tuple[list[s
     problems = [problem for report, _ in reports for problem in report]
     if strict:
         held = {name for _, names in reports for name in names}
-        names = [key.removeprefix("model/") for key in found if key.startswith("model/")]
+        names = [key.removeprefix(MODEL) for key in found if key.startswith(MODEL)]
         problems += [f"{name} is in no rank's model" for name in names if name not in held]
     if problems:
         raise ValueError(f"The checkpoint {path} does not fit the model: {first_few(dict.fromkeys(problems))}.")
@@ -233,16 +233,12 @@ def _refuse_misfits(path: PathLike, found: Found, reports: Sequence[tuple[list[s
 def _differences(model: Mapping[str, Tensor], found: Found, strict: bool) -> list[str]:
     problems = []
     for name, tensor in model.items():
-        entry = found.get(f"model/{name}")
+        entry = found.get(MODEL + name)
         if entry is None:
             problems += [f"{name} is missing in it"] if strict else []
         elif entry.size != tensor.shape:
             problems.append(f"{name} has shape {tuple(entry.size)} in it and {tuple(tensor.shape)} in the model")
     return problems
-
-
-def _empty(found: Found, key: str) -> Tensor:
-    return torch.empty(found[key].size, dtype=found[key].properties.dtype)
 
 
 def _empty_states(
@@ -258,12 +254,12 @@ def _empty_states(
         index, parameter, name = parts
         like = model.get(parameter)
         if isinstance(like, Slices) and entry.size == like.shape:
-            empty: Tensor = Slices(_empty_like(like.local, entry.properties.dtype), like.shard)
+            made: Tensor = Slices(_empty_like(like.local, entry.properties.dtype), like.shard)
         elif isinstance(like, DTensor) and entry.size == like.shape:
-            empty = _empty_like(like, entry.properties.dtype)
+            made = _empty_like(like, entry.properties.dtype)
         else:
-            empty = _empty(found, key)
-        result[index].setdefault(parameter, {})[name] = empty
+            made = empty(found, key)
+        result[index].setdefault(parameter, {})[name] = made
     return result
 
 
@@ -271,19 +267,6 @@ def _empty_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if isinstance(tensor, DTensor):
         return torch.empty_like(tensor, dtype=dtype)
     return torch.empty(tensor.shape, dtype=dtype)
-
-
-def _with_numbered_optimizers(state: dict[str, Any]) -> dict[str, Any]:
-    """The content of trainer.pt; of one that was written before there could be several optimizers, as it is now."""
-    if not isinstance(state["optimizer_scalars"], dict):
-        return state
-    present = bool(state["param_groups"])
-    return {
-        **state,
-        "optimizer_scalars": [state["optimizer_scalars"]] * present,
-        "param_groups": [state["param_groups"]] * present,
-        "own_options": {place: [options] * present for place, options in state.get("own_options", {}).items()},
-    }
 
 
 def _with_own_options(
@@ -306,27 +289,11 @@ def _with_own_options(
 # -- files -------------------------------------------------------------------------------------------------------
 
 
-def _open(path: Path) -> tuple[Reader, Found]:
-    """The reader, and the shape and dtype of each tensor by its key."""
-    source = directory.find(path, _FILES)
-    if source is None:
-        raise ValueError(f"There is no checkpoint at {path}: it would be a directory with {' and '.join(_FILES)}.")
-    reader = Reader(source)
-    return reader, reader.found()
-
-
-def _read_tensors(reader: Reader, tensors: dict[str, Tensor]) -> None:
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    # no_dist: each rank knows from the metadata what it needs, so there is nothing to agree on.
-    with _plain_errors("read"):
-        load_tensors(tensors, storage_reader=reader, planner=planner, no_dist=True)
-
-
 def _write_tensors(new: Path, tensors: dict[str, Tensor], group: Group) -> None:
     planner = DefaultSavePlanner(
         flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
     )
-    with _plain_errors("write"):
+    with plain_errors("write"):
         save_tensors(
             tensors,
             storage_writer=FileSystemWriter(new, sync_files=True),
@@ -336,27 +303,26 @@ def _write_tensors(new: Path, tensors: dict[str, Tensor], group: Group) -> None:
         )
 
 
-@contextmanager
-def _plain_errors(verb: str) -> Iterator[None]:
-    """torch's CheckpointException is a BaseException, which clean-up code doesn't expect: raise a RuntimeError."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        try:
-            yield
-        except CheckpointException as error:
-            reasons = [f"rank {rank}: {failure[0]!r}" for rank, failure in error.failures.items()]
-            raise RuntimeError(f"Cannot {verb} the checkpoint's tensors: {first_few(reasons)}.") from error
-
-
-def _write_trainer(new: Path, trainer: Mapping[str, Any], agreement: Agreement | None) -> None:
+def _write_rest(
+    new: Path, trainer: Mapping[str, Any], agreement: Agreement | None, aliases: Mapping[str, str]
+) -> None:
     assert agreement is not None, "the first rank has agreed"
+    with _on_disk(new / CONTENTS) as file:
+        file.write(contents_of(new, aliases))
     state = {
         "trainer": dict(trainer),
         "optimizer_scalars": agreement.scalars,
         "param_groups": agreement.param_groups,
         "own_options": agreement.own_options,
     }
-    with open(new / TRAINER, "wb") as file:
+    with _on_disk(new / TRAINER) as file:
         torch.save(state, file)
+
+
+@contextmanager
+def _on_disk(path: Path) -> Iterator[IO[bytes]]:
+    """A file to be written, which is on the disk afterwards."""
+    with open(path, "wb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())

@@ -53,13 +53,20 @@ class RankCheckpoint:
 
     # -- save ----------------------------------------------------------------------------------------------------
 
-    def save(self, checkpoint: Mapping[str, Any], path: PathLike, optimizers: Sequence[Optimizer]) -> None:
+    def save(
+        self,
+        checkpoint: Mapping[str, Any],
+        path: PathLike,
+        optimizers: Sequence[Optimizer],
+        aliases: Mapping[str, str],
+    ) -> None:
         """Write the directory. A collective over all ranks.
 
         Args:
             checkpoint: the trainer's state, as Lightning's ``dump_checkpoint`` makes it.
             path: the directory.
             optimizers: whose state is saved, unless the trainer's has none.
+            aliases: the further names of tied tensors, with the name that each is saved under.
         """
         trainer = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         with_optimizers = "optimizer_states" in checkpoint
@@ -72,6 +79,7 @@ class RankCheckpoint:
             coordinate=self._coordinate,
             own_options=self._written_options,
             order=[name for groups in self._group_names for names in groups for name in names],
+            aliases=aliases,
         )
 
     def _optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
@@ -114,7 +122,7 @@ class RankCheckpoint:
 
         Returns:
             The trainer's state, with empty ``state_dict`` and ``optimizer_states``, and the state of this rank's
-            generators under :data:`.RANDOM_STATE`, empty if it was saved under another layout.
+            generators under :data:`.RANDOM_STATE`; of another rank of the same replica if the layout is another.
         """
         loaded = format_.load(
             path,

@@ -1,24 +1,31 @@
-"""Reading the two pickled files of a checkpoint that somebody else may have made, without running code in them.
+"""Reading a checkpoint's directory, which somebody else may have made, without running code in it.
 
-The files of the tensors are safe: torch opens them with ``weights_only=True``.
+Two of its files are pickled. The files of the tensors are safe: torch opens them with ``weights_only=True``.
 """
 
 from __future__ import annotations
 
 import pickle
-import zipfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
+from lightning_parallel.checkpoint import directory
 from lightning_parallel.checkpoint.agreement import first_few
+from lightning_parallel.checkpoint.integrity import FILES, METADATA, TRAINER, check_archive, damaged, read_contents
 from lightning_parallel.torch_private import METADATA_CLASSES
 
-METADATA = ".metadata"
-TRAINER = "trainer.pt"
+MODEL = "model/"  # how the keys of parameters and buffers begin
 
 Found = dict[str, metadata.TensorStorageMetadata]  # each tensor's shape and dtype, by its key
 
@@ -48,9 +55,9 @@ class Reader(FileSystemReader):
             with open(path, "rb") as file:
                 result = _Unpickler(file).load()
         except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as error:  # pickle's list
-            raise _damaged(path) from error
+            raise damaged(path.parent, path, "it is not what was written") from error
         if not isinstance(result, metadata.Metadata):
-            raise _damaged(path)
+            raise damaged(path.parent, path, "it is not what was written")
         return result
 
     def found(self) -> Found:
@@ -67,30 +74,111 @@ class Reader(FileSystemReader):
         return tensors
 
 
-def read_trainer(directory: Path, weights_only: bool) -> dict[str, Any]:
+def open_directory(path: Path) -> tuple[Reader, Found]:
+    """The reader, and the shape and dtype of each tensor by its key.
+
+    Raises:
+        ValueError: there is no checkpoint, or it is damaged.
+    """
+    source = directory.find(path, FILES)
+    if source is None and path.is_dir():
+        missing = next(name for name in FILES if not (path / name).is_file())
+        raise damaged(path, path / missing, "it is missing")
+    if source is None:
+        raise ValueError(f"There is no checkpoint at {path}: it would be a directory with {' and '.join(FILES)}.")
+    read_contents(source)  # it has a checksum of the metadata
+    reader = Reader(source)
+    return reader, reader.found()
+
+
+def empty(found: Found, key: str) -> Tensor:
+    """A tensor to read the whole of one into, on the CPU."""
+    return torch.empty(found[key].size, dtype=found[key].properties.dtype)
+
+
+def check_tensors(reader: Reader, tensors: dict[str, Tensor]) -> None:
+    """Compare what :func:`read_tensors` would read with its checksums.
+
+    Raises:
+        ValueError: a file is missing or damaged.
+    """
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    stored = reader.read_metadata()
+    planner.set_up_planner(tensors, stored)
+    for index in {item.storage_index for item in planner.create_local_plan().items}:
+        place = stored.storage_data[index]
+        file = Path(reader.path) / place.relative_path
+        check_archive(Path(reader.path), file, place.offset, place.length)
+
+
+def read_tensors(reader: Reader, tensors: dict[str, Tensor]) -> None:
+    """Fill tensors, or a rank's shards of them, by their keys."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    # no_dist: each rank knows from the metadata what it needs, so there is nothing to agree on.
+    with plain_errors("read"):
+        load_tensors(tensors, storage_reader=reader, planner=planner, no_dist=True)
+
+
+@contextmanager
+def plain_errors(verb: str) -> Iterator[None]:
+    """torch's CheckpointException is a BaseException, which clean-up code doesn't expect: raise a RuntimeError."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        try:
+            yield
+        except CheckpointException as error:
+            reasons = [f"rank {rank}: {failure[0]!r}" for rank, failure in error.failures.items()]
+            raise RuntimeError(f"Cannot {verb} the checkpoint's tensors: {first_few(reasons)}.") from error
+
+
+def read_trainer(folder: Path, weights_only: bool) -> dict[str, Any]:
     """What trainer.pt holds.
 
     Args:
-        directory: the checkpoint.
+        folder: the checkpoint.
         weights_only: refuse anything but tensors and plain containers.
 
     Raises:
         ValueError: it holds what ``weights_only`` forbids, or is damaged.
     """
-    path = directory / TRAINER
-    if not zipfile.is_zipfile(path):  # torch.save writes a zip file; torch.load would take anything else for a pickle
-        raise _damaged(path)
+    state = read_file(folder, folder / TRAINER, weights_only)
+    if not state.keys() >= {"trainer", "optimizer_scalars", "param_groups"}:
+        raise damaged(folder, folder / TRAINER, "it is another file")
+    return _with_numbered_optimizers(state)
+
+
+def read_file(checkpoint: Path, file: Path, weights_only: bool) -> dict[str, Any]:
+    """What ``torch.save`` has written. Tensors are on the CPU.
+
+    Args:
+        checkpoint: that the file belongs to, or is.
+        file: to be read.
+        weights_only: refuse anything but tensors and plain containers.
+
+    Raises:
+        ValueError: it holds what ``weights_only`` forbids, or is damaged.
+    """
+    check_archive(checkpoint, file)  # torch.load would take what is no archive for a pickle
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only)
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path} holds more than tensors and plain containers, and loading that can run code. If you trust the "
+            f"{file} holds more than tensors and plain containers, and loading that can run code. If you trust the "
             f"file, load it with weights_only=False. ({str(error).strip().splitlines()[0]})"
         ) from error
+    if not isinstance(state, dict):
+        raise damaged(checkpoint, file, f"it holds a {type(state).__name__}, not a dictionary")
     return state
 
 
-def _damaged(path: Path) -> ValueError:
-    return ValueError(
-        f"{path} is damaged, perhaps cut short when it was copied: load another checkpoint, or copy again."
-    )
+def _with_numbered_optimizers(state: dict[str, Any]) -> dict[str, Any]:
+    """The content of trainer.pt; of one that was written before there could be several optimizers, as it is now."""
+    if not isinstance(state["optimizer_scalars"], dict):
+        return state
+    present = bool(state["param_groups"])
+    return {
+        **state,
+        "optimizer_scalars": [state["optimizer_scalars"]] * present,
+        "param_groups": [state["param_groups"]] * present,
+        "own_options": {place: [options] * present for place, options in state.get("own_options", {}).items()},
+    }

@@ -14,7 +14,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_parallel import checkpoint as format_
+from lightning_parallel.checkpoint.integrity import check_archive
 from lightning_parallel.checkpoint.rank import RankCheckpoint
+from lightning_parallel.collectives import decided_by_first
 from lightning_parallel.local_model import LocalModel
 
 
@@ -73,7 +75,12 @@ class Checkpoints:
         return self._failed
 
     def save(
-        self, checkpoint: dict[str, Any], path: str | Path, optimizers: Sequence[Optimizer], storage_options: Any | None
+        self,
+        checkpoint: dict[str, Any],
+        path: str | Path,
+        module: pl.LightningModule,
+        optimizers: Sequence[Optimizer],
+        storage_options: Any | None,
     ) -> None:
         """Write a directory with every rank's part. All ranks call it."""
         if self._failed:
@@ -81,15 +88,17 @@ class Checkpoints:
             return
         if storage_options is not None:
             raise TypeError(f"storage_options={storage_options!r}: this strategy's checkpoint is a local directory.")
-        self._part().save(checkpoint, path, optimizers)
+        self._part().save(checkpoint, path, optimizers, self._local.tied_names(module))
 
     def load(
         self, path: str | Path, optimizers: Sequence[Optimizer], weights_only: bool | None, io: CheckpointIO
     ) -> dict[str, Any]:
         """Read this rank's part of a checkpoint: of a directory written under any layout, or of a plain file."""
         safe = weights_only is not False
-        if format_.is_checkpoint(path):
+        if format_.is_checkpoint(path) or Path(path).is_dir():
             return self._part().load(path, optimizers, safe)
+        if Path(path).is_file():  # a CheckpointIO of the user's may know other places
+            decided_by_first(None, lambda: check_archive(Path(path), Path(path)))
         return self._part().take(io.load_checkpoint(path, weights_only=safe), path, optimizers)
 
     def _part(self) -> RankCheckpoint:

@@ -7,32 +7,34 @@ Lightning leaves out of checkpoints::
                        epoch once more right before the next batch is loaded, after all that draws at the start of a
                        run, such as loaders.
     states of loaders  It saves those of rank 0. Here rank 0 gathers one for each replica.
+    names              It numbers the optimizers' parameters. With their names a file can be made a directory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_parallel.checkpoint.plain import OPTIMIZER_NAMES, RANDOM_STATES
 from lightning_parallel.checkpoint.random_state import RANDOM_STATE, random_state, restore_random_state
 from lightning_parallel.collectives import gather_objects_on_first
 from lightning_parallel.lightning_private import before_first_batch, in_mid_epoch
 
-_OF_RANKS = "random_states"  # in a file: by rank
 _OF_LOADERS = "loader_states"  # in any checkpoint: by replica
 _KEY = "combined_loader"  # of Lightning's
 
 
 class ExactResume(Callback):
     """Saves the states of torch's, NumPy's and Python's generators, and of each replica's data loaders that have one
-    (:class:`.ResumableDataLoader`). A run that is resumed under the same layout gets them back. Under another one,
-    loaders do if there are as many replicas.
+    (:class:`.ResumableDataLoader`). A run that is resumed gets those of its replica back; under another number of
+    replicas, the place in the data is the first one's.
 
     The strategies of this package bring this callback along. With Lightning's own, pass it to the Trainer::
 
@@ -47,7 +49,9 @@ class ExactResume(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if not _saves_by_itself(trainer):
-            checkpoint[_OF_RANKS] = _gathered(random_state(), trainer)
+            checkpoint[RANDOM_STATES] = _gathered(random_state(), trainer)
+            checkpoint[OPTIMIZER_NAMES] = [_names(pl_module, optimizer) for optimizer in trainer.optimizers]
+        _give_back(trainer, _loaders(checkpoint).get(_KEY) or [])
         replicas, replica = _replica(trainer)
         if replicas > 1:
             states = _gathered((replica, _loaders(checkpoint).get(_KEY)), trainer)
@@ -62,11 +66,8 @@ class ExactResume(Callback):
         replicas, replica = _replica(trainer)
         if len(loaders) == replicas and loaders[replica]:
             _loaders(checkpoint)[_KEY] = loaders[replica]
-        states = checkpoint.get(_OF_RANKS, [])
-        if _saves_by_itself(trainer):
-            self._state = checkpoint.get(RANDOM_STATE, {})
-        elif len(states) == trainer.world_size:
-            self._state = states[trainer.global_rank]
+        states = checkpoint.get(RANDOM_STATES, [])  # by replica: under Lightning's strategies each rank is one
+        self._state = checkpoint.get(RANDOM_STATE) or (states[replica] if replica < len(states) else {})
         if trainer.state.fn == TrainerFn.FITTING:
             restore_random_state(self._state)
 
@@ -86,6 +87,15 @@ def _loaders(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     return checkpoint["loops"]["fit_loop"]["state_dict"]
 
 
+def _give_back(trainer: pl.Trainer, states: Sequence[dict[str, Any]]) -> None:
+    """Of a save from inside a batch, before its update: the resumed run begins with this batch, so the loaders give it
+    once more."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
+    for state in states:
+        if isinstance(state, dict) and "place" in state:  # of a ResumableDataLoader
+            state["place"] -= progress["ready"] - progress["processed"]
+
+
 def _replica(trainer: pl.Trainer) -> tuple[int, int]:
     """How many replicas there are, and which one this rank belongs to."""
     sampler = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
@@ -95,6 +105,12 @@ def _replica(trainer: pl.Trainer) -> tuple[int, int]:
 def _gathered(mine: Any, trainer: pl.Trainer) -> list[Any]:
     """What every rank has, by rank; on rank 0 only."""
     return (gather_objects_on_first(mine, None) or []) if trainer.world_size > 1 else [mine]
+
+
+def _names(module: pl.LightningModule, optimizer: Optimizer) -> list[list[str]]:
+    """The names of an optimizer's parameters, by group."""
+    names = {parameter: name for name, parameter in reversed([*module.named_parameters(remove_duplicate=False)])}
+    return [[names.get(parameter, "") for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _saves_by_itself(trainer: pl.Trainer) -> bool:

@@ -306,7 +306,8 @@ class LayoutStrategy(ParallelStrategy):
         """Write a directory with every rank's part. All ranks call it."""
         if self._collectives is not None:
             self._collectives.meet("A checkpoint")
-        self.checkpoints.save(checkpoint, filepath, self.optimizers, storage_options)
+        assert self.lightning_module is not None
+        self.checkpoints.save(checkpoint, filepath, self.lightning_module, self.optimizers, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

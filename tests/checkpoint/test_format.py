@@ -127,7 +127,8 @@ def test_any_layout_opens_what_three_ranks_saved(pool: WorkerPool, path: str, si
     pool.run(save_here, 3, path)
     assert is_checkpoint(path) and left_in(path) == ["last.ckpt"]
     states = pool.run(load_here, size, path)
-    assert states == [[rank] * 3 if rank < 3 else [] for rank in range(size)]
+    # A fourth stage loads the same batches as the others: it goes on with the generators of one of them.
+    assert states == [[rank if rank < 3 else 0] * 3 for rank in range(size)]
 
 
 def test_no_process_group_is_needed(pool: WorkerPool, path: str) -> None:
@@ -365,6 +366,7 @@ def test_metadata_with_code_is_refused(path: str, tmp_path: Path) -> None:
     save_here(path)
     mark = tmp_path / "mark"
     (Path(path) / ".metadata").write_bytes(pickle.dumps(Touch(str(mark))))
+    (Path(path) / "contents.json").unlink()  # an attacker knows how to make a checksum
     for call in (lambda: load(path, **blank(0, 1)), lambda: read_full(path)):
         with pytest.raises(ValueError, match="it may be an attack"):
             call()
@@ -376,6 +378,7 @@ def test_objects_among_the_tensors_are_refused(path: str, tmp_path: Path) -> Non
     save_here(path)
     mark = tmp_path / "mark"
     save_anything({"model/0.weight": Touch(str(mark))}, checkpoint_id=path)
+    (Path(path) / "contents.json").unlink()
     with pytest.raises(ValueError, match="objects among its tensors, which could run code: model/0.weight"):
         load(path, **blank(0, 1))
     assert not mark.exists()

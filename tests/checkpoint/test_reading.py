@@ -16,7 +16,8 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from lightning_parallel.checkpoint import save
-from lightning_parallel.checkpoint.reading import METADATA, TRAINER, Reader, read_trainer
+from lightning_parallel.checkpoint.integrity import METADATA, TRAINER
+from lightning_parallel.checkpoint.reading import Reader, read_trainer
 
 TRAINER_STATE = {"epoch": 3, "loops": {"seen": [1, 2]}, "sum": torch.ones(2, dtype=torch.bfloat16)}
 
@@ -97,7 +98,8 @@ def test_metadata_with_objects_names_them(checkpoint: Path) -> None:
 def test_a_trainer_file_with_a_call_is_refused_unless_trusted(checkpoint: Path, function: Callable[..., Any]) -> None:
     mark = checkpoint / "mark"
     argument: Any = ["mkdir", str(mark)] if function is subprocess.call else str(mark)
-    torch.save({"trainer": Calls(function, argument)}, checkpoint / TRAINER)
+    state = {"trainer": Calls(function, argument), "optimizer_scalars": [], "param_groups": []}
+    torch.save(state, checkpoint / TRAINER)
     with pytest.raises(ValueError, match="can run code. If you trust the file, load it with weights_only=False"):
         read_trainer(checkpoint, weights_only=True)
     assert not mark.exists()

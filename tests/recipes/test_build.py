@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from hydra.utils import get_class
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -115,6 +117,16 @@ def test_a_strategy_s_refusal_is_raised_as_it_is() -> None:
     node = {"_target_": "lightning_parallel.PipelineStrategy", "schedule": "naive", "microbatches": 8}
     with pytest.raises(ValueError, match=r"^microbatches=8: the naive schedule has one"):
         build.strategy({"strategy": node})
+
+
+def test_a_run_begins_with_the_weights_of_a_checkpoint_of_the_same_model(tmp_path: Path) -> None:
+    path = str(tmp_path / "weights.ckpt")
+    one, other = (build.model(composed("model=mlp", "data=digits")) for _ in range(2))
+    torch.save({"state_dict": one.state_dict()}, path)
+    build.begin_with(other, path)
+    assert all(map(torch.equal, one.parameters(), other.parameters()))
+    with pytest.raises(ValueError, match=r"^init_from=.*weights.ckpt: its weights are those of another model: .*more"):
+        build.begin_with(build.model(composed("model=mlp", "data=digits", "model.width=8")), path)
 
 
 def test_what_an_optimizer_refuses_is_told_with_the_setting() -> None:

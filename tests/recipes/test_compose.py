@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from recipes.compose import check
 from tests.recipes.test_configs import composed
 
@@ -50,3 +52,12 @@ def test_the_resolved_config_is_plain_and_has_absolute_paths() -> None:
     assert type(config["optimizer"]["betas"]) is list
     assert config["data"]["directory"] == str(Path("somewhere").absolute())
     assert config["callbacks"]["checkpoint"]["dirpath"] == "OUT/checkpoints"
+
+
+def test_the_newest_checkpoint_is_looked_for_in_the_folder_of_the_run(tmp_path: Path) -> None:
+    again = ["ckpt_path=last", f"hydra.run.dir={tmp_path}"]
+    assert "there is no checkpoint in" in str(check(again)[0])
+    (tmp_path / "checkpoints").mkdir()
+    torch.save({}, tmp_path / "checkpoints" / "last.ckpt")
+    assert check(again) == []
+    assert check(["ckpt_path=last"], multirun=True) == []  # the folder of a job is known when it starts

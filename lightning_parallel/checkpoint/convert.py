@@ -1,0 +1,107 @@
+"""One kind of checkpoint made of another: a directory, a plain ``.ckpt``, or safetensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_parallel.checkpoint import directory, format, safetensors_file
+from lightning_parallel.checkpoint.optimizers import OptimizerState
+from lightning_parallel.checkpoint.plain import OPTIMIZER_NAMES, read_full, read_plain
+from lightning_parallel.layout import Layout
+
+PathLike = str | os.PathLike[str]
+
+
+def convert(source: PathLike, target: PathLike, *, save_weights_only: bool = False, weights_only: bool = True) -> None:
+    """Write the content of a checkpoint as one of another kind. It takes one process, and memory for all of it.
+
+    ::
+
+        source                   target                what is written
+        anything                 *.safetensors         weights
+        a directory              another name          a plain ``.ckpt``, as Lightning writes in one process
+        a plain file             another name          a directory
+        *.safetensors            another name          a directory of weights
+
+    Args:
+        source: the checkpoint.
+        target: to be written. A file or a directory that is there is replaced.
+        save_weights_only: leave out all but the weights.
+        weights_only: refuse a source that holds more than tensors and plain containers: unpickling other objects can
+            run code. Turn it off for files that you trust.
+
+    Raises:
+        ValueError: the source is missing or damaged; or it is a file whose optimizer states can't be given names.
+    """
+    source, target = Path(source), Path(target)
+    weights = save_weights_only or safetensors_file.SUFFIX in (source.suffix, target.suffix)
+    plain = {"state_dict": read_full(source)} if weights else read_plain(source, weights_only)
+    tensors, aliases = _each_once(plain["state_dict"])
+    if target.suffix == safetensors_file.SUFFIX:
+        with directory.replacing(target) as new:
+            safetensors_file.write(new, tensors, aliases)
+    elif source.is_file():
+        _write_directory(target, source, plain, tensors, aliases)
+    else:
+        with directory.replacing(target) as new:
+            torch.save(plain, new)
+
+
+def _each_once(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors under their first names, and the first name for each further one."""
+    first: dict[tuple[Any, ...], str] = {}
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in state_dict.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} in the checkpoint's state_dict is a {type(tensor).__name__}, not a tensor.")
+        same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else (name,)
+        held = first.setdefault(same, name)
+        if held == name:
+            tensors[name] = tensor
+        else:
+            aliases[name] = held
+    return tensors, aliases
+
+
+def _write_directory(
+    target: Path, source: Path, plain: Mapping[str, Any], tensors: Mapping[str, Tensor], aliases: Mapping[str, str]
+) -> None:
+    left_out = ("state_dict", "optimizer_states", OPTIMIZER_NAMES)
+    format.save(
+        target,
+        model=tensors,
+        optimizers=_named(source, plain, aliases),
+        trainer={key: value for key, value in plain.items() if key not in left_out},
+        rank_state={},  # those of all replicas are in the trainer's part
+        coordinate=Layout.resolve(1).coordinate,
+        aliases=aliases,
+    )
+
+
+def _named(source: Path, plain: Mapping[str, Any], aliases: Mapping[str, str]) -> list[OptimizerState]:
+    """The states of a plain checkpoint's optimizers, by the names of their parameters."""
+    states = plain.get("optimizer_states", [])
+    names = plain.get(OPTIMIZER_NAMES) or [
+        [group.get("param_names", []) for group in state["param_groups"]] for state in states
+    ]
+    named = []
+    for state, of_groups in zip(states, names, strict=True):
+        flat = [aliases.get(name, name) for of_group in of_groups for name in of_group]
+        if len(flat) != sum(len(group["params"]) for group in state["param_groups"]):
+            raise ValueError(
+                f"{source} has numbers for its optimizer's parameters, and no names: it was written without the "
+                f"callback ExactResume. Pass it as ckpt_path, every strategy reads it as it is; or convert the weights "
+                f"only (save_weights_only=True)."
+            )
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        by_number = dict(zip(numbers, flat, strict=True))
+        groups = [{**group, "params": [by_number[n] for n in group["params"]]} for group in state["param_groups"]]
+        named.append(OptimizerState({by_number[n]: values for n, values in state["state"].items()}, groups))
+    return named

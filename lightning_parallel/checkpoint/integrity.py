@@ -1,0 +1,154 @@
+"""Is a file what was written? Found out before anything is changed, and told by the file's name.
+
+torch writes zip archives, of which each record has a checksum that torch itself doesn't look at. A file of tensors is a
+row of such archives, one for each tensor or box of it; ``.metadata`` says where each begins. That file has no checksum
+of its own, so contents.json has it::
+
+    {"content": {"aliases": {"head.weight": "embedding.weight"}, "crc32": {".metadata": 123}}, "crc32": 456}
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_parallel.checkpoint import directory
+
+METADATA = ".metadata"
+TRAINER = "trainer.pt"
+CONTENTS = "contents.json"
+FILES = (METADATA, TRAINER)  # a checkpoint that has both is whole: they are written last
+
+
+def is_whole(path: Path) -> bool:
+    """Is there a checkpoint, not only a part of one? A directory has its last files, a file the table of its end."""
+    return directory.find(path, FILES) is not None or (path.is_file() and zipfile.is_zipfile(path))
+
+
+def newest_of(paths: Iterable[Path]) -> Path | None:
+    """The newest whole checkpoint among some; None for none."""
+    return max(filter(is_whole, paths), key=lambda path: path.stat().st_mtime_ns, default=None)
+
+
+def damaged(checkpoint: Path, file: Path, reason: str) -> ValueError:
+    """The error for a damaged file. It offers the newest whole checkpoint beside the damaged one.
+
+    Args:
+        checkpoint: a directory or a file.
+        file: the same, or the file in it that is damaged.
+        reason: such as "it is cut short".
+    """
+    newest = newest_of(path for path in checkpoint.parent.glob("*.ckpt") if path != checkpoint)
+    offer = "Copy it again" if newest is None else f"The newest whole checkpoint beside it is {newest}"
+    return ValueError(f"{file} is damaged: {reason}. {offer}.")
+
+
+def check_archive(checkpoint: Path, file: Path, start: int = 0, length: int | None = None) -> None:
+    """Compare what torch has written with its checksums.
+
+    Args:
+        checkpoint: that the file belongs to.
+        file: a zip archive, or a row of them.
+        start: of the archive, in bytes.
+        length: in bytes; None for all that follows.
+
+    Raises:
+        ValueError: the file is missing, cut short, no archive, or another than was written.
+    """
+    try:
+        size = file.stat().st_size
+    except FileNotFoundError:
+        raise damaged(checkpoint, file, "it is missing") from None
+    if size < start + (length or 0):
+        raise damaged(checkpoint, file, f"it is cut short, to {size} bytes")
+    wrong: str | None = None
+    with open(file, "rb") as whole:
+        part: Any = _Part(whole, start, size - start if length is None else length)
+        try:
+            with zipfile.ZipFile(part) as archive:
+                wrong = archive.testzip()
+            part.seek(0)
+            torch.load(part, map_location="meta", weights_only=True)  # its own reader needs more to be right
+        except pickle.UnpicklingError:
+            pass  # other things than tensors
+        except Exception as error:  # of whatever kind: both readers take damaged bytes at their word
+            raise damaged(checkpoint, file, "it is not, or no longer, what torch.save writes") from error
+    if wrong is not None:
+        raise damaged(checkpoint, file, "its bytes differ from those that were written")
+
+
+class _Part(io.RawIOBase):
+    """Some of a file's bytes, as a file."""
+
+    def __init__(self, whole: io.BufferedReader, start: int, length: int) -> None:
+        self._whole, self._start, self._length, self._position = whole, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)
+        count = max(0, min(len(view), self._length - self._position))
+        self._whole.seek(self._start + self._position)
+        count = self._whole.readinto(view[:count])
+        self._position += count
+        return count
+
+
+# -- contents.json -----------------------------------------------------------------------------------------------
+
+
+def contents_of(folder: Path, aliases: Mapping[str, str]) -> bytes:
+    """What contents.json of a checkpoint says.
+
+    Args:
+        folder: in which the tensors have been written.
+        aliases: the further names of tied tensors, with the name that each is saved under.
+    """
+    content = {"aliases": dict(aliases), "crc32": {METADATA: zlib.crc32((folder / METADATA).read_bytes())}}
+    return json.dumps({"content": content, "crc32": _crc32_of(content)}).encode()
+
+
+def read_contents(folder: Path) -> dict[str, Any]:
+    """The content of contents.json; an empty one's where there is none, as in earlier versions.
+
+    Raises:
+        ValueError: the file, or one of which it has a checksum, is damaged.
+    """
+    path = folder / CONTENTS
+    if not path.exists():
+        return {"aliases": {}, "crc32": {}}
+    try:
+        parsed = json.loads(path.read_bytes())
+        content, expected = parsed["content"], parsed["crc32"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise damaged(folder, path, "it is not what was written") from error
+    if _crc32_of(content) != expected:
+        raise damaged(folder, path, "its bytes differ from those that were written")
+    for name, crc32 in content["crc32"].items():
+        if zlib.crc32((folder / name).read_bytes()) != crc32:
+            raise damaged(folder, folder / name, "its bytes differ from those that were written")
+    return dict(content)
+
+
+def _crc32_of(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())

@@ -1,0 +1,123 @@
+"""A checkpoint as one process has it, whatever wrote it: a directory of any layout, a file, or safetensors.
+
+A file is what Lightning saves in one process: a dictionary. A directory is read into the same dictionary::
+
+    state_dict          every tensor as a whole; tied ones under all their names
+    optimizer_states    a parameter's state under its number in the optimizer's groups, as optimizers number them
+    lr_schedulers, loops, callbacks, hyper_parameters, ...      from trainer.pt, as they are
+    random_states       of generators, one for each replica
+    optimizer_names     for each optimizer and group, the parameters' names: numbers alone don't tell which they are
+
+Nothing here is a collective: each process reads for itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lightning_parallel.checkpoint import safetensors_file
+from lightning_parallel.checkpoint.integrity import read_contents
+from lightning_parallel.checkpoint.optimizers import parts_of
+from lightning_parallel.checkpoint.places import coordinates, empty_rank_state, key_in, replica_of
+from lightning_parallel.checkpoint.reading import (
+    MODEL,
+    check_tensors,
+    empty,
+    open_directory,
+    read_file,
+    read_tensors,
+    read_trainer,
+)
+
+PathLike = str | os.PathLike[str]
+
+RANDOM_STATES = "random_states"
+OPTIMIZER_NAMES = "optimizer_names"
+
+
+def read_plain(path: PathLike, weights_only: bool = True) -> dict[str, Any]:
+    """Everything in a directory or a file, as Lightning reads it in one process. Tensors are on the CPU.
+
+    Args:
+        path: a directory, or a file that ``torch.save`` has written.
+        weights_only: refuse anything but tensors and plain containers. Turn it off for files that you trust.
+
+    Raises:
+        ValueError: there is no checkpoint, it is damaged, or it holds what ``weights_only`` forbids.
+    """
+    if Path(path).is_file():
+        return read_file(Path(path), Path(path), weights_only)
+    reader, found = open_directory(Path(path))
+    saved = read_trainer(Path(reader.path), weights_only)
+    of_replicas = {replica_of(place): place for place in reversed(coordinates(found))}
+    states = {place: empty_rank_state(found, place) for place in of_replicas.values()}
+    wanted = {key: empty(found, key) for key in found if key.startswith(MODEL) or parts_of(key)}
+    generators = {key_in(place, name): tensor for place, state in states.items() for name, tensor in state.items()}
+    check_tensors(reader, wanted | generators)
+    read_tensors(reader, wanted | generators)
+
+    by_name: list[dict[str, dict[str, Any]]] = [
+        {name: dict(values) for name, values in scalars.items()} for scalars in saved["optimizer_scalars"]
+    ]
+    for key, tensor in wanted.items():
+        if (parts := parts_of(key)) is not None:
+            index, parameter, name = parts
+            by_name[index].setdefault(parameter, {})[name] = tensor
+    state_dict = _state_dict(wanted, read_contents(Path(reader.path))["aliases"])
+    plain: dict[str, Any] = {**saved["trainer"], "state_dict": state_dict}
+    if "lr_schedulers" in plain:  # else only the weights were saved
+        pairs = zip(by_name, saved["param_groups"], strict=True)
+        plain["optimizer_states"] = [_numbered(state, groups) for state, groups in pairs]
+        plain[OPTIMIZER_NAMES] = [[[*group["params"]] for group in groups] for groups in saved["param_groups"]]
+    if states:
+        plain[RANDOM_STATES] = [states[of_replicas[replica]] for replica in sorted(of_replicas, key=_number)]
+    return plain
+
+
+def read_full(path: PathLike) -> dict[str, Tensor]:
+    """The whole model's state dict, on the CPU, in one process, without a model or a process group.
+
+    Args:
+        path: a checkpoint's directory, a plain ``.ckpt``, or a file of safetensors.
+
+    Returns:
+        Tensors by name. Tied ones are there under all their names, as in ``module.state_dict()``.
+
+    Raises:
+        ValueError: there is no checkpoint, or it holds other things than tensors.
+    """
+    if os.fspath(path).endswith(safetensors_file.SUFFIX):
+        return safetensors_file.read(Path(path))
+    if Path(path).is_file():
+        content = read_file(Path(path), Path(path), weights_only=True)
+        return dict(content.get("state_dict", content))
+    reader, found = open_directory(Path(path))
+    tensors = {key: empty(found, key) for key in found if key.startswith(MODEL)}
+    check_tensors(reader, tensors)
+    read_tensors(reader, tensors)
+    return _state_dict(tensors, read_contents(Path(reader.path))["aliases"])
+
+
+def _state_dict(tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Tensor]:
+    """The model's tensors among those of a checkpoint, tied ones under all their names."""
+    held = {key.removeprefix(MODEL): tensor for key, tensor in tensors.items() if key.startswith(MODEL)}
+    return held | {name: held[first] for name, first in aliases.items() if first in held}
+
+
+def _numbered(state: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """An optimizer's ``state_dict()``: its parameters have the numbers of their places in its groups."""
+    names = [name for group in groups for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    return {
+        "state": {numbers[name]: dict(values) for name, values in state.items() if name in numbers},
+        "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
+    }
+
+
+def _number(replica: str) -> int:
+    return int(replica.removeprefix("dp")) if replica.removeprefix("dp").isdecimal() else 0

@@ -1,0 +1,43 @@
+"""Make one kind of checkpoint of another: a directory, a plain ``.ckpt``, or safetensors.
+
+::
+
+    python -m recipes.convert runs/one/checkpoints/last.ckpt last.ckpt          # what Lightning saves in one process
+    python -m recipes.convert runs/one/checkpoints/last.ckpt last.safetensors   # weights, to be shared
+    python -m recipes.convert last.ckpt again.ckpt                              # a file: a directory again
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_parallel.checkpoint import convert
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.convert",
+        description="Make a plain .ckpt of a checkpoint's directory, a directory of a .ckpt, or safetensors of either.",
+    )
+    parser.add_argument("source", type=Path, help="a directory, a plain .ckpt, or *.safetensors")
+    parser.add_argument("target", type=Path, help="to be written; *.safetensors for weights that others can read")
+    parser.add_argument("--weights", action="store_true", help="leave out optimizers, loops and callbacks")
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="read objects other than tensors too, such as hyperparameters: that can run code from the file",
+    )
+    given = parser.parse_args(arguments)
+    try:
+        convert(given.source, given.target, save_weights_only=given.weights, weights_only=not given.trust)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        sys.exit(str(error))
+    print(given.target)
+
+
+if __name__ == "__main__":
+    main()

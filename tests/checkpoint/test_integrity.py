@@ -1,0 +1,128 @@
+"""A damaged file is named before anything is changed, and another checkpoint is offered."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_parallel.checkpoint import OptimizerState, is_whole, load, newest_of, read_full, read_plain, save
+from lightning_parallel.checkpoint.integrity import CONTENTS, METADATA, TRAINER, check_archive
+
+FILES = (METADATA, TRAINER, CONTENTS, "__0_0.distcp")
+
+
+def tensors() -> dict[str, Tensor]:
+    return {"net.weight": torch.arange(600.0).reshape(20, 30), "net.bias": torch.ones(20)}
+
+
+def write(path: Path) -> None:
+    state = OptimizerState({"net.weight": {"exp_avg": torch.ones(20, 30)}}, [{"lr": 0.1, "params": ["net.weight"]}])
+    save(
+        path, model=tensors(), optimizers=[state], trainer={"epoch": 3, "lr_schedulers": []}, rank_state={},
+        coordinate="pp0.dp0.tp0", aliases={"head.weight": "net.weight"},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    write(tmp_path / "last.ckpt")
+    return tmp_path / "last.ckpt"
+
+
+def empty() -> dict[str, Tensor]:
+    return {name: torch.full_like(tensor, 9) for name, tensor in tensors().items()}
+
+
+def load_all(path: Path) -> dict[str, Tensor]:
+    """Read it as a rank does; what has been read."""
+    model = empty()
+    try:
+        load(path, model=model, parameters=["net.weight"], coordinate="pp0.dp0.tp0")
+    except ValueError:
+        assert all(torch.equal(model[name], tensor) for name, tensor in empty().items()), "filled before the error"
+        raise
+    return model
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", [
+    lambda whole: b"",
+    lambda whole: whole[: len(whole) // 2],
+    lambda whole: whole[:-1],
+    lambda whole: b"<html>not found</html>" * 100,
+], ids=["empty", "half", "less-a-byte", "another-file"])  # fmt: skip
+@pytest.mark.parametrize("read", [load_all, read_plain], ids=["by-a-rank", "as-one-process"])
+def test_a_damaged_file_is_named(
+    checkpoint: Path, file: str, damage: Callable[[bytes], bytes], read: Callable[[Path], object]
+) -> None:
+    (checkpoint / file).write_bytes(damage((checkpoint / file).read_bytes()))
+    with pytest.raises(ValueError, match=rf"last.ckpt/{file} is damaged: .*\. Copy it again\."):
+        read(checkpoint)
+
+
+@pytest.mark.parametrize("file", [METADATA, TRAINER, "__0_0.distcp"])
+@pytest.mark.parametrize("read", [load_all, read_plain, read_full], ids=["by-a-rank", "as-one-process", "weights"])
+def test_a_missing_file_is_named(checkpoint: Path, file: str, read: Callable[[Path], object]) -> None:
+    (checkpoint / file).unlink()
+    with pytest.raises(ValueError, match=f"last.ckpt/{file} is damaged: it is missing"):
+        read(checkpoint)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_flipped_bit_is_named_or_does_no_harm(checkpoint: Path, file: str) -> None:
+    """Between the records of an archive there are bytes that mean nothing."""
+    whole = (checkpoint / file).read_bytes()
+    chosen = random.Random(0)
+    named = 0
+    for _ in range(100):
+        flipped = bytearray(whole)
+        flipped[chosen.randrange(len(whole))] ^= 1 << chosen.randrange(8)
+        (checkpoint / file).write_bytes(flipped)
+        try:
+            read = load_all(checkpoint)
+        except ValueError as error:
+            assert f"last.ckpt/{file} is damaged" in str(error)
+            named += 1
+        else:
+            assert all(torch.equal(read[name], tensor) for name, tensor in tensors().items())
+    assert named >= 30
+
+
+def test_the_newest_whole_checkpoint_beside_it_is_offered(checkpoint: Path) -> None:
+    for age, name in enumerate(["cut.ckpt", "new.ckpt", "old.ckpt"]):
+        write(checkpoint.with_name(name))
+        os.utime(checkpoint.with_name(name), (1000 - age, 1000 - age))
+    (checkpoint.with_name("cut.ckpt") / TRAINER).unlink()
+    (checkpoint / "__0_0.distcp").unlink()
+    with pytest.raises(ValueError, match=r"The newest whole checkpoint beside it is .*/new\.ckpt\."):
+        load_all(checkpoint)
+
+
+def test_checkpoints_of_earlier_versions_have_no_contents_file(checkpoint: Path) -> None:
+    (checkpoint / CONTENTS).unlink()
+    assert read_full(checkpoint).keys() == tensors().keys()
+
+
+def test_half_a_file_is_not_whole(tmp_path: Path) -> None:
+    torch.save(tensors(), tmp_path / "whole.ckpt")
+    content = (tmp_path / "whole.ckpt").read_bytes()
+    (tmp_path / "half.ckpt").write_bytes(content[: len(content) // 2])
+    assert is_whole(tmp_path / "whole.ckpt") and not is_whole(tmp_path / "half.ckpt")
+    assert newest_of(tmp_path.glob("*.ckpt")) == tmp_path / "whole.ckpt"
+    assert newest_of([tmp_path / "half.ckpt"]) is None
+
+
+def test_an_archive_in_the_middle_of_a_file_is_checked(tmp_path: Path) -> None:
+    torch.save(tensors(), tmp_path / "one")
+    one = (tmp_path / "one").read_bytes()
+    row = tmp_path / "row"
+    row.write_bytes(one + one + b"rest")
+    check_archive(row, row, len(one), len(one))
+    with pytest.raises(ValueError, match="row is damaged: it is cut short, to"):
+        check_archive(row, row, len(one), 2 * len(one))

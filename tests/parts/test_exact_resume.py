@@ -1,0 +1,97 @@
+"""A resumed run goes on with its batches and its random numbers, wherever it was saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.utils.data import DataLoader
+
+import lightning_parallel as lp
+from lightning_parallel.checkpoint import read_plain
+from tests.pool import WorkerPool
+
+STEPS, SAVED, EPOCH = 15, 8, 6
+
+
+class Remembers(L.LightningModule):
+    """Its data come in an order that torch's default generator decides, and so does the noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(1, 4), nn.Linear(4, 1)
+        self.seen: list[tuple[list[float], float]] = []
+
+    def training_step(self, batch: Any) -> Any:
+        self.seen.append((batch.flatten().tolist(), torch.rand(()).item()))
+        return self.last(torch.tanh(self.first(batch))).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+    def train_dataloader(self) -> DataLoader:
+        return lp.ResumableDataLoader(torch.arange(12.0)[:, None], batch_size=2, shuffle=True)
+
+
+class SavesIn(Callback):
+    """Saves the run in one of the hooks of a batch."""
+
+    def __init__(self, hook: str, path: Path) -> None:
+        def save(trainer: L.Trainer, *_: Any) -> None:
+            if trainer.fit_loop.total_batch_idx == SAVED:
+                trainer.save_checkpoint(path)
+
+        setattr(self, hook, save)
+
+
+def run(strategy: Any, devices: int, resume: Path | None, *callbacks: Callback) -> list[tuple[list[float], float]]:
+    """What each step of a run has seen."""
+    torch.manual_seed(5)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, max_steps=STEPS, callbacks=[*callbacks], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    module = Remembers()
+    trainer.fit(module, ckpt_path=resume)
+    return module.seen
+
+
+@pytest.mark.parametrize(("hook", "done"), [
+    ("on_train_batch_start", SAVED),
+    ("on_before_optimizer_step", SAVED),
+    ("on_train_batch_end", SAVED + 1),
+])  # fmt: skip
+def test_a_save_inside_a_batch_has_it_before_the_update_or_not_at_all(tmp_path: Path, hook: str, done: int) -> None:
+    path = tmp_path / "inside.ckpt"
+    whole = run("auto", 1, None, SavesIn(hook, path), lp.ExactResume())
+    resumed = run("auto", 1, path, lp.ExactResume())
+    # What the step had drawn before the save it draws again, so the next epoch may have another order.
+    shown = EPOCH - done % EPOCH if hook == "on_before_optimizer_step" else STEPS
+    assert [batch for batch, _ in resumed[:shown]] == [batch for batch, _ in whole[done:][:shown]]
+
+
+def staged(stages: int, path: Path, resume: bool) -> list[tuple[list[float], float]]:
+    strategy = lp.PipelineStrategy(layers=["first", "last"][:stages] if stages > 1 else None, microbatches=1)
+    callbacks = [] if resume else [SavesIn("on_train_batch_start", path)]
+    return run(strategy, stages, path if resume else None, *callbacks)
+
+
+def test_another_number_of_stages_goes_on_with_the_same_batches(pool: WorkerPool, tmp_path: Path) -> None:
+    """In the next epoch too, of which the generators decide."""
+    path = tmp_path / "stages.ckpt"
+    whole = pool.run(staged, 1, 1, path, resume=False, init=False)[0]
+    resumed = pool.run(staged, 2, 2, path, resume=True, init=False)[0]
+    steps = {repr(batch) for batch, _ in resumed}
+    assert steps == {repr(batch) for batch, _ in whole[-len(steps) :]}
+
+
+def test_a_file_has_the_names_of_the_optimizer_s_parameters(tmp_path: Path) -> None:
+    run("auto", 1, None, SavesIn("on_train_batch_end", tmp_path / "named.ckpt"), lp.ExactResume())
+    names = read_plain(tmp_path / "named.ckpt")["optimizer_names"]
+    assert names == [[["first.weight", "first.bias", "last.weight", "last.bias"]]]
