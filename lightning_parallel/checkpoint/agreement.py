@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.checkpoint.slices import Slices
+from lightning_parallel.checkpoint.slices import Boxes
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 
@@ -123,7 +123,7 @@ def _only(options: Set[str], groups: Sequence[Mapping[str, Any]]) -> list[dict[s
 def digests(model: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, bytes]:
     """A digest of each named tensor that is here as a whole. A rank's shard is no copy of another's."""
     here = ((name, model[name]) for name in names if name in model)
-    return {name: _digest(tensor) for name, tensor in here if not isinstance(tensor, (DTensor, Slices))}
+    return {name: _digest(tensor) for name, tensor in here if not isinstance(tensor, (DTensor, Boxes))}
 
 
 def _digest(tensor: Tensor) -> bytes:

@@ -8,7 +8,9 @@ of a single process can be loaded too; each rank takes its part of it.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch.optim import Optimizer
 from lightning_parallel.checkpoint import format as format_
 from lightning_parallel.checkpoint.optimizers import OptimizerState
 from lightning_parallel.checkpoint.random_state import RANDOM_STATE, random_state
-from lightning_parallel.checkpoint.slices import Slices
+from lightning_parallel.checkpoint.slices import Slices, on_host
 from lightning_parallel.local_model import LocalModel
 
 PathLike = str | Path
@@ -53,31 +55,34 @@ class RankCheckpoint:
 
     # -- save ----------------------------------------------------------------------------------------------------
 
-    def save(
+    def writer(
         self,
         checkpoint: Mapping[str, Any],
-        path: PathLike,
         optimizers: Sequence[Optimizer],
         aliases: Mapping[str, str],
-    ) -> None:
-        """Write the directory. A collective over all ranks.
+        *,
+        copied: bool = False,
+    ) -> Callable[..., None]:
+        """A function that writes the directory: :func:`lightning_parallel.checkpoint.save`, all but its ``path`` and
+        ``group``.
 
         Args:
             checkpoint: the trainer's state, as Lightning's ``dump_checkpoint`` makes it.
-            path: the directory.
             optimizers: whose state is saved, unless the trainer's has none.
             aliases: the further names of tied tensors, with the name that each is saved under.
+            copied: what is written is the state of now, in host memory, also if it has changed by then.
         """
         trainer = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         with_optimizers = "optimizer_states" in checkpoint
-        format_.save(
-            path,
-            model=self._model,
-            optimizers=[self._optimizer_state(optimizer) for optimizer in optimizers] if with_optimizers else [],
-            trainer=trainer,
+        states = [self._optimizer_state(optimizer) for optimizer in optimizers] if with_optimizers else []
+        return partial(
+            format_.save,
+            model={name: on_host(tensor) for name, tensor in self._model.items()} if copied else self._model,
+            optimizers=[_on_host(state) for state in states] if copied else states,
+            trainer=deepcopy(trainer) if copied else trainer,
             rank_state=random_state(),
             coordinate=self._coordinate,
-            own_options=self._written_options,
+            own_options=set(self._written_options),
             order=[name for groups in self._group_names for names in groups for name in names],
             aliases=aliases,
         )
@@ -199,6 +204,14 @@ class RankCheckpoint:
             index += count
         states = {i: dict(state[name]) for i, name in enumerate(held) if name is not None and name in state}
         optimizer.load_state_dict({"state": states, "param_groups": packed})
+
+
+def _on_host(optimizer: OptimizerState) -> OptimizerState:
+    def copied(value: Any) -> Any:
+        return on_host(value) if isinstance(value, Tensor) else deepcopy(value)
+
+    state = {name: {key: copied(value) for key, value in values.items()} for name, values in optimizer.state.items()}
+    return OptimizerState(state, [{key: copied(value) for key, value in g.items()} for g in optimizer.param_groups])
 
 
 def _check_count(path: PathLike, saved: int, made: int) -> None:

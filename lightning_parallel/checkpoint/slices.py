@@ -16,7 +16,7 @@ which DTensor implements too. A DTensor won't do here: it has one box, and the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,48 @@ from lightning_parallel.shard import Shard, piece
 from lightning_parallel.torch_private import wrapper_tensor
 
 
-class Slices(Tensor):
-    """Has the whole tensor's shape, and holds this rank's shard of it. It can be saved and loaded, not computed with.
+class Boxes(Tensor):
+    """Has the whole tensor's shape, and holds some boxes of it. It can be saved and loaded, not computed with."""
+
+    def boxes(self) -> Iterable[tuple[Sequence[int], Tensor]]:
+        """Where each box begins in the whole, and its values, a view."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:  # the checkpoint's planner calls it before it asks for the boxes
+            return args[0].detached()
+        raise RuntimeError(f"{func}: a rank's boxes of a tensor can be saved and loaded, not computed with.")
+
+    def detached(self) -> Boxes:
+        """The same boxes."""
+        raise NotImplementedError
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, box.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=box, properties=properties, size=self.size()),
+            )
+            for box in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets=torch.Size(at), sizes=values.size()) for at, values in self.boxes()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for at, values in self.boxes():
+            if index.offset == torch.Size(at):
+                return values
+        raise ValueError(f"{index} is none of the boxes of {self!r}.")
+
+
+class Slices(Boxes):
+    """Has the whole tensor's shape, and holds this rank's shard of it.
 
     Attributes:
         local: the shard, perhaps a DTensor. Reading a checkpoint fills it in place.
@@ -51,38 +91,11 @@ class Slices(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Slices({tuple(self.local.shape)} of {tuple(self.shape)})"
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.aten.detach.default:  # the checkpoint's planner calls it before it asks for the boxes
-            return Slices(args[0].local, args[0].shard)
-        raise RuntimeError(f"{func}: a rank's slices can be saved and loaded, not computed with.")
+    def detached(self) -> Slices:
+        return Slices(self.local, self.shard)
 
-    # -- the checkpoint's protocol -------------------------------------------------------------------------------
-
-    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, box.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=box, properties=properties, size=self.size()),
-            )
-            for box in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offsets=torch.Size(at), sizes=values.size()) for at, values in self._boxes()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for at, values in self._boxes():
-            if index.offset == torch.Size(at):
-                return values
-        raise ValueError(f"{index} is none of the boxes of {self!r}.")
-
-    def _boxes(self) -> Iterator[tuple[list[int], Tensor]]:
-        """Where each box begins in the whole, and its values, a view."""
+    def boxes(self) -> Iterator[tuple[list[int], Tensor]]:
+        """One for each range of the shard, as far as its rows are here."""
         here, dim = local_part(self.local), self.shard.dim
         first = _first_row(self.local)  # of the shard's rows, the first that is here
         position = 0  # along `dim` of the shard
@@ -96,6 +109,42 @@ class Slices(Tensor):
             if begin < end and here.numel():
                 yield at, here.narrow(dim, begin, end - begin)
             position += length
+
+
+class HostCopy(Boxes):
+    """Has the whole tensor's shape, and holds copies in host memory of a rank's boxes of it. :func:`on_host` makes it.
+
+    Attributes:
+        copies: where each box begins in the whole, and its values.
+    """
+
+    copies: list[tuple[Sequence[int], Tensor]]
+
+    @staticmethod
+    def __new__(cls, like: Tensor, copies: list[tuple[Sequence[int], Tensor]]) -> HostCopy:
+        self = wrapper_tensor(cls, like.shape, dtype=like.dtype, device=torch.device("cpu"))
+        self.copies = copies
+        return self
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"HostCopy({len(self.copies)} boxes of {tuple(self.shape)})"
+
+    def detached(self) -> HostCopy:
+        return HostCopy(self, self.copies)
+
+    def boxes(self) -> list[tuple[Sequence[int], Tensor]]:
+        """As they were copied."""
+        return self.copies
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory of what this rank holds of a tensor, to be saved while the tensor changes."""
+    if not isinstance(tensor, Boxes | DTensor):
+        return tensor.detach().to("cpu", copy=True)
+    protocol: Any = tensor
+    at = [box.offsets for box in protocol.__create_chunk_list__()]
+    held = [protocol.__get_tensor_shard__(MetadataIndex("", offset)) for offset in at]
+    return HostCopy(tensor, [(o, values.detach().to("cpu", copy=True)) for o, values in zip(at, held, strict=True)])
 
 
 def _first_row(shard: Tensor) -> int:

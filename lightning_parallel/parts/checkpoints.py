@@ -4,6 +4,7 @@ names."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_parallel.checkpoint.integrity import check_archive
 from lightning_parallel.checkpoint.rank import RankCheckpoint
 from lightning_parallel.collectives import decided_by_first
 from lightning_parallel.local_model import LocalModel
+from lightning_parallel.parts.background import BackgroundSave
 
 
 class Checkpoints:
@@ -28,16 +30,24 @@ class Checkpoints:
         coordinate: of this rank in the layout.
         group_names: for each optimizer and each of its parameter groups, the whole model's names in it.
             :meth:`take_groups` fills it, and a later run that only evaluates still saves by it.
+        background: runs saves beside the training; None: training waits for them.
 
     Attributes:
         written_options: the options that an optimizer is known to write itself, which may differ between ranks.
     """
 
-    def __init__(self, local: LocalModel, coordinate: str, group_names: list[list[list[str]]]) -> None:
+    def __init__(
+        self,
+        local: LocalModel,
+        coordinate: str,
+        group_names: list[list[list[str]]],
+        background: BackgroundSave | None = None,
+    ) -> None:
         self._local = local
         self._coordinate = coordinate
         self._group_names = group_names
         self.written_options: set[str] = set()
+        self._background = background
         self._failed = False
 
     def take_groups(self, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
@@ -88,12 +98,19 @@ class Checkpoints:
             return
         if storage_options is not None:
             raise TypeError(f"storage_options={storage_options!r}: this strategy's checkpoint is a local directory.")
-        self._part().save(checkpoint, path, optimizers, self._local.tied_names(module))
+        aliases = self._local.tied_names(module)
+        if self._background is None:
+            self._part().writer(checkpoint, optimizers, aliases)(path)
+            return
+        self._background.finish()  # one copy in memory at a time
+        write = self._part().writer(checkpoint, optimizers, aliases, copied=True)
+        self._background.start(str(path), lambda group: write(path, group=group))
 
     def load(
         self, path: str | Path, optimizers: Sequence[Optimizer], weights_only: bool | None, io: CheckpointIO
     ) -> dict[str, Any]:
         """Read this rank's part of a checkpoint: of a directory written under any layout, or of a plain file."""
+        self.finish()
         safe = weights_only is not False
         if format_.is_checkpoint(path) or Path(path).is_dir():
             return self._part().load(path, optimizers, safe)
@@ -101,12 +118,28 @@ class Checkpoints:
             decided_by_first(None, lambda: check_archive(Path(path), Path(path)))
         return self._part().take(io.load_checkpoint(path, weights_only=safe), path, optimizers)
 
+    def remove(self, path: str | Path, io: CheckpointIO) -> None:
+        """Delete a checkpoint, a directory or a file, not before a newer one is whole. One rank calls it."""
+        remove = partial(_remove, path, io)
+        if self._background is None:
+            remove()
+        else:
+            self._background.after(remove)
+
+    def finish(self) -> None:
+        """Wait for a save in the background.
+
+        Raises:
+            RuntimeError: it has failed.
+        """
+        if self._background is not None:
+            self._background.finish()
+
     def _part(self) -> RankCheckpoint:
         return RankCheckpoint(self._local, self._group_names, self._coordinate, self.written_options)
 
 
-def remove_checkpoint(path: str | Path, io: CheckpointIO) -> None:
-    """Delete a checkpoint, a directory or a file. One rank calls it."""
+def _remove(path: str | Path, io: CheckpointIO) -> None:
     if format_.is_checkpoint(path):
         format_.remove(path)
     else:

@@ -29,6 +29,8 @@ class ProcessOptions:
             elsewhere.
         share_predictions: ``trainer.predict`` returns on every rank what one process would, in the order of the data.
             By default the last stage of each replica returns those of its share of the samples, and other stages None.
+        async_save: write checkpoints while training goes on: a save waits only until the state has been copied to host
+            memory. Training ends if a save has failed, and the run's end waits for the last one.
         accelerator: filled in by the Trainer, as in Lightning's strategies.
         parallel_devices: filled in by the Trainer; may name one GPU several times, for ranks that share it.
         cluster_environment: filled in by the Trainer.
@@ -42,6 +44,7 @@ class ProcessOptions:
     timeout: Seconds | timedelta = 1800
     process_group_backend: Literal["gloo", "nccl"] | None = None
     share_predictions: bool = False
+    async_save: bool = False
     accelerator: Accelerator | None = field(default=None, metadata=SET_BY_TRAINER)
     parallel_devices: list[torch.device] | None = field(default=None, metadata=SET_BY_TRAINER)
     cluster_environment: ClusterEnvironment | None = field(default=None, metadata=SET_BY_TRAINER)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -32,8 +34,9 @@ from lightning_parallel.lightning_private import (
 )
 from lightning_parallel.local_model import LocalModel
 from lightning_parallel.parts import loaders, process_group
+from lightning_parallel.parts.background import BackgroundSave
 from lightning_parallel.parts.callbacks import IN_PARTS, Reasons, bring_along, refuse_callbacks
-from lightning_parallel.parts.checkpoints import Checkpoints, remove_checkpoint
+from lightning_parallel.parts.checkpoints import Checkpoints
 from lightning_parallel.parts.collectives import Collectives
 from lightning_parallel.parts.equal_steps import EqualSteps
 from lightning_parallel.parts.options import ProcessOptions
@@ -73,6 +76,7 @@ class LayoutStrategy(ParallelStrategy):
         self._local: LocalModel | None = None
         self._replicas: Replicas | None = None
         self._checkpoints: Checkpoints | None = None
+        self._background: BackgroundSave | None = None
         self._equal_steps: EqualSteps | None = None
         self._group_names: list[list[list[str]]] = []
 
@@ -173,6 +177,9 @@ class LayoutStrategy(ParallelStrategy):
         backend = self.options.process_group_backend or process_group.backend_for(self.parallel_devices or [], device)
         if process_group.join(self.cluster_environment, self.layout, backend, timeout, device) or self._groups is None:
             self._groups = Groups(self.layout, timeout, device)
+            self._background = None
+        if self.options.async_save and self._background is None:
+            self._background = BackgroundSave(dist.new_group(backend="gloo", timeout=timeout))
         self._collectives = Collectives(self.layout, self._groups, device)
         self._seed = process_group.agree_on_seed(self.layout)
         self._checkpoints = None  # those of an earlier run, which may have failed
@@ -202,7 +209,7 @@ class LayoutStrategy(ParallelStrategy):
     def hold(self, trainer: pl.Trainer, local: LocalModel) -> None:
         """Call it once the model is divided. Moves this rank's part to its device, and makes the optimizers for it."""
         self._local = local
-        self._checkpoints = Checkpoints(local, self.layout.coordinate, self._group_names)
+        self._checkpoints = Checkpoints(local, self.layout.coordinate, self._group_names, self._background)
         self._replicas = Replicas(local, self.groups.along("data"))
         training = trainer.state.fn == TrainerFn.FITTING
         self.model_to_device()
@@ -328,7 +335,16 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
-            remove_checkpoint(filepath, self.checkpoint_io)
+            self.checkpoints.remove(filepath, self.checkpoint_io)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._background is not None and self._background.begin_batch():
+            self.drain()
+            self._background.finish()
+
+    def drain(self) -> None:
+        """Finish the batches that are in flight. All ranks call it after the same batch."""
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
@@ -362,11 +378,17 @@ class LayoutStrategy(ParallelStrategy):
         within seconds, wherever they wait."""
         if self._checkpoints is not None:
             self._checkpoints.fail()
+        if self._background is not None:
+            with suppress(RuntimeError):  # this error ends the run, whatever came of the save
+                self._background.finish()
+            self._background = None
         self._groups = self._collectives = None
         process_group.close()
 
     @override
     def teardown(self) -> None:
+        if self._background is not None:
+            self._background.finish()
         if self._replicas is not None:
             self._replicas.end()
         super().teardown()

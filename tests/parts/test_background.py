@@ -1,0 +1,165 @@
+"""Saves in the background write what is there when they begin, one at a time, and a failure ends all ranks together."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from lightning_parallel.checkpoint import directory, is_checkpoint, read_full, read_plain
+from lightning_parallel.parts.background import BackgroundSave
+from tests.pool import WorkerPool
+from tests.strategies.harness import ALL, STRATEGIES, largest_difference
+
+LAYOUTS: dict[str, tuple[int, str, str, dict[str, Any]]] = {
+    "stages": (2, "sync", "GPT2", {"microbatches": 2}),
+    "asynchronous": (2, "async", "Blocks", {"microbatches": 2}),
+    "fully sharded shards": (
+        4, "sync", "ShardableGPT2", {"stages": 1, "tensor_parallel": 2, "data_parallel_kind": "fully_shard"}
+    ),
+}  # fmt: skip
+
+
+def fit(layout: str, callbacks: list[Callback], *, async_save: bool, epochs: int = 2) -> L.Trainer:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    ranks, strategy, model, options = LAYOUTS[layout]
+    trainer = L.Trainer(
+        accelerator="cpu", devices=ranks, max_epochs=epochs, logger=False, callbacks=callbacks, num_sanity_val_steps=0,
+        strategy=STRATEGIES[strategy](async_save=async_save, **options),
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(ALL[model](), ALL[model].loader())
+    return trainer
+
+
+def saved(layout: str, folder: Path, async_save: bool) -> None:
+    fit(layout, [ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=2)], async_save=async_save)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_written_later_is_the_state_at_the_save(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
+    for kind in (False, True):
+        pool.run(saved, LAYOUTS[layout][0], layout, tmp_path / str(kind), kind, init=False)
+    names = sorted(path.name for path in (tmp_path / "False").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "True").iterdir()) and len(names) > 1
+    for name in names:
+        one, other = tmp_path / "False" / name, tmp_path / "True" / name
+        assert largest_difference(read_full(one), read_full(other)) == 0
+        plain, later = read_plain(one), read_plain(other)
+        assert plain["loops"].keys() == later["loops"].keys() and plain["global_step"] == later["global_step"]
+        for mine, theirs in zip(plain["optimizer_states"], later["optimizer_states"], strict=True):
+            for number, state in mine["state"].items():
+                assert largest_difference(state, theirs["state"][number]) == 0
+
+
+class Slow(Callback):
+    """Saves in the background wait before they are renamed, until so many batches have begun."""
+
+    def __init__(self, batches: int, fails: bool = False) -> None:
+        self.begun = threading.Event()
+        self.batches, self.fails = batches, fails
+        self.replace = directory.replace
+        self.whole: list[list[str]] = []  # the checkpoints that are whole, batch by batch
+
+    def setup(self, *_: Any, **__: Any) -> None:
+        def replace(new: Path, path: Path) -> None:
+            self.begun.wait(20)
+            if self.fails:
+                raise OSError(28, "No space left on device")
+            self.replace(new, path)
+
+        directory.replace = replace  # type: ignore[assignment]
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        folder = Path(trainer.checkpoint_callback.dirpath)  # type: ignore[union-attr,arg-type]
+        self.whole.append(sorted(path.name for path in folder.glob("*.ckpt") if is_checkpoint(path)))
+        if trainer.fit_loop.total_batch_idx >= self.batches:
+            self.begun.set()
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        directory.replace = self.replace
+
+
+def while_one_is_written(folder: Path) -> list[list[str]]:
+    slow = Slow(6)
+    keeper = ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=1)
+    fit("stages", [slow, keeper], async_save=True, epochs=4)
+    return slow.whole
+
+
+def test_training_goes_on_meanwhile_and_the_older_one_stays_until_the_new_one_is_whole(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    whole = pool.run(while_one_is_written, 2, tmp_path, init=False)[0]
+    assert whole[:6] == [[]] * 6 and len(whole) > 8  # the first save waits for the sixth batch, though it began after the fourth
+    assert all(one or not earlier for earlier, one in zip(whole[6:], whole[7:], strict=False))
+    [last] = tmp_path.glob("*.ckpt")  # the end has waited
+    assert is_checkpoint(last)
+
+
+def failing(folder: Path, layout: str) -> tuple[str, int]:
+    slow = Slow(6, fails=True)
+    keeper = ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=1)
+    try:
+        fit(layout, [slow, keeper], async_save=True, epochs=20)
+    except RuntimeError as error:
+        return str(error), len(slow.whole)
+    finally:
+        slow.teardown()
+    raise AssertionError("nothing has failed")
+
+
+@pytest.mark.parametrize("layout", ["stages", "asynchronous"])
+def test_a_failed_save_ends_all_ranks_before_the_same_batch(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
+    (one, begun), (other, begun_there) = pool.run(failing, 2, tmp_path, layout, init=False)
+    for message in (one, other):
+        assert "could not be saved in the background" in message and "No space left on device" in message
+    assert begun == begun_there < 60
+    assert list(tmp_path.glob("*.ckpt*")) == []
+
+
+def agreed_stop() -> int:
+    """Ranks that have begun different numbers of batches."""
+    saves = BackgroundSave(dist.new_group(backend="gloo"))
+    for _ in range(3 + 2 * dist.get_rank()):
+        assert not saves.begin_batch()
+
+    def fail(group: Any) -> None:
+        raise OSError("full")
+
+    saves.start("path", fail)
+    saves._thread.join()  # type: ignore[union-attr]
+    begun = 3 + 2 * dist.get_rank()
+    while True:
+        begun += 1
+        if saves.begin_batch():
+            break
+    with pytest.raises(RuntimeError, match="The checkpoint path could not be saved in the background: full"):
+        saves.finish()
+    saves.finish()  # it is told once
+    return begun
+
+
+def test_ranks_stop_before_the_first_batch_that_none_has_begun(pool: WorkerPool) -> None:
+    assert pool.run(agreed_stop, 3) == [8, 8, 8]
+
+
+def test_an_action_waits_for_the_save_and_is_left_out_if_it_fails() -> None:
+    saves, done, go = BackgroundSave(None), [], threading.Event()
+    saves.after(lambda: done.append("at once"))
+    saves.start("path", lambda group: go.wait(10))
+    saves.after(lambda: done.append("later"))
+    assert done == ["at once"]
+    go.set()
+    saves.finish()
+    for thread in threading.enumerate():
+        if thread.name == "save path":
+            thread.join()
+    assert done == ["at once", "later"]
