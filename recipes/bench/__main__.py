@@ -1,6 +1,7 @@
 """``python -m recipes.bench pipeline``: measures the pipelines beside torch's own and beside loops by hand;
 ``python -m recipes.bench tensor``: the layers of tensor parallelism beside DTensor and beside bare functions;
-``python -m recipes.bench data``: replicas that share every batch, in a Trainer and in bare loops of torch's own."""
+``python -m recipes.bench data``: replicas that share every batch, in a Trainer and in bare loops of torch's own;
+``python -m recipes.bench checkpoint``: saving and opening, beside torch's distributed checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from recipes.bench import compute, data, memory, messages, overhead, report, sleeping, tensor, whole
+from recipes.bench import checkpoints, compute, data, memory, messages, overhead, report, sleeping, tensor, whole
 from recipes.bench.report import Table
 
 Part = tuple[Callable[[], list[Table]], Callable[[], list[Table]]]
@@ -51,11 +52,15 @@ DATA: dict[str, Part] = {
     ),
 }
 
+CHECKPOINT: dict[str, Part] = {
+    "whole": (partial(checkpoints.measure, checkpoints.Sizes()), partial(checkpoints.measure, checkpoints.QUICK)),
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     if options.device == "cpu":
-        parts = {"pipeline": PIPELINE, "tensor": TENSOR, "data": DATA}[options.what]
+        parts = {"pipeline": PIPELINE, "tensor": TENSOR, "data": DATA, "checkpoint": CHECKPOINT}[options.what]
     elif options.what == "tensor":
         parts = TENSOR_CUDA
     else:
@@ -85,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Measure the strategies beside what they are measured against, in the same run.",
         epilog="Figures of different runs can be compared only on an idle machine.",
     )
-    parser.add_argument("what", choices=["pipeline", "tensor", "data"])
+    parser.add_argument("what", choices=["pipeline", "tensor", "data", "checkpoint"])
     parser.add_argument(
         "--only",
         type=lambda text: text.split(","),

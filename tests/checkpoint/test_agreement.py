@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_parallel.checkpoint.agreement import first_few, merge_groups
+from lightning_parallel.checkpoint.agreement import digests, first_few, merge_groups
 
 
 def test_groups_merge_in_the_order_of_the_model() -> None:
@@ -44,3 +44,19 @@ def test_options_of_a_rank_s_own_may_differ_and_others_may_not() -> None:
     assert group == {"lr": 0.1, "d": 1.0, "params": ["a", "b"]}
     with pytest.raises(ValueError, match="has lr=0.1 on one rank and 0.2 on another"):
         merge_groups([[first], [{**second, "lr": 0.2}]], [], {"d"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
+@pytest.mark.parametrize("shape", [(), (3,), (7, 13), (129, 8, 16)])
+def test_copies_have_one_digest_and_any_change_gives_another(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.arange(1, 1 + torch.Size(shape).numel()).remainder(100).to(dtype).reshape(shape)
+    own = digests({"a": tensor}, ["a"])
+    padded = torch.cat([tensor.new_zeros(1), tensor.reshape(-1)])[1:].reshape(shape)  # at another address
+    assert digests({"a": padded}, ["a"]) == own
+    flat = tensor.reshape(-1)
+    for index in {0, len(flat) // 2, len(flat) - 1}:
+        changed = flat.clone()
+        changed[index] += 1
+        assert digests({"a": changed.reshape(shape)}, ["a"]) != own
+    if len(shape) > 1:
+        assert digests({"a": tensor.flip(0)}, ["a"]) != own

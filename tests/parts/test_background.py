@@ -98,7 +98,8 @@ def test_training_goes_on_meanwhile_and_the_older_one_stays_until_the_new_one_is
     pool: WorkerPool, tmp_path: Path
 ) -> None:
     whole = pool.run(while_one_is_written, 2, tmp_path, init=False)[0]
-    assert whole[:6] == [[]] * 6 and len(whole) > 8  # the first save waits for the sixth batch, though it began after the fourth
+    # The first save waits for the sixth batch, though it began after the fourth.
+    assert whole[:6] == [[]] * 6 and len(whole) > 8
     assert all(one or not earlier for earlier, one in zip(whole[6:], whole[7:], strict=False))
     [last] = tmp_path.glob("*.ckpt")  # the end has waited
     assert is_checkpoint(last)

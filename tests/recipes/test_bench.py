@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recipes.bench import __main__ as bench
 from recipes.bench import (
+    checkpoints,
     compute,
     data,
     memory,
@@ -182,6 +183,12 @@ def test_replicas(group: data.Group) -> None:
         if row["contestant"] == group.reference:
             assert row["ratio"] == row["of the least"] == 1.0
         assert (row["met"] in ("yes", "no")) == (row["contestant"] == group.judged)
+
+
+def test_checkpoints_are_saved_and_opened() -> None:
+    [table] = checkpoints.measure(checkpoints.Sizes(ranks=2, megabytes=1, tensors=4, rounds=1))
+    assert column(table, "ranks hold") == ["stages"] * 3 + ["replicas"] * 3
+    assert all(isinstance(ratio, float) and ratio > 0 for ratio in column(table, "ours / torch"))
 
 
 def test_a_target_is_met_or_not() -> None:
