@@ -162,7 +162,12 @@ def test_a_failing_rank_is_named_and_the_launcher_is_left_as_it_was(
     with pytest.raises(WorkersFailed, match="ValueError: no luck today") as raised:
         LocalLauncher(devices=2, threads=1).launch(tmp_path / record.CONFIG, processes=2)
     assert time.monotonic() - started < 60  # rank 0 waited in a collective without an end
-    assert raised.value.failure.rank == 1
+    assert (raised.value.failure.rank, raised.value.failure.place) == (1, "replica 1 of 2")
+    told = str(raised.value)
+    assert told.startswith("rank 1 of 2 (replica 1 of 2) failed:") and told.count("no luck today") == 2  # source line
+    assert "fit_loop.py" not in told
+    errors = {file.name: file.read_text() for file in (tmp_path / record.ERRORS).iterdir()}
+    assert errors["rank-1.txt"].count("fit_loop.py") > 0 and set(errors) <= {"rank-0.txt", "rank-1.txt"}
     assert dict(os.environ) == environment
     assert [signal.getsignal(number) for number in numbers] == handlers
     assert list(scratch.iterdir()) == []
