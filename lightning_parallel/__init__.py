@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_parallel.parts.exact_resume import ExactResume
+from lightning_parallel.parts.finite_loss import FiniteLoss
 from lightning_parallel.parts.preemption import Preemption
 from lightning_parallel.resumable_loader import ResumableDataLoader
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
@@ -26,6 +27,7 @@ __all__ = [
     "ColumnParallelLinear",
     "DataParallelStrategy",
     "ExactResume",
+    "FiniteLoss",
     "FullyShardedStrategy",
     "PipelineStrategy",
     "Preemption",

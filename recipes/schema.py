@@ -30,6 +30,7 @@ class Run:
     test: bool
     ckpt_path: str | None
     resume: Auto | None
+    on_nan: Literal["stop", "warn"]
     timeline: bool
     optimized_metric: str | None
     print_config: bool

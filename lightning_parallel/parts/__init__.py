@@ -16,4 +16,5 @@ end of their own.
     asynchronous.py    updates without a flush                 late_gradients.py, optimizer_options.py
     timelines.py       what ran when                           callbacks.py     brought along, or refused
     preemption.py      saved and left at a signal              exact_resume.py  generators and loaders, resumed
+    finite_loss.py     told and ended where the loss is NaN    notice.py        a stop that nobody waits for
 """

@@ -101,8 +101,9 @@ KeyError: 'x'
 
 
 def test_the_terminal_shows_the_rank_its_place_and_the_user_s_own_frames() -> None:
-    ours, torch = ROOT / "lightning_parallel", next(iter(find_spec("torch").submodule_search_locations))  # type: ignore[union-attr,arg-type]
-    traceback = TRACEBACK.replace("{ours}", str(ours)).replace("{torch}", torch)
+    ours, spec = ROOT / "lightning_parallel", find_spec("torch")
+    assert spec is not None and spec.submodule_search_locations
+    traceback = TRACEBACK.replace("{ours}", str(ours)).replace("{torch}", spec.submodule_search_locations[0])
     error = WorkersFailed(Failure(1, "KeyError: 'x'", traceback, "stage 0 of 2"), processes=4)
     text = str(error)
     assert text.startswith("rank 1 of 4 (stage 0 of 2) failed:\nTraceback")
@@ -110,7 +111,7 @@ def test_the_terminal_shows_the_rank_its_place_and_the_user_s_own_frames() -> No
     assert all(
         part in text for part in ("me/model.py", "first(x)", "functional.py", "wrong\nshapes", "together", "'x'")
     )
-    refused = Failure(0, "ValueError: stages=0", 'File "x"\n  File "{ours}/settings.py", line 3\nV')
+    refused = Failure(0, "ValueError: stages=0", f'File "x"\n  File "{ours}/settings.py", line 3\nV')
     assert str(WorkersFailed(refused, 2)) == "rank 0 of 2 failed:\nValueError: stages=0"
 
 
