@@ -110,6 +110,29 @@ def test_all_ranks_end_after_the_same_batch_with_the_same_error(pool: WorkerPool
     assert not any(said[1:])
 
 
+class CountsUpdates(Model):
+    updates = 0
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(self._count)
+        return optimizer
+
+    def _count(self, *args: Any) -> None:
+        self.updates += 1
+
+
+def updates_at_the_end() -> int:
+    model = CountsUpdates(range(4, 1000))
+    train("asynchronous", model, [FiniteLoss(stop_after=3)])
+    return model.updates
+
+
+def test_asynchronous_stages_drain_before_they_leave(pool: WorkerPool) -> None:
+    """A stage that is ahead would take its connections away from one that isn't there yet."""
+    assert pool.run(updates_at_the_end, 2, init=False) == [12, 12]
+
+
 @pytest.mark.parametrize("name", ["ddp", "replicas", "asynchronous replicas"])
 def test_one_rank_s_loss_ends_all(pool: WorkerPool, name: str) -> None:
     """In a pipeline with two replicas, ranks 0 and 1 are the last stages."""
