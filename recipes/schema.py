@@ -231,7 +231,7 @@ TRAINER_SET_ELSEWHERE: Mapping[str, str] = MappingProxyType(
 class LocalCluster:
     devices: Count
     threads: Count
-    oversubscribe: bool
+    oversubscribe: bool = False
 
 
 @dataclass

@@ -174,6 +174,18 @@ def test_a_failing_rank_is_named_and_the_launcher_is_left_as_it_was(
     assert processes_of(tmp_path) == []
 
 
+def test_a_run_whose_loss_is_nan_ends_with_an_error(tmp_path: Path) -> None:
+    program = train(tmp_path, "strategy=pipeline_async", "optimizer.lr=1e30", "trainer.max_steps=40", "logger=none")
+    output, _ = program.communicate(timeout=120)
+    assert program.returncode == 1, output
+    assert output.count("The loss is NaN or infinite, for the first time at step") == 1
+    assert "FloatingPointError: The loss has been NaN or infinite for 10 batches in a row, up to step" in output
+    assert "Traceback" not in output
+    (run,) = runs(tmp_path).values()
+    assert run["status"] == "failed" and run["error"]["message"].startswith("FloatingPointError: The loss has been")
+    assert processes_of(tmp_path) == []
+
+
 def test_a_config_with_problems_starts_nothing(tmp_path: Path) -> None:
     program = train(tmp_path, "strategy=pipelin", "model=gtp")
     output, _ = program.communicate()

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from lightning_parallel import PipelineStrategy
+from lightning_parallel.collectives import PeerLostError
 from recipes import record, work, worker
 from recipes.worker import LAUNCHED
 from tests.pool import Failure, WorkerPool
@@ -137,6 +138,27 @@ def test_a_run_that_does_not_end_well_says_why_and_raises(
     assert message in run["error"]["traceback"]
     kept = config_file.parent / "run" / record.ERRORS / "rank-0.txt"
     assert kept.exists() == (status == "failed") and (status != "failed" or message in kept.read_text())
+
+
+def lose_a_peer(launched: bool) -> str | int | None:
+    def main(config_file: str) -> None:
+        raise PeerLostError("A collective broke.")
+
+    os.environ.pop(LAUNCHED, None)
+    if launched:
+        os.environ[LAUNCHED] = str(os.getppid())
+    trained, work.main = work.main, main
+    try:
+        with pytest.raises(SystemExit) as left:
+            worker.start("config.yaml")
+    finally:
+        work.main = trained
+    return left.value.code
+
+
+def test_under_torchrun_a_rank_that_lost_its_peer_says_so_in_a_line(pool: WorkerPool) -> None:
+    assert pool.run(lose_a_peer, 1, False, init=False) == ["rank 0: A collective broke."]
+    assert pool.run(lose_a_peer, 1, True, init=False) == [1]  # the launcher tells the cause
 
 
 def end_second_rank(config_file: str) -> None:
