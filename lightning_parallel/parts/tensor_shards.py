@@ -51,7 +51,9 @@ class TensorShards:
         self._group: dist.ProcessGroup | None = None
         self._losses: FirstLosses | None = None
 
-    def divide(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device, make_run: MakeRun) -> None:
+    def divide(
+        self, module: nn.Module, group: dist.ProcessGroup, device: torch.device, make_run: MakeRun
+    ) -> None:
         """Replace the layers that the plan names by this rank's shards, once for a module. All ranks of the world call
         it.
 

@@ -216,7 +216,9 @@ class _Block:
         bias = None if layer.bias is None else torch.randn(shape[0], generator=generator).to(**options)
         return weight.to(**options), bias
 
-    def _run(self, columns: dict[str, Any], divisors: dict[tuple[str, str], int], answer: Tensor | None) -> _Run | None:
+    def _run(
+        self, columns: dict[str, Any], divisors: dict[tuple[str, str], int], answer: Tensor | None
+    ) -> _Run | None:
         """Run the block with other column layers and integers; None if it can't run so, or uses its row twice."""
         row = _Row(self._row, answer)
         modules = {**columns, self._pair.row: row}

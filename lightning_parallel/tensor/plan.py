@@ -97,8 +97,6 @@ def _known_or_found(
         who = ", ".join(without.values()) or "the model"
         return {}, f"{who} brings none, and none was found: {problem}"
     return found | plan, ""
-
-
 def _contents(module: nn.Module) -> dict[str, int]:
     """A hash of each parameter's values. A copy of all would take as much memory as the model."""
     hashes = {}
@@ -107,3 +105,5 @@ def _contents(module: nn.Module) -> dict[str, int]:
         values = torch.view_as_real(values) if values.is_complex() else values
         hashes[name] = 0 if values.is_meta else int(torch.hash_tensor(values).item())
     return hashes
+
+
