@@ -14,6 +14,7 @@ from lightning_parallel.checkpoint import is_checkpoint, read_plain
 from lightning_parallel.checkpoint.directory import replacing
 from lightning_parallel.lightning_private import open_directories
 from lightning_parallel.parts.exact_resume import ExactResume
+from lightning_parallel.parts.finite_loss import FiniteLoss
 from lightning_parallel.parts.preemption import Preemption
 from lightning_parallel.resumable_loader import ResumableDataLoader
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
@@ -30,6 +31,7 @@ __all__ = [
     "ColumnParallelLinear",
     "DataParallelStrategy",
     "ExactResume",
+    "FiniteLoss",
     "FullyShardedStrategy",
     "PipelineStrategy",
     "Preemption",

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
-from lightning_parallel import ExactResume, Preemption
+from lightning_parallel import ExactResume, FiniteLoss, Preemption
 from lightning_parallel.checkpoint import read_full
 from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
@@ -143,7 +143,10 @@ def trainer(config: Config, extra_callbacks: Sequence[Callback] = ()) -> L.Train
         if shared:
             chosen.parallel_devices = shared
             devices = torch.cuda.device_count()  # what Lightning checks; the strategy's list is what it uses
-    attached = [*callbacks(config), *extra_callbacks, Preemption(), ExactResume()]  # for Lightning's strategies, too
+    attached = [*callbacks(config), *extra_callbacks]
+    if not any(isinstance(callback, FiniteLoss) for callback in attached):
+        attached.insert(0, FiniteLoss() if config["on_nan"] == "stop" else FiniteLoss(stop_after=None))
+    attached += [Preemption(), ExactResume()]  # for Lightning's strategies, too
     return L.Trainer(
         **options,
         devices=devices,

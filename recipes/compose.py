@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +39,34 @@ def resolved(config: DictConfig, output_dir: str) -> dict[str, Any]:
 
 
 def check(overrides: Sequence[str], *, multirun: bool = False, config_dir: Path = CONF) -> list[Problem | str]:
-    """All problems of a command line: unknown options and keys; if there are none, those of the composed values."""
+    """All problems of a command line: unknown options and keys, and those of the values that are composed from the
+    rest of it."""
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     with initialize_config_dir(str(config_dir), version_base="1.3", job_name="check"):
-        problems = list(_unknown(parsed, config_dir))
-        if problems:
-            return list(problems)
-        from recipes.validate import validate  # here: it imports torch, which takes seconds
+        wrong = list(_unknown(parsed, config_dir))
+        # What belongs to an option that there isn't can't be judged.
+        options = {override.key_or_group for override, _ in wrong} & _options(config_dir).keys()
+        misspelt = {id(override) for override, _ in wrong}
+        rest = [each for each in parsed if id(each) not in misspelt and _top(each) not in options]
+        told = [problem for _, problem in wrong]
+        if told and not rest:
+            return list(told)  # at once
+        unsure = {_top(override) for override, _ in wrong}
+        return [*told, *_wrong_values(rest, unsure, multirun=multirun)]
 
-        found: dict[str, Problem | str] = {}  # jobs of a sweep share most of theirs
-        for job in jobs(parsed) if multirun else [list(overrides)]:
-            try:
-                config = resolved(*_composed(job, multirun))
-            except OmegaConfBaseException as error:
-                found.setdefault(str(error), str(error))
-            else:
-                found.update((str(problem), problem) for problem in validate(config))
+
+def _wrong_values(parsed: Sequence[Override], unsure: Collection[str], *, multirun: bool) -> list[Problem | str]:
+    """Problems of what is composed. Jobs of a sweep share most of theirs."""
+    from recipes.validate import validate  # here: it imports torch, which takes seconds
+
+    found: dict[str, Problem | str] = {}
+    for job in jobs(parsed) if multirun else [[str(override.input_line) for override in parsed]]:
+        try:
+            config = resolved(*_composed(job, multirun))
+        except OmegaConfBaseException as error:
+            found.setdefault(str(error), str(error))
+        else:
+            found.update((str(problem), problem) for problem in validate(config, unsure))
     return list(found.values())
 
 
@@ -78,13 +90,20 @@ def _values(override: Override) -> list[Any]:
     return [override.value()]
 
 
-def _unknown(parsed: Sequence[Override], config_dir: Path) -> Iterator[Problem]:
+def _top(override: Override) -> str:
+    """The group or the value at the top level that it concerns."""
+    return override.key_or_group.split(".")[0].split("/")[0]
+
+
+def _options(config_dir: Path) -> dict[str, list[str]]:
+    """Of each group."""
+    folders = (folder for folder in config_dir.iterdir() if folder.is_dir())
+    return {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in folders}
+
+
+def _unknown(parsed: Sequence[Override], config_dir: Path) -> Iterator[tuple[Override, Problem]]:
     """Options that a group doesn't have, and keys that the config doesn't have with the chosen options."""
-    groups = {
-        folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
-        for folder in config_dir.iterdir()
-        if folder.is_dir()
-    }
+    groups = _options(config_dir)
     chosen: list[str] = []
     broken: set[str] = set()
     for override in parsed:
@@ -94,16 +113,16 @@ def _unknown(parsed: Sequence[Override], config_dir: Path) -> Iterator[Problem]:
             for value in values:
                 if isinstance(value, str) and value not in groups[group]:
                     broken.add(group)
-                    yield Problem(group, value, f"no such {group}", closest(value, groups[group]))
+                    yield override, Problem(group, value, f"no such {group}", closest(value, groups[group]))
             if group not in broken and values and isinstance(values[0], str):
                 chosen.append(f"{group}={values[0]}")
     config = compose("train", overrides=chosen)
     for override in parsed:
-        key = override.key_or_group
-        top = key.split(".")[0].split("/")[0]
+        key, top = override.key_or_group, _top(override)
         plain = not (override.is_add() or override.is_force_add() or override.is_delete())
         if plain and key not in groups and top != "hydra" and top not in broken:
-            yield from _unknown_key(config, key, override)
+            for problem in _unknown_key(config, key, override):
+                yield override, problem
 
 
 def _unknown_key(config: DictConfig, key: str, override: Override) -> Iterator[Problem]:
@@ -129,7 +148,7 @@ def _unknown_key(config: DictConfig, key: str, override: Override) -> Iterator[P
 def _optional(group: str, node: Mapping[Any, Any]) -> set[str]:
     """The settings of a group that its YAML leaves out."""
     from lightning_parallel.settings import settings_of  # here, as above
-    from recipes.validate import kind_of
+    from recipes.schema import kind_of
 
     kind = kind_of(group, node)
     return {field.name for field, _ in settings_of(kind)} if kind is not None else set()

@@ -7,9 +7,11 @@ import json
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 from recipes import ROOT
 
 RUN, METRICS, CONFIG, TREE = "run.json", "metrics.json", "resolved.yaml", "config_tree.txt"
+ERRORS = "errors"  # a folder: the traceback of each rank that failed
 _PACKAGES = ("torch", "lightning", "torchmetrics", "hydra-core", "omegaconf", "lightning-parallel")
 
 
@@ -65,6 +68,7 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 def start(folder: Path, config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     """Writes the part of ``run.json`` that is known before anything runs."""
+    shutil.rmtree(folder / ERRORS, ignore_errors=True)  # of an earlier run in this folder
     content = {
         "status": "running",
         "error": None,
@@ -92,6 +96,25 @@ def update(folder: Path, **fields: Any) -> None:
 def end(folder: Path, status: str, error: Mapping[str, Any] | None = None) -> None:
     """Sets how the run ended: ``completed``, ``failed``, ``preempted`` or ``interrupted``."""
     update(folder, status=status, error=dict(error) if error is not None else None, ended=now())
+
+
+def write_error(folder: Path, rank: int, text: str) -> None:
+    """Keeps the traceback of a rank that failed. A full disk must not hide the error itself."""
+    with suppress(OSError):
+        (folder / ERRORS).mkdir(parents=True, exist_ok=True)
+        (folder / ERRORS / f"rank-{rank}.txt").write_text(text)
+
+
+def place(folder: Path, rank: int) -> str:
+    """Where a rank is on the axes of the run's layout, in words; empty where that isn't recorded, or there is one."""
+    try:
+        ranks = json.loads((folder / RUN).read_text())["layout"]["ranks"]
+        mine = next(each["coordinates"] for each in ranks if each["rank"] == rank)
+    except (OSError, ValueError, LookupError, StopIteration):
+        return ""
+    sizes = {axis: 1 + max(each["coordinates"][axis] for each in ranks) for axis in mine}
+    words = {"pipeline": "stage", "data": "replica", "tensor": "tensor rank"}
+    return ", ".join(f"{words[axis]} {mine[axis]} of {sizes[axis]}" for axis in words if sizes.get(axis, 1) > 1)
 
 
 def write_metrics(folder: Path, metrics: Mapping[str, Any]) -> dict[str, float | None]:

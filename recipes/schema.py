@@ -6,7 +6,7 @@ here (a user's own ``_target_``) is left to that class.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
@@ -31,6 +31,7 @@ class Run:
     ckpt_path: str | None
     resume: Auto | None
     init_from: str | None
+    on_nan: Literal["stop", "warn"]
     timeline: bool
     optimized_metric: str | None
     print_config: bool
@@ -116,7 +117,7 @@ class DDP:
     static_graph: bool
     find_unused_parameters: bool
     timeout: timedelta
-    process_group_backend: str | None
+    process_group_backend: Literal["gloo", "nccl"] | None
 
 
 # -- optimizer, schedule ---------------------------------------------------------------------------------------------
@@ -231,6 +232,7 @@ TRAINER_SET_ELSEWHERE: Mapping[str, str] = MappingProxyType(
 class LocalCluster:
     devices: Count
     threads: Count
+    oversubscribe: bool = False
 
 
 @dataclass
@@ -271,6 +273,28 @@ BY_TARGET: Mapping[str, Mapping[str | None, type]] = MappingProxyType(
 )
 BY_GROUP: Mapping[str, type] = MappingProxyType({"trainer": Trainer, "paths": Paths})
 
+
+def kind_of(group: str, node: Mapping[str, Any]) -> type | None:
+    """The dataclass that describes the node of a group; None where only the node's own class knows."""
+    target = node.get("_target_")
+    if group in BY_GROUP:
+        return BY_GROUP[group]
+    if group in BY_NAME and target is None:
+        return BY_NAME[group].get(node.get("name", ""))
+    return BY_TARGET.get(group, {}).get(target)
+
+
+def world_size(config: Mapping[str, Any]) -> int:
+    """The processes of a run: one for strategy=single and strategy=dp, else ``cluster.devices``."""
+    in_one_process = (Single, DataParallelOptions)
+    return 1 if kind_of("strategy", config["strategy"]) in in_one_process else int(config["cluster"]["devices"])
+
+
 # What example models take and example data give.
 TAKES: Mapping[str, str] = MappingProxyType({"gpt": "tokens", "mlp": "images", "lenet": "images"})
 GIVES: Mapping[str, str] = MappingProxyType({"stdlib": "tokens", "text": "tokens", "digits": "images"})
+
+# The modules with parameters of an example model of so many layers: a stage without any learns nothing, and is refused.
+MOST_STAGES: Mapping[str, Callable[[int], int]] = MappingProxyType(
+    {"gpt": lambda layers: 6 * layers + 4, "mlp": lambda layers: layers + 1, "lenet": lambda layers: 5}
+)

@@ -41,7 +41,8 @@ class UnknownMetric(CompactHydraException):
 def run(cfg: DictConfig) -> float | None:
     """One job: returns the metric that a sweep optimises, None if the config names none."""
     from recipes.build import launcher  # here: they import torch
-    from recipes.validate import validate, world_size
+    from recipes.schema import world_size
+    from recipes.validate import validate
 
     job = HydraConfig.get()
     folder = Path(job.runtime.output_dir)
@@ -67,7 +68,8 @@ def run(cfg: DictConfig) -> float | None:
         launcher(config).launch(config_file, processes)
     except WorkersFailed as error:
         record.end(folder, "failed", error.failure.as_dict())
-        log.error("failed; for details see %s", folder / record.RUN)
+        tracebacks = folder / record.ERRORS
+        log.error("failed; for details see %s", tracebacks if tracebacks.exists() else folder / record.RUN)
         raise
     except Preempted:
         record.end(folder, "preempted")

@@ -23,6 +23,7 @@ from lightning_parallel.layout import Layout
 from lightning_parallel.parts import process_group
 from recipes import build, record, resume
 from recipes.launchers.launcher import REQUEUE
+from recipes.schema import world_size
 
 
 class RecordLayout(Callback):
@@ -83,12 +84,15 @@ def main(config_file: str) -> None:
     """Run a resolved config. Whatever happens, ``run.json`` says how it ended.
 
     Raises:
-        SystemExit: with :data:`REQUEUE`, after a signal of a scheduler.
+        SystemExit: with :data:`REQUEUE`, after a signal of a scheduler. With a message, before anything is made, if
+            there are not as many processes as the config is for.
     """
     _quiet()
     config: dict[str, Any] = yaml.safe_load(Path(config_file).read_text())
+    refuse_other_world(config, config_file)
     folder = Path(config["paths"]["output_dir"])
-    first = os.environ.get("RANK", "0") == "0"
+    rank = int(os.environ.get("RANK", "0"))
+    first = rank == 0
     if first and not (folder / record.RUN).exists():  # started by torchrun
         folder.mkdir(parents=True, exist_ok=True)
         record.start(folder, config, choices={})
@@ -99,12 +103,29 @@ def main(config_file: str) -> None:
             record.end(folder, "preempted")
         sys.exit(REQUEUE)
     except BaseException as error:  # noqa: B036 (Ctrl-C too is recorded, and raised again)
+        if isinstance(error, Exception):
+            record.write_error(folder, rank, traceback.format_exc())
         if first:
             status = "failed" if isinstance(error, Exception) else "interrupted"
             message = "".join(traceback.format_exception_only(error)).strip()
             record.end(folder, status, {"rank": 0, "message": message, "traceback": traceback.format_exc()})
         raise
     process_group.leave()  # Lightning's own strategies leave it to the end of the process
+
+
+def refuse_other_world(config: Mapping[str, Any], config_file: str) -> None:
+    """Each process looks by itself: torchrun starts as many as it is told.
+
+    Raises:
+        SystemExit: there are more processes than the config is for, or fewer.
+    """
+    there, wanted = int(os.environ.get("WORLD_SIZE", "1")), world_size(config)
+    if there != wanted:
+        sys.exit(
+            f"{there} process{'es' * (there != 1)} started, but the config is for {wanted} "
+            f"(cluster.devices={config['cluster']['devices']}): use torchrun --nproc-per-node={wanted} -m "
+            f"recipes.worker {config_file}, or write the config anew with cluster.devices={there}"
+        )
 
 
 def _quiet() -> None:

@@ -43,6 +43,8 @@ def start(config_file: str) -> None:
     except (Exception, KeyboardInterrupt) as error:
         if LAUNCHED in os.environ:  # the launcher prints the first error, once
             sys.exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
+        if type(error).__name__ == "PeerLostError":  # the cause is another rank's; the rest is in the run's folder
+            sys.exit(f"rank {os.environ.get('RANK', 0)}: {error}")
         raise
 
 

@@ -28,7 +28,8 @@ from lightning_parallel.strategies.pipeline_async import AsyncPipelineOptions
 from lightning_parallel.strategies.tensor import TensorParallelOptions
 from recipes import ROOT, record, work
 from recipes.compose import check, jobs
-from recipes.validate import validate, world_size
+from recipes.schema import world_size
+from recipes.validate import validate
 from tests.pool import WorkerPool
 from tests.recipes.test_configs import composed
 from tests.tensor.test_sharding import ranks

@@ -17,4 +17,5 @@ end of their own.
     timelines.py       what ran when                           callbacks.py     brought along, or refused
     background.py      saves beside the training
     preemption.py      saved and left at a signal              exact_resume.py  generators and loaders, resumed
+    finite_loss.py     told and ended where the loss is NaN    notice.py        a stop that nobody waits for
 """

@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import (
 
 from lightning_parallel.lightning_private import callbacks_of
 from lightning_parallel.parts.exact_resume import ExactResume
+from lightning_parallel.parts.finite_loss import FiniteLoss
 from lightning_parallel.parts.preemption import Preemption
 
 Reasons = Sequence[tuple[type[Callback], str]]
@@ -56,9 +57,9 @@ def bring_along(trainer: pl.Trainer) -> None:
     """Add the callbacks that strategies bring along to the Trainer's, if it has none of their kind. Called before the
     first hook of a run."""
     callbacks = callbacks_of(trainer)
-    for kind in (ExactResume, Preemption):
-        if not any(isinstance(callback, kind) for callback in callbacks):
-            callbacks.insert(0, kind())
+    for own in (ExactResume(), Preemption(), FiniteLoss(stop_after=None)):
+        if not any(isinstance(callback, type(own)) for callback in callbacks):
+            callbacks.insert(0, own)
 
 
 def refuse_callbacks(callbacks: Iterable[Callback], refused: Reasons, strategy: str) -> None:

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from typing_extensions import override
 
 from lightning_parallel.collectives import guarded
@@ -39,7 +38,7 @@ from lightning_parallel.lightning_private import (
     say_terminated,
     take_signals,
 )
-from lightning_parallel.torch_private import default_store
+from lightning_parallel.parts.notice import Notice
 
 # By rank: SIGUSR1 may also ask to be started again. Windows has the first only.
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
@@ -64,7 +63,7 @@ class Preemption(Callback):
     def __init__(self) -> None:
         self._signal = 0  # 1 and more: which one of _SIGNALS
         self._meeting: _Meeting | None = None
-        self._notice: _Notice | None = None
+        self._notice: Notice | None = None
         self._put_back: Callable[[], None] | None = None
         self._begun_at = 0  # batch
         self._state: dict[str, Any] = {}  # while it saves: what the checkpoint says
@@ -88,7 +87,7 @@ class Preemption(Callback):
         self._begun_at = trainer.fit_loop.total_batch_idx
         ahead = getattr(trainer.strategy, "batches_ahead", 0)
         self._meeting = _Meeting(trainer.world_size, getattr(trainer.strategy, "timeout", None))
-        self._notice = _Notice(ahead) if ahead else None
+        self._notice = Notice(ahead) if ahead else None
         if self._resumed:
             before_first_batch(trainer, lambda: restart_nothing(trainer))
             restore_metrics(trainer, self._resumed["metrics"])
@@ -185,29 +184,3 @@ class _Meeting:
         """Give up the group."""
         if self._own is not None and dist.is_initialized():
             dist.destroy_process_group(self._own)
-
-
-class _Notice:
-    """Where some ranks are ahead of others: the first rank with a signal names a batch that nobody has reached, on a
-    notice that all read. Nobody waits.
-
-    Args:
-        ahead: how many batches a rank may be ahead of another one.
-    """
-
-    def __init__(self, ahead: int) -> None:
-        self._ahead = ahead
-        store = default_store()
-        run = store.add(f"lightning_parallel/notices_of/{dist.get_rank()}", 1)
-        self._store = PrefixStore(f"lightning_parallel/notice/{run}", store)
-        self._read: tuple[int, int] | None = None
-
-    def at(self, batch: int, mine: int) -> int:
-        """The signal that ends the run before this batch; 0 for none."""
-        if self._read is None and mine:
-            guarded(self._store.compare_set, "stop", "", f"{mine} {batch + self._ahead + 1}")
-        if self._read is None and guarded(self._store.check, ["stop"]):
-            number, stop = map(int, guarded(self._store.get, "stop").split())
-            self._read = number, stop
-        number, stop = self._read or (0, 0)
-        return number if batch >= stop else 0

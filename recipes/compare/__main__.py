@@ -85,6 +85,9 @@ def _options(words: Sequence[str]) -> tuple[list[str], Path, list[str]]:
             output = Path(str(parsed.value()))
         elif parsed.key_or_group == "strategy":
             raise ConfigError([Problem("strategy", parsed.value(), "several are compared", "use strategies=[...]")])
+        elif parsed.key_or_group.startswith("hydra."):
+            fix = f"use output={parsed.value()}" if parsed.key_or_group == "hydra.run.dir" else "leave it out"
+            raise ConfigError([Problem(parsed.key_or_group, parsed.value(), "Hydra runs nothing here", fix)])
         else:
             rest.append(word)
     known = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))

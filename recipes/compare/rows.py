@@ -8,8 +8,8 @@ from statistics import fmean, quantiles
 from typing import Any
 
 from recipes.compare.run import REFERENCE, Outcome
+from recipes.schema import world_size
 from recipes.traffic import KINDS, POINT_TO_POINT
-from recipes.validate import world_size
 
 
 @dataclass(frozen=True)

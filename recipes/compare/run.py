@@ -123,7 +123,7 @@ def run(planned: Outcome) -> Outcome:
         KeyboardInterrupt: the workers have been ended.
     """
     from recipes.build import launcher  # here: they import torch, for which --help need not wait
-    from recipes.validate import world_size
+    from recipes.schema import world_size
 
     if planned.error is not None or planned.config is None:
         return planned

@@ -17,14 +17,18 @@ A kind of cluster is one class, which its YAML file names. Here is one that star
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from hydra.errors import CompactHydraException
 
 REQUEUE = 75  # EX_TEMPFAIL, <sysexits.h>: exit code of a worker, and of recipes.train, that asks to be run again
-_PACKAGES = frozenset({"lightning_parallel", "recipes", "lightning"})
+_REFUSALS = ("ValueError", "MisconfigurationException", "FloatingPointError")  # the last: of FiniteLoss
+_OURS = ("lightning_parallel", "recipes", "lightning")  # whose refusals say everything
+_FRAME = re.compile(r'^  File "(.+)", line .*\n(?:    .*\n)*', re.MULTILINE)
 
 
 class Launcher(Protocol):
@@ -53,18 +57,26 @@ class Failure:
         rank: of the worker.
         message: the type of the error and its text, or how the process ended.
         traceback: None if the process left none.
+        place: of the rank on the axes of the layout, such as "stage 1 of 2"; empty where it isn't known.
     """
 
     rank: int
     message: str
     traceback: str | None
+    place: str = ""
 
     @property
     def is_refusal(self) -> bool:
         """Did one of these packages, or Lightning, refuse a setting? Then the message says everything."""
         files = re.findall(r'^  File "(.+)", line', self.traceback or "", re.MULTILINE)
-        ours = bool(files) and not _PACKAGES.isdisjoint(Path(files[-1]).parts)
-        return ours and self.message.split(":")[0].endswith(("ValueError", "MisconfigurationException"))
+        kind = self.message.split(":")[0]
+        return kind.endswith(_REFUSALS) and bool(files) and _is_in(_OURS, files[-1])
+
+    @property
+    def cause(self) -> str:
+        """What the terminal shows: a refusal's message, or the traceback without the frames of packages that the user
+        hasn't written. The whole traceback is in ``run.json``."""
+        return self.message if self.is_refusal or self.traceback is None else _shortened(self.traceback)
 
     def as_dict(self) -> dict[str, Any]:
         """The failure as ``run.json`` has it."""
@@ -81,9 +93,26 @@ class WorkersFailed(CompactHydraException):
     def __init__(self, failure: Failure, processes: int) -> None:
         self.failure = failure
         self.processes = processes
-        detail = failure.message if failure.is_refusal or failure.traceback is None else failure.traceback
-        super().__init__(f"rank {failure.rank} of {processes} failed:\n{detail.rstrip()}")
+        place = f" ({failure.place})" if failure.place else ""
+        super().__init__(f"rank {failure.rank} of {processes}{place} failed:\n{failure.cause.rstrip()}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Launchers of Hydra's that run jobs in other processes send the error back.
         return WorkersFailed, (self.failure, self.processes)
+
+
+def _shortened(traceback: str) -> str:
+    """Of each error that it tells of, only the user's frames and the one that raised it."""
+
+    def shown(frame: re.Match[str]) -> str:
+        last = not traceback.startswith("  File ", frame.end())
+        return "" if not last and _is_in((*_OURS, "torch"), frame[1]) else frame[0]
+
+    return _FRAME.sub(shown, traceback)
+
+
+def _is_in(packages: Iterable[str], file: str) -> bool:
+    """Is it a file of these packages? They aren't imported for that."""
+    specs = filter(None, map(find_spec, packages))
+    folders = [folder for spec in specs for folder in spec.submodule_search_locations or ()]
+    return any(Path(file).is_relative_to(folder) for folder in folders)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from recipes import ROOT
+from recipes import ROOT, record
 from recipes.launchers.launcher import REQUEUE, Failure, Preempted, WorkersFailed
 from recipes.worker import LAUNCHED
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _SHUTDOWN_SECONDS = 10  # what workers get to end themselves after Ctrl-C or a peer's failure
 _ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the agent ends the workers
 _PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)  # the workers save the run, and leave
+_LOST = re.compile("^PeerLostError|^DistBackendError|^DistNetworkError|gloo/transport")  # of a rank that wasn't first
 _KILLED = tuple(-number for number in _PREEMPTING)  # exit codes: before a worker listens to them
 
 
@@ -38,11 +40,13 @@ class LocalLauncher:
     Args:
         devices: the number of devices. Each worker gets one.
         threads: OMP_NUM_THREADS of each worker, unless the environment sets it.
+        oversubscribe: start more workers than :mod:`recipes.machine` thinks sensible here; it looks before the start.
     """
 
-    def __init__(self, devices: int, threads: int) -> None:
+    def __init__(self, devices: int, threads: int, oversubscribe: bool = False) -> None:
         self.devices = devices
         self.threads = threads
+        self.oversubscribe = oversubscribe
 
     def launch(self, config_file: Path, processes: int) -> None:
         """As :meth:`Launcher.launch <recipes.launchers.launcher.Launcher.launch>`."""
@@ -79,7 +83,7 @@ class LocalLauncher:
             try:
                 agent("-u", "-m", "recipes.worker", str(config_file))
             except ChildFailedError as error:
-                raise _reason(error, processes, preempted=bool(handed_on)) from None
+                raise _reason(error, processes, config_file.parent, preempted=bool(handed_on)) from None
             except SignalException as error:
                 raise KeyboardInterrupt(str(error)) from None
 
@@ -104,20 +108,22 @@ def _hand_on(signals: Sequence[signal.Signals]) -> set[int]:
     return handed_on
 
 
-def _reason(error: ChildFailedError, processes: int, *, preempted: bool) -> Preempted | WorkersFailed:
+def _reason(error: ChildFailedError, processes: int, folder: Path, *, preempted: bool) -> Preempted | WorkersFailed:
     """Why the workers have ended: the one that was first. The others often only lost their connection to it.
 
     Args:
         error: of the agent.
         processes: the number of workers.
+        folder: of the run.
         preempted: this process has passed a signal on.
     """
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[int, int]:
-        _, failure = item
+        rank, failure = item
         file = Path(failure.error_file)
         if file.is_file():
-            return 1, file.stat().st_mtime_ns
+            lost = _LOST.search(_described(rank, failure).message) is not None
+            return (3 if lost else 1), file.stat().st_mtime_ns
         # One that left no file can't be the victim of a peer. But the agent ends those that wait for one, by SIGTERM.
         return (2 if failure.exitcode in _KILLED else 0), 0
 
@@ -125,17 +131,17 @@ def _reason(error: ChildFailedError, processes: int, *, preempted: bool) -> Pree
     codes = {each.exitcode for each in error.failures.values()} if preempted else {failure.exitcode}
     if not codes.isdisjoint((REQUEUE, *_KILLED)):
         return Preempted()
-    return WorkersFailed(_described(rank, failure), processes)
+    return WorkersFailed(_described(rank, failure, record.place(folder, rank)), processes)
 
 
-def _described(rank: int, failure: ProcessFailure) -> Failure:
+def _described(rank: int, failure: ProcessFailure, place: str = "") -> Failure:
     content: Any = failure.error_file_data.get("message")
     if isinstance(content, dict):
-        return Failure(rank, str(content["message"]), str(content["extraInfo"]["py_callstack"]))
+        return Failure(rank, str(content["message"]), str(content["extraInfo"]["py_callstack"]), place)
     if failure.exitcode < 0:
         hint = " (out of memory?)" if failure.exitcode == -signal.SIGKILL else ""
-        return Failure(rank, f"killed by {failure.signal_name()}{hint}", None)
-    return Failure(rank, f"ended with exit code {failure.exitcode}", None)
+        return Failure(rank, f"killed by {failure.signal_name()}{hint}", None, place)
+    return Failure(rank, f"ended with exit code {failure.exitcode}", None, place)
 
 
 @contextmanager

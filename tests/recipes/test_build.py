@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_parallel import AsyncPipelineStrategy
 from recipes import build
-from recipes.validate import world_size
+from recipes.schema import world_size
 from tests.recipes.test_configs import GROUPS, composed
 
 

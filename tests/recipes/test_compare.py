@@ -28,7 +28,7 @@ from recipes.compare.run import Outcome, configs
 from recipes.launchers.launcher import Failure, WorkersFailed
 from recipes.launchers.local import LocalLauncher
 from recipes.problem import ConfigError
-from recipes.validate import world_size
+from recipes.schema import world_size
 from tests.pool import WorkerPool
 from tests.recipes.test_launch import processes_of, runs
 
@@ -265,6 +265,7 @@ def test_the_report_is_written_with_what_failed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("words", "message"), [
     (["strategies=[ddp,fdsp]"], "strategies=fdsp: no such strategy; did you mean fsdp"),
     (["strategy=ddp"], r"strategy=ddp: several are compared; use strategies=\[...\]"),
+    (["hydra.run.dir=X"], "hydra.run.dir=X: Hydra runs nothing here; use output=X"),
     (["output=/tmp"], "output=/tmp: is there already"),
     (["model.widht=3"], "model.widht=3: no such key in model; did you mean width"),
     (["trainer.max_steps=5"], "trainer.max_steps=5: too few to be measured; use 6 or more"),

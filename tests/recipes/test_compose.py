@@ -21,6 +21,20 @@ def test_unknown_options_and_keys_are_told_together_with_what_there_is() -> None
     assert key.startswith("trainer.max_stepz=3: no such key in trainer; did you mean max_steps? known: ")
 
 
+def test_names_and_values_are_told_in_one_round() -> None:
+    name, value, rule = told("optimizer.lrr=1", "model.dropout=2", "model.heads=3")
+    assert name.startswith("optimizer.lrr=1: no such key") and value.startswith("model.dropout=2: not a value")
+    assert rule.startswith("model.heads=3: does not divide")
+
+
+def test_what_belongs_to_a_misspelt_option_is_not_judged() -> None:
+    """Neither the keys nor the rules of the default in its place."""
+    (problem,) = told("model=lenett", "data=digits", "model.size=8")
+    assert problem.startswith("model=lenett: no such model")
+    (problem,) = told("strategy=hybird", "cluster.devices=5", "strategy.schedule=gpipe")
+    assert problem.startswith("strategy=hybird: no such strategy")
+
+
 def test_a_known_argument_that_is_not_set_needs_a_plus() -> None:
     (problem,) = told("trainer.min_steps=4")
     assert problem.endswith("put + before it: +trainer.min_steps=4")
@@ -31,7 +45,7 @@ def test_keys_are_looked_up_in_the_chosen_option() -> None:
     assert told("strategy=pipeline_sync", "strategy.schedule=1f1b") == []
     (problem,) = told("strategy=pipeline_async", "strategy.schedule=1f1b")
     assert "no such key in strategy" in problem
-    assert told("logger.csv.name=x", "hydra.job.name=y", "+callbacks.x._target_=z") == []
+    assert told("logger.csv.name=x", "hydra.job.name=y", "+callbacks.x._target_=lightning.Callback") == []
 
 
 def test_every_job_of_a_sweep_is_checked_before_the_first() -> None:

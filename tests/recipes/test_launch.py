@@ -162,10 +162,27 @@ def test_a_failing_rank_is_named_and_the_launcher_is_left_as_it_was(
     with pytest.raises(WorkersFailed, match="ValueError: no luck today") as raised:
         LocalLauncher(devices=2, threads=1).launch(tmp_path / record.CONFIG, processes=2)
     assert time.monotonic() - started < 60  # rank 0 waited in a collective without an end
-    assert raised.value.failure.rank == 1
+    assert (raised.value.failure.rank, raised.value.failure.place) == (1, "replica 1 of 2")
+    told = str(raised.value)
+    assert told.startswith("rank 1 of 2 (replica 1 of 2) failed:") and told.count("no luck today") == 2  # source line
+    assert "fit_loop.py" not in told
+    errors = {file.name: file.read_text() for file in (tmp_path / record.ERRORS).iterdir()}
+    assert errors["rank-1.txt"].count("fit_loop.py") > 0 and set(errors) <= {"rank-0.txt", "rank-1.txt"}
     assert dict(os.environ) == environment
     assert [signal.getsignal(number) for number in numbers] == handlers
     assert list(scratch.iterdir()) == []
+    assert processes_of(tmp_path) == []
+
+
+def test_a_run_whose_loss_is_nan_ends_with_an_error(tmp_path: Path) -> None:
+    program = train(tmp_path, "strategy=pipeline_async", "optimizer.lr=1e30", "trainer.max_steps=40", "logger=none")
+    output, _ = program.communicate(timeout=120)
+    assert program.returncode == 1, output
+    assert output.count("The loss is NaN or infinite, for the first time at step") == 1
+    assert "FloatingPointError: The loss has been NaN or infinite for 10 batches in a row, up to step" in output
+    assert "Traceback" not in output
+    (run,) = runs(tmp_path).values()
+    assert run["status"] == "failed" and run["error"]["message"].startswith("FloatingPointError: The loss has been")
     assert processes_of(tmp_path) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -42,3 +43,15 @@ def test_metrics_are_numbers_and_a_diverged_one_is_null(tmp_path: Path) -> None:
 def test_outside_a_repository_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert record._git(tmp_path) is None
+
+
+def test_a_rank_s_place_is_that_of_the_recorded_layout(tmp_path: Path) -> None:
+    assert record.place(tmp_path, 0) == ""  # nothing is recorded yet
+    places = itertools.product(range(2), range(1), range(3))
+    ranks = [
+        {"rank": rank, "coordinates": {"data": data, "tensor": tensor, "pipeline": stage}}
+        for rank, (data, tensor, stage) in enumerate(places)
+    ]
+    (tmp_path / record.RUN).write_text(json.dumps({"layout": {"ranks": ranks}}))
+    assert record.place(tmp_path, 5) == "stage 2 of 3, replica 1 of 2"
+    assert record.place(tmp_path, 6) == ""

@@ -48,9 +48,9 @@ def test_a_refused_setting_is_told_without_a_traceback_and_an_error_with_one() -
         lines = f'Traceback (most recent call last):\n  File "{file}", line 3, in f\n    raise\n{message}'
         return str(WorkersFailed(Failure(0, message, lines), processes=2))
 
-    refused = said("/x/lightning_parallel/pipeline/partition.py", "ValueError: stages=6, but there are 4 layers")
+    refused = said(f"{ROOT}/lightning_parallel/pipeline/partition.py", "ValueError: stages=6, but there are 4 layers")
     assert refused == "rank 0 of 2 failed:\nValueError: stages=6, but there are 4 layers"
     assert "line 3" in said("/home/me/model.py", "ValueError: no luck")
-    assert "line 3" in said("/x/lightning_parallel/layout.py", "KeyError: 3")
+    assert "line 3" in said(f"{ROOT}/lightning_parallel/layout.py", "KeyError: 3")
     killed = WorkersFailed(Failure(1, "killed by SIGKILL (out of memory?)", None), processes=2)
     assert str(killed) == "rank 1 of 2 failed:\nkilled by SIGKILL (out of memory?)"

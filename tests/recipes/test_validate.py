@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from hydra.utils import get_class
 
+from lightning_parallel.pipeline.partitioning import partition
 from recipes.problem import ConfigError
-from recipes.validate import world_size
+from recipes.schema import MOST_STAGES, world_size
 from tests.recipes.test_configs import composed, problems
 
 
@@ -135,10 +138,40 @@ def test_all_problems_are_told_at_once() -> None:
     assert all(str(problem) in message for problem in found)
 
 
-def test_a_class_of_the_users_own_is_left_to_itself() -> None:
-    assert problems("+model._target_=my.Model", "+model.anything=1", "+data._target_=my.Data") == []
-    assert problems("strategy._target_=my.Strategy", "+strategy.anything=1") == []
-    assert problems("optimizer._target_=torch.optim.Adagrad") == []
+def test_values_and_rules_are_told_together_but_no_rule_by_a_wrong_value() -> None:
+    found = problems("optimizer.lr=-1", "model.heads=3", "data.batch_size=none", "strategy=ddp", "cluster.devices=5")
+    assert [problem.path for problem in found] == ["data.batch_size", "optimizer.lr", "model.heads"]  # type: ignore[union-attr]
+
+
+def test_an_example_model_is_cut_into_as_many_stages_as_learn() -> None:
+    most = {"gpt": ("model.layers=1", 10), "mlp": ("model.layers=3", 4), "lenet": ("model.size=8", 5)}
+    for name, (size, limit) in most.items():
+        data = "stdlib" if name == "gpt" else "digits"
+        options = [f"model={name}", f"data={data}", size, "strategy=pipeline_1f1b", "cluster.oversubscribe=true"]
+        assert problems(*options, f"cluster.devices={limit}", "data.batch_size=24") == []
+        (problem,) = problems(*options, f"cluster.devices={limit + 1}")
+        assert f"{limit + 1} stages, but model={name} can be cut into {limit} at most" in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("gpt.GPT", {"layers": 2}),
+        ("gpt.GPT", {"layers": 1, "width": 16}),
+        ("mlp.MLP", {"layers": 2}),
+        ("lenet.LeNet", {}),
+    ],
+)
+def test_no_partition_has_more_stages(model: str, options: dict[str, int]) -> None:
+    module = get_class(f"recipes.models.{model}")(optimizer={"_target_": "torch.optim.SGD", "lr": 0.1}, **options)
+    module.log = lambda *args, **kwargs: None
+    tokens, images = torch.zeros(2, 8, dtype=torch.long), torch.zeros(2, 1, 8, 8)
+    batch = (tokens, tokens) if "GPT" in model else (images, torch.zeros(2, dtype=torch.long))
+    most = MOST_STAGES[model.split(".")[0]](options.get("layers", 0))
+    with pytest.raises(ValueError, match="no trainable parameter|stages"):
+        partition(module, lambda: module.training_step(batch, 0), most + 1)
+    if "GPT" not in model:  # whose layers are opened by their sizes
+        partition(module, lambda: module.training_step(batch, 0), most)
 
 
 def test_single_is_one_process_whatever_the_cluster_has() -> None:

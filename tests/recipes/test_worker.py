@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from lightning_parallel import PipelineStrategy
+from lightning_parallel.collectives import PeerLostError
 from recipes import record, work, worker
 from recipes.worker import LAUNCHED
 from tests.pool import Failure, WorkerPool
@@ -135,6 +136,29 @@ def test_a_run_that_does_not_end_well_says_why_and_raises(
     assert run["status"] == status and run["ended"] is not None
     assert (run["error"]["rank"], run["error"]["message"]) == (0, message)
     assert message in run["error"]["traceback"]
+    kept = config_file.parent / "run" / record.ERRORS / "rank-0.txt"
+    assert kept.exists() == (status == "failed") and (status != "failed" or message in kept.read_text())
+
+
+def lose_a_peer(launched: bool) -> str | int | None:
+    def main(config_file: str) -> None:
+        raise PeerLostError("A collective broke.")
+
+    os.environ.pop(LAUNCHED, None)
+    if launched:
+        os.environ[LAUNCHED] = str(os.getppid())
+    trained, work.main = work.main, main
+    try:
+        with pytest.raises(SystemExit) as left:
+            worker.start("config.yaml")
+    finally:
+        work.main = trained
+    return left.value.code
+
+
+def test_under_torchrun_a_rank_that_lost_its_peer_says_so_in_a_line(pool: WorkerPool) -> None:
+    assert pool.run(lose_a_peer, 1, False, init=False) == ["rank 0: A collective broke."]
+    assert pool.run(lose_a_peer, 1, True, init=False) == [1]  # the launcher tells the cause
 
 
 def end_second_rank(config_file: str) -> None:
@@ -145,7 +169,26 @@ def end_second_rank(config_file: str) -> None:
 def test_only_the_first_rank_records(pool: WorkerPool, config_file: Path) -> None:
     (failure,) = pool.run(end_second_rank, 1, str(config_file), init=False, expect_errors=True)
     assert isinstance(failure, Failure) and "a peer's" in failure
-    assert not (config_file.parent / "run").exists()
+    assert [file.name for file in (config_file.parent / "run").rglob("*.*")] == ["rank-1.txt"]
+
+
+def start_too_many(config_file: str, there: str) -> str:
+    os.environ["WORLD_SIZE"] = there
+    with pytest.raises(SystemExit) as refused:
+        work.main(config_file)
+    return str(refused.value.code)
+
+
+def test_another_number_of_processes_than_the_config_s_is_refused_on_every_rank(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    file = resolved(tmp_path, "pipeline_1f1b")
+    told = pool.run(start_too_many, 3, str(file), "3", init=False)
+    assert len(set(told)) == 1 and "\n" not in told[0]
+    assert told[0].startswith("3 processes started, but the config is for 2 (cluster.devices=2): use torchrun --nproc-")
+    (told_alone,) = pool.run(start_too_many, 1, str(file), "1", init=False)
+    assert told_alone.startswith("1 process started, but the config is for 2")
+    assert not (tmp_path / "run").exists()
 
 
 def place_in_pipeline() -> dict[str, int]:

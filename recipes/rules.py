@@ -1,0 +1,262 @@
+"""Rules about several values of a config. A rule is left out if it looks at a value that is wrong by itself."""
+
+from __future__ import annotations
+
+import math
+from collections import ChainMap
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_parallel.checkpoint import is_whole
+from lightning_parallel.settings import settings_of
+from lightning_parallel.strategies.fully_sharded import FullyShardedOptions
+from lightning_parallel.strategies.pipeline import PipelineOptions
+from lightning_parallel.strategies.pipeline_async import AsyncPipelineOptions
+from recipes import machine, resume, schema
+from recipes.compose import NOT_KNOWN
+from recipes.data.textfile import problem as unusable
+from recipes.problem import Problem
+from recipes.schema import kind_of, world_size
+
+Config = Mapping[str, Any]
+
+
+def problems(config: Config, broken: Collection[str]) -> Iterator[Problem | str]:
+    """What doesn't go together.
+
+    Args:
+        config: resolved.
+        broken: paths of values that are wrong by themselves, or absent.
+    """
+    sound = _Sound(config, "", broken)
+    for rule in (*_RULES, *machine.RULES):
+        try:
+            yield from list(rule(sound))
+        except _BrokenValue:
+            continue  # it has been reported
+
+
+class _BrokenValue(Exception):
+    """A rule looks at a value that is wrong by itself."""
+
+
+class _Sound(Mapping[str, Any]):
+    """A node of a config, whose broken values can't be read.
+
+    Args:
+        node: a dictionary of the config.
+        path: of the node, with a dot at the end; empty for the whole config.
+        broken: paths.
+    """
+
+    def __init__(self, node: Config, path: str, broken: Collection[str]) -> None:
+        self._node, self._path, self._broken = node, path, broken
+
+    def __getitem__(self, key: str) -> Any:
+        path = f"{self._path}{key}"
+        if path in self._broken:
+            raise _BrokenValue(path)
+        value = self._node[key]
+        return _Sound(value, f"{path}.", self._broken) if isinstance(value, Mapping) else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._node)
+
+    def __len__(self) -> int:
+        return len(self._node)
+
+
+# -- model and data --------------------------------------------------------------------------------------------------
+
+
+def _model_takes_data(config: Config) -> Iterator[Problem]:
+    model, data = config["model"], config["data"]
+    takes, gives = schema.TAKES.get(model.get("name", "")), schema.GIVES.get(data.get("name", ""))
+    if takes is not None and gives is not None and takes != gives:
+        fitting = " or ".join(f"data={name}" for name, kind in schema.GIVES.items() if kind == takes)
+        message = f"takes {takes}, but data={data['name']} gives {gives}"
+        yield Problem("model.name", model["name"], message, f"use {fitting}")
+
+
+def _model(config: Config) -> Iterator[Problem]:
+    model = config["model"]
+    if model.get("name") == "gpt" and model["width"] % model["heads"]:
+        fix = "choose one that does"
+        yield Problem("model.heads", model["heads"], f"does not divide model.width={model['width']}", fix)
+    if model.get("name") == "lenet" and model["size"] % 4:
+        yield Problem("model.size", model["size"], "two poolings can't halve it", "use a multiple of 4")
+
+
+def _context(config: Config) -> Iterator[Problem]:
+    model, data = config["model"], config["data"]
+    tokens = schema.GIVES.get(data.get("name", "")) == "tokens"
+    if model.get("name") == "gpt" and tokens and model["context"] < data["context"]:
+        message = f"shorter than the windows of data.context={data['context']}"
+        yield Problem("model.context", model["context"], message, "make them equal")
+
+
+def _text(config: Config) -> Iterator[Problem]:
+    data = config["data"]
+    if data.get("name") == "text":
+        found = unusable(data["path"], data["context"])
+        if found is not None:
+            yield Problem("data.path", data["path"], *found)
+
+
+# -- the strategy ----------------------------------------------------------------------------------------------------
+
+
+def _strategy(config: Config) -> tuple[type | None, Mapping[str, Any]]:
+    """Its kind, and its settings; what a config of the user's own leaves out has the default."""
+    node = config["strategy"]
+    kind = kind_of("strategy", node)
+    defaults = {} if kind is None else {field.name: field.default for field, _ in settings_of(kind)}
+    return kind, ChainMap(node, defaults)
+
+
+def _equal_shares(config: Config) -> Iterator[Problem]:
+    kind, _ = _strategy(config)
+    batch, processes = config["data"].get("batch_size"), world_size(config)
+    if kind in (schema.DDP, FullyShardedOptions) and batch is not None and batch % processes:
+        message = f"can't be shared equally by cluster.devices={processes}"
+        yield Problem("data.batch_size", batch, message, f"use a multiple of {processes}")
+
+
+def _axes(config: Config) -> Iterator[Problem]:
+    """The layout fills the processes."""
+    kind, strategy = _strategy(config)
+    if kind is None or "data_parallel" not in strategy:
+        return
+    processes, sizes = world_size(config), _sizes(strategy)
+    automatic = [key for key, size in sizes.items() if size == "auto"]
+    product = math.prod(size for size in sizes.values() if size != "auto")
+    if len(automatic) > 1:
+        names = " and ".join(f"strategy.{key}" for key in automatic)
+        yield Problem(names, "auto", f"cluster.devices={processes} is shared out in several ways", "give one a number")
+    elif processes % product or (not automatic and processes != product):
+        key = max((key for key, size in sizes.items() if size != "auto"), key=lambda key: sizes[key])
+        what = " x ".join(f"strategy.{name}={size}" for name, size in sizes.items() if size not in ("auto", 1))
+        fix = f"set cluster.devices={product}, or " + ("a multiple of it" if automatic else f"strategy.{key}=auto")
+        yield Problem(f"strategy.{key}", sizes[key], f"{what} does not fill cluster.devices={processes}", fix)
+    else:
+        stages = sizes.get("stages", 1)
+        yield from _stages(config, strategy, processes // product if stages == "auto" else stages)
+
+
+def _sizes(strategy: Config) -> dict[str, Any]:
+    """Of the axes. The data axis gives way where another one is automatic too."""
+    sizes = {key: strategy[key] for key in ("stages", "data_parallel", "tensor_parallel") if key in strategy}
+    if list(sizes.values()).count("auto") > 1 and sizes["data_parallel"] == "auto":
+        sizes["data_parallel"] = 1
+    return sizes
+
+
+def _stages(config: Config, strategy: Config, stages: int) -> Iterator[Problem]:
+    """Each stage of an example model gets something that learns."""
+    model = config["model"]
+    most = schema.MOST_STAGES.get(model.get("name", ""))
+    limit = most(model.get("layers", 0)) if most is not None else stages
+    if stages > limit:
+        message = f"{stages} stages, but model={model['name']} can be cut into {limit} at most"
+        more = ", or more model.layers" if "layers" in model else ""
+        yield Problem("strategy.stages", strategy["stages"], message, f"use fewer stages{more}")
+
+
+def _microbatches(config: Config) -> Iterator[Problem]:
+    kind, strategy = _strategy(config)
+    if kind not in (PipelineOptions, AsyncPipelineOptions):
+        return
+    microbatches, batch = strategy["microbatches"], config["data"].get("batch_size")
+    if microbatches != "auto" and batch is not None and microbatches > batch:
+        message = f"more than the data.batch_size={batch} samples that they share"
+        yield Problem("strategy.microbatches", microbatches, message, f"use at most {batch}")
+
+
+def _timeline(config: Config) -> Iterator[Problem]:
+    kind, _ = _strategy(config)
+    if kind not in (PipelineOptions, AsyncPipelineOptions) and config["timeline"]:
+        fix = "use a pipeline strategy, or timeline=false"
+        yield Problem("timeline", True, "only a pipeline has one", fix)
+
+
+def _whole_matrices(config: Config) -> Iterator[Problem]:
+    """Muon steps matrices as wholes. It is said here too, since a pipeline stage without matrices can't tell."""
+    if kind_of("optimizer", config["optimizer"]) is not schema.Muon:
+        return
+    kind, strategy = _strategy(config)
+    undivided = {"tensor_parallel": 1, "data_parallel_kind": "replicate"}
+    for key, whole in undivided.items():
+        if key in strategy and strategy[key] != whole:
+            fix = f"use strategy.{key}={whole}, or optimizer=adamw"
+            yield Problem(f"strategy.{key}", strategy[key], "divides matrices, which Muon needs whole", fix)
+    if kind is FullyShardedOptions:
+        fix = "use optimizer=adamw, or another strategy"
+        yield Problem("strategy._target_", strategy["_target_"], "divides matrices, which Muon needs whole", fix)
+
+
+def _refused(config: Config) -> Iterator[str]:
+    """Settings that don't go together: the strategy itself says which."""
+    kind, strategy = _strategy(config)
+    if kind is None or kind in (schema.Single, schema.DDP):
+        return
+    settings = {field.name: strategy[field.name] for field, _ in settings_of(kind)}
+    try:
+        kind(**{name: value for name, value in settings.items() if not isinstance(value, Mapping)})
+    except ValueError as refused:
+        yield f"strategy.{refused}"
+
+
+# -- the run ---------------------------------------------------------------------------------------------------------
+
+
+def _checkpoint(config: Config) -> Iterator[Problem]:
+    path, weights = config["ckpt_path"], config["init_from"]
+    if path is not None and weights is not None:
+        yield Problem("init_from", weights, f"ckpt_path={path} brings its own weights", "leave one of them out")
+    elif path == resume.LAST:
+        folder = config["paths"]["output_dir"]
+        if folder != NOT_KNOWN and resume.newest(config) is None:
+            fix = "name the folder of the run that is to go on with hydra.run.dir=FOLDER, or use resume=auto"
+            yield Problem("ckpt_path", path, f"there is no checkpoint in {folder}", fix)
+    else:
+        yield from _is_whole("ckpt_path", path)
+        yield from _is_whole("init_from", weights)
+
+
+def _is_whole(key: str, path: str | None) -> Iterator[Problem]:
+    if path is None or "://" in path:  # what is elsewhere, the workers will see
+        return
+    if not Path(path).exists():
+        yield Problem(key, path, "no such checkpoint", "give one that exists, or null")
+    elif not (is_whole(Path(path)) or (key == "init_from" and path.endswith(".safetensors"))):
+        yield Problem(key, path, "no checkpoint, or only a part of one", resume.another(Path(path)))
+
+
+def _schedule(config: Config) -> Iterator[Problem]:
+    scheduler = config["scheduler"]
+    if scheduler.get("name") != "cosine":
+        return
+    warmup, total = scheduler["warmup_steps"], scheduler["total_steps"]
+    if total < 1:
+        fix = "set trainer.max_steps or scheduler.total_steps to the updates of the run"
+        yield Problem("scheduler.total_steps", total, "the cosine has no end", fix)
+    elif warmup >= total:
+        message = f"the rate would still be rising at the end, scheduler.total_steps={total}"
+        yield Problem("scheduler.warmup_steps", warmup, message, f"use {max(1, total // 5)}, a fifth of the run")
+
+
+_RULES: tuple[Callable[[Config], Iterator[Problem | str]], ...] = (
+    _model_takes_data,
+    _model,
+    _context,
+    _text,
+    _equal_shares,
+    _axes,
+    _microbatches,
+    _timeline,
+    _whole_matrices,
+    _refused,
+    _checkpoint,
+    _schedule,
+)

@@ -1,0 +1,148 @@
+"""The classes that a config names with ``_target_``: each is found before a worker starts, is what its group needs, and
+takes the arguments that it is given."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Iterator, Mapping
+from inspect import Parameter
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
+from torch.optim import Optimizer
+
+from recipes.problem import Problem, closest
+from recipes.schema import kind_of
+
+Config = Mapping[str, Any]
+
+_NEEDS: Mapping[str, type] = MappingProxyType(
+    {
+        "model": pl.LightningModule,
+        "data": pl.LightningDataModule,
+        "strategy": Strategy,
+        "optimizer": Optimizer,
+        "logger": Logger,
+        "callbacks": Callback,
+    }
+)
+_CLASS_ONLY = ("model", "optimizer")  # in other groups, a function may make the object
+_EXAMPLES = ("optimizer", "scheduler")  # what example models make themselves, and other models do with as they like
+_OF_HYDRA = frozenset({"_target_", "_args_", "_partial_", "_convert_", "_recursive_"})
+
+
+def problems(groups: Mapping[str, Config]) -> Iterator[Problem]:
+    """What is wrong with the classes of a config.
+
+    Args:
+        groups: the groups of the config that are dictionaries.
+    """
+    example = groups.get("model", {}).get("_target_") is None
+    if example and groups.get("scheduler", {}).get("_target_") is not None:
+        fix = "use scheduler=constant or scheduler=cosine, or a model of your own as model._target_"
+        target = groups["scheduler"]["_target_"]
+        yield Problem("scheduler._target_", target, "the example models know schedules by their names", fix)
+    for name, group in groups.items():
+        several = name in ("logger", "callbacks")
+        nodes = {f"{name}.{key}": node for key, node in group.items()} if several else {name: group}
+        for path, node in nodes.items():
+            if not (isinstance(node, Mapping) and isinstance(node.get("_target_"), str)):
+                continue
+            if name in _EXAMPLES and not example:
+                yield from (found for found in [_found(path, node)] if isinstance(found, Problem))
+            elif name != "scheduler" and kind_of(name, node) is None:  # its class knows what it takes
+                yield from _problems(path, node, name)
+            else:
+                yield from _inside(path, node)
+
+
+def _problems(path: str, node: Config, group: str | None = None) -> Iterator[Problem]:
+    """Of a node, and of those in it."""
+    target = _found(path, node)
+    if isinstance(target, Problem):
+        yield target
+        return
+    needed = _NEEDS.get(group or "")
+    fits = issubclass(target, needed or object) if inspect.isclass(target) else group not in _CLASS_ONLY
+    if needed is not None and not fits:
+        fix = f"name a subclass of {needed.__module__.split('.')[0]}'s {needed.__name__}"
+        yield Problem(f"{path}._target_", node["_target_"], f"not what {group} needs", fix)
+        return
+    yield from _arguments(path, node, target, leading=group == "optimizer")
+    passed_on = _EXAMPLES if group == "model" else ()  # the model makes them
+    yield from _inside(path, {key: value for key, value in node.items() if key not in passed_on})
+
+
+def _inside(path: str, node: Config) -> Iterator[Problem]:
+    for key, value in node.items():
+        if isinstance(value, Mapping) and isinstance(value.get("_target_"), str):
+            yield from _problems(f"{path}.{key}", value)
+
+
+def _arguments(path: str, node: Config, target: Any, *, leading: bool) -> Iterator[Problem]:
+    """Do they fit its signature?
+
+    Args:
+        path: of the node.
+        node: its arguments.
+        target: what it names.
+        leading: the first parameter is passed by someone else.
+    """
+    try:
+        parameters = list(inspect.signature(target).parameters.values())[int(leading) :]
+    except (TypeError, ValueError):  # of a type that isn't written in Python
+        return
+    named = {p.name: p for p in parameters if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)}
+    given = {key: value for key, value in node.items() if key not in _OF_HYDRA}
+    if not any(p.kind is Parameter.VAR_KEYWORD for p in parameters):
+        for key in (key for key in given if key not in named):
+            message = f"no argument of {node['_target_']}"
+            yield Problem(f"{path}.{key}", given[key], message, closest(str(key), named))
+    if "_args_" not in node and not node.get("_partial_"):
+        for name, parameter in named.items():
+            if parameter.default is Parameter.empty and name not in given:
+                yield Problem(f"{path}.{name}", "", f"{node['_target_']} needs it", f"set +{path}.{name}=VALUE")
+
+
+# -- finding a class -------------------------------------------------------------------------------------------------
+
+
+def _found(path: str, node: Config) -> Any:
+    """What the node names, or the problem with that."""
+    name = node["_target_"]
+    first, *rest = name.split(".")
+    place = f"{path}._target_"
+    fix = "name one that is installed, or in the folder from which you start"
+    try:
+        found: Any = importlib.import_module(first)
+        reached = first
+        for part in rest:
+            if not hasattr(found, part):
+                if not isinstance(found, ModuleType) or not _is_module(f"{reached}.{part}"):
+                    return Problem(place, name, f"{reached} has no {part}", _near(part, dir(found)))
+                importlib.import_module(f"{reached}.{part}")
+            found, reached = getattr(found, part), f"{reached}.{part}"
+    except ModuleNotFoundError as error:
+        return Problem(place, name, f"there is no module {error.name}", fix)
+    except (Exception, SystemExit) as error:  # any: it is the user's code
+        return Problem(place, name, f"can't be imported: {type(error).__name__}: {error}", "mend the module")
+    return found if callable(found) else Problem(place, name, "not a class", "name a class")
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _near(wrong: str, known: list[str]) -> str:
+    match = difflib.get_close_matches(wrong, [name for name in known if not name.startswith("_")], n=1)
+    return f"did you mean {match[0]}?" if match else "name a class that it has"
