@@ -1,10 +1,10 @@
 """One checkpoint format for every layout: a directory that any number of ranks writes, and any number reads.
 
-``format.py`` writes and reads it, ``agreement.py`` says what the ranks must agree on, ``directory.py`` replaces
-directories as a whole, ``reading.py`` reads files that somebody else may have made, and ``integrity.py`` tells damaged
-ones. ``slices.py`` describes a rank's shard to torch, ``optimizers.py`` keeps several optimizers' states apart,
-``places.py`` what belongs to one place in a layout, and ``rank.py`` collects what a rank holds. ``plain.py`` reads a
-checkpoint as one process has it, and ``convert.py`` makes one kind of another.
+``format.py`` writes and reads it, ``agreement.py`` says what the ranks must agree on, ``sharing.py`` who writes what
+several hold, ``directory.py`` replaces directories as a whole, ``reading.py`` reads files that somebody else may have
+made, and ``integrity.py`` tells damaged ones. ``slices.py`` describes a rank's shard to torch, ``optimizers.py`` keeps
+several optimizers' states apart, ``places.py`` what belongs to one place in a layout, and ``rank.py`` collects what a
+rank holds. ``plain.py`` reads a checkpoint as one process has it, and ``convert.py`` makes one kind of another.
 """
 
 from lightning_parallel.checkpoint.convert import convert

@@ -52,6 +52,7 @@ from lightning_parallel.checkpoint.reading import (
     read_tensors,
     read_trainer,
 )
+from lightning_parallel.checkpoint.sharing import parameter_of, writers
 from lightning_parallel.checkpoint.slices import Slices
 from lightning_parallel.collectives import (
     Group,
@@ -98,8 +99,8 @@ def save(
 ) -> None:
     """Write a checkpoint, replacing the one at ``path``. Every rank of the group calls it.
 
-    A name that several ranks hold (a tied weight, a buffer outside the stages) is written once, as the lowest of these
-    ranks has it. Slices and DTensors are written shard by shard.
+    A parameter that several ranks hold is compared, and written by one of them. A buffer that several hold is written
+    as the lowest of these ranks has it. Slices and DTensors are written shard by shard.
 
     Args:
         path: the directory to be written.
@@ -134,7 +135,15 @@ def save(
 
     unfinished, copied = decided_by_first(group, begin)
     everyones = gather_objects_on_first(digests(model, copied), group)
-    decided_by_first(group, lambda: check_copies(everyones or []))
+
+    def share() -> dict[str, int]:
+        assert summaries is not None and everyones is not None
+        check_copies(everyones)
+        return writers(summaries, everyones)
+
+    shared = decided_by_first(group, share)
+    mine = dist.get_rank(group) if dist.is_initialized() else 0
+    tensors = {key: tensor for key, tensor in tensors.items() if shared.get(parameter_of(key) or "", mine) == mine}
 
     new = Path(unfinished)
     try:
