@@ -23,6 +23,7 @@ from lightning_parallel.layout import Layout
 from lightning_parallel.parts import process_group
 from recipes import build, record, resume
 from recipes.launchers.launcher import REQUEUE
+from recipes.logs import ContinuedLogs
 from recipes.schema import world_size
 
 
@@ -61,7 +62,7 @@ def run(config: Mapping[str, Any]) -> None:
     folder = Path(config["paths"]["output_dir"])
     L.seed_everything(config["seed"], workers=True, verbose=False)
     datamodule, model = build.data(config), build.model(config)
-    trainer = build.trainer(config, [RecordLayout(folder)])
+    trainer = build.trainer(config, [RecordLayout(folder), ContinuedLogs()])
     path = resume.chosen(config)
     resume.check(path)
     if config["init_from"] is not None and path is None:

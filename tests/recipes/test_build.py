@@ -10,10 +10,11 @@ import pytest
 import torch
 from hydra.utils import get_class
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_parallel import AsyncPipelineStrategy
 from recipes import build
+from recipes.logs import ContinuedCSVLogger
 from recipes.schema import world_size
 from tests.recipes.test_configs import GROUPS, composed
 
@@ -74,7 +75,7 @@ def test_the_trainer_has_what_the_groups_say(tmp_path: Any) -> None:
     trainer = build.trainer(config)
     assert trainer.max_steps == 40 and trainer.val_check_interval == 10
     assert trainer.check_val_every_n_epoch is None
-    assert [type(logger) for logger in trainer.loggers] == [CSVLogger, TensorBoardLogger]
+    assert [type(logger) for logger in trainer.loggers] == [ContinuedCSVLogger, TensorBoardLogger]
     assert {ModelCheckpoint, TQDMProgressBar} <= {type(callback) for callback in trainer.callbacks}
     bare = build.trainer(
         composed("strategy=single", "logger=none", "callbacks=none", "trainer.enable_progress_bar=false")
