@@ -23,7 +23,7 @@ def chosen(config: Config) -> str | None:
 def newest(config: Config) -> str | None:
     """The newest whole checkpoint that the run's callbacks have saved in its folder; None for none."""
     whole = [path for path in _saved(config) if is_whole(path)]
-    return str(max(whole, key=lambda path: path.stat().st_mtime_ns)) if whole else None
+    return str(max(whole, key=_saved_at)) if whole else None
 
 
 def is_whole(path: Path) -> bool:
@@ -36,3 +36,10 @@ def _saved(config: Config) -> Iterator[Path]:
         folder = Path(node.get("dirpath") or Path(config["paths"]["output_dir"]) / "checkpoints")
         if folder.is_dir():
             yield from folder.glob("*.ckpt")
+            # A crash while a directory was replaced may leave the old one so, alone. It opens under its own name.
+            yield from (old.with_suffix("") for old in folder.glob("*.ckpt.old") if not old.with_suffix("").exists())
+
+
+def _saved_at(path: Path) -> int:
+    place = path if path.exists() else path.with_name(f"{path.name}.old")
+    return place.stat().st_mtime_ns

@@ -106,7 +106,10 @@ class Preemption(Callback):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A signal in the last batches, or after them."""
+        """A signal in the last batches, or after them. Resumed from there, the run has no batch left."""
+        if self._resumed:
+            restore_metrics(trainer, self._resumed["metrics"])
+            self._resumed = {}
         last = self._meeting.highest(self._signal) if self._meeting is not None else 0
         if last:
             self._save(trainer, last)

@@ -21,6 +21,7 @@ import psutil
 
 from recipes import ROOT
 from recipes.launchers.launcher import REQUEUE, Failure, Preempted, WorkersFailed
+from recipes.launchers.watch import Ended, watched, workers
 from recipes.worker import LAUNCHED
 
 if TYPE_CHECKING:
@@ -77,9 +78,10 @@ class LocalLauncher:
                 sys.executable,
             )
             try:
-                agent("-u", "-m", "recipes.worker", str(config_file))
+                with watched(Path(scratch), _SHUTDOWN_SECONDS) as ended:
+                    agent("-u", "-m", "recipes.worker", str(config_file))
             except ChildFailedError as error:
-                raise _reason(error, processes, preempted=bool(handed_on)) from None
+                raise _reason(error, processes, ended, preempted=bool(handed_on)) from None
             except SignalException as error:
                 raise KeyboardInterrupt(str(error)) from None
 
@@ -90,13 +92,11 @@ def _hand_on(signals: Sequence[signal.Signals]) -> set[int]:
 
     def hand_on(number: int, frame: Any) -> None:
         handed_on.add(number)
-        workers = []
-        for child in psutil.Process().children():
+        there = workers()
+        for worker in there:
             with suppress(psutil.NoSuchProcess):
-                if "recipes.worker" in child.cmdline():
-                    workers.append(child)
-                    child.send_signal(number)
-        if not workers:  # it would be lost
+                worker.send_signal(number)
+        if not there:  # it would be lost
             raise Preempted
 
     for number in signals:
@@ -104,17 +104,20 @@ def _hand_on(signals: Sequence[signal.Signals]) -> set[int]:
     return handed_on
 
 
-def _reason(error: ChildFailedError, processes: int, *, preempted: bool) -> Preempted | WorkersFailed:
+def _reason(error: ChildFailedError, processes: int, ended: Ended, *, preempted: bool) -> Preempted | WorkersFailed:
     """Why the workers have ended: the one that was first. The others often only lost their connection to it.
 
     Args:
         error: of the agent.
         processes: the number of workers.
+        ended: those that had to be killed.
         preempted: this process has passed a signal on.
     """
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[int, int]:
         _, failure = item
+        if failure.pid in ended.slow:
+            return 3, 0
         file = Path(failure.error_file)
         if file.is_file():
             return 1, file.stat().st_mtime_ns
@@ -122,6 +125,8 @@ def _reason(error: ChildFailedError, processes: int, *, preempted: bool) -> Pree
         return (2 if failure.exitcode in _KILLED else 0), 0
 
     rank, failure = min(error.failures.items(), key=order)
+    if failure.pid in ended.stopped:
+        return WorkersFailed(Failure(rank, "stopped (SIGSTOP), and did not answer the others", None), processes)
     codes = {each.exitcode for each in error.failures.values()} if preempted else {failure.exitcode}
     if not codes.isdisjoint((REQUEUE, *_KILLED)):
         return Preempted()

@@ -16,7 +16,7 @@ import psutil
 from recipes import ROOT
 from tests.torture.fault import FAULTY_STEP, SAVES_EVERY
 
-STEPS = 2 * FAULTY_STEP
+STEPS = 3 * FAULTY_STEP
 OUTPUT = "output.txt"
 
 COMMON = (
