@@ -1,7 +1,7 @@
 """Ends the workers that don't end by themselves once one of them has failed.
 
-The elastic agent asks them to end, by SIGTERM, and waits 30 s. A worker that is stopped (SIGSTOP, a debugger) can't hear
-it, and one that waits for a peer only notes it, as the sign of a scheduler that it may be.
+The elastic agent asks them to end, by SIGTERM, and waits 30 s. A worker that is stopped (SIGSTOP, a debugger) can't
+hear it, and one that waits for a peer only notes it, since it may be a scheduler's.
 """
 
 from __future__ import annotations

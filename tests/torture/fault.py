@@ -1,7 +1,7 @@
 """The fault of a case: at a moment of a run, something happens to one of its processes.
 
-:class:`Fault` is a callback of the run, in each of its workers. Callbacks see the beginnings of batches and saves, where
-they arm the moment in the environment of their process. What is inside (a layer, a write to disk) then reaches it::
+:class:`Fault` is a callback of the run, in each of its workers. Callbacks see where batches and saves begin, and arm
+the moment there, in the environment of their process. What is inside (a layer, a write to disk) then reaches it::
 
     on_train_batch_start    arms "forward"        a layer of the model                  reaches it
     save_checkpoint         arms "writing"        torch.save, which is replaced here    reaches it
@@ -12,7 +12,6 @@ The product has no hook for this: what it calls is replaced in the process of th
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import threading
 import time
