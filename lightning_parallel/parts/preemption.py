@@ -66,16 +66,18 @@ class Preemption(Callback):
         self._meeting: _Meeting | None = None
         self._notice: _Notice | None = None
         self._put_back: Callable[[], None] | None = None
+        self._has_failed = False  # the run ends, with its error: a signal must not take its place
         self._begun_at = 0  # batch
         self._state: dict[str, Any] = {}  # while it saves: what the checkpoint says
         self._resumed: dict[str, Any] = {}
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._has_failed = False
         take_signals(trainer, _SIGNALS, self._received)
 
     def _received(self, number: int, frame: Any) -> None:
-        if self._put_back is None:
+        if self._put_back is None and not self._has_failed:
             raise SIGTERMException
         self._signal = max(self._signal, 1 + _SIGNALS.index(number))
 
@@ -143,6 +145,7 @@ class Preemption(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._has_failed = True
         self._end()  # the groups are the strategy's to close
 
     def _end(self) -> None:

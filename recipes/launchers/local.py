@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _SHUTDOWN_SECONDS = 10  # what workers get to end themselves after Ctrl-C or a peer's failure
 _ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the agent ends the workers
 _PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)  # the workers save the run, and leave
+_LOST = re.compile("^PeerLostError|^DistBackendError|^DistNetworkError|gloo/transport")  # of a rank that wasn't first
 _KILLED = tuple(-number for number in _PREEMPTING)  # exit codes: before a worker listens to them
 
 
@@ -115,14 +117,15 @@ def _reason(error: ChildFailedError, processes: int, ended: Ended, *, preempted:
     """
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[int, int]:
-        _, failure = item
+        rank, failure = item
         if failure.pid in ended.slow:
-            return 3, 0
+            return 4, 0
         file = Path(failure.error_file)
         if file.is_file():
-            return 1, file.stat().st_mtime_ns
+            lost = _LOST.search(_described(rank, failure).message) is not None
+            return (3 if lost else 1), file.stat().st_mtime_ns
         # One that left no file can't be the victim of a peer. But the agent ends those that wait for one, by SIGTERM.
-        return (2 if failure.exitcode in _KILLED else 0), 0
+        return (2 if failure.exitcode in (REQUEUE, *_KILLED) else 0), 0
 
     rank, failure = min(error.failures.items(), key=order)
     if failure.pid in ended.stopped:

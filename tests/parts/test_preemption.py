@@ -322,6 +322,25 @@ def test_a_trainer_whose_run_has_failed_listens_in_the_next_one(pool: WorkerPool
     assert pool.run(stop_after_an_error, 1, init=False) == [["last.ckpt"]]
 
 
+class SignalledAtItsError(pl.LightningDataModule):
+    """The launcher ends a rank that has lost a peer, while the rank deals with that."""
+
+    def train_dataloader(self) -> DataLoader:
+        return loaders()[0]
+
+    def on_exception(self, exception: BaseException) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fail_and_get_a_signal() -> None:
+    with pytest.raises(ValueError, match="once"):
+        make_trainer("single").fit(FailsOnce(), SignalledAtItsError())
+
+
+def test_a_signal_does_not_take_the_place_of_an_error(pool: WorkerPool) -> None:
+    pool.run(fail_and_get_a_signal, 1, init=False)
+
+
 def train_alone_in_a_group() -> int:
     """Rank 0 trains in one process; the others don't."""
     if dist.get_rank() > 0:
