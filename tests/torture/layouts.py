@@ -16,12 +16,14 @@ class Layout:
         overrides: for ``recipes.train``.
         ranks: processes.
         all_write: each rank writes a part of a checkpoint; else the first one writes all of it.
+        drains: for a save, so that the numbers depend on when a run is saved.
     """
 
     name: str
     overrides: tuple[str, ...]
     ranks: int = 2
     all_write: bool = True
+    drains: bool = False
 
     @property
     def options(self) -> list[str]:
@@ -38,7 +40,7 @@ LAYOUTS = (
     Layout("fsdp 2", ("strategy=fsdp", _WAIT)),
     Layout("tensor 2", ("strategy=tensor_parallel", _WAIT)),
     Layout("1F1B 2", ("strategy=pipeline_1f1b", _EVEN, _WAIT)),
-    Layout("async 2", ("strategy=pipeline_async", _EVEN, _WAIT)),
+    Layout("async 2", ("strategy=pipeline_async", _EVEN, _WAIT), drains=True),
     Layout("1F1B 2 x data 2", ("strategy=pipeline_1f1b", "strategy.stages=2", _EVEN, _WAIT), ranks=4),
 )
 

@@ -108,7 +108,7 @@ them, which takes some hours, and writes this page; a case runs with the tests.
   timeout). A checkpoint that was whole is there, or a newer one, and opens. The exit code is 75 and the status
   *preempted* after SIGTERM; otherwise the run has *failed*, and names the rank and the cause. The same command, run
   again, completes with the weights and metrics of a run that was never disturbed, bit by bit. Asynchronous pipelines
-  too: both runs save after the same steps, for which the pipeline drains.
+  too: they drain for a save, so the undisturbed one is saved after the same steps.
 - **Left out**: SIGSTOP of a run with one process, for which nobody waits. A killed launcher can't say anything:
   `run.json` still says *running*."""
 

@@ -10,13 +10,18 @@ from pathlib import Path
 import psutil
 
 from tests.torture.cases import Case
-from tests.torture.fault import HAPPENED, LAUNCHER, Kind, Moment
+from tests.torture.fault import HAPPENED, LAUNCHER, SAVES_EVERY, Kind, Moment
 from tests.torture.layouts import TIMEOUT, Layout
 from tests.torture.outcome import Verdict, check_nothing_lost, check_resumed, check_words, run_file
 from tests.torture.program import Program, started
 
 BEFORE = 240.0  # seconds that a run may take to get to the fault, and to its end where nothing happens
 AFTER = 30.0  # seconds from the fault until nothing is left of it, beyond the timeout if that has to run out
+
+_SAVES_TOO = (  # after a step, at whose multiples up to the end the run is saved anyway
+    "+callbacks.more={{_target_:lightning.pytorch.callbacks.ModelCheckpoint,every_n_train_steps:{0},"
+    "dirpath:${{paths.output_dir}}/more}}"
+)
 
 
 class TortureError(RuntimeError):
@@ -42,12 +47,12 @@ class Runner:
             TortureError: the undisturbed run failed, or the fault didn't happen.
         """
         begin = time.monotonic()
-        reference = self.reference(case.layout)
         folder = self.folder / case.name.replace(", ", "-").replace(" ", "_") / "run"
         shutil.rmtree(folder.parent, ignore_errors=True)
         verdict = self._disturbed(case, folder)
         verdict.resumed_at, problems = check_nothing_lost(case, folder)
         verdict.problems += problems
+        reference = self.reference(case.layout, verdict.resumed_at)
         with started(folder, case.layout.options) as program:
             code = program.wait(BEFORE)
             verdict.problems += check_resumed(code, folder, reference)
@@ -57,12 +62,19 @@ class Runner:
         verdict.seconds = time.monotonic() - begin
         return verdict
 
-    def reference(self, layout: Layout) -> Path:
-        """The folder of the layout's undisturbed run, which is made once."""
-        folder = self.folder / f"reference-{layout.name.replace(' ', '_')}" / "run"
+    def reference(self, layout: Layout, saved_after: int) -> Path:
+        """The folder of the layout's undisturbed run, which is made once.
+
+        Args:
+            layout: of the run.
+            saved_after: the step after which the disturbed one was saved. If the numbers depend on it, so is this one.
+        """
+        more = [_SAVES_TOO.format(saved_after)] if layout.drains and saved_after % SAVES_EVERY else []
+        name = f"reference {layout.name}" + (f" saved after {saved_after}" if more else "")
+        folder = self.folder / name.replace(" ", "_") / "run"
         if run_file(folder).get("status") != "completed":
             shutil.rmtree(folder.parent, ignore_errors=True)
-            with started(folder, layout.options) as program:
+            with started(folder, [*layout.options, *more]) as program:
                 if program.wait(BEFORE) != 0:
                     raise TortureError(f"{layout.name!r} fails undisturbed:\n{program.output}")
         return folder
