@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,11 @@ from tests.torture.runner import Runner, TortureError
 def main() -> int:
     options = _parse()
     chosen = [case for case in cases(options.only) if not options.sample or case.name in SAMPLE]
+    if options.list:
+        print("\n".join(case.name for case in chosen))
+        return 0
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell has them ignored: the case's processes go too
+        signal.signal(number, signal.default_int_handler)
     results = Results.read(options.out) if options.resume and options.out.exists() else Results()
     _run(chosen, results, options)
     wrong = [name for name, verdict in results.verdicts.items() if not verdict.held]
@@ -54,9 +60,7 @@ def _run(chosen: Sequence[Case], results: Results, options: argparse.Namespace) 
     runner = Runner(options.folder.absolute(), options.keep)
     for case in chosen:
         known = results.verdicts.get(case.name)
-        if options.list:
-            print(case.name)
-        elif known is None or (options.wrong and not known.held):
+        if known is None or (options.wrong and not known.held):
             try:
                 verdict = runner.run(case)
             except TortureError as error:

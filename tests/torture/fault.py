@@ -129,7 +129,7 @@ class Fault(Callback):
 
     def _stand_by(self) -> None:
         """The target, while another rank runs to the moment."""
-        if not _wait_for(self._folder / _REACHED, seconds=300):
+        if not _wait_for(self._folder / _REACHED, seconds=600):
             return
         (self._folder / _DONE).touch()
         if self._kind is not Kind.ERROR:

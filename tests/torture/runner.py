@@ -15,7 +15,7 @@ from tests.torture.layouts import TIMEOUT, Layout
 from tests.torture.outcome import Verdict, check_nothing_lost, check_resumed, check_words, run_file
 from tests.torture.program import Program, started
 
-BEFORE = 240.0  # seconds that a run may take to get to the fault, and to its end where nothing happens
+BEFORE = 400.0  # seconds that a run may take to get to the fault, and to its end where nothing happens
 AFTER = 30.0  # seconds from the fault until nothing is left of it, beyond the timeout if that has to run out
 
 _SAVES_TOO = (  # after a step, at whose multiples up to the end the run is saved anyway
