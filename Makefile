@@ -7,6 +7,8 @@
 #     make docs                                # the site of docs/, into site/
 #     make zoo                                 # three hundred small models under every layout, into docs/zoo.md
 #     make zoo ARGS="--only 'gpt2*' --traces"  # some of them; ARGS="--resume" goes on after an interruption
+#     make torture                             # runs that are killed at every moment, into docs/torture.md: hours
+#     make torture ARGS="--sample"             # some of them; ARGS="--resume" goes on after an interruption
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -22,7 +24,7 @@ READY := $(VENV)/.ready
 RUN_ZOO := $(ZOO_VENV)/bin/python
 ZOO_READY := $(ZOO_VENV)/.ready
 
-.PHONY: train compare test thorough zoo lint docs clean
+.PHONY: train compare test thorough zoo torture lint docs clean
 
 train: $(READY)
 	$(RUN) -m recipes.train strategy=pipeline_async $(ARGS)
@@ -38,6 +40,9 @@ thorough: $(READY)
 
 zoo: $(ZOO_READY)
 	$(RUN_ZOO) -m tests.zoo --page docs/zoo.md --record $(ARGS)
+
+torture: $(READY)
+	$(RUN) -m tests.torture --record $(ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -144,7 +144,7 @@ def decided_by_first(group: Group, decide: Callable[[], T]) -> T:
         try:
             answer = (None, decide())
         except Exception as caught:  # any: it is raised below, when the other ranks know
-            error, answer = caught, ((isinstance(caught, ValueError), str(caught)), None)
+            error, answer = caught, ((isinstance(caught, ValueError), _words(caught)), None)
     boxed = [answer]
     guarded(dist.broadcast_object_list, boxed, group=group, group_src=0)
     if error is not None:

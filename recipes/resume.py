@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_parallel.checkpoint import newest_of
+from lightning_parallel.checkpoint import newest_in
 from lightning_parallel.checkpoint.integrity import check_archive
 
 Config = Mapping[str, Any]
@@ -32,13 +32,13 @@ def check(path: str | None) -> None:
 
 def newest(config: Config) -> str | None:
     """The newest whole checkpoint that the run's callbacks have saved in its folder; None for none."""
-    found = newest_of(path for folder in _folders(config) for path in folder.glob("*.ckpt"))
+    found = newest_in(list(_folders(config)))
     return None if found is None else str(found)
 
 
 def another(path: Path) -> str:
     """What to do in the place of a checkpoint that is not whole."""
-    found = newest_of(other for other in path.parent.glob("*.ckpt") if other != path)
+    found = newest_in([path.parent], but=path)
     return "copy it again" if found is None else f"copy it again, or use {found}, the newest whole one beside it"
 
 

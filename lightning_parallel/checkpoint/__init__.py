@@ -9,7 +9,7 @@ rank holds. ``plain.py`` reads a checkpoint as one process has it, and ``convert
 
 from lightning_parallel.checkpoint.convert import convert
 from lightning_parallel.checkpoint.format import Loaded, is_checkpoint, load, remove, save
-from lightning_parallel.checkpoint.integrity import is_whole, newest_of
+from lightning_parallel.checkpoint.integrity import is_whole, newest_in
 from lightning_parallel.checkpoint.optimizers import OptimizerState
 from lightning_parallel.checkpoint.plain import read_full, read_plain
 
@@ -20,7 +20,7 @@ __all__ = [
     "is_checkpoint",
     "is_whole",
     "load",
-    "newest_of",
+    "newest_in",
     "read_full",
     "read_plain",
     "remove",

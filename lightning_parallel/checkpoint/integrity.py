@@ -14,7 +14,7 @@ import json
 import pickle
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,16 @@ def is_whole(path: Path) -> bool:
     return directory.find(path, FILES) is not None or (path.is_file() and zipfile.is_zipfile(path))
 
 
-def newest_of(paths: Iterable[Path]) -> Path | None:
-    """The newest whole checkpoint among some; None for none."""
-    return max(filter(is_whole, paths), key=lambda path: path.stat().st_mtime_ns, default=None)
+def newest_in(folders: Collection[Path], but: Path | None = None) -> Path | None:
+    """The newest whole checkpoint in some folders, other than ``but``; None for none."""
+    found = {path for folder in folders for path in folder.glob("*.ckpt")}
+    # A crash while a directory was replaced may have left the old one alone. It opens under its own name.
+    found |= {old.with_suffix("") for folder in folders for old in folder.glob("*.ckpt.old")}
+    return max((path for path in found if path != but and is_whole(path)), key=_saved_at, default=None)
+
+
+def _saved_at(path: Path) -> int:
+    return (directory.find(path, FILES) or path).stat().st_mtime_ns
 
 
 def damaged(checkpoint: Path, file: Path, reason: str) -> ValueError:
@@ -46,7 +53,7 @@ def damaged(checkpoint: Path, file: Path, reason: str) -> ValueError:
         file: the same, or the file in it that is damaged.
         reason: such as "it is cut short".
     """
-    newest = newest_of(path for path in checkpoint.parent.glob("*.ckpt") if path != checkpoint)
+    newest = newest_in([checkpoint.parent], but=checkpoint)
     offer = "Copy it again" if newest is None else f"The newest whole checkpoint beside it is {newest}"
     return ValueError(f"{file} is damaged: {reason}. {offer}.")
 

@@ -65,16 +65,18 @@ class Preemption(Callback):
         self._meeting: _Meeting | None = None
         self._notice: Notice | None = None
         self._put_back: Callable[[], None] | None = None
+        self._has_failed = False  # the run ends, with its error: a signal must not take its place
         self._begun_at = 0  # batch
         self._state: dict[str, Any] = {}  # while it saves: what the checkpoint says
         self._resumed: dict[str, Any] = {}
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._has_failed = False
         take_signals(trainer, _SIGNALS, self._received)
 
     def _received(self, number: int, frame: Any) -> None:
-        if self._put_back is None:
+        if self._put_back is None and not self._has_failed:
             raise SIGTERMException
         self._signal = max(self._signal, 1 + _SIGNALS.index(number))
 
@@ -105,7 +107,10 @@ class Preemption(Callback):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A signal in the last batches, or after them."""
+        """A signal in the last batches, or after them. Resumed from there, the run has no batch left."""
+        if self._resumed:
+            restore_metrics(trainer, self._resumed["metrics"])
+            self._resumed = {}
         last = self._meeting.highest(self._signal) if self._meeting is not None else 0
         if last:
             self._save(trainer, last)
@@ -139,6 +144,7 @@ class Preemption(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._has_failed = True
         self._end()  # the groups are the strategy's to close
 
     def _end(self) -> None:

@@ -22,6 +22,7 @@ import psutil
 
 from recipes import ROOT, record
 from recipes.launchers.launcher import REQUEUE, Failure, Preempted, WorkersFailed
+from recipes.launchers.watch import Ended, watched, workers
 from recipes.worker import LAUNCHED
 
 if TYPE_CHECKING:
@@ -81,9 +82,10 @@ class LocalLauncher:
                 sys.executable,
             )
             try:
-                agent("-u", "-m", "recipes.worker", str(config_file))
+                with watched(Path(scratch), _SHUTDOWN_SECONDS) as ended:
+                    agent("-u", "-m", "recipes.worker", str(config_file))
             except ChildFailedError as error:
-                raise _reason(error, processes, config_file.parent, preempted=bool(handed_on)) from None
+                raise _reason(error, processes, config_file.parent, ended, preempted=bool(handed_on)) from None
             except SignalException as error:
                 raise KeyboardInterrupt(str(error)) from None
 
@@ -94,13 +96,11 @@ def _hand_on(signals: Sequence[signal.Signals]) -> set[int]:
 
     def hand_on(number: int, frame: Any) -> None:
         handed_on.add(number)
-        workers = []
-        for child in psutil.Process().children():
+        there = workers()
+        for worker in there:
             with suppress(psutil.NoSuchProcess):
-                if "recipes.worker" in child.cmdline():
-                    workers.append(child)
-                    child.send_signal(number)
-        if not workers:  # it would be lost
+                worker.send_signal(number)
+        if not there:  # it would be lost
             raise Preempted
 
     for number in signals:
@@ -108,26 +108,34 @@ def _hand_on(signals: Sequence[signal.Signals]) -> set[int]:
     return handed_on
 
 
-def _reason(error: ChildFailedError, processes: int, folder: Path, *, preempted: bool) -> Preempted | WorkersFailed:
+def _reason(
+    error: ChildFailedError, processes: int, folder: Path, ended: Ended, *, preempted: bool
+) -> Preempted | WorkersFailed:
     """Why the workers have ended: the one that was first. The others often only lost their connection to it.
 
     Args:
         error: of the agent.
         processes: the number of workers.
         folder: of the run.
+        ended: those that had to be killed.
         preempted: this process has passed a signal on.
     """
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[int, int]:
         rank, failure = item
+        if failure.pid in ended.slow:
+            return 4, 0
         file = Path(failure.error_file)
         if file.is_file():
             lost = _LOST.search(_described(rank, failure).message) is not None
             return (3 if lost else 1), file.stat().st_mtime_ns
         # One that left no file can't be the victim of a peer. But the agent ends those that wait for one, by SIGTERM.
-        return (2 if failure.exitcode in _KILLED else 0), 0
+        return (2 if failure.exitcode in (REQUEUE, *_KILLED) else 0), 0
 
     rank, failure = min(error.failures.items(), key=order)
+    if failure.pid in ended.stopped:
+        said = "stopped (SIGSTOP), and did not answer the others"
+        return WorkersFailed(Failure(rank, said, None, record.place(folder, rank)), processes)
     codes = {each.exitcode for each in error.failures.values()} if preempted else {failure.exitcode}
     if not codes.isdisjoint((REQUEUE, *_KILLED)):
         return Preempted()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_parallel.checkpoint import OptimizerState, is_whole, load, newest_of, read_full, read_plain, save
+from lightning_parallel.checkpoint import OptimizerState, is_whole, load, newest_in, read_full, read_plain, save
 from lightning_parallel.checkpoint.integrity import CONTENTS, METADATA, TRAINER, check_archive
 
 FILES = (METADATA, TRAINER, CONTENTS, "__0_0.distcp")
@@ -114,8 +114,8 @@ def test_half_a_file_is_not_whole(tmp_path: Path) -> None:
     content = (tmp_path / "whole.ckpt").read_bytes()
     (tmp_path / "half.ckpt").write_bytes(content[: len(content) // 2])
     assert is_whole(tmp_path / "whole.ckpt") and not is_whole(tmp_path / "half.ckpt")
-    assert newest_of(tmp_path.glob("*.ckpt")) == tmp_path / "whole.ckpt"
-    assert newest_of([tmp_path / "half.ckpt"]) is None
+    assert newest_in([tmp_path]) == tmp_path / "whole.ckpt"
+    assert newest_in([tmp_path], but=tmp_path / "whole.ckpt") is None
 
 
 def test_an_archive_in_the_middle_of_a_file_is_checked(tmp_path: Path) -> None:

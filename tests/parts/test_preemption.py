@@ -194,6 +194,32 @@ def test_a_signal_in_a_validation_waits_for_its_end(pool: WorkerPool) -> None:
     assert_equal(found, pool.run(train, 2, "pipeline", None, 3, init=False))
 
 
+class Logs(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+def train_to_a_step(kill: Kill | None) -> dict[str, float]:
+    """The metrics of a run of BATCHES steps; of one that is killed, those of the resumed one."""
+    pl.seed_everything(3, verbose=False)
+    trainer, ckpt_path = make_trainer("pipeline", max_steps=BATCHES, max_epochs=-1), None
+    if kill is not None:
+        with pytest.raises(SystemExit):
+            trainer.fit(Logs(kill), *loaders())
+        trainer, ckpt_path = make_trainer("pipeline", max_steps=BATCHES, max_epochs=-1), "saved/last.ckpt"
+    trainer.fit(Logs(), *loaders(), ckpt_path=ckpt_path)
+    assert trainer.global_step == BATCHES
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_stopped_after_its_last_step_it_still_has_its_metrics(pool: WorkerPool) -> None:
+    found = pool.run(train_to_a_step, 2, ("training", BATCHES - 1, 0, signal.SIGTERM), init=False)
+    assert found == pool.run(train_to_a_step, 2, None, init=False)
+    assert found[0].keys() >= {"loss", "val"}
+
+
 def accumulate() -> int:
     model = Model(("training", 0, 0, signal.SIGTERM))
     trainer = make_trainer("pipeline", accumulate_grad_batches=3)
@@ -294,6 +320,25 @@ def stop_after_an_error() -> list[str]:
 
 def test_a_trainer_whose_run_has_failed_listens_in_the_next_one(pool: WorkerPool) -> None:
     assert pool.run(stop_after_an_error, 1, init=False) == [["last.ckpt"]]
+
+
+class SignalledAtItsError(pl.LightningDataModule):
+    """The launcher ends a rank that has lost a peer, while the rank deals with that."""
+
+    def train_dataloader(self) -> DataLoader:
+        return loaders()[0]
+
+    def on_exception(self, exception: BaseException) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fail_and_get_a_signal() -> None:
+    with pytest.raises(ValueError, match="once"):
+        make_trainer("single").fit(FailsOnce(), SignalledAtItsError())
+
+
+def test_a_signal_does_not_take_the_place_of_an_error(pool: WorkerPool) -> None:
+    pool.run(fail_and_get_a_signal, 1, init=False)
 
 
 def train_alone_in_a_group() -> int:

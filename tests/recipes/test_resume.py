@@ -47,3 +47,15 @@ def test_last_is_the_same_and_a_path_is_itself(folder: Path) -> None:
     assert resume.chosen(config(folder, ckpt_path="last", again=None)) == str(folder / "checkpoints" / "new.ckpt")
     assert resume.chosen(config(folder, ckpt_path="first.ckpt", again=None)) == "first.ckpt"
     assert resume.chosen(config(folder, again=None)) is None
+
+
+def test_one_that_was_about_to_be_replaced_is_found_under_its_own_name(tmp_path: Path) -> None:
+    """Between the two renames of a replacement, there is nothing at its place."""
+    old = tmp_path / "checkpoints" / "last.ckpt.old"
+    old.mkdir(parents=True)
+    for name in (".metadata", "trainer.pt"):
+        (old / name).touch()
+    assert resume.chosen(config(tmp_path)) == str(tmp_path / "checkpoints" / "last.ckpt")
+    torch.save({"state_dict": {}}, tmp_path / "checkpoints" / "newer.ckpt")
+    os.utime(old, (1000, 1000))
+    assert resume.chosen(config(tmp_path)) == str(tmp_path / "checkpoints" / "newer.ckpt")

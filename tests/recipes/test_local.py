@@ -1,0 +1,51 @@
+"""recipes/launchers/local.py: of the workers that have ended, the one is named that was first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from recipes.launchers import local
+from recipes.launchers.launcher import REQUEUE, WorkersFailed
+from recipes.launchers.watch import Ended
+
+OWN, LOST = "ValueError: no luck", "PeerLostError: The link to stage 1 broke"
+ERROR, KILLED, STOPPED, SLOW, TERMINATED, LEFT = 1, -9, "stopped", "slow", -15, REQUEUE
+
+
+def ended(folder: Path, *ranks: str | int, preempted: bool = False) -> str:
+    """What the launcher says of workers that ended so: with an error, with an exit code, or killed by it."""
+    failures, killed = {}, Ended()
+    for rank, end in enumerate(ranks):
+        file = folder / f"{rank}.json"
+        if end in (OWN, LOST):
+            content = {"message": end, "extraInfo": {"timestamp": "0", "py_callstack": f"Traceback\n{end}"}}
+            file.write_text(json.dumps({"message": content}))
+        {STOPPED: killed.stopped, SLOW: killed.slow}.get(end, set()).add(rank)
+        code = end if isinstance(end, int) else KILLED if end in (STOPPED, SLOW) else ERROR
+        failures[rank] = ProcessFailure(local_rank=rank, pid=rank, exitcode=code, error_file=str(file))
+    reason = local._reason(ChildFailedError("worker", failures), len(ranks), folder, killed, preempted=preempted)
+    return f"rank {reason.failure.rank}: {reason.failure.message}" if isinstance(reason, WorkersFailed) else "preempted"
+
+
+@pytest.mark.parametrize(("ranks", "said"), [
+    ([LOST, OWN], f"rank 1: {OWN}"),
+    ([LOST, KILLED], "rank 1: killed by SIGKILL (out of memory?)"),
+    ([LOST, STOPPED], "rank 1: stopped (SIGSTOP), and did not answer the others"),
+    ([SLOW, OWN], f"rank 1: {OWN}"),
+    ([TERMINATED, OWN], f"rank 1: {OWN}"),
+    ([LEFT, OWN], f"rank 1: {OWN}"),  # the agent's SIGTERM, which it took for a scheduler's
+    ([LEFT, LEFT], "preempted"),
+    ([LOST, LEFT], "preempted"),
+    ([LOST, TERMINATED], "preempted"),
+], ids=str)  # fmt: skip
+def test_the_first_one_is_named(tmp_path: Path, ranks: list[str | int], said: str) -> None:
+    assert ended(tmp_path, *ranks) == said
+
+
+def test_after_a_signal_to_the_launcher_errors_are_of_those_that_were_left(tmp_path: Path) -> None:
+    assert ended(tmp_path, OWN, TERMINATED, preempted=True) == "preempted"
+    assert ended(tmp_path, OWN, OWN, preempted=True) == f"rank 0: {OWN}"

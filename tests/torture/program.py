@@ -1,0 +1,99 @@
+"""A run as a user starts it, ``python -m recipes.train``, and what is left of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from recipes import ROOT
+from tests.torture.fault import FAULTY_STEP, SAVES_EVERY
+
+STEPS = 3 * FAULTY_STEP
+OUTPUT = "output.txt"
+
+COMMON = (
+    "model=mlp", "~model.name", "+model._target_=tests.torture.model.Probed", "+model.optimizer=${optimizer}",
+    "+model.scheduler=${scheduler}", "model.width=16", "model.layers=4", "model.dropout=0.1",
+    "data=digits", "data.batch_size=12", "scheduler.warmup_steps=0",
+    f"trainer.max_steps={STEPS}", f"trainer.val_check_interval={SAVES_EVERY}", "trainer.limit_val_batches=2",
+    "trainer.accelerator=cpu", "trainer.log_every_n_steps=1", "trainer.enable_progress_bar=false",
+    "trainer.enable_model_summary=false", "print_config=false",
+    "callbacks.checkpoint.monitor=null", "callbacks.checkpoint.filename='step-{step}'",
+    f"+callbacks.checkpoint.every_n_train_steps={SAVES_EVERY}", "resume=auto",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Program:
+    """A run that has been started.
+
+    Args:
+        process: of the launcher.
+        folder: of the run. It is in the command line of each of its processes.
+    """
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+
+    @property
+    def output(self) -> str:
+        """All that it has printed."""
+        return self.folder.with_suffix(".txt").read_text(errors="replace")
+
+    def processes(self) -> list[psutil.Process]:
+        """Those that run, zombies left out."""
+        return [each for each in psutil.process_iter() if _belongs(each, self.folder)]
+
+    def wait(self, seconds: float) -> int | None:
+        """The exit code; None if it hasn't ended by then."""
+        with suppress(subprocess.TimeoutExpired):
+            return self.process.wait(max(0.0, seconds))
+        return None
+
+    def wait_for_processes(self, seconds: float) -> list[psutil.Process]:
+        """Those that are still there by then; none as soon as all have gone."""
+        deadline = time.monotonic() + seconds
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+
+@contextmanager
+def started(folder: Path, overrides: Sequence[str]) -> Iterator[Program]:
+    """Start a run in a folder. In the end nothing of it is left.
+
+    Args:
+        folder: of the run. What it prints is beside it.
+        overrides: of the config.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    data = f"paths.data_dir={folder.parent / 'data'}"
+    command = [sys.executable, "-m", "recipes.train", *COMMON, data, f"hydra.run.dir={folder}", *overrides]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with folder.with_suffix(".txt").open("ab") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    program = Program(process, folder)
+    try:
+        yield program
+    finally:
+        for left in program.processes():
+            with suppress(psutil.NoSuchProcess):
+                left.kill()
+        process.wait()
+
+
+def _belongs(process: psutil.Process, folder: Path) -> bool:
+    with suppress(psutil.Error):
+        named = any(str(folder) in argument for argument in process.cmdline())
+        return named and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
+    return False
