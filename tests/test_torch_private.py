@@ -315,10 +315,10 @@ def test_checkpoints_ask_a_tensor_for_its_boxes_by_three_methods() -> None:
     """Otherwise shards would be saved as if they were the whole tensor."""
     from torch.distributed._checkpointable import _Checkpointable
 
-    from lightning_parallel.checkpoint.slices import Slices
+    from lightning_parallel.checkpoint.slices import Boxes
 
     methods = {"__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"}
-    assert methods <= set(vars(_Checkpointable)) and methods <= set(vars(Slices))
+    assert methods <= set(vars(_Checkpointable)) and methods <= set(vars(Boxes))
 
 
 class Mode(TorchFunctionMode):

@@ -116,6 +116,7 @@ def steps_of(folder: Path) -> tuple[int, str, dict[str, float | None]]:
     return content["steps"], content["status"], json.loads(file.read_text())
 
 
+@pytest.mark.thorough  # the kill matrix's sample is such a run, too
 def test_a_run_that_is_preempted_and_started_again_has_the_numbers_of_one_that_is_not(tmp_path: Path) -> None:
     whole, twice = tmp_path / "whole", tmp_path / "twice"
     options = ["strategy=pipeline_sync", "trainer.max_steps=400"]
