@@ -57,11 +57,20 @@ class ResumableDataLoader(DataLoader):
             sampler.generator = self._order
         self._place = 0  # batches of this epoch that have been handed out
         self._began = self._order.get_state()
-        self._resumes = False
+        self._next: str | None = None  # what the next iteration gives; None: another epoch
+        self._ended = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Has it given all batches of its epoch, and been asked for one more? Of several loaders, Lightning may go on
+        with the longer ones."""
+        return self._ended
 
     def __iter__(self) -> Any:
-        goes_on, self._resumes = self._resumes and self._place < len(self), False
-        if goes_on:
+        comes, self._next, self._ended = self._next, None, False
+        if comes == "nothing":
+            return self._counted(lambda: iter(()))
+        if comes == "the rest":
             self._order.set_state(self._began)
             return self._counted(super().__iter__ if self._place == 0 else self._from(self._place).__iter__)
         if self._is_seeded_here:
@@ -76,6 +85,7 @@ class ResumableDataLoader(DataLoader):
         for batch in batches:
             self._place += 1
             yield batch
+        self._ended = True
 
     def _from(self, place: int) -> DataLoader:
         """The rest of an epoch."""
@@ -101,8 +111,10 @@ class ResumableDataLoader(DataLoader):
         return {"place": self._place, "order": self._began}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next epoch be the rest of that in which ``state`` was saved."""
-        self._place, self._began, self._resumes = state["place"], state["order"], True
+        """Let the next epoch be the rest of that in which ``state`` was saved, if it had one. With several loaders,
+        :class:`.ExactResume` knows better, and has noted what comes next."""
+        self._place, self._began = state["place"], state["order"]
+        self._next = state.get("next", "the rest" if self._place < len(self) else None)
 
 
 class _Rest(Sampler):

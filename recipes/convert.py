@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     try:
         convert(given.source, given.target, save_weights_only=given.weights, weights_only=not given.trust)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except (ValueError, OSError, RuntimeError, ModuleNotFoundError) as error:
         sys.exit(str(error))
     print(given.target)
 

@@ -37,12 +37,14 @@ def convert(source: PathLike, target: PathLike, *, save_weights_only: bool = Fal
             run code. Turn it off for files that you trust.
 
     Raises:
-        ValueError: the source is missing or damaged; or it is a file whose optimizer states can't be given names.
+        ValueError: the source is missing or damaged; it is a file whose optimizer states can't be given names; or the
+            target is a folder of something else.
     """
     source, target = Path(source), Path(target)
     weights = save_weights_only or safetensors_file.SUFFIX in (source.suffix, target.suffix)
     plain = {"state_dict": read_full(source)} if weights else read_plain(source, weights_only)
     tensors, aliases = _each_once(plain["state_dict"])
+    target.parent.mkdir(parents=True, exist_ok=True)
     if target.suffix == safetensors_file.SUFFIX:
         with directory.replacing(target) as new:
             safetensors_file.write(new, tensors, aliases)
@@ -102,6 +104,9 @@ def _named(source: Path, plain: Mapping[str, Any], aliases: Mapping[str, str]) -
             )
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         by_number = dict(zip(numbers, flat, strict=True))
+        odd = [key for key in state["state"] if key not in by_number]
+        if odd:
+            raise ValueError(f"{source} has an optimizer state under {odd[0]!r}, which is no parameter's number.")
         groups = [{**group, "params": [by_number[n] for n in group["params"]]} for group in state["param_groups"]]
         named.append(OptimizerState({by_number[n]: values for n, values in state["state"].items()}, groups))
     return named

@@ -10,9 +10,13 @@ import glob
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+METADATA = ".metadata"
+TRAINER = "trainer.pt"
+FILES = (METADATA, TRAINER)  # a checkpoint that has both is whole: they are written last
 
 
 def beside(path: Path) -> Path:
@@ -21,7 +25,12 @@ def beside(path: Path) -> Path:
 
 
 def begin(path: Path, new: Path) -> None:
-    """Make the empty directory ``new``, which :func:`beside` has named, and delete what crashes have left of others."""
+    """Make the empty directory ``new``, which :func:`beside` has named, and delete what crashes have left of others.
+
+    Raises:
+        ValueError: at ``path`` is a folder of something else.
+    """
+    refuse_folder(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     _delete_unfinished(path)
     new.mkdir()
@@ -30,7 +39,7 @@ def begin(path: Path, new: Path) -> None:
 def replace(new: Path, path: Path) -> None:
     """Move a directory to its place so that it survives a crash. Its files have been synchronised to disk."""
     sync(new)
-    if path.exists():
+    if os.path.lexists(path):
         delete(_old(path))
         os.rename(path, _old(path))
     os.rename(new, path)
@@ -40,7 +49,12 @@ def replace(new: Path, path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name to write a file to, which replaces the file or directory at ``path`` if there is no error."""
+    """A name to write a file to, which replaces the file or the checkpoint at ``path`` if there is no error.
+
+    Raises:
+        ValueError: at ``path`` is a folder of something else.
+    """
+    refuse_folder(path)
     new = beside(path)
     try:
         yield new
@@ -49,17 +63,28 @@ def replacing(path: Path) -> Iterator[Path]:
         delete(new)
 
 
-def find(path: Path, files: Sequence[str]) -> Path | None:
-    """The directory that holds all the files: ``path``, or where :func:`replace` left the old one; None for neither."""
+def refuse_folder(path: Path) -> None:
+    """Refuse a path that can't be replaced without a loss.
+
+    Raises:
+        ValueError: there is a folder that is neither empty nor a checkpoint.
+    """
+    is_folder = path.is_dir() and not path.is_symlink() and any(path.iterdir())
+    if is_folder and not any((path / name).exists() for name in FILES):
+        raise ValueError(f"{path} is a folder, and no checkpoint: it would be deleted. Give another name.")
+
+
+def find(path: Path) -> Path | None:
+    """The whole directory: ``path``, or where :func:`replace` left the old one; None for neither."""
     for place in () if path.is_file() else (path, _old(path)):
-        if all((place / name).is_file() for name in files):
+        if all((place / name).is_file() for name in FILES):
             return place
     return None
 
 
 def remove(path: Path) -> None:
     """Delete a directory, and what crashes may have left of it. A crash never leaves half of it at ``path``."""
-    if path.exists():
+    if os.path.lexists(path):
         os.rename(path, beside(path))
     delete(_old(path))
     _delete_unfinished(path)

@@ -39,7 +39,8 @@ from lightning_parallel.checkpoint.agreement import (
     digests,
     first_few,
 )
-from lightning_parallel.checkpoint.integrity import CONTENTS, FILES, TRAINER, contents_of
+from lightning_parallel.checkpoint.directory import TRAINER
+from lightning_parallel.checkpoint.integrity import CONTENTS, contents_of
 from lightning_parallel.checkpoint.optimizers import OptimizerState, State, divided, parts_of
 from lightning_parallel.checkpoint.places import coordinates, empty_rank_state, key_in, nearest
 from lightning_parallel.checkpoint.reading import (
@@ -207,7 +208,7 @@ def load(
 
 def is_checkpoint(path: PathLike) -> bool:
     """Can a checkpoint be loaded from ``path``?"""
-    return directory.find(Path(path), FILES) is not None
+    return directory.find(Path(path)) is not None
 
 
 def remove(path: PathLike) -> None:

@@ -21,16 +21,14 @@ from typing import Any
 import torch
 
 from lightning_parallel.checkpoint import directory
+from lightning_parallel.checkpoint.directory import METADATA
 
-METADATA = ".metadata"
-TRAINER = "trainer.pt"
 CONTENTS = "contents.json"
-FILES = (METADATA, TRAINER)  # a checkpoint that has both is whole: they are written last
 
 
 def is_whole(path: Path) -> bool:
     """Is there a checkpoint, not only a part of one? A directory has its last files, a file the table of its end."""
-    return directory.find(path, FILES) is not None or (path.is_file() and zipfile.is_zipfile(path))
+    return directory.find(path) is not None or (path.is_file() and zipfile.is_zipfile(path))
 
 
 def newest_in(folders: Collection[Path], but: Path | None = None) -> Path | None:
@@ -38,11 +36,12 @@ def newest_in(folders: Collection[Path], but: Path | None = None) -> Path | None
     found = {path for folder in folders for path in folder.glob("*.ckpt")}
     # A crash while a directory was replaced may have left the old one alone. It opens under its own name.
     found |= {old.with_suffix("") for folder in folders for old in folder.glob("*.ckpt.old")}
-    return max((path for path in found if path != but and is_whole(path)), key=_saved_at, default=None)
+    other = (path for path in found if but is None or path.resolve() != but.resolve())
+    return max(filter(is_whole, other), key=_saved_at, default=None)
 
 
 def _saved_at(path: Path) -> int:
-    return (directory.find(path, FILES) or path).stat().st_mtime_ns
+    return (directory.find(path) or path).stat().st_mtime_ns
 
 
 def damaged(checkpoint: Path, file: Path, reason: str) -> ValueError:
@@ -82,11 +81,14 @@ def check_archive(checkpoint: Path, file: Path, start: int = 0, length: int | No
         try:
             with zipfile.ZipFile(part) as archive:
                 wrong = archive.testzip()
+        except Exception as error:  # of whatever kind: it takes damaged bytes at their word, and so does torch
+            raise damaged(checkpoint, file, "it is not, or no longer, what torch.save writes") from error
+        try:
             part.seek(0)
             torch.load(part, map_location="meta", weights_only=True)  # its own reader needs more to be right
-        except pickle.UnpicklingError:
-            pass  # other things than tensors
-        except Exception as error:  # of whatever kind: both readers take damaged bytes at their word
+        except (pickle.UnpicklingError, NotImplementedError):
+            pass  # other things than tensors, or tensors of a kind that "meta" doesn't know
+        except Exception as error:
             raise damaged(checkpoint, file, "it is not, or no longer, what torch.save writes") from error
     if wrong is not None:
         raise damaged(checkpoint, file, "its bytes differ from those that were written")

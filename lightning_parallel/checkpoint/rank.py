@@ -7,8 +7,9 @@ of a single process can be loaded too; each rank takes its part of it.
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -20,9 +21,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.checkpoint import format as format_
+from lightning_parallel.checkpoint.agreement import first_few
 from lightning_parallel.checkpoint.optimizers import OptimizerState
 from lightning_parallel.checkpoint.random_state import RANDOM_STATE, random_state
 from lightning_parallel.checkpoint.slices import Slices, on_host
+from lightning_parallel.collectives import together
 from lightning_parallel.local_model import LocalModel
 
 PathLike = str | Path
@@ -79,7 +82,7 @@ class RankCheckpoint:
             format_.save,
             model={name: on_host(tensor) for name, tensor in self._model.items()} if copied else self._model,
             optimizers=[_on_host(state) for state in states] if copied else states,
-            trainer=deepcopy(trainer) if copied else trainer,
+            trainer=_written_and_read(trainer) if copied else trainer,
             rank_state=random_state(),
             coordinate=self._coordinate,
             own_options=set(self._written_options),
@@ -143,34 +146,47 @@ class RankCheckpoint:
             self._written_options |= loaded.own_options
         return {**loaded.trainer, "state_dict": {}, "optimizer_states": [], RANDOM_STATE: loaded.rank_state}
 
-    def take(self, loaded: Mapping[str, Any], path: PathLike, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-        """The same from a plain checkpoint of a single process.
+    def take(
+        self, loaded: Mapping[str, Any], path: PathLike, optimizers: Sequence[Optimizer], names: Collection[str]
+    ) -> dict[str, Any]:
+        """The same from a plain checkpoint of a single process. A collective over all ranks.
 
         Args:
             loaded: the content of the file.
             path: the file, for errors.
             optimizers: to be filled; none where nothing is trained.
+            names: all that the whole model's ``state_dict`` has.
 
         Raises:
-            ValueError: the file lacks tensors of this rank's part of the model, or has another number of optimizers.
+            ValueError: on every rank, before anything has changed, if the file is of another model, or has another
+                number of optimizers.
         """
-        missing = [name for name in self._model if name not in loaded["state_dict"]]
-        if missing:
-            raise ValueError(
-                f"The checkpoint {os.fspath(path)} lacks {len(missing)} tensors of this model, such as {missing[0]!r}."
-            )
+        states = loaded.get("optimizer_states") or []
+        together(None, lambda: self._check(loaded["state_dict"], path, names))
+        if optimizers and states:
+            _check_count(path, len(states), len(optimizers))
         with torch.no_grad():
             for name, tensor in self._model.items():
                 _fill(tensor, loaded["state_dict"][name])
-        states = loaded.get("optimizer_states") or []
         if optimizers and states:
-            _check_count(path, len(states), len(optimizers))
             for optimizer, groups, saved in zip(optimizers, self._group_names, states, strict=True):
                 # States are numbered through an optimizer's groups, in the order of `group_names`.
                 names = [name for group in groups for name in group]
                 state = {names[index]: self._taken(names[index], values) for index, values in saved["state"].items()}
                 self._fill_optimizer(optimizer, state, saved["param_groups"])
         return {**loaded, "state_dict": {}, "optimizer_states": []}
+
+    def _check(self, found: Mapping[str, Any], path: PathLike, names: Collection[str]) -> None:
+        """Is a plain checkpoint of this model?"""
+        problems = [f"{name} is in no rank's model" for name in found if name not in names]
+        for name, tensor in self._model.items():
+            if name not in found:
+                problems.append(f"{name} is missing in it")
+            elif found[name].shape != tensor.shape:
+                shapes = f"{tuple(found[name].shape)} in it and {tuple(tensor.shape)} in the model"
+                problems.append(f"{name} has shape {shapes}")
+        if problems:
+            raise ValueError(f"The checkpoint {os.fspath(path)} does not fit the model: {first_few(problems)}.")
 
     def _taken(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's shard of a parameter's optimizer state."""
@@ -204,6 +220,15 @@ class RankCheckpoint:
             index += count
         states = {i: dict(state[name]) for i, name in enumerate(held) if name is not None and name in state}
         optimizer.load_state_dict({"state": states, "param_groups": packed})
+
+
+def _written_and_read(trainer: dict[str, Any]) -> dict[str, Any]:
+    """What reading it would give: a copy that shares nothing, on the CPU. Tensors with a graph can't be deep-copied."""
+    file = io.BytesIO()
+    torch.save(trainer, file)
+    file.seek(0)
+    copy: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)  # of this process
+    return copy
 
 
 def _on_host(optimizer: OptimizerState) -> OptimizerState:

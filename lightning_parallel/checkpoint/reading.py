@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from lightning_parallel.checkpoint import directory
 from lightning_parallel.checkpoint.agreement import first_few
-from lightning_parallel.checkpoint.integrity import FILES, METADATA, TRAINER, check_archive, damaged, read_contents
+from lightning_parallel.checkpoint.directory import FILES, METADATA, TRAINER
+from lightning_parallel.checkpoint.integrity import check_archive, damaged, read_contents
 from lightning_parallel.torch_private import METADATA_CLASSES
 
 MODEL = "model/"  # how the keys of parameters and buffers begin
@@ -80,10 +81,10 @@ def open_directory(path: Path) -> tuple[Reader, Found]:
     Raises:
         ValueError: there is no checkpoint, or it is damaged.
     """
-    source = directory.find(path, FILES)
-    if source is None and path.is_dir():
-        missing = next(name for name in FILES if not (path / name).is_file())
-        raise damaged(path, path / missing, "it is missing")
+    source = directory.find(path)
+    missing = [name for name in FILES if not (path / name).is_file()]
+    if source is None and len(missing) < len(FILES):
+        raise damaged(path, path / missing[0], "it is missing")
     if source is None:
         raise ValueError(f"There is no checkpoint at {path}: it would be a directory with {' and '.join(FILES)}.")
     read_contents(source)  # it has a checksum of the metadata

@@ -33,16 +33,12 @@ class BackgroundSave:
         self._group = group
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._open = False  # a save is on its way, and actions can wait for it
         self._after: list[Callable[[], None]] = []
         self._state = threading.Lock()
         self._gate = threading.Lock()  # closed while the threads agree
         self._batch = 0  # that this rank has begun
         self._stop = 0  # the batch before which a failure ends the run
-
-    @property
-    def runs(self) -> bool:
-        """Is a save on its way?"""
-        return self._thread is not None and self._thread.is_alive()
 
     def start(self, path: str, save: Callable[[Group], None]) -> None:
         """Run ``save(group)`` in a thread, when the one before has ended.
@@ -55,13 +51,14 @@ class BackgroundSave:
             RuntimeError: the one before has failed.
         """
         self.finish()
+        self._open, self._after = True, []
         self._thread = threading.Thread(target=self._run, args=(path, save), name=f"save {path}")
         self._thread.start()
 
     def after(self, action: Callable[[], None]) -> None:
         """Run ``action`` when the save that is on its way has succeeded; now if none is."""
         with self._state:
-            if self.runs:
+            if self._open:
                 self._after.append(action)
                 return
         action()
@@ -73,7 +70,7 @@ class BackgroundSave:
             return self._error is not None and self._batch >= self._stop
 
     def finish(self) -> None:
-        """Wait for the save that is on its way.
+        """Wait for the save that is on its way, and for what comes after it.
 
         Raises:
             RuntimeError: it has failed.
@@ -94,11 +91,12 @@ class BackgroundSave:
             with self._gate:
                 self._stop = self._agreed()
                 self._error = failure
+            with self._state:
+                self._open = False
             return
         with self._state:
-            actions, self._after = self._after, []
-            self._thread = None
-        for action in actions:
+            self._open = False
+        for action in self._after:
             try:
                 action()
             except OSError as error:

@@ -4,6 +4,7 @@ names."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_parallel import checkpoint as format_
 from lightning_parallel.checkpoint.integrity import check_archive
 from lightning_parallel.checkpoint.rank import RankCheckpoint
-from lightning_parallel.collectives import decided_by_first
+from lightning_parallel.collectives import Group, decided_by_first, together
 from lightning_parallel.local_model import LocalModel
 from lightning_parallel.parts.background import BackgroundSave
 
@@ -92,22 +94,53 @@ class Checkpoints:
         optimizers: Sequence[Optimizer],
         storage_options: Any | None,
     ) -> None:
-        """Write a directory with every rank's part. All ranks call it."""
+        """Write a directory with every rank's part. All ranks call it.
+
+        While a run trains it may be written in the background. Its name is taken at once: Lightning asks whether there
+        is such a path when it looks for a name, and removes others.
+        """
         if self._failed:
             rank_zero_warn(f"Not saved after an error: {path}. A checkpoint needs every rank.")
             return
         if storage_options is not None:
             raise TypeError(f"storage_options={storage_options!r}: this strategy's checkpoint is a local directory.")
         aliases = self._local.tied_names(module)
-        if self._background is None:
+        state = module.trainer.state
+        trains = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+        if self._background is None or not trains:
+            self.finish()
             self._part().writer(checkpoint, optimizers, aliases)(path)
             return
         self._background.finish()  # one copy in memory at a time
-        write = self._part().writer(checkpoint, optimizers, aliases, copied=True)
-        self._background.start(str(path), lambda group: write(path, group=group))
+        write = together(None, lambda: self._part().writer(checkpoint, optimizers, aliases, copied=True))
+        taken = self._take_name(Path(path)) if module.trainer.is_global_zero else False
+
+        def save(group: Group) -> None:
+            try:
+                write(path, group=group)
+            except Exception:
+                if taken:
+                    with suppress(OSError):
+                        Path(path).rmdir()  # only while it is empty
+                raise
+
+        self._background.start(str(path), save)
+
+    @staticmethod
+    def _take_name(path: Path) -> bool:
+        """Make an empty folder where a checkpoint will be, if nothing is there."""
+        with suppress(OSError):  # the save itself will say what is wrong
+            path.mkdir(parents=True)
+            return True
+        return False
 
     def load(
-        self, path: str | Path, optimizers: Sequence[Optimizer], weights_only: bool | None, io: CheckpointIO
+        self,
+        path: str | Path,
+        module: pl.LightningModule,
+        optimizers: Sequence[Optimizer],
+        weights_only: bool | None,
+        io: CheckpointIO,
     ) -> dict[str, Any]:
         """Read this rank's part of a checkpoint: of a directory written under any layout, or of a plain file."""
         self.finish()
@@ -116,7 +149,8 @@ class Checkpoints:
             return self._part().load(path, optimizers, safe)
         if Path(path).is_file():  # a CheckpointIO of the user's may know other places
             decided_by_first(None, lambda: check_archive(Path(path), Path(path)))
-        return self._part().take(io.load_checkpoint(path, weights_only=safe), path, optimizers)
+        names = module.state_dict(keep_vars=True).keys()
+        return self._part().take(io.load_checkpoint(path, weights_only=safe), path, optimizers, names)
 
     def remove(self, path: str | Path, io: CheckpointIO) -> None:
         """Delete a checkpoint, a directory or a file, not before a newer one is whole. One rank calls it."""

@@ -26,6 +26,8 @@ from lightning_parallel.checkpoint.plain import OPTIMIZER_NAMES, RANDOM_STATES
 from lightning_parallel.checkpoint.random_state import RANDOM_STATE, random_state, restore_random_state
 from lightning_parallel.collectives import gather_objects_on_first
 from lightning_parallel.lightning_private import before_first_batch, in_mid_epoch
+from lightning_parallel.resumable_loader import ResumableDataLoader
+from lightning_parallel.torch_private import tree_leaves
 
 _OF_LOADERS = "loader_states"  # in any checkpoint: by replica
 _KEY = "combined_loader"  # of Lightning's
@@ -51,7 +53,8 @@ class ExactResume(Callback):
         if not _saves_by_itself(trainer):
             checkpoint[RANDOM_STATES] = _gathered(random_state(), trainer)
             checkpoint[OPTIMIZER_NAMES] = [_names(pl_module, optimizer) for optimizer in trainer.optimizers]
-        _give_back(trainer, _loaders(checkpoint).get(_KEY) or [])
+        if _loaders(checkpoint).get(_KEY):
+            _loaders(checkpoint)[_KEY] = _states(trainer, _loaders(checkpoint)[_KEY])
         replicas, replica = _replica(trainer)
         if replicas > 1:
             states = _gathered((replica, _loaders(checkpoint).get(_KEY)), trainer)
@@ -87,13 +90,25 @@ def _loaders(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     return checkpoint["loops"]["fit_loop"]["state_dict"]
 
 
-def _give_back(trainer: pl.Trainer, states: Sequence[dict[str, Any]]) -> None:
-    """Of a save from inside a batch, before its update: the resumed run begins with this batch, so the loaders give it
-    once more."""
-    progress = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
-    for state in states:
-        if isinstance(state, dict) and "place" in state:  # of a ResumableDataLoader
-            state["place"] -= progress["ready"] - progress["processed"]
+def _states(trainer: pl.Trainer, states: Sequence[Any]) -> list[Any]:
+    """The states of loaders, of which Lightning has asked those that have one, with what comes next.
+
+    Of a save from inside a batch, before its update, the resumed run begins with this batch, so loaders give it once
+    more. One that has come to its end before longer ones gives nothing more in this epoch; where a shorter one ends the
+    epoch, a loader's rest is left out.
+    """
+    progress = trainer.fit_loop.epoch_loop.batch_progress.state_dict()
+    inside = progress["current"]["ready"] - progress["current"]["processed"]
+    over = progress["is_last_batch"] and not inside
+    loaders = [loader for loader in tree_leaves(trainer.train_dataloader) if hasattr(loader, "load_state_dict")]
+    changed = []
+    for loader, state in zip(loaders, states, strict=True):
+        if isinstance(loader, ResumableDataLoader):
+            place = state["place"] - (0 if loader.has_ended else inside)
+            comes = "another epoch" if over else "nothing" if place == len(loader) else "the rest"
+            state = {**state, "place": place, "next": comes}
+        changed.append(state)
+    return changed
 
 
 def _replica(trainer: pl.Trainer) -> tuple[int, int]:

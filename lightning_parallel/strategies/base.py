@@ -322,7 +322,9 @@ class LayoutStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         training = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if training else []
-        return self.checkpoints.load(checkpoint_path, optimizers, weights_only, self.checkpoint_io)
+        return self.checkpoints.load(
+            checkpoint_path, self.lightning_module, optimizers, weights_only, self.checkpoint_io
+        )
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -341,6 +343,15 @@ class LayoutStrategy(ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._background is not None and self._background.begin_batch():
             self.drain()
+            self.finish_save()
+
+    def finish_save(self) -> None:
+        """Wait for a checkpoint that is written in the background.
+
+        Raises:
+            RuntimeError: it could not be written.
+        """
+        if self._background is not None:
             self._background.finish()
 
     def drain(self) -> None:
@@ -387,8 +398,7 @@ class LayoutStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._background is not None:
-            self._background.finish()
+        self.finish_save()
         if self._replicas is not None:
             self._replicas.end()
         super().teardown()

@@ -33,6 +33,9 @@ _ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the agent ends the w
 _PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)  # the workers save the run, and leave
 _LOST = re.compile("^PeerLostError|^DistBackendError|^DistNetworkError|gloo/transport")  # of a rank that wasn't first
 _KILLED = tuple(-number for number in _PREEMPTING)  # exit codes: before a worker listens to them
+# What to name of several workers that have ended, the first of these: killed from outside; an error of its own; left
+# after a signal; its peer was lost; had to be killed by the launcher.
+_GONE, _OWN, _LEFT, _VICTIM, _SLOW = range(5)
 
 
 class LocalLauncher:
@@ -123,20 +126,23 @@ def _reason(
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[int, int]:
         rank, failure = item
-        if failure.pid in ended.slow:
-            return 4, 0
         file = Path(failure.error_file)
+        if file.is_file() and _LOST.search(_described(rank, failure).message) is None:
+            return _OWN, file.stat().st_mtime_ns
+        if failure.pid in ended.slow:
+            return _SLOW, 0
         if file.is_file():
-            lost = _LOST.search(_described(rank, failure).message) is not None
-            return (3 if lost else 1), file.stat().st_mtime_ns
+            return _VICTIM, file.stat().st_mtime_ns
         # One that left no file can't be the victim of a peer. But the agent ends those that wait for one, by SIGTERM.
-        return (2 if failure.exitcode in (REQUEUE, *_KILLED) else 0), 0
+        return (_LEFT if failure.exitcode in (REQUEUE, *_KILLED) else _GONE), 0
 
     rank, failure = min(error.failures.items(), key=order)
     if failure.pid in ended.stopped:
         said = "stopped (SIGSTOP), and did not answer the others"
         return WorkersFailed(Failure(rank, said, None, record.place(folder, rank)), processes)
     codes = {each.exitcode for each in error.failures.values()} if preempted else {failure.exitcode}
+    if not preempted and order((rank, failure))[0] == _OWN:
+        codes = set()  # the agent's SIGTERM may have met it while it left with its error
     if not codes.isdisjoint((REQUEUE, *_KILLED)):
         return Preempted()
     return WorkersFailed(_described(rank, failure, record.place(folder, rank)), processes)

@@ -18,13 +18,14 @@ class Crash(BaseException):
 def put(path: Path, content: str) -> None:
     new = directory.beside(path)
     directory.begin(path, new)
-    (new / "file").write_text(content)
+    for name in directory.FILES:
+        (new / name).write_text(content)
     directory.replace(new, path)
 
 
 def content(path: Path) -> str | None:
-    found = directory.find(path, ["file"])
-    return None if found is None else (found / "file").read_text()
+    found = directory.find(path)
+    return None if found is None else (found / directory.TRAINER).read_text()
 
 
 @pytest.mark.parametrize("name", ["rename", "fsync"])
@@ -65,8 +66,31 @@ def test_a_crash_while_the_old_one_is_deleted_shows_the_new_one(tmp_path: Path) 
 
 def test_a_directory_without_its_files_is_not_found(tmp_path: Path) -> None:
     (tmp_path / "it").mkdir()
-    assert directory.find(tmp_path / "it", ["file"]) is None
-    assert directory.find(tmp_path / "nothing", ["file"]) is None
+    assert directory.find(tmp_path / "it") is None
+    assert directory.find(tmp_path / "nothing") is None
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a checkpoint", "an empty folder", "a file", "a dangling link"])
+def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "it"
+    if kind == "a checkpoint":
+        put(path, "old")
+    elif kind == "a file":
+        path.write_text("old")
+    elif kind == "a dangling link":
+        path.symlink_to(tmp_path / "nowhere")
+    else:
+        path.mkdir()
+    if kind == "a folder":
+        (path / "precious").touch()
+        with pytest.raises(ValueError, match="it is a folder, and no checkpoint: it would be deleted"):
+            put(path, "new")
+        with pytest.raises(ValueError, match="it is a folder, and no checkpoint"), directory.replacing(path):
+            raise AssertionError("not refused")
+        assert os.listdir(path) == ["precious"] and os.listdir(tmp_path) == ["it"]
+    else:
+        put(path, "new")
+        assert content(path) == "new" and os.listdir(tmp_path) == ["it"]
 
 
 def test_neighbours_are_left_alone(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.checkpoint import OptimizerState, is_whole, load, newest_in, read_full, read_plain, save
-from lightning_parallel.checkpoint.integrity import CONTENTS, METADATA, TRAINER, check_archive
+from lightning_parallel.checkpoint.directory import METADATA, TRAINER
+from lightning_parallel.checkpoint.integrity import CONTENTS, check_archive
 
 FILES = (METADATA, TRAINER, CONTENTS, "__0_0.distcp")
 

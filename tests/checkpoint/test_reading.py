@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from lightning_parallel.checkpoint import save
-from lightning_parallel.checkpoint.integrity import METADATA, TRAINER
+from lightning_parallel.checkpoint.directory import METADATA, TRAINER
 from lightning_parallel.checkpoint.reading import Reader, read_trainer
 
 TRAINER_STATE = {"epoch": 3, "loops": {"seen": [1, 2]}, "sum": torch.ones(2, dtype=torch.bfloat16)}

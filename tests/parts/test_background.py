@@ -20,6 +20,7 @@ from tests.strategies.harness import ALL, STRATEGIES, largest_difference
 LAYOUTS: dict[str, tuple[int, str, str, dict[str, Any]]] = {
     "stages": (2, "sync", "GPT2", {"microbatches": 2}),
     "asynchronous": (2, "async", "Blocks", {"microbatches": 2}),
+    "fully sharded": (2, "fsdp", "Blocks", {}),
     "fully sharded shards": (
         4, "sync", "ShardableGPT2", {"stages": 1, "tensor_parallel": 2, "data_parallel_kind": "fully_shard"}
     ),
@@ -59,18 +60,59 @@ def test_what_is_written_later_is_the_state_at_the_save(pool: WorkerPool, tmp_pa
                 assert largest_difference(state, theirs["state"][number]) == 0
 
 
-class Slow(Callback):
-    """Saves in the background wait before they are renamed, until so many batches have begun."""
+def two_keepers(folder: Path, async_save: bool) -> list[str]:
+    first = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=1)
+    second = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1)
+    fit("stages", [Slow(0, seconds=0.2), first, second], async_save=async_save, epochs=4)
+    return sorted(path.name for path in folder.iterdir())
 
-    def __init__(self, batches: int, fails: bool = False) -> None:
+
+def test_a_checkpoint_on_its_way_has_its_name(pool: WorkerPool, tmp_path: Path) -> None:
+    """Otherwise Lightning gives the name to another one, and removes both when it removes one."""
+    kept, kept_later = (
+        pool.run(two_keepers, 2, tmp_path / str(kind), kind, init=False)[0] for kind in (False, True)
+    )  # fmt: skip
+    assert kept == kept_later and len(kept) > 2
+
+
+class Graph(Callback):
+    """Its state has a loss that wasn't detached, which can't be deep-copied."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        self.loss = next(iter(trainer.strategy.local_model.parameters.values())).sum() * 2  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loss": self.loss}
+
+
+def after_fit(folder: Path, layout: str) -> list[bool]:
+    """Is a checkpoint there when `fit`, and when `save_checkpoint` has returned?"""
+    slow = Slow(0, seconds=0.5)
+    trainer = fit(layout, [slow, Graph(), ModelCheckpoint(folder, "last", every_n_epochs=2)], async_save=True)
+    there = [is_checkpoint(folder / "last.ckpt")]
+    slow.setup()
+    trainer.save_checkpoint(folder / "later.ckpt")
+    slow.teardown()
+    return [*there, is_checkpoint(folder / "later.ckpt")]
+
+
+@pytest.mark.parametrize("layout", ["stages", "fully sharded"])
+def test_the_end_of_a_run_waits_and_after_it_a_save_does(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
+    assert pool.run(after_fit, 2, tmp_path, layout, init=False) == [[True, True]] * 2
+
+
+class Slow(Callback):
+    """Saves in the background wait before they are renamed, until so many batches have begun, or for some seconds."""
+
+    def __init__(self, batches: int, fails: bool = False, seconds: float = 20) -> None:
         self.begun = threading.Event()
-        self.batches, self.fails = batches, fails
+        self.batches, self.fails, self.seconds = batches, fails, seconds
         self.replace = directory.replace
         self.whole: list[list[str]] = []  # the checkpoints that are whole, batch by batch
 
     def setup(self, *_: Any, **__: Any) -> None:
         def replace(new: Path, path: Path) -> None:
-            self.begun.wait(20)
+            self.begun.wait(self.seconds)
             if self.fails:
                 raise OSError(28, "No space left on device")
             self.replace(new, path)
@@ -80,7 +122,7 @@ class Slow(Callback):
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         folder = Path(trainer.checkpoint_callback.dirpath)  # type: ignore[union-attr,arg-type]
         self.whole.append(sorted(path.name for path in folder.glob("*.ckpt") if is_checkpoint(path)))
-        if trainer.fit_loop.total_batch_idx >= self.batches:
+        if 0 < self.batches <= trainer.fit_loop.total_batch_idx:
             self.begun.set()
 
     def teardown(self, *_: Any, **__: Any) -> None:

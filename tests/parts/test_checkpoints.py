@@ -290,3 +290,29 @@ def resume_without_a_group(folder: Path) -> None:
 def test_other_parameter_groups_are_refused_with_the_fix(pool: WorkerPool, tmp_path: Path) -> None:
     failures = pool.run(resume_without_a_group, 2, tmp_path, init=False, expect_errors=True)
     assert_refused(failures, "ValueError", ["has 2 parameter groups, but configure_optimizers made 1", "callback"])
+
+
+def take(path: Path, content: dict[str, Any]) -> None:
+    """Resume from a plain checkpoint; nothing may have changed if it is refused."""
+    module = ALL["Blocks"]()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    if torch.distributed.get_rank() == 0:
+        torch.save({"state_dict": before | content, "pytorch-lightning_version": "2.6.6", "loops": {}}, path)
+    torch.distributed.barrier()
+    try:
+        make_trainer("sync", [], {"microbatches": 2}).fit(module, ALL["Blocks"].loader(), ckpt_path=path)
+    finally:
+        assert all(torch.equal(tensor, before[name]) for name, tensor in here(module).items())
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ("shape", "has shape (1,) in it and"),
+    ("more", "other.weight is in no rank's model"),
+])  # fmt: skip
+def test_a_plain_checkpoint_of_another_model_is_refused_before_anything_changes(
+    pool: WorkerPool, tmp_path: Path, change: str, said: str
+) -> None:
+    bias = next(name for name in ALL["Blocks"]().state_dict() if name.endswith("bias"))
+    content = {bias: torch.zeros(1)} if change == "shape" else {"other.weight": torch.zeros(1)}
+    failures = pool.run(take, 2, tmp_path / "plain.ckpt", content, expect_errors=True)
+    assert_refused(failures, "ValueError", ["plain.ckpt does not fit the model", said])

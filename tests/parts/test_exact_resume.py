@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -42,22 +43,24 @@ class Remembers(L.LightningModule):
 class SavesIn(Callback):
     """Saves the run in one of the hooks of a batch."""
 
-    def __init__(self, hook: str, path: Path) -> None:
+    def __init__(self, hook: str, path: Path, batch: int = SAVED) -> None:
         def save(trainer: L.Trainer, *_: Any) -> None:
-            if trainer.fit_loop.total_batch_idx == SAVED:
+            if trainer.fit_loop.total_batch_idx == batch:
                 trainer.save_checkpoint(path)
 
         setattr(self, hook, save)
 
 
-def run(strategy: Any, devices: int, resume: Path | None, *callbacks: Callback) -> list[tuple[list[float], float]]:
+def run(
+    strategy: Any, devices: int, resume: Path | None, *callbacks: Callback, kind: type[Remembers] = Remembers
+) -> list[tuple[list[float], float]]:
     """What each step of a run has seen."""
     torch.manual_seed(5)
     trainer = L.Trainer(
         accelerator="cpu", devices=devices, strategy=strategy, max_steps=STEPS, callbacks=[*callbacks], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    module = Remembers()
+    module = kind()
     trainer.fit(module, ckpt_path=resume)
     return module.seen
 
@@ -89,6 +92,55 @@ def test_another_number_of_stages_goes_on_with_the_same_batches(pool: WorkerPool
     resumed = pool.run(staged, 2, 2, path, resume=True, init=False)[0]
     steps = {repr(batch) for batch, _ in resumed}
     assert steps == {repr(batch) for batch, _ in whole[-len(steps) :]}
+
+
+class TwoLoaders(Remembers):
+    mode = "max_size"
+
+    def training_step(self, batch: Any) -> Any:
+        long, short = batch
+        self.seen.append((long.flatten().tolist(), -1.0 if short is None else short.sum().item()))
+        return self.last(torch.tanh(self.first(long))).square().mean()
+
+    def train_dataloader(self) -> Any:
+        long = super().train_dataloader()
+        short = lp.ResumableDataLoader(torch.arange(100.0, 104.0)[:, None], batch_size=2, shuffle=True)
+        return CombinedLoader([long, short], self.mode)
+
+
+@pytest.mark.parametrize("mode", ["max_size", "max_size_cycle", "min_size"])
+@pytest.mark.parametrize(("hook", "saved"), [
+    ("on_train_batch_start", 3), ("on_train_batch_end", 3), ("on_train_batch_end", 1), ("on_train_batch_end", 5)
+])  # fmt: skip
+def test_loaders_of_unequal_lengths_go_on(tmp_path: Path, mode: str, hook: str, saved: int) -> None:
+    path = tmp_path / "inside.ckpt"
+    kind = type("Kind", (TwoLoaders,), {"mode": mode})
+    whole = run("auto", 1, None, SavesIn(hook, path, saved), lp.ExactResume(), kind=kind)
+    resumed = run("auto", 1, path, lp.ExactResume(), kind=kind)
+    assert resumed == whole[saved + (hook == "on_train_batch_end") :]
+
+
+class OwnState(DataLoader):
+    """A loader of the user's own, which calls what it likes a place, and hands its live state out."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.state = {"place": "disk-2"}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state == {"place": "disk-2"}
+
+
+def test_states_of_other_loaders_are_left_alone(tmp_path: Path) -> None:
+    class Own(Remembers):
+        def train_dataloader(self) -> DataLoader:
+            return OwnState(torch.arange(12.0)[:, None], batch_size=2)  # type: ignore[arg-type]
+
+    run("auto", 1, None, SavesIn("on_train_batch_start", tmp_path / "own.ckpt"), lp.ExactResume(), kind=Own)
+    run("auto", 1, tmp_path / "own.ckpt", lp.ExactResume(), kind=Own)
 
 
 def test_a_file_has_the_names_of_the_optimizer_s_parameters(tmp_path: Path) -> None:

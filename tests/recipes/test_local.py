@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -16,16 +17,18 @@ OWN, LOST = "ValueError: no luck", "PeerLostError: The link to stage 1 broke"
 ERROR, KILLED, STOPPED, SLOW, TERMINATED, LEFT = 1, -9, "stopped", "slow", -15, REQUEUE
 
 
-def ended(folder: Path, *ranks: str | int, preempted: bool = False) -> str:
+def ended(folder: Path, *ranks: Any, preempted: bool = False) -> str:
     """What the launcher says of workers that ended so: with an error, with an exit code, or killed by it."""
     failures, killed = {}, Ended()
-    for rank, end in enumerate(ranks):
+    for rank, each in enumerate(ranks):
+        end, exited = each if isinstance(each, tuple) else (each, None)
         file = folder / f"{rank}.json"
         if end in (OWN, LOST):
             content = {"message": end, "extraInfo": {"timestamp": "0", "py_callstack": f"Traceback\n{end}"}}
             file.write_text(json.dumps({"message": content}))
         {STOPPED: killed.stopped, SLOW: killed.slow}.get(end, set()).add(rank)
         code = end if isinstance(end, int) else KILLED if end in (STOPPED, SLOW) else ERROR
+        code = exited or code
         failures[rank] = ProcessFailure(local_rank=rank, pid=rank, exitcode=code, error_file=str(file))
     reason = local._reason(ChildFailedError("worker", failures), len(ranks), folder, killed, preempted=preempted)
     return f"rank {reason.failure.rank}: {reason.failure.message}" if isinstance(reason, WorkersFailed) else "preempted"
@@ -38,11 +41,12 @@ def ended(folder: Path, *ranks: str | int, preempted: bool = False) -> str:
     ([SLOW, OWN], f"rank 1: {OWN}"),
     ([TERMINATED, OWN], f"rank 1: {OWN}"),
     ([LEFT, OWN], f"rank 1: {OWN}"),  # the agent's SIGTERM, which it took for a scheduler's
+    ([(OWN, -15), OWN], f"rank 0: {OWN}"),  # the agent's SIGTERM met it while it left
     ([LEFT, LEFT], "preempted"),
     ([LOST, LEFT], "preempted"),
     ([LOST, TERMINATED], "preempted"),
 ], ids=str)  # fmt: skip
-def test_the_first_one_is_named(tmp_path: Path, ranks: list[str | int], said: str) -> None:
+def test_the_first_one_is_named(tmp_path: Path, ranks: list[Any], said: str) -> None:
     assert ended(tmp_path, *ranks) == said
 
 
