@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import lightning as L
@@ -22,6 +23,7 @@ from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from recipes.data import DATA
 from recipes.launchers.launcher import Launcher
 from recipes.models import MODELS
+from recipes.schema import DDP, kind_of
 
 Config = Mapping[str, Any]
 
@@ -92,17 +94,20 @@ def strategy(config: Config) -> Strategy | str:
     """The strategy object; ``"auto"`` for a single process, for which Lightning chooses by accelerator."""
     if config["strategy"]["_target_"] is None:
         return "auto"
-    chosen: Strategy = built(config["strategy"])
+    node = dict(config["strategy"])
+    if kind_of("strategy", node) is DDP and isinstance(node.get("timeout"), int | float):
+        node["timeout"] = timedelta(seconds=node["timeout"])  # Lightning's strategy knows no other kind
+    chosen: Strategy = built(node)
     return chosen
 
 
 def loggers(config: Config) -> list[Logger]:
-    return [built(node) for node in config["logger"].values()]
+    return [built(node) for node in config["logger"].values() if node is not None]
 
 
 def callbacks(config: Config) -> list[Callback]:
     """The configured ones; without progress bars when ``trainer.enable_progress_bar=false``."""
-    chosen: list[Callback] = [built(node) for node in config["callbacks"].values()]
+    chosen: list[Callback] = [built(node) for node in config["callbacks"].values() if node is not None]
     if not config["trainer"]["enable_progress_bar"]:
         chosen = [callback for callback in chosen if not isinstance(callback, L.pytorch.callbacks.ProgressBar)]
     return chosen

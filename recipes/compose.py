@@ -111,9 +111,10 @@ def _unknown(parsed: Sequence[Override], config_dir: Path) -> Iterator[tuple[Ove
         if group in groups and override.package is None and not override.is_delete():
             values = _values(override)
             for value in values:
-                if isinstance(value, str) and value not in groups[group]:
+                name = "null" if value is None else value  # Hydra takes no null
+                if isinstance(name, str) and name not in groups[group]:
                     broken.add(group)
-                    yield override, Problem(group, value, f"no such {group}", closest(value, groups[group]))
+                    yield override, Problem(group, name, f"no such {group}", closest(name, groups[group]))
             if group not in broken and values and isinstance(values[0], str):
                 chosen.append(f"{group}={values[0]}")
     config = compose("train", overrides=chosen)

@@ -43,5 +43,7 @@ def another(path: Path) -> str:
 
 
 def _folders(config: Config) -> Iterator[Path]:
-    for node in (node for node in config["callbacks"].values() if not node.get("save_weights_only")):
+    for node in config["callbacks"].values():
+        if node is None or node.get("save_weights_only"):
+            continue
         yield Path(node.get("dirpath") or Path(config["paths"]["output_dir"]) / "checkpoints")

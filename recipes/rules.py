@@ -67,12 +67,23 @@ class _Sound(Mapping[str, Any]):
         return len(self._node)
 
 
+def _name(node: Config) -> str:
+    """Of an example; empty for a class of the user's own, whose ``name`` is an argument like others."""
+    return "" if node.get("_target_") is not None else str(node.get("name", ""))
+
+
+def _batch_size(config: Config) -> int | None:
+    """Samples per batch; None where the data of the user's own don't say it with a number."""
+    size = config["data"].get("batch_size")
+    return size if isinstance(size, int) else None
+
+
 # -- model and data --------------------------------------------------------------------------------------------------
 
 
 def _model_takes_data(config: Config) -> Iterator[Problem]:
     model, data = config["model"], config["data"]
-    takes, gives = schema.TAKES.get(model.get("name", "")), schema.GIVES.get(data.get("name", ""))
+    takes, gives = schema.TAKES.get(_name(model)), schema.GIVES.get(_name(data))
     if takes is not None and gives is not None and takes != gives:
         fitting = " or ".join(f"data={name}" for name, kind in schema.GIVES.items() if kind == takes)
         message = f"takes {takes}, but data={data['name']} gives {gives}"
@@ -81,24 +92,24 @@ def _model_takes_data(config: Config) -> Iterator[Problem]:
 
 def _model(config: Config) -> Iterator[Problem]:
     model = config["model"]
-    if model.get("name") == "gpt" and model["width"] % model["heads"]:
+    if _name(model) == "gpt" and model["width"] % model["heads"]:
         fix = "choose one that does"
         yield Problem("model.heads", model["heads"], f"does not divide model.width={model['width']}", fix)
-    if model.get("name") == "lenet" and model["size"] % 4:
+    if _name(model) == "lenet" and model["size"] % 4:
         yield Problem("model.size", model["size"], "two poolings can't halve it", "use a multiple of 4")
 
 
 def _context(config: Config) -> Iterator[Problem]:
     model, data = config["model"], config["data"]
-    tokens = schema.GIVES.get(data.get("name", "")) == "tokens"
-    if model.get("name") == "gpt" and tokens and model["context"] < data["context"]:
+    tokens = schema.GIVES.get(_name(data)) == "tokens"
+    if _name(model) == "gpt" and tokens and model["context"] < data["context"]:
         message = f"shorter than the windows of data.context={data['context']}"
         yield Problem("model.context", model["context"], message, "make them equal")
 
 
 def _text(config: Config) -> Iterator[Problem]:
     data = config["data"]
-    if data.get("name") == "text":
+    if _name(data) == "text":
         found = unusable(data["path"], data["context"])
         if found is not None:
             yield Problem("data.path", data["path"], *found)
@@ -117,7 +128,7 @@ def _strategy(config: Config) -> tuple[type | None, Mapping[str, Any]]:
 
 def _equal_shares(config: Config) -> Iterator[Problem]:
     kind, _ = _strategy(config)
-    batch, processes = config["data"].get("batch_size"), world_size(config)
+    batch, processes = _batch_size(config), world_size(config)
     if kind in (schema.DDP, FullyShardedOptions) and batch is not None and batch % processes:
         message = f"can't be shared equally by cluster.devices={processes}"
         yield Problem("data.batch_size", batch, message, f"use a multiple of {processes}")
@@ -155,7 +166,7 @@ def _sizes(strategy: Config) -> dict[str, Any]:
 def _stages(config: Config, strategy: Config, stages: int) -> Iterator[Problem]:
     """Each stage of an example model gets something that learns."""
     model = config["model"]
-    most = schema.MOST_STAGES.get(model.get("name", ""))
+    most = schema.MOST_STAGES.get(_name(model))
     limit = most(model.get("layers", 0)) if most is not None else stages
     if stages > limit:
         message = f"{stages} stages, but model={model['name']} can be cut into {limit} at most"
@@ -167,7 +178,7 @@ def _microbatches(config: Config) -> Iterator[Problem]:
     kind, strategy = _strategy(config)
     if kind not in (PipelineOptions, AsyncPipelineOptions):
         return
-    microbatches, batch = strategy["microbatches"], config["data"].get("batch_size")
+    microbatches, batch = strategy["microbatches"], _batch_size(config)
     if microbatches != "auto" and batch is not None and microbatches > batch:
         message = f"more than the data.batch_size={batch} samples that they share"
         yield Problem("strategy.microbatches", microbatches, message, f"use at most {batch}")
@@ -224,6 +235,17 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
         yield from _is_whole("init_from", weights)
 
 
+def _finds_checkpoints(config: Config) -> Iterator[Problem]:
+    """Where a callback saves is known before the start."""
+    if config["resume"] is None and config["ckpt_path"] != resume.LAST:
+        return
+    for key, node in config["callbacks"].items():
+        saves = isinstance(node, Mapping) and str(node.get("_target_")).endswith("ModelCheckpoint")
+        if saves and node.get("dirpath") is None:
+            fix = "set it, for example to ${paths.output_dir}/checkpoints"
+            yield Problem(f"callbacks.{key}.dirpath", None, "where it saves depends on the logger", fix)
+
+
 def _is_whole(key: str, path: str | None) -> Iterator[Problem]:
     if path is None or "://" in path:  # what is elsewhere, the workers will see
         return
@@ -235,7 +257,7 @@ def _is_whole(key: str, path: str | None) -> Iterator[Problem]:
 
 def _schedule(config: Config) -> Iterator[Problem]:
     scheduler = config["scheduler"]
-    if scheduler.get("name") != "cosine":
+    if _name(scheduler) != "cosine":
         return
     warmup, total = scheduler["warmup_steps"], scheduler["total_steps"]
     if total < 1:
@@ -258,5 +280,6 @@ _RULES: tuple[Callable[[Config], Iterator[Problem | str]], ...] = (
     _whole_matrices,
     _refused,
     _checkpoint,
+    _finds_checkpoints,
     _schedule,
 )

@@ -12,6 +12,7 @@ from datetime import timedelta
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
+from lightning_parallel.parts.options import Seconds
 from lightning_parallel.settings import Auto, Count, Fraction, Natural, NotNegative, Range
 from lightning_parallel.strategies.data_parallel import DataParallelOptions
 from lightning_parallel.strategies.fully_sharded import FullyShardedOptions
@@ -116,7 +117,7 @@ class DDP:
     gradient_as_bucket_view: bool
     static_graph: bool
     find_unused_parameters: bool
-    timeout: timedelta
+    timeout: Seconds | timedelta
     process_group_backend: Literal["gloo", "nccl"] | None
 
 

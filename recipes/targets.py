@@ -82,8 +82,18 @@ def _problems(path: str, node: Config, group: str | None = None) -> Iterator[Pro
 
 def _inside(path: str, node: Config) -> Iterator[Problem]:
     for key, value in node.items():
-        if isinstance(value, Mapping) and isinstance(value.get("_target_"), str):
-            yield from _problems(f"{path}.{key}", value)
+        for place, each in _nodes(f"{path}.{key}", value):
+            if isinstance(each.get("_target_"), str):
+                yield from _problems(place, each)
+
+
+def _nodes(path: str, value: Any) -> Iterator[tuple[str, Config]]:
+    """A dictionary, or those in a list."""
+    if isinstance(value, Mapping):
+        yield path, value
+    elif isinstance(value, list):
+        for number, each in enumerate(value):
+            yield from _nodes(f"{path}[{number}]", each)
 
 
 def _arguments(path: str, node: Config, target: Any, *, leading: bool) -> Iterator[Problem]:

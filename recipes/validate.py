@@ -46,7 +46,8 @@ def _group(name: str, node: Config) -> Iterator[Problem]:
         yield Problem(f"{name}._target_", target, "not a class", f"name one, e.g. {known}")
     elif name in ("logger", "callbacks"):
         for key, item in node.items():
-            if not (isinstance(item, Mapping) and isinstance(item.get("_target_"), str)):
+            # null switches one off
+            if item is not None and not (isinstance(item, Mapping) and isinstance(item.get("_target_"), str)):
                 yield Problem(f"{name}.{key}", item, "has no class", "give it a _target_ and its arguments")
     elif name == "cluster" and not fits(node.get("devices"), Count):  # of a class of the user's own
         yield Problem("cluster.devices", node.get("devices"), "not a value it can have", f"give {described(Count)}")

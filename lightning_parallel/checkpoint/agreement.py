@@ -37,6 +37,7 @@ class RankSummary:
         scalars: for each optimizer its state that is no tensor, by parameter.
         param_groups: for each optimizer its groups: options, and the names of the parameters under "params".
         own_options: the options that may have other values on other ranks.
+        extra_state: what modules here keep besides parameters and buffers, by its name in the ``state_dict``.
     """
 
     coordinate: str
@@ -44,6 +45,7 @@ class RankSummary:
     scalars: list[dict[str, dict[str, Any]]]
     param_groups: list[list[dict[str, Any]]]
     own_options: frozenset[str]
+    extra_state: dict[str, Any]
 
     @classmethod
     def of(
@@ -53,11 +55,12 @@ class RankSummary:
         scalars: list[dict[str, dict[str, Any]]],
         param_groups: Sequence[Sequence[Mapping[str, Any]]],
         own_options: Iterable[str],
+        extra_state: Mapping[str, Any],
     ) -> RankSummary:
         """The summary of a rank that holds these tensors."""
         shapes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
         groups = [[dict(options) for options in of_one] for of_one in param_groups]
-        return cls(coordinate, shapes, scalars, groups, frozenset(own_options))
+        return cls(coordinate, shapes, scalars, groups, frozenset(own_options), dict(extra_state))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +73,14 @@ class Agreement:
         own_options: the options that differ between ranks and may: for each coordinate and optimizer, a dictionary for
             each group.
         copied: the parameters that several ranks hold.
+        extra_state: of all modules; of one that several ranks have, the lowest rank's.
     """
 
     scalars: list[dict[str, dict[str, Any]]]
     param_groups: list[list[dict[str, Any]]]
     own_options: dict[str, list[list[dict[str, Any]]]]
     copied: list[str]
+    extra_state: dict[str, Any]
 
 
 def agree(ranks: Sequence[RankSummary], order: Sequence[str]) -> Agreement:
@@ -114,7 +119,9 @@ def agree(ranks: Sequence[RankSummary], order: Sequence[str]) -> Agreement:
         {name: values for copy in reversed(copies) for name, values in copy.items()}
         for copies in zip(*(rank.scalars for rank in ranks), strict=True)
     ]
-    return Agreement(scalars, groups, own_options, [name for name, count in holders.items() if count > 1])
+    extra_state = {name: value for rank in reversed(ranks) for name, value in rank.extra_state.items()}
+    copied = [name for name, count in holders.items() if count > 1]
+    return Agreement(scalars, groups, own_options, copied, extra_state)
 
 
 def _only(options: Set[str], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

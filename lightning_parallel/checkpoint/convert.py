@@ -43,37 +43,44 @@ def convert(source: PathLike, target: PathLike, *, save_weights_only: bool = Fal
     source, target = Path(source), Path(target)
     weights = save_weights_only or safetensors_file.SUFFIX in (source.suffix, target.suffix)
     plain = {"state_dict": read_full(source)} if weights else read_plain(source, weights_only)
-    tensors, aliases = _each_once(plain["state_dict"])
+    tensors, aliases, extra_state = _each_once(plain["state_dict"])
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.suffix == safetensors_file.SUFFIX:
+        if extra_state:
+            raise ValueError(f"{next(iter(extra_state))} in {source} is no tensor, and safetensors hold nothing else.")
         with directory.replacing(target) as new:
             safetensors_file.write(new, tensors, aliases)
     elif source.is_file():
-        _write_directory(target, source, plain, tensors, aliases)
+        _write_directory(target, source, plain, tensors, aliases, extra_state)
     else:
         with directory.replacing(target) as new:
             torch.save(plain, new)
 
 
-def _each_once(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors under their first names, and the first name for each further one."""
+def _each_once(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
+    """The tensors under their first names, the first name for each further one, and what isn't a tensor."""
     first: dict[tuple[Any, ...], str] = {}
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     for name, tensor in state_dict.items():
         if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} in the checkpoint's state_dict is a {type(tensor).__name__}, not a tensor.")
+            continue
         same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else (name,)
         held = first.setdefault(same, name)
         if held == name:
             tensors[name] = tensor
         else:
             aliases[name] = held
-    return tensors, aliases
+    return tensors, aliases, {name: each for name, each in state_dict.items() if not isinstance(each, Tensor)}
 
 
 def _write_directory(
-    target: Path, source: Path, plain: Mapping[str, Any], tensors: Mapping[str, Tensor], aliases: Mapping[str, str]
+    target: Path,
+    source: Path,
+    plain: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    aliases: Mapping[str, str],
+    extra_state: Mapping[str, Any],
 ) -> None:
     left_out = ("state_dict", "optimizer_states", OPTIMIZER_NAMES)
     format.save(
@@ -84,6 +91,7 @@ def _write_directory(
         rank_state={},  # those of all replicas are in the trainer's part
         coordinate=Layout.resolve(1).coordinate,
         aliases=aliases,
+        extra_state=extra_state,
     )
 
 

@@ -17,7 +17,7 @@ import os
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
@@ -77,12 +77,14 @@ class Loaded:
             rank of the same replica; empty if there was no such replica.
         own_options: the options that were saved for each rank. The groups have those of this coordinate, or of the
             first rank if the layout that saved had no such coordinate.
+        extra_state: of all modules.
     """
 
     trainer: dict[str, Any]
     optimizers: list[OptimizerState]
     rank_state: dict[str, Tensor]
     own_options: frozenset[str] = frozenset()
+    extra_state: Mapping[str, Any] = field(default_factory=dict)
 
 
 def save(
@@ -97,6 +99,7 @@ def save(
     own_options: Collection[str] = (),
     order: Sequence[str] = (),
     aliases: Mapping[str, str] = MappingProxyType({}),
+    extra_state: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Write a checkpoint, replacing the one at ``path``. Every rank of the group calls it.
 
@@ -117,6 +120,8 @@ def save(
             follow one another.
         aliases: the other names of tied tensors, each with the name under which the tensor is in some rank's ``model``.
             The first rank's are saved.
+        extra_state: what modules here have in their ``state_dict`` besides parameters and buffers, such as what
+            ``get_extra_state`` returns. Of modules on several ranks the lowest rank's is saved.
 
     Raises:
         ValueError: the ranks disagree about shapes or groups, or share a coordinate.
@@ -125,7 +130,9 @@ def save(
     path = Path(path)
     tensors, scalars = _by_key(model, [each.state for each in optimizers], rank_state, coordinate)
     groups = [each.param_groups for each in optimizers]
-    summaries = gather_objects_on_first(RankSummary.of(coordinate, tensors, scalars, groups, own_options), group)
+    summaries = gather_objects_on_first(
+        RankSummary.of(coordinate, tensors, scalars, groups, own_options, extra_state), group
+    )
     agreement: Agreement | None = None
 
     def begin() -> tuple[str, list[str]]:
@@ -203,7 +210,7 @@ def load(
             by_name.setdefault(name, {}).update(scalars[name])
     groups, own = _with_own_options(state["param_groups"], state.get("own_options", {}), coordinate)
     optimizers = [OptimizerState(by_name, of_one) for by_name, of_one in zip(states, groups, strict=True)]
-    return Loaded(state["trainer"], optimizers, rank_state, own)
+    return Loaded(state["trainer"], optimizers, rank_state, own, state.get("extra_state", {}))
 
 
 def is_checkpoint(path: PathLike) -> bool:
@@ -318,12 +325,13 @@ def _write_rest(
 ) -> None:
     assert agreement is not None, "the first rank has agreed"
     with _on_disk(new / CONTENTS) as file:
-        file.write(contents_of(new, aliases))
+        file.write(contents_of(new, aliases, agreement.extra_state))
     state = {
         "trainer": dict(trainer),
         "optimizer_scalars": agreement.scalars,
         "param_groups": agreement.param_groups,
         "own_options": agreement.own_options,
+        "extra_state": agreement.extra_state,
     }
     with _on_disk(new / TRAINER) as file:
         torch.save(state, file)

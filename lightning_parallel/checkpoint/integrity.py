@@ -4,7 +4,8 @@ torch writes zip archives, of which each record has a checksum that torch itself
 row of such archives, one for each tensor or box of it; ``.metadata`` says where each begins. That file has no checksum
 of its own, so contents.json has it::
 
-    {"content": {"aliases": {"head.weight": "embedding.weight"}, "crc32": {".metadata": 123}}, "crc32": 456}
+    {"content": {"aliases": {"head.weight": "embedding.weight"}, "extra_state": [], "crc32": {".metadata": 123}},
+     "crc32": 456}
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import pickle
 import zipfile
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,14 +127,16 @@ class _Part(io.RawIOBase):
 # -- contents.json -----------------------------------------------------------------------------------------------
 
 
-def contents_of(folder: Path, aliases: Mapping[str, str]) -> bytes:
+def contents_of(folder: Path, aliases: Mapping[str, str], extra_state: Iterable[str] = ()) -> bytes:
     """What contents.json of a checkpoint says.
 
     Args:
         folder: in which the tensors have been written.
         aliases: the further names of tied tensors, with the name that each is saved under.
+        extra_state: the names of what is in trainer.pt of the model.
     """
-    content = {"aliases": dict(aliases), "crc32": {METADATA: zlib.crc32((folder / METADATA).read_bytes())}}
+    checksums = {METADATA: zlib.crc32((folder / METADATA).read_bytes())}
+    content = {"aliases": dict(aliases), "extra_state": sorted(extra_state), "crc32": checksums}
     return json.dumps({"content": content, "crc32": _crc32_of(content)}).encode()
 
 
@@ -145,7 +148,7 @@ def read_contents(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONTENTS
     if not path.exists():
-        return {"aliases": {}, "crc32": {}}
+        return {"aliases": {}, "extra_state": [], "crc32": {}}
     try:
         parsed = json.loads(path.read_bytes())
         content, expected = parsed["content"], parsed["crc32"]

@@ -68,7 +68,7 @@ def read_plain(path: PathLike, weights_only: bool = True) -> dict[str, Any]:
         if (parts := parts_of(key)) is not None:
             index, parameter, name = parts
             by_name[index].setdefault(parameter, {})[name] = tensor
-    state_dict = _state_dict(wanted, read_contents(Path(reader.path))["aliases"])
+    state_dict = _state_dict(wanted, read_contents(Path(reader.path))["aliases"]) | saved.get("extra_state", {})
     plain: dict[str, Any] = {**saved["trainer"], "state_dict": state_dict}
     if "lr_schedulers" in plain:  # else only the weights were saved
         pairs = zip(by_name, saved["param_groups"], strict=True)
@@ -86,7 +86,8 @@ def read_full(path: PathLike) -> dict[str, Tensor]:
         path: a checkpoint's directory, a plain ``.ckpt``, or a file of safetensors.
 
     Returns:
-        Tensors by name. Tied ones are there under all their names, as in ``module.state_dict()``.
+        Tensors by name, and what modules keep besides (``get_extra_state``). Tied ones are there under all their
+        names, as in ``module.state_dict()``.
 
     Raises:
         ValueError: there is no checkpoint, or it holds other things than tensors.
@@ -100,7 +101,11 @@ def read_full(path: PathLike) -> dict[str, Tensor]:
     tensors = {key: empty(found, key) for key in found if key.startswith(MODEL)}
     check_tensors(reader, tensors)
     read_tensors(reader, tensors)
-    return _state_dict(tensors, read_contents(Path(reader.path))["aliases"])
+    contents = read_contents(Path(reader.path))
+    state_dict = _state_dict(tensors, contents["aliases"])
+    if contents["extra_state"]:
+        state_dict |= read_trainer(Path(reader.path), weights_only=True)["extra_state"]
+    return state_dict
 
 
 def _state_dict(tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Tensor]:

@@ -63,6 +63,7 @@ class RankCheckpoint:
         checkpoint: Mapping[str, Any],
         optimizers: Sequence[Optimizer],
         aliases: Mapping[str, str],
+        extra_state: Mapping[str, Any],
         *,
         copied: bool = False,
     ) -> Callable[..., None]:
@@ -73,6 +74,7 @@ class RankCheckpoint:
             checkpoint: the trainer's state, as Lightning's ``dump_checkpoint`` makes it.
             optimizers: whose state is saved, unless the trainer's has none.
             aliases: the further names of tied tensors, with the name that each is saved under.
+            extra_state: what modules here keep besides parameters and buffers.
             copied: what is written is the state of now, in host memory, also if it has changed by then.
         """
         trainer = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
@@ -88,6 +90,7 @@ class RankCheckpoint:
             own_options=set(self._written_options),
             order=[name for groups in self._group_names for names in groups for name in names],
             aliases=aliases,
+            extra_state=_written_and_read(dict(extra_state)) if copied else extra_state,
         )
 
     def _optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
@@ -129,8 +132,9 @@ class RankCheckpoint:
             weights_only: see :func:`lightning_parallel.checkpoint.load`.
 
         Returns:
-            The trainer's state, with empty ``state_dict`` and ``optimizer_states``, and the state of this rank's
-            generators under :data:`.RANDOM_STATE`; of another rank of the same replica if the layout is another.
+            The trainer's state, with empty ``optimizer_states``. Its ``state_dict`` is what modules keep besides
+            parameters and buffers. Under :data:`.RANDOM_STATE` is that of this rank's generators; of another rank of
+            the same replica if the layout is another.
         """
         loaded = format_.load(
             path,
@@ -144,7 +148,8 @@ class RankCheckpoint:
             for optimizer, saved in zip(optimizers, loaded.optimizers, strict=True):
                 self._fill_optimizer(optimizer, saved.state, saved.param_groups)
             self._written_options |= loaded.own_options
-        return {**loaded.trainer, "state_dict": {}, "optimizer_states": [], RANDOM_STATE: loaded.rank_state}
+        rest = {"state_dict": dict(loaded.extra_state), "optimizer_states": [], RANDOM_STATE: loaded.rank_state}
+        return {**loaded.trainer, **rest}
 
     def take(
         self, loaded: Mapping[str, Any], path: PathLike, optimizers: Sequence[Optimizer], names: Collection[str]
@@ -171,8 +176,8 @@ class RankCheckpoint:
         if optimizers and states:
             for optimizer, groups, saved in zip(optimizers, self._group_names, states, strict=True):
                 # States are numbered through an optimizer's groups, in the order of `group_names`.
-                names = [name for group in groups for name in group]
-                state = {names[index]: self._taken(names[index], values) for index, values in saved["state"].items()}
+                flat = [name for group in groups for name in group]
+                state = {flat[index]: self._taken(flat[index], values) for index, values in saved["state"].items()}
                 self._fill_optimizer(optimizer, state, saved["param_groups"])
         return {**loaded, "state_dict": {}, "optimizer_states": []}
 

@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_parallel import checkpoint as format_
@@ -22,6 +23,7 @@ from lightning_parallel.checkpoint.rank import RankCheckpoint
 from lightning_parallel.collectives import Group, decided_by_first, together
 from lightning_parallel.local_model import LocalModel
 from lightning_parallel.parts.background import BackgroundSave
+from lightning_parallel.pipeline.absent import AbsentTensor
 
 
 class Checkpoints:
@@ -105,14 +107,15 @@ class Checkpoints:
         if storage_options is not None:
             raise TypeError(f"storage_options={storage_options!r}: this strategy's checkpoint is a local directory.")
         aliases = self._local.tied_names(module)
+        extra = {name: value for name, value in _extra_state(module).items() if _is_here(module, name)}
         state = module.trainer.state
         trains = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
         if self._background is None or not trains:
             self.finish()
-            self._part().writer(checkpoint, optimizers, aliases)(path)
+            self._part().writer(checkpoint, optimizers, aliases, extra)(path)
             return
         self._background.finish()  # one copy in memory at a time
-        write = together(None, lambda: self._part().writer(checkpoint, optimizers, aliases, copied=True))
+        write = together(None, lambda: self._part().writer(checkpoint, optimizers, aliases, extra, copied=True))
         taken = self._take_name(Path(path)) if module.trainer.is_global_zero else False
 
         def save(group: Group) -> None:
@@ -146,11 +149,17 @@ class Checkpoints:
         self.finish()
         safe = weights_only is not False
         if format_.is_checkpoint(path) or Path(path).is_dir():
-            return self._part().load(path, optimizers, safe)
+            loaded = self._part().load(path, optimizers, safe)
+            module.load_state_dict(loaded["state_dict"], strict=False)
+            return {**loaded, "state_dict": {}}
         if Path(path).is_file():  # a CheckpointIO of the user's may know other places
             decided_by_first(None, lambda: check_archive(Path(path), Path(path)))
         names = module.state_dict(keep_vars=True).keys()
-        return self._part().take(io.load_checkpoint(path, weights_only=safe), path, optimizers, names)
+        content = io.load_checkpoint(path, weights_only=safe)
+        loaded = self._part().take(content, path, optimizers, names)
+        extra = {name: content["state_dict"][name] for name in _extra_state(module) if name in content["state_dict"]}
+        module.load_state_dict(extra, strict=False)
+        return loaded
 
     def remove(self, path: str | Path, io: CheckpointIO) -> None:
         """Delete a checkpoint, a directory or a file, not before a newer one is whole. One rank calls it."""
@@ -171,6 +180,20 @@ class Checkpoints:
 
     def _part(self) -> RankCheckpoint:
         return RankCheckpoint(self._local, self._group_names, self._coordinate, self.written_options)
+
+
+def _extra_state(module: nn.Module) -> dict[str, Any]:
+    """What modules have in their ``state_dict`` besides parameters and buffers, such as what ``get_extra_state``
+    returns."""
+    tensors = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    tensors |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    return {name: value for name, value in module.state_dict(keep_vars=True).items() if name not in tensors}
+
+
+def _is_here(module: nn.Module, name: str) -> bool:
+    """Does this rank have the tensors of the submodule with this entry?"""
+    owner = module.get_submodule(name.rpartition(".")[0])
+    return not any(isinstance(tensor, AbsentTensor) for tensor in (*owner.parameters(), *owner.buffers()))
 
 
 def _remove(path: str | Path, io: CheckpointIO) -> None:

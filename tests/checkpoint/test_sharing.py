@@ -17,7 +17,7 @@ def summary(rank: int, sizes: dict[str, int], state: bool = True) -> RankSummary
     tensors = {f"model/{name}": torch.empty(size) for name, size in sizes.items()}
     if state:
         tensors |= {f"optimizer/0/{name}/exp_avg": torch.empty(size) for name, size in sizes.items()}
-    return RankSummary.of(f"pp{rank}", tensors, [{}], [[{"params": [*sizes]}]], ())
+    return RankSummary.of(f"pp{rank}", tensors, [{}], [[{"params": [*sizes]}]], (), {})
 
 
 def test_replicas_write_equal_shares() -> None:

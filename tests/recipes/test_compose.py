@@ -68,6 +68,10 @@ def test_the_resolved_config_is_plain_and_has_absolute_paths() -> None:
     assert config["callbacks"]["checkpoint"]["dirpath"] == "OUT/checkpoints"
 
 
+def test_a_group_without_an_option_is_refused() -> None:
+    assert "data=null: no such data" in str(check(["data=null"])[0])
+
+
 def test_the_newest_checkpoint_is_looked_for_in_the_folder_of_the_run(tmp_path: Path) -> None:
     again = ["ckpt_path=last", f"hydra.run.dir={tmp_path}"]
     assert "there is no checkpoint in" in str(check(again)[0])

@@ -57,7 +57,14 @@ NOT_A_CLASS = 3
         (["logger.csv._target_=lightning.pytorch.callbacks.EarlyStopping"], "name a subclass of lightning's Logger"),
         (["+scheduler._target_=torch.optim.lr_scheduler.StepLR"], "know schedules by their names"),
         (["cluster._target_=my.Cluster"], "there is no module my"),
-        (["strategy=ddp", "strategy.timeout._target_=datetime.timedeltas"], "did you mean timedelta?"),
+        (
+            ["strategy=ddp", "strategy.timeout={_target_: datetime.timedeltas, minutes: 1}"],
+            "did you mean timedelta?",
+        ),
+        (
+            ["+callbacks.x={_target_: lightning.pytorch.Callback, sub: [{_target_: no.such.Thing}]}"],
+            "there is no module no",
+        ),
     ],
 )
 def test_a_class_that_cannot_be_made_is_told_with_what_is_wrong(overrides: list[str], said: str) -> None:

@@ -11,6 +11,7 @@ from hydra.utils import get_class
 from lightning_parallel.pipeline.partitioning import partition
 from recipes.problem import ConfigError
 from recipes.schema import MOST_STAGES, world_size
+from recipes.validate import validate
 from tests.recipes.test_configs import composed, problems
 
 
@@ -86,6 +87,11 @@ def test_every_correction_is_accepted(correction: str) -> None:
         (["init_from=pyproject.toml"], "init_from", "no checkpoint, or only a part of one"),
         (["init_from=a.ckpt", "ckpt_path=b.ckpt"], "init_from", "ckpt_path=b.ckpt brings its own weights"),
         (["resume=newest"], "resume", "give auto"),
+        (
+            ["resume=auto", "+callbacks.x._target_=lightning.pytorch.callbacks.ModelCheckpoint"],
+            "callbacks.x.dirpath",
+            "where it saves depends on the logger",
+        ),
         (["scheduler=cosine", "trainer.max_steps=-1"], "scheduler.total_steps", "trainer.max_steps"),
         (["+trainer.devices=4"], "trainer.devices", "use cluster.devices"),
         (["+trainer.max_stepz=4"], "trainer.max_stepz", "did you mean max_steps?"),
@@ -172,6 +178,19 @@ def test_no_partition_has_more_stages(model: str, options: dict[str, int]) -> No
         partition(module, lambda: module.training_step(batch, 0), most + 1)
     if "GPT" not in model:  # whose layers are opened by their sizes
         partition(module, lambda: module.training_step(batch, 0), most)
+
+
+def test_names_of_classes_of_the_users_own_are_not_those_of_examples() -> None:
+    config = composed("strategy=pipeline_sync")
+    config["model"] = {"_target_": "tests.recipes.test_build.OwnModel", "width": 3, "name": "gpt"}
+    config["data"] = {"_target_": "tests.recipes.test_build.OwnData", "size": 5, "name": "text", "batch_size": "auto"}
+    config["scheduler"] = {"_target_": "transformers.get_scheduler", "name": "cosine", "num_warmup_steps": 3}
+    told = [str(problem) for problem in validate(config)]
+    assert all("tests.recipes.test_build" in problem for problem in told), told  # of arguments alone
+
+
+def test_null_switches_a_callback_or_a_logger_off() -> None:
+    assert validate(composed("callbacks.progress_bar=null", "logger.csv=null")) == []
 
 
 def test_single_is_one_process_whatever_the_cluster_has() -> None:
