@@ -272,7 +272,8 @@ class FullyShardedStrategy(LayoutStrategy):
     @override
     def teardown(self) -> None:
         self.finish_save()
-        self.replicas.end()
+        if self._replicas is not None:  # set-up may have failed
+            self._replicas.end()
         self._guard.end()
         if self._root is not None:
             self._part.begin(_outside_units(self._root))

@@ -175,6 +175,7 @@ def test_a_failing_rank_is_named_and_the_launcher_is_left_as_it_was(
     assert processes_of(tmp_path) == []
 
 
+@pytest.mark.thorough  # the callback's own tests show the rest
 def test_a_run_whose_loss_is_nan_ends_with_an_error(tmp_path: Path) -> None:
     program = train(tmp_path, "strategy=pipeline_async", "optimizer.lr=1e30", "trainer.max_steps=40", "logger=none")
     output, _ = program.communicate(timeout=120)
