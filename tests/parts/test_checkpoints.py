@@ -132,9 +132,8 @@ def test_a_resumed_run_of_shards_is_the_run_to_the_bit(
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "options"), [
-    ("tensor", 3, {}),
     ("sync", 3, {"schedule": "1f1b"}),
-    *thorough(("sync", 1, {}), ("sync", 4, {"tensor_parallel": 2, "microbatches": 2})),
+    *thorough(("tensor", 3, {}), ("sync", 1, {}), ("sync", 4, {"tensor_parallel": 2, "microbatches": 2})),
 ])  # fmt: skip
 def test_shards_continue_under_another_layout(
     pool: WorkerPool, trained: Trained, tmp_path: Path, strategy: str, ranks: int, options: dict[str, Any]
@@ -192,7 +191,7 @@ def test_shards_in_shards_over_replicas_open_without(
     assert largest_difference(*weights) == 0
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "tensor")])
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), *thorough((2, "tensor"))])
 def test_others_open_in_shards_of_shards(
     pool: WorkerPool, trained: Trained, tmp_path: Path, ranks: int, strategy: str
 ) -> None:

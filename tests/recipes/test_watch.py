@@ -36,7 +36,7 @@ class StopsOnRankOne(FailsOnRankOne):
 
 
 def test_a_stopped_worker_ends_the_others_and_is_named(tmp_path: Path) -> None:
-    config = composed("strategy=ddp", "strategy.timeout.minutes=0.05", "callbacks=none", *TINY)
+    config = composed("strategy=ddp", "strategy.timeout=3", "callbacks=none", *TINY)
     config["paths"]["output_dir"] = str(tmp_path)
     config["logger"] = {}
     config["model"] = {"_target_": "tests.recipes.test_watch.StopsOnRankOne"}

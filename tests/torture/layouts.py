@@ -36,7 +36,7 @@ _EVEN = "strategy.balance=layers"  # a probe on each stage
 
 LAYOUTS = (
     Layout("single", ("strategy=single",), ranks=1, all_write=False),
-    Layout("ddp 2", ("strategy=ddp", f"strategy.timeout.minutes={TIMEOUT / 60:.4f}"), all_write=False),
+    Layout("ddp 2", ("strategy=ddp", _WAIT), all_write=False),
     Layout("fsdp 2", ("strategy=fsdp", _WAIT)),
     Layout("tensor 2", ("strategy=tensor_parallel", _WAIT)),
     Layout("1F1B 2", ("strategy=pipeline_1f1b", _EVEN, _WAIT)),
