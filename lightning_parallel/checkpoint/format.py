@@ -138,10 +138,34 @@ def save(
     def begin() -> tuple[str, list[str]]:
         nonlocal agreement
         assert summaries is not None
-        agreement = agree(summaries, order)
-        return str(directory.beside(path)), agreement.copied
+        agreed = agree(summaries, order)
+        new = directory.beside(path)
+        directory.begin(path, new)
+        agreement = agreed
+        return str(new), agreed.copied
 
     unfinished, copied = decided_by_first(group, begin)
+    new = Path(unfinished)
+    try:
+        shared = _shared_out(model, copied, summaries, group) if copied else {}
+        mine = dist.get_rank(group) if dist.is_initialized() else 0
+        own = {key: tensor for key, tensor in tensors.items() if shared.get(parameter_of(key) or "", mine) == mine}
+        together(group, lambda: _write_tensors(new, own, group))
+
+        def end() -> None:
+            _write_rest(new, trainer, agreement, aliases)
+            directory.replace(new, path)
+
+        decided_by_first(group, end)
+    finally:
+        if agreement is not None:
+            directory.delete(new)
+
+
+def _shared_out(
+    model: Mapping[str, Tensor], copied: Sequence[str], summaries: Sequence[RankSummary] | None, group: Group
+) -> dict[str, int]:
+    """Compare the copies of parameters; which rank writes each."""
     everyones = gather_objects_on_first(digests(model, copied), group)
 
     def share() -> dict[str, int]:
@@ -149,19 +173,7 @@ def save(
         check_copies(everyones)
         return writers(summaries, everyones)
 
-    shared = decided_by_first(group, share)
-    mine = dist.get_rank(group) if dist.is_initialized() else 0
-    tensors = {key: tensor for key, tensor in tensors.items() if shared.get(parameter_of(key) or "", mine) == mine}
-
-    new = Path(unfinished)
-    try:
-        decided_by_first(group, lambda: directory.begin(path, new))
-        together(group, lambda: _write_tensors(new, tensors, group))
-        decided_by_first(group, lambda: _write_rest(new, trainer, agreement, aliases))
-        decided_by_first(group, lambda: directory.replace(new, path))
-    finally:
-        if agreement is not None:
-            directory.delete(new)
+    return decided_by_first(group, share)
 
 
 def load(
