@@ -322,7 +322,7 @@ def _write_tensors(new: Path, tensors: dict[str, Tensor], group: Group) -> None:
     planner = DefaultSavePlanner(
         flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
     )
-    with plain_errors("write"):
+    with plain_errors("write", new):
         save_tensors(
             tensors,
             storage_writer=FileSystemWriter(new, sync_files=True),

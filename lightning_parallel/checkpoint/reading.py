@@ -6,6 +6,7 @@ Two of its files are pickled. The files of the tensors are safe: torch opens the
 from __future__ import annotations
 
 import pickle
+import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -116,20 +117,27 @@ def read_tensors(reader: Reader, tensors: dict[str, Tensor]) -> None:
     """Fill tensors, or a rank's shards of them, by their keys."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     # no_dist: each rank knows from the metadata what it needs, so there is nothing to agree on.
-    with plain_errors("read"):
+    with plain_errors("read", Path(reader.path)):
         load_tensors(tensors, storage_reader=reader, planner=planner, no_dist=True)
 
 
 @contextmanager
-def plain_errors(verb: str) -> Iterator[None]:
-    """torch's CheckpointException is a BaseException, which clean-up code doesn't expect: raise a RuntimeError."""
+def plain_errors(verb: str, path: Path) -> Iterator[None]:
+    """torch's CheckpointException is a BaseException, which clean-up code doesn't expect: raise a RuntimeError. It says
+    how much room there is, since torch's own words for a full disk are about positions in a file.
+
+    Args:
+        verb: what is done to the tensors.
+        path: of the checkpoint.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         try:
             yield
         except CheckpointException as error:
             reasons = [f"rank {rank}: {failure[0]!r}" for rank, failure in error.failures.items()]
-            raise RuntimeError(f"Cannot {verb} the checkpoint's tensors: {first_few(reasons)}.") from error
+            room = f"{shutil.disk_usage(path.parent).free / 2**20:.0f} MiB are free on its disk"
+            raise RuntimeError(f"Cannot {verb} the tensors of {path} ({room}): {first_few(reasons)}.") from error
 
 
 def read_trainer(folder: Path, weights_only: bool) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import os
 import pickle
 from contextlib import nullcontext
 from pathlib import Path
+from traceback import StackSummary
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_anything
 from torch.distributed.device_mesh import init_device_mesh
@@ -502,3 +504,17 @@ def test_a_checkpoint_from_before_there_could_be_several_optimizers_is_read(path
         [state[key]] = state[key]
     torch.save(state, Path(path) / TRAINER)
     load_here(path)
+
+
+def test_what_torch_cannot_write_is_told_with_the_path_and_the_room(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_here(path)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise CheckpointException("", {0: (RuntimeError("unexpected pos 704 vs 598"), StackSummary())})
+
+    monkeypatch.setattr("lightning_parallel.checkpoint.format.save_tensors", fail)
+    with pytest.raises(RuntimeError, match=r"the tensors of .*last\.ckpt.* \(\d+ MiB are free on its disk\): rank 0"):
+        save_here(path)
+    assert left_in(path) == ["last.ckpt"] and is_checkpoint(path)
