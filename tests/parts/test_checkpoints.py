@@ -168,6 +168,7 @@ def test_stages_in_shards_over_replicas_are_resumed_and_open_without(
 FULLY_SHARDED_SHARDS = {"stages": 1, "tensor_parallel": 2, "data_parallel_kind": "fully_shard"}
 
 
+@pytest.mark.thorough
 def test_shards_in_shards_over_replicas_are_resumed_to_the_bit(
     pool: WorkerPool, trained: Trained, tmp_path: Path
 ) -> None:
