@@ -142,7 +142,7 @@ def _found(path: str, node: Config) -> Any:
     except ModuleNotFoundError as error:
         return Problem(place, name, f"there is no module {error.name}", fix)
     except (Exception, SystemExit) as error:  # any: it is the user's code
-        return Problem(place, name, f"can't be imported: {type(error).__name__}: {error}", "mend the module")
+        return Problem(place, name, f"can't be imported: {type(error).__name__}: {error}", "correct that module")
     return found if callable(found) else Problem(place, name, "not a class", "name a class")
 
 

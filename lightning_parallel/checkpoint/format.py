@@ -37,9 +37,9 @@ from lightning_parallel.checkpoint.agreement import (
     agree,
     check_copies,
     digests,
-    first_few,
 )
 from lightning_parallel.checkpoint.directory import TRAINER
+from lightning_parallel.checkpoint.fitting import differences, refuse, unknown
 from lightning_parallel.checkpoint.integrity import CONTENTS, contents_of
 from lightning_parallel.checkpoint.optimizers import OptimizerState, State, divided, parts_of
 from lightning_parallel.checkpoint.places import coordinates, empty_rank_state, key_in, nearest
@@ -203,9 +203,10 @@ def load(
     Raises:
         ValueError: on every rank, if there is no checkpoint, or some rank lacks names or finds other shapes.
     """
-    reader, found = together(group, lambda: open_directory(Path(path)))
+    reader, found, _ = together(group, lambda: open_directory(Path(path)))
     state = together(group, lambda: read_trainer(Path(reader.path), weights_only))
-    reports = gather_objects_on_first((_differences(model, found, strict), list(model) if strict else []), group)
+    report = differences(model, _shapes(found), strict=strict), list(model) if strict else []
+    reports = gather_objects_on_first(report, group)
     decided_by_first(group, lambda: _refuse_misfits(path, found, reports or [], strict))
 
     states = _empty_states(found, parameters, model, len(state["param_groups"]))
@@ -248,26 +249,17 @@ def _by_key(
     return tensors, scalars
 
 
+def _shapes(found: Found) -> dict[str, torch.Size]:
+    """Of the model's tensors, by name."""
+    return {key.removeprefix(MODEL): entry.size for key, entry in found.items() if key.startswith(MODEL)}
+
+
 def _refuse_misfits(path: PathLike, found: Found, reports: Sequence[tuple[list[str], list[str]]], strict: bool) -> None:
     """Refuse a checkpoint in which ranks have found differences, or that has tensors which no rank holds."""
     problems = [problem for report, _ in reports for problem in report]
     if strict:
-        held = {name for _, names in reports for name in names}
-        names = [key.removeprefix(MODEL) for key in found if key.startswith(MODEL)]
-        problems += [f"{name} is in no rank's model" for name in names if name not in held]
-    if problems:
-        raise ValueError(f"The checkpoint {path} does not fit the model: {first_few(dict.fromkeys(problems))}.")
-
-
-def _differences(model: Mapping[str, Tensor], found: Found, strict: bool) -> list[str]:
-    problems = []
-    for name, tensor in model.items():
-        entry = found.get(MODEL + name)
-        if entry is None:
-            problems += [f"{name} is missing in it"] if strict else []
-        elif entry.size != tensor.shape:
-            problems.append(f"{name} has shape {tuple(entry.size)} in it and {tuple(tensor.shape)} in the model")
-    return problems
+        problems += unknown(_shapes(found), (name for _, names in reports for name in names))
+    refuse(path, problems)
 
 
 def _empty_states(

@@ -21,7 +21,6 @@ from typing import Any
 from torch import Tensor
 
 from lightning_parallel.checkpoint import safetensors_file
-from lightning_parallel.checkpoint.integrity import read_contents
 from lightning_parallel.checkpoint.optimizers import parts_of
 from lightning_parallel.checkpoint.places import coordinates, empty_rank_state, key_in, replica_of
 from lightning_parallel.checkpoint.reading import (
@@ -52,7 +51,7 @@ def read_plain(path: PathLike, weights_only: bool = True) -> dict[str, Any]:
     """
     if Path(path).is_file():
         return read_file(Path(path), Path(path), weights_only)
-    reader, found = open_directory(Path(path))
+    reader, found, contents = open_directory(Path(path))
     saved = read_trainer(Path(reader.path), weights_only)
     of_replicas = {replica_of(place): place for place in reversed(coordinates(found))}
     states = {place: empty_rank_state(found, place) for place in of_replicas.values()}
@@ -68,14 +67,15 @@ def read_plain(path: PathLike, weights_only: bool = True) -> dict[str, Any]:
         if (parts := parts_of(key)) is not None:
             index, parameter, name = parts
             by_name[index].setdefault(parameter, {})[name] = tensor
-    state_dict = _state_dict(wanted, read_contents(Path(reader.path))["aliases"]) | saved.get("extra_state", {})
+    state_dict = _state_dict(wanted, contents["aliases"]) | saved.get("extra_state", {})
     plain: dict[str, Any] = {**saved["trainer"], "state_dict": state_dict}
     if "lr_schedulers" in plain:  # else only the weights were saved
         pairs = zip(by_name, saved["param_groups"], strict=True)
         plain["optimizer_states"] = [_numbered(state, groups) for state, groups in pairs]
         plain[OPTIMIZER_NAMES] = [[[*group["params"]] for group in groups] for groups in saved["param_groups"]]
     if states:
-        plain[RANDOM_STATES] = [states[of_replicas[replica]] for replica in sorted(of_replicas, key=_number)]
+        replicas = sorted(of_replicas, key=lambda replica: (len(replica), replica))  # dp2 before dp10
+        plain[RANDOM_STATES] = [states[of_replicas[replica]] for replica in replicas]
     return plain
 
 
@@ -97,11 +97,10 @@ def read_full(path: PathLike) -> dict[str, Tensor]:
     if Path(path).is_file():
         content = read_file(Path(path), Path(path), weights_only=True)
         return dict(content.get("state_dict", content))
-    reader, found = open_directory(Path(path))
+    reader, found, contents = open_directory(Path(path))
     tensors = {key: empty(found, key) for key in found if key.startswith(MODEL)}
     check_tensors(reader, tensors)
     read_tensors(reader, tensors)
-    contents = read_contents(Path(reader.path))
     state_dict = _state_dict(tensors, contents["aliases"])
     if contents["extra_state"]:
         state_dict |= read_trainer(Path(reader.path), weights_only=True)["extra_state"]
@@ -122,7 +121,3 @@ def _numbered(state: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[s
         "state": {numbers[name]: dict(values) for name, values in state.items() if name in numbers},
         "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
     }
-
-
-def _number(replica: str) -> int:
-    return int(replica.removeprefix("dp")) if replica.removeprefix("dp").isdecimal() else 0

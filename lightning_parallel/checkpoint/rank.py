@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.checkpoint import format as format_
-from lightning_parallel.checkpoint.agreement import first_few
+from lightning_parallel.checkpoint.fitting import differences, refuse, unknown
 from lightning_parallel.checkpoint.optimizers import OptimizerState
 from lightning_parallel.checkpoint.random_state import RANDOM_STATE, random_state
 from lightning_parallel.checkpoint.slices import Slices, on_host
@@ -183,15 +183,8 @@ class RankCheckpoint:
 
     def _check(self, found: Mapping[str, Any], path: PathLike, names: Collection[str]) -> None:
         """Is a plain checkpoint of this model?"""
-        problems = [f"{name} is in no rank's model" for name in found if name not in names]
-        for name, tensor in self._model.items():
-            if name not in found:
-                problems.append(f"{name} is missing in it")
-            elif found[name].shape != tensor.shape:
-                shapes = f"{tuple(found[name].shape)} in it and {tuple(tensor.shape)} in the model"
-                problems.append(f"{name} has shape {shapes}")
-        if problems:
-            raise ValueError(f"The checkpoint {os.fspath(path)} does not fit the model: {first_few(problems)}.")
+        shapes = {name: tensor.shape for name, tensor in found.items() if isinstance(tensor, Tensor)}
+        refuse(path, [*unknown(found, names), *differences(self._model, shapes, strict=True)])
 
     def _taken(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's shard of a parameter's optimizer state."""

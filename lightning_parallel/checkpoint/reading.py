@@ -10,6 +10,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,10 @@ class Reader(FileSystemReader):
         Raises:
             ValueError: the file asks for a class that doesn't belong in it, or is damaged.
         """
+        return self._metadata
+
+    @cached_property
+    def _metadata(self) -> metadata.Metadata:
         path = Path(self.path) / METADATA
         try:
             with open(path, "rb") as file:
@@ -76,8 +81,8 @@ class Reader(FileSystemReader):
         return tensors
 
 
-def open_directory(path: Path) -> tuple[Reader, Found]:
-    """The reader, and the shape and dtype of each tensor by its key.
+def open_directory(path: Path) -> tuple[Reader, Found, dict[str, Any]]:
+    """The reader, the shape and dtype of each tensor by its key, and what contents.json says.
 
     Raises:
         ValueError: there is no checkpoint, or it is damaged.
@@ -88,9 +93,9 @@ def open_directory(path: Path) -> tuple[Reader, Found]:
         raise damaged(path, path / missing[0], "it is missing")
     if source is None:
         raise ValueError(f"There is no checkpoint at {path}: it would be a directory with {' and '.join(FILES)}.")
-    read_contents(source)  # it has a checksum of the metadata
+    contents = read_contents(source)  # first: it has a checksum of the metadata
     reader = Reader(source)
-    return reader, reader.found()
+    return reader, reader.found(), contents
 
 
 def empty(found: Found, key: str) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -390,8 +389,10 @@ class LayoutStrategy(ParallelStrategy):
         if self._checkpoints is not None:
             self._checkpoints.fail()
         if self._background is not None:
-            with suppress(RuntimeError):  # this error ends the run, whatever came of the save
+            try:
                 self._background.finish()
+            except RuntimeError as error:  # the exception ends the run, whatever came of the save
+                rank_zero_warn(str(error))
             self._background = None
         self._groups = self._collectives = None
         process_group.close()

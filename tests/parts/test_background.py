@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,31 @@ def test_a_failed_save_ends_all_ranks_before_the_same_batch(pool: WorkerPool, tm
         assert "could not be saved in the background" in message and "No space left on device" in message
     assert begun == begun_there < 60
     assert list(tmp_path.glob("*.ckpt*")) == []
+
+
+class Breaks(Callback):
+    """Raises an error of its own while a save is being written."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == 5:
+            raise KeyError("of the user")
+
+
+def broken(folder: Path) -> list[str]:
+    """What is warned of."""
+    slow = Slow(0, fails=True, seconds=0.5)
+    with warnings.catch_warnings(record=True) as caught, pytest.raises(KeyError, match="of the user"):
+        warnings.simplefilter("always")
+        try:
+            fit("stages", [slow, Breaks(), ModelCheckpoint(folder, every_n_train_steps=4)], async_save=True, epochs=4)
+        finally:
+            slow.teardown()
+    return [str(each.message) for each in caught if "in the background" in str(each.message)]
+
+
+def test_a_failed_save_is_told_of_also_when_an_error_ends_the_run(pool: WorkerPool, tmp_path: Path) -> None:
+    (warning,), others = pool.run(broken, 2, tmp_path, init=False)
+    assert "No space left on device" in warning and others == []
 
 
 def agreed_stop() -> int:

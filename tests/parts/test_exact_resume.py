@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 import lightning_parallel as lp
 from lightning_parallel.checkpoint import read_plain
 from tests.pool import WorkerPool
+from tests.strategies.saves import SavesIn
 
 STEPS, SAVED, EPOCH = 15, 8, 6
 
@@ -40,17 +41,6 @@ class Remembers(L.LightningModule):
         return lp.ResumableDataLoader(torch.arange(12.0)[:, None], batch_size=2, shuffle=True)
 
 
-class SavesIn(Callback):
-    """Saves the run in one of the hooks of a batch."""
-
-    def __init__(self, hook: str, path: Path, batch: int = SAVED) -> None:
-        def save(trainer: L.Trainer, *_: Any) -> None:
-            if trainer.fit_loop.total_batch_idx == batch:
-                trainer.save_checkpoint(path)
-
-        setattr(self, hook, save)
-
-
 def run(
     strategy: Any, devices: int, resume: Path | None, *callbacks: Callback, kind: type[Remembers] = Remembers
 ) -> list[tuple[list[float], float]]:
@@ -72,7 +62,7 @@ def run(
 ])  # fmt: skip
 def test_a_save_inside_a_batch_has_it_before_the_update_or_not_at_all(tmp_path: Path, hook: str, done: int) -> None:
     path = tmp_path / "inside.ckpt"
-    whole = run("auto", 1, None, SavesIn(hook, path), lp.ExactResume())
+    whole = run("auto", 1, None, SavesIn(hook, path, SAVED), lp.ExactResume())
     resumed = run("auto", 1, path, lp.ExactResume())
     # What the step had drawn before the save it draws again, so the next epoch may have another order.
     shown = EPOCH - done % EPOCH if hook == "on_before_optimizer_step" else STEPS
@@ -81,7 +71,7 @@ def test_a_save_inside_a_batch_has_it_before_the_update_or_not_at_all(tmp_path: 
 
 def staged(stages: int, path: Path, resume: bool) -> list[tuple[list[float], float]]:
     strategy = lp.PipelineStrategy(layers=["first", "last"][:stages] if stages > 1 else None, microbatches=1)
-    callbacks = [] if resume else [SavesIn("on_train_batch_start", path)]
+    callbacks = [] if resume else [SavesIn("on_train_batch_start", path, SAVED)]
     return run(strategy, stages, path if resume else None, *callbacks)
 
 
@@ -139,11 +129,11 @@ def test_states_of_other_loaders_are_left_alone(tmp_path: Path) -> None:
         def train_dataloader(self) -> DataLoader:
             return OwnState(torch.arange(12.0)[:, None], batch_size=2)  # type: ignore[arg-type]
 
-    run("auto", 1, None, SavesIn("on_train_batch_start", tmp_path / "own.ckpt"), lp.ExactResume(), kind=Own)
+    run("auto", 1, None, SavesIn("on_train_batch_start", tmp_path / "own.ckpt", SAVED), lp.ExactResume(), kind=Own)
     run("auto", 1, tmp_path / "own.ckpt", lp.ExactResume(), kind=Own)
 
 
 def test_a_file_has_the_names_of_the_optimizer_s_parameters(tmp_path: Path) -> None:
-    run("auto", 1, None, SavesIn("on_train_batch_end", tmp_path / "named.ckpt"), lp.ExactResume())
+    run("auto", 1, None, SavesIn("on_train_batch_end", tmp_path / "named.ckpt", SAVED), lp.ExactResume())
     names = read_plain(tmp_path / "named.ckpt")["optimizer_names"]
     assert names == [[["first.weight", "first.bias", "last.weight", "last.bias"]]]

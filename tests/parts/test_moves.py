@@ -17,6 +17,7 @@ import lightning_parallel as lp
 from lightning_parallel.checkpoint import convert, read_full, read_plain
 from tests.pool import WorkerPool
 from tests.strategies.harness import largest_difference
+from tests.strategies.saves import SavesIn
 from tests.thorough import thorough
 
 STEPS, MIDDLE, BATCHES = 12, 7, 5  # of the run, before the checkpoint, of an epoch
@@ -85,21 +86,10 @@ class Moved(L.LightningModule):
     val_dataloader = train_dataloader
 
 
-class SavesBefore(Callback):
-    """Saves the run before a batch."""
-
-    def __init__(self, batch: int, path: Path) -> None:
-        self.batch, self.path = batch, path
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.fit_loop.total_batch_idx == self.batch:
-            trainer.save_checkpoint(self.path)
-
-
 def train(layout: str, first: Path | None, saved: Path | None, final: Path) -> None:
     """Train from a checkpoint, or from the start, to the end."""
     torch.set_default_dtype(torch.float64)
-    callbacks: list[Callback] = [] if saved is None else [SavesBefore(MIDDLE, saved)]
+    callbacks: list[Callback] = [] if saved is None else [SavesIn("on_train_batch_start", saved, MIDDLE)]
     if layout in ("single", "ddp2"):
         callbacks += [lp.ExactResume()]
     devices, strategy = LAYOUTS[layout]

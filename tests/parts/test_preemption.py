@@ -31,6 +31,7 @@ from lightning_parallel import (
 from lightning_parallel.parts import preemption
 from tests.pool import Failure, WorkerPool
 from tests.strategies.harness import complete, here
+from tests.strategies.saves import SavesIn
 
 BATCHES, EPOCHS, EVERY = 6, 2, 3  # batches an epoch, epochs, batches between validations
 SIGNALS = [signal.SIGTERM, signal.SIGUSR1]
@@ -93,23 +94,13 @@ def strategy_of(name: str) -> tuple[Any, dict[str, Any]]:
     }[name]()
 
 
-class SavesBefore(Callback):
-    """Saves the run before a batch."""
-
-    def __init__(self, batch: int | None) -> None:
-        self.batch = batch
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
-        if trainer.fit_loop.total_batch_idx == self.batch:
-            trainer.save_checkpoint("saved/before.ckpt")
-
-
 def make_trainer(
     name: str, saved_before: int | None = None, *, save_weights_only: bool = False, **options: Any
 ) -> pl.Trainer:
     strategy, more = strategy_of(name)
+    saves = SavesIn("on_train_batch_start", "saved/before.ckpt", saved_before)
     checkpoint = ModelCheckpoint(dirpath="saved", save_top_k=0, save_weights_only=save_weights_only)
-    callbacks = [*more.pop("callbacks", []), *options.pop("callbacks", []), SavesBefore(saved_before), checkpoint]
+    callbacks = [*more.pop("callbacks", []), *options.pop("callbacks", []), saves, checkpoint]
     settings = {"max_epochs": EPOCHS, "val_check_interval": EVERY, "num_sanity_val_steps": 1, **more, **options}
     return pl.Trainer(
         accelerator="cpu", strategy=strategy, callbacks=callbacks, logger=False, enable_progress_bar=False,
