@@ -42,7 +42,7 @@ zoo: $(ZOO_READY)
 	$(RUN_ZOO) -m tests.zoo --page docs/zoo.md --record $(ARGS)
 
 torture: $(READY)
-	$(RUN) -m tests.torture --record $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m tests.torture --record $(ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -37,7 +37,7 @@ def workers() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
-            if "recipes.worker" in child.cmdline():
+            if "recipes.worker" in " ".join(child.cmdline()):
                 found.append(child)
     return found
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 
 from tests.torture import page
 from tests.torture.cases import SAMPLE, Case, cases
 from tests.torture.outcome import Verdict
-from tests.torture.record import RECORDED, Results, about
+from tests.torture.preloaded import Process, Zygote
+from tests.torture.record import RECORDED, Results
 from tests.torture.runner import Runner, TortureError
 
 
 def main() -> int:
     options = _parse()
+    runner = Runner(options.folder.absolute(), options.keep, partial(Process, Zygote()))
     chosen = [case for case in cases(options.only) if not options.sample or case.name in SAMPLE]
     if options.list:
         print("\n".join(case.name for case in chosen))
@@ -24,13 +29,12 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell has them ignored: the case's processes go too
         signal.signal(number, signal.default_int_handler)
     results = Results.read(options.out) if options.resume and options.out.exists() else Results()
-    _run(chosen, results, options)
+    _run(chosen, results, runner, options)
     wrong = [name for name, verdict in results.verdicts.items() if not verdict.held]
     print(f"{len(results.verdicts) - len(wrong)} of {len(results.verdicts)} cases held")
     if options.record:
         recorded = Results.read(RECORDED) if RECORDED.exists() else Results()
-        recorded.verdicts |= results.verdicts
-        recorded.about = about()
+        recorded.add(results)
         recorded.write(RECORDED)
         page.write(recorded, options.page)
     return 1 if wrong else 0
@@ -45,6 +49,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="only print the names of the cases")
     parser.add_argument("--out", type=Path, default=Path("build/torture.json"), help="results, written as they come")
     parser.add_argument("--folder", type=Path, default=Path("build/torture"), help="for the folders of the runs")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="cases at a time")
     parser.add_argument("--resume", action="store_true", help="keep the cases that are in --out, and run the others")
     parser.add_argument("--wrong", action="store_true", help="with --resume: run again what didn't hold")
     parser.add_argument("--keep", action="store_true", help="keep the runs' folders also where all held")
@@ -55,19 +60,28 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _run(chosen: Sequence[Case], results: Results, options: argparse.Namespace) -> None:
+def _run(chosen: Sequence[Case], results: Results, runner: Runner, options: argparse.Namespace) -> None:
     """Run what isn't in the results yet."""
-    runner = Runner(options.folder.absolute(), options.keep)
-    for case in chosen:
-        known = results.verdicts.get(case.name)
-        if known is None or (options.wrong and not known.held):
-            try:
-                verdict = runner.run(case)
-            except TortureError as error:
-                verdict = Verdict([f"the case itself didn't work: {error}"])
-            results.verdicts[case.name] = verdict
-            results.write(options.out)
-            print("\n    ".join([_line(case, verdict), *verdict.problems]), flush=True)
+
+    def run(case: Case) -> Verdict:
+        try:
+            return runner.run(case)
+        except TortureError as error:
+            return Verdict([f"the case itself didn't work: {error}"])
+
+    verdicts = results.verdicts
+    left = [case for case in chosen if case.name not in verdicts or (options.wrong and not verdicts[case.name].held)]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        running = {pool.submit(run, case): case for case in left}
+        try:
+            for future in as_completed(running):
+                case, verdict = running[future], future.result()
+                verdicts[case.name] = verdict
+                results.write(options.out)
+                print("\n    ".join([_line(case, verdict), *verdict.problems]), flush=True)
+        finally:
+            runner.end()
+            pool.shutdown(cancel_futures=True)
 
 
 def _line(case: Case, verdict: Verdict) -> str:

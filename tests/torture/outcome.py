@@ -33,6 +33,7 @@ class Verdict:
         said: how the run says that it ended.
         resumed_at: the step of the checkpoint that the run went on from; 0 for a fresh start.
         seconds: that the case took.
+        times: that the case has come out like this, one after the other.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -40,6 +41,7 @@ class Verdict:
     said: str = ""
     resumed_at: int | None = None
     seconds: float = 0.0
+    times: int = 1
 
     @property
     def held(self) -> bool:

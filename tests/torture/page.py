@@ -26,7 +26,10 @@ def write(results: Results, file: Path) -> None:
     """
     all_cases = cases()
     versions = ", ".join(f"{name} {value}" for name, value in results.about.items() if name not in ("date", "machine"))
-    ran = f"{sum(case.name in results.verdicts for case in all_cases)} of {len(all_cases)} cases have been run"
+    times = [results.verdicts[case.name].times for case in all_cases if case.name in results.verdicts]
+    ran = (
+        f"{len(times)} of {len(all_cases)} cases have been run, {sum(each > 1 for each in times)} of them twice or more"
+    )
     parts = [
         _INTRODUCTION.format(
             layouts=len(LAYOUTS),
@@ -100,6 +103,8 @@ them, which takes some hours, and writes this page; a case runs with the tests.
 
 - **What runs**: `python -m recipes.train` with `resume=auto`, {steps} steps of a small model with dropout, which
   validates and saves every two steps. Ranks wait {timeout} s for each other, `strategy.timeout={timeout}`.
+  Its processes are forked from one that has imported torch and Lightning, except where a signal meets a launcher whose
+  workers are only starting: imports would be three quarters of a case.
 - **What happens**: SIGKILL, SIGTERM, SIGSTOP, or an exception in a rank, after step {step}: while it starts, in the
   forward or the backward of a layer, in the optimizer's step, in a validation, in the middle of a file of a checkpoint,
   before the rename that puts a checkpoint in its place, or when a half of an old checkpoint is deleted. What only the

@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
@@ -31,6 +32,18 @@ COMMON = (
 )  # fmt: skip
 
 
+class Process(Protocol):
+    """What is used of :class:`subprocess.Popen`."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, when it has ended."""
+
+
 @dataclass(slots=True)
 class Program:
     """A run that has been started.
@@ -40,7 +53,7 @@ class Program:
         folder: of the run. It is in the command line of each of its processes.
     """
 
-    process: subprocess.Popen[bytes]
+    process: Process
     folder: Path
 
     @property
@@ -50,7 +63,7 @@ class Program:
 
     def processes(self) -> list[psutil.Process]:
         """Those that run, zombies left out."""
-        return [each for each in psutil.process_iter() if _belongs(each, self.folder)]
+        return processes(self.folder)
 
     def wait(self, seconds: float) -> int | None:
         """The exit code; None if it hasn't ended by then."""
@@ -66,20 +79,28 @@ class Program:
         return left
 
 
+def processes(folder: Path) -> list[psutil.Process]:
+    """Those whose runs are in a folder, zombies left out."""
+    return [each for each in psutil.process_iter() if _belongs(each, folder)]
+
+
 @contextmanager
-def started(folder: Path, overrides: Sequence[str]) -> Iterator[Program]:
+def started(
+    folder: Path, overrides: Sequence[str], popen: Callable[..., Process] = subprocess.Popen
+) -> Iterator[Program]:
     """Start a run in a folder. In the end nothing of it is left.
 
     Args:
         folder: of the run. What it prints is beside it.
         overrides: of the config.
+        popen: starts the launcher.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     data = f"paths.data_dir={folder.parent / 'data'}"
     command = [sys.executable, "-m", "recipes.train", *COMMON, data, f"hydra.run.dir={folder}", *overrides]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with folder.with_suffix(".txt").open("ab") as output:
-        process = subprocess.Popen(
+        process = popen(
             command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
     program = Program(process, folder)
@@ -94,6 +115,6 @@ def started(folder: Path, overrides: Sequence[str]) -> Iterator[Program]:
 
 def _belongs(process: psutil.Process, folder: Path) -> bool:
     with suppress(psutil.Error):
-        named = any(str(folder) in argument for argument in process.cmdline())
-        return named and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
+        command = " ".join(process.cmdline())
+        return str(folder) in command and " recipes." in command and process.status() != psutil.STATUS_ZOMBIE
     return False

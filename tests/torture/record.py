@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -35,6 +35,14 @@ class Results:
         new = file.with_suffix(".new")
         new.write_text(content)
         new.replace(file)
+
+    def add(self, later: Results) -> None:
+        """Take results of the same matrix, of which some may be here already."""
+        for name, verdict in later.verdicts.items():
+            earlier = self.verdicts.get(name)
+            again = earlier is not None and earlier.held == verdict.held
+            self.verdicts[name] = replace(verdict, times=verdict.times + (earlier.times if earlier and again else 0))
+        self.about = later.about
 
     @classmethod
     def read(cls, file: Path) -> Results:

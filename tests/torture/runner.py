@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -13,7 +17,7 @@ from tests.torture.cases import Case
 from tests.torture.fault import HAPPENED, LAUNCHER, SAVES_EVERY, Kind, Moment
 from tests.torture.layouts import TIMEOUT, Layout
 from tests.torture.outcome import Verdict, check_nothing_lost, check_resumed, check_words, run_file
-from tests.torture.program import Program, started
+from tests.torture.program import Process, Program, processes, started
 
 BEFORE = 400.0  # seconds that a run may take to get to the fault, and to its end where nothing happens
 AFTER = 30.0  # seconds from the fault until nothing is left of it, beyond the timeout if that has to run out
@@ -30,15 +34,26 @@ class TortureError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """Runs cases in a folder.
+    """Runs cases in a folder, from several threads if you like.
 
     Args:
         folder: for the folders of the runs. The undisturbed run of each layout is kept there.
         keep: also those of the cases that held.
+        popen: starts a run. Where a signal is for a launcher whose workers import nothing yet, it is not used.
     """
 
     folder: Path
     keep: bool = False
+    popen: Callable[..., Process] = subprocess.Popen
+    _over: threading.Event = field(default_factory=threading.Event)
+    _references: threading.Lock = field(default_factory=threading.Lock)
+
+    def end(self) -> None:
+        """Kill what runs, and start nothing more."""
+        self._over.set()
+        for process in processes(self.folder):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def run(self, case: Case) -> Verdict:
         """Run a case.
@@ -53,7 +68,7 @@ class Runner:
         verdict.resumed_at, problems = check_nothing_lost(case, folder)
         verdict.problems += problems
         reference = self.reference(case.layout, verdict.resumed_at)
-        with started(folder, case.layout.options) as program:
+        with self._started(folder, case.layout.options) as program:
             code = program.wait(BEFORE)
             verdict.problems += check_resumed(code, folder, reference)
             verdict.problems += [f"resumed: {each.cmdline()} is left" for each in program.wait_for_processes(5)]
@@ -72,17 +87,28 @@ class Runner:
         more = [_SAVES_TOO.format(saved_after)] if layout.drains and saved_after % SAVES_EVERY else []
         name = f"reference {layout.name}" + (f" saved after {saved_after}" if more else "")
         folder = self.folder / name.replace(" ", "_") / "run"
-        if run_file(folder).get("status") != "completed":
-            shutil.rmtree(folder.parent, ignore_errors=True)
-            with started(folder, [*layout.options, *more]) as program:
-                if program.wait(BEFORE) != 0:
-                    raise TortureError(f"{layout.name!r} fails undisturbed:\n{program.output}")
+        with self._references:
+            if run_file(folder).get("status") != "completed":
+                shutil.rmtree(folder.parent, ignore_errors=True)
+                with self._started(folder, [*layout.options, *more]) as program:
+                    if program.wait(BEFORE) != 0:
+                        raise TortureError(f"{layout.name!r} fails undisturbed:\n{program.output}")
         return folder
+
+    @contextmanager
+    def _started(
+        self, folder: Path, overrides: Sequence[str], popen: Callable[..., Process] | None = None
+    ) -> Iterator[Program]:
+        if self._over.is_set():
+            raise TortureError("it was ended")
+        with started(folder, overrides, popen or self.popen) as program:
+            yield program
 
     def _disturbed(self, case: Case, folder: Path) -> Verdict:
         """Run it until nothing of it is left."""
         verdict = Verdict()
-        with started(folder, [*case.layout.options, *_fault(case)]) as program:
+        popen = subprocess.Popen if case.is_sent else None
+        with self._started(folder, [*case.layout.options, *_fault(case)], popen) as program:
             happened = _send(case, program) if case.is_sent else _wait_for_fault(program)
             limit = AFTER + (TIMEOUT if case.kind is Kind.STOP else 0)
             code = program.wait(happened + limit - time.time())

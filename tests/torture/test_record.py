@@ -71,6 +71,16 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert Results.read(tmp_path / "torture.json") == made
 
 
+def test_results_count_how_often_a_case_has_come_out_the_same(tmp_path: Path) -> None:
+    recorded, again, other = results(), results(), results()
+    held, failed = sorted(recorded.verdicts)
+    other.verdicts[held].problems.append("hangs")
+    recorded.add(again)
+    assert [recorded.verdicts[name].times for name in (held, failed)] == [2, 2]
+    recorded.add(other)
+    assert [recorded.verdicts[name].times for name in (held, failed)] == [1, 3] and not recorded.verdicts[held].held
+
+
 def test_the_page_shows_every_case(tmp_path: Path) -> None:
     file = tmp_path / "torture.md"
     page.write(results(), file)
