@@ -32,10 +32,10 @@ class Ended:
     slow: set[int] = field(default_factory=set)
 
 
-def workers() -> list[psutil.Process]:
-    """The workers that this process has started, and that are there."""
+def workers(launcher: psutil.Process | None = None) -> list[psutil.Process]:
+    """The workers that a process has started, this one if none is named, and that are there."""
     found = []
-    for child in psutil.Process().children():
+    for child in (launcher or psutil.Process()).children():
         with suppress(psutil.NoSuchProcess):
             if "recipes.worker" in " ".join(child.cmdline()):
                 found.append(child)

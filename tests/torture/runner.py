@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from recipes.launchers.watch import workers
 from tests.torture.cases import Case
 from tests.torture.fault import HAPPENED, LAUNCHER, SAVES_EVERY, Kind, Moment
 from tests.torture.layouts import TIMEOUT, Layout
@@ -148,7 +149,7 @@ def _send(case: Case, program: Program) -> float:
     """Send the signal to the launcher as soon as it has workers, which import nothing yet."""
     assert case.target == LAUNCHER
     launcher, deadline = psutil.Process(program.process.pid), time.monotonic() + BEFORE
-    while not any("recipes.worker" in child.cmdline() for child in launcher.children()):
+    while not workers(launcher):
         if program.process.poll() is not None or time.monotonic() > deadline:
             raise TortureError(f"No worker was started in {program.folder}:\n{program.output}")
         time.sleep(0.01)
