@@ -189,12 +189,70 @@ def before_first_batch(trainer: pl.Trainer, call: Callable[[], None]) -> None:
 
 
 def restart_nothing(trainer: pl.Trainer) -> None:
-    """The checkpoint that a Trainer has resumed from was saved between two batches. Lightning takes it for one saved in
-    the validation of the last batch, and would do what comes after that validation once more: plateau schedulers, a
-    step of the loggers. Called before the first batch."""
+    """Have the loops take what they have loaded for the state between two batches, or between two epochs. Lightning
+    takes it for that in a validation, or at an epoch's end, and would do once more what comes after it, and leave
+    plateau schedulers out of the epoch."""
     trainer.fit_loop._restarting = False  # its setter makes it true where the length is given in steps
     trainer.fit_loop.epoch_loop.restarting = False
     trainer.fit_loop.epoch_loop.reset_restart_stage()
+
+
+def finish_batch(trainer: pl.Trainer, *, validated: bool) -> None:
+    """The run has been saved when a batch had been trained: do the rest of it before the next one is loaded. That is
+    the validation that is due, schedulers, and counters. Called before the first batch.
+
+    Args:
+        trainer: that has loaded the loops' state.
+        validated: the run has been saved at the end of the validation.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    others = vars(loop).get("advance")
+
+    def advance(fetcher: Any) -> None:
+        if others is None:
+            del loop.advance
+        else:
+            loop.advance = others  # type: ignore[method-assign]
+        restart_nothing(trainer)
+        loop._skip_next_val = validated
+        # No batch is trained. What Lightning does after one finishes the last one.
+
+    loop.advance = advance  # type: ignore[method-assign, assignment]
+
+
+def let_the_last_step_finish(trainer: pl.Trainer) -> None:
+    """A run of so many steps, saved in the last one, is loaded: train nothing, but do not leave before
+    :func:`finish_batch`. Called before the loops run."""
+    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+
+    def run() -> None:
+        del fit.run
+        steps = loop.max_steps
+        if loop.global_step != steps:
+            fit.run()
+            return
+
+        def on_run_start(fetcher: Any) -> None:
+            loop.max_steps = steps
+            del loop.on_run_start
+            loop.on_run_start(fetcher)
+
+        loop.max_steps, loop.on_run_start = steps + 1, on_run_start  # type: ignore[method-assign, assignment]
+        try:
+            fit.run()
+        finally:
+            loop.max_steps = steps
+
+    fit.run = run  # type: ignore[method-assign]
+
+
+def finish_epoch(trainer: pl.Trainer) -> None:
+    """The run has been saved at the end of an epoch: do what is left of it, the step of plateau schedulers."""
+    loop, epoch = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
+    if loop._num_ready_batches_reached():
+        epoch.completed -= 1  # the epoch counts
+        loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        epoch.completed += 1
 
 
 def restore_metrics(trainer: pl.Trainer, metrics: dict[str, Tensor]) -> None:

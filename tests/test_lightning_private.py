@@ -317,6 +317,73 @@ def test_save_last_saves_whatever_the_triggers_say(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["last.ckpt"] and checkpoint.save_last is None
 
 
+@pytest.mark.parametrize("validated", [False, True])
+def test_finish_batch_validates_after_the_last_step_if_that_is_due(tmp_path: Path, validated: bool) -> None:
+    """Otherwise a run that was saved in its last step leaves its validation out, and ends at once, without
+    ``let_the_last_step_finish``."""
+    seen: list[Any] = []
+
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "end.ckpt")
+
+    class Resumes(Callback):
+        def on_load_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+            batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+            for counters in (batches["total"], batches["current"]):
+                counters["completed"] += 1
+            lightning_private.let_the_last_step_finish(trainer)
+
+        def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+            lightning_private.before_first_batch(
+                trainer, lambda: lightning_private.finish_batch(trainer, validated=validated)
+            )
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            seen.append("batch")
+
+        def on_validation_end(self, *_: Any) -> None:
+            seen.append("validation")
+
+        def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+            seen.append(trainer.max_steps)
+
+    loader, options = torch.utils.data.DataLoader(torch.ones(4, 1)), {"max_steps": 2, "val_check_interval": 2}
+    trainer(Saves(), **options).fit(Net(), loader, loader)
+    made = trainer(Resumes(), num_sanity_val_steps=0, **options)
+    before = set(vars(made.fit_loop.epoch_loop)), set(vars(made.fit_loop))
+    made.fit(Net(), loader, loader, ckpt_path=tmp_path / "end.ckpt")
+    assert seen == ([2] if validated else ["validation", 2])
+    assert (set(vars(made.fit_loop.epoch_loop)), set(vars(made.fit_loop))) == before
+    assert made.fit_loop.epoch_loop._batches_that_stepped == 2
+
+
+def test_finish_epoch_steps_plateau_schedulers_of_that_epoch(tmp_path: Path) -> None:
+    """Otherwise the run that goes on after it has a step less: Lightning saves before."""
+    metrics: list[float] = []
+
+    class Plateau(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            step = plateau.step
+            plateau.step = lambda metric: (metrics.append(float(metric)), step(metric))
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "it", "frequency": 2}}
+
+    class Finishes(Callback):
+        def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            trainer.callback_metrics["it"] = torch.tensor(7.0)
+            if trainer.current_epoch == 1:
+                lightning_private.restore_metrics(trainer, {"it": torch.tensor(7.0)})
+                trainer.fit_loop.epoch_progress.current.completed += 1  # as it is loaded
+                lightning_private.finish_epoch(trainer)
+                trainer.fit_loop.epoch_progress.current.completed -= 1
+
+    loader = torch.utils.data.DataLoader(torch.ones(2, 1))
+    trainer(Finishes(), max_steps=-1, max_epochs=2).fit(Plateau(), loader)
+    assert metrics == [7.0, 7.0]  # the one of this function, and Lightning's; none in the first epoch
+
+
 def test_restart_nothing_leaves_the_validation_of_the_last_batch_alone(tmp_path: Path) -> None:
     """Otherwise plateau schedulers and loggers would step once more in a run that was stopped between two batches.
     ``in_mid_epoch`` and ``ends_update`` tell where it was."""

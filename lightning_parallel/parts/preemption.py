@@ -29,11 +29,8 @@ from typing_extensions import override
 from lightning_parallel.collectives import guarded
 from lightning_parallel.lightning_private import (
     before_each_batch,
-    before_first_batch,
     ends_update,
     requeue_by_slurm,
-    restart_nothing,
-    restore_metrics,
     save_last,
     say_terminated,
     take_signals,
@@ -67,8 +64,8 @@ class Preemption(Callback):
         self._put_back: Callable[[], None] | None = None
         self._has_failed = False  # the run ends, with its error: a signal must not take its place
         self._begun_at = 0  # batch
-        self._state: dict[str, Any] = {}  # while it saves: what the checkpoint says
-        self._resumed: dict[str, Any] = {}
+        self._is_to_stop = False  # said by the checkpoint: something had stopped the run before the signal did
+        self._was_to_stop = False  # the run that is resumed
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -90,11 +87,8 @@ class Preemption(Callback):
         ahead = getattr(trainer.strategy, "batches_ahead", 0)
         self._meeting = _Meeting(trainer.world_size, getattr(trainer.strategy, "timeout", None))
         self._notice = Notice(ahead) if ahead else None
-        if self._resumed:
-            before_first_batch(trainer, lambda: restart_nothing(trainer))
-            restore_metrics(trainer, self._resumed["metrics"])
-            trainer.should_stop = self._resumed["should_stop"]
-            self._resumed = {}
+        trainer.should_stop = trainer.should_stop or self._was_to_stop
+        self._was_to_stop = False
         self._put_back = before_each_batch(trainer, lambda: self._between_batches(trainer))
 
     def _between_batches(self, trainer: pl.Trainer) -> None:
@@ -108,9 +102,6 @@ class Preemption(Callback):
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A signal in the last batches, or after them. Resumed from there, the run has no batch left."""
-        if self._resumed:
-            restore_metrics(trainer, self._resumed["metrics"])
-            self._resumed = {}
         last = self._meeting.highest(self._signal) if self._meeting is not None else 0
         if last:
             self._save(trainer, last)
@@ -122,8 +113,7 @@ class Preemption(Callback):
         if trainer.fit_loop.total_batch_idx == self._begun_at:
             rank_zero_info(f"{name} before the first batch: there is nothing to save.")
             return
-        metrics = {name: value.clone() for name, value in trainer.callback_metrics.items()}
-        self._state = {"metrics": metrics, "should_stop": trainer.should_stop}
+        self._is_to_stop = trainer.should_stop
         if requeue_by_slurm(trainer, number):
             return
         for checkpoint in trainer.checkpoint_callbacks:
@@ -151,17 +141,17 @@ class Preemption(Callback):
         if self._put_back is not None:
             self._put_back()
         self._put_back = self._meeting = self._notice = None
-        self._signal, self._state = 0, {}
+        self._signal, self._is_to_stop = 0, False
 
     # -- what a checkpoint says of it ----------------------------------------------------------------------------
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"between_batches": self._state}
+        return {"should_stop": self._is_to_stop}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._resumed = state_dict["between_batches"]
+        self._was_to_stop = state_dict["should_stop"]
 
 
 class _Meeting:

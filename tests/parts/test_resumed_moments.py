@@ -1,0 +1,151 @@
+"""Whenever a run is saved, the resumed one does what is left: batches, validations, schedulers, and their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Checkpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lightning_parallel as lp
+from lightning_parallel.lightning_private import ends_update
+from tests.pool import WorkerPool
+from tests.thorough import thorough
+
+Event = tuple[Any, ...]
+SAVED = "saved"
+
+
+class Saves(Checkpoint):
+    """Saves the run each time that it is in one of its hooks, as the last callback there."""
+
+    def __init__(self, folder: Path | None, hook: str) -> None:
+        if folder is not None:
+            setattr(self, hook, lambda trainer, *_, **__: self.save(trainer, folder))
+
+    def save(self, trainer: L.Trainer, folder: Path) -> None:
+        if not trainer.sanity_checking:
+            events: list[Event] = trainer.lightning_module.events  # type: ignore[assignment, union-attr]
+            number = sum(SAVED in event[0] for event in events)
+            trainer.save_checkpoint(folder / f"{number}.ckpt")
+            events.append((SAVED if ends_update(trainer) else "saved in an update", number))
+
+
+class Scheduled(L.LightningModule):
+    """Notes what it does. Its rate falls by the metrics; its validation draws."""
+
+    def __init__(self, interval: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.last = nn.Linear(1, 4), nn.Linear(4, 1)
+        self.interval = interval
+        self.events: list[Event] = []
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(batch))).square().mean()
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train", loss)
+        return loss
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        self.note("batch", batch_idx, batch.tolist(), self.trainer.optimizers[0].param_groups[0]["lr"], metrics)
+
+    def validation_step(self, batch: Tensor) -> None:
+        self.log("val", self.loss(batch) + torch.rand(()))
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.note("validation", float(self.trainer.callback_metrics["val"]))
+
+    def on_train_epoch_start(self) -> None:
+        self.note("epoch")
+
+    def on_train_epoch_end(self) -> None:
+        self.note("epoch's end", self.current_epoch)
+
+    def note(self, *what: Any) -> None:
+        self.events.append((*what, self.trainer.global_step))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+        how = {"scheduler": plateau, "monitor": "val", "interval": self.interval, "strict": False}
+        return {"optimizer": optimizer, "lr_scheduler": how}
+
+    def train_dataloader(self) -> DataLoader:
+        return lp.ResumableDataLoader(torch.arange(12.0)[:, None], batch_size=2, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(torch.ones(4, 1), batch_size=2)
+
+
+def run(
+    resumed: Path | None, saves: Path | None, hook: str, options: Mapping[str, Any], strategy: Any = "auto"
+) -> tuple[list[Event], dict[str, float], int]:
+    """What a run has done, its metrics, and the steps that loggers count."""
+    torch.set_default_dtype(torch.float64)
+    options = dict(options)
+    module = Scheduled(options.pop("interval", "epoch"))
+    brought = [] if isinstance(strategy, lp.PipelineStrategy) else [lp.Preemption(), lp.ExactResume()]
+    torch.manual_seed(5)
+    trainer = L.Trainer(
+        accelerator="cpu", strategy=strategy, callbacks=[*brought, Saves(saves, hook)], logger=False,
+        enable_progress_bar=False, enable_model_summary=False, **{"devices": 1, "max_epochs": 3, **options},
+    )  # fmt: skip
+    trainer.fit(module, ckpt_path=resumed)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return module.events, metrics, trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+OPTIONS = {
+    "a validation in mid-epoch": {"val_check_interval": 4},
+    "validations in mid-epoch and at its end": {"val_check_interval": 3, "interval": "step"},
+    "a validation every second epoch": {"check_val_every_n_epoch": 2},
+    "validations across epochs": {"val_check_interval": 4, "check_val_every_n_epoch": None},
+    "no validation": {"limit_val_batches": 0},
+    "accumulated": {"accumulate_grad_batches": 2, "val_check_interval": 3, "interval": "step"},
+    "so many steps": {"max_epochs": None, "max_steps": 9, "val_check_interval": 3},
+    "so many steps, to an epoch's end": {"max_epochs": None, "max_steps": 12, "val_check_interval": 1.0},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
+def test_what_is_left_is_done(tmp_path: Path, hook: str, options: str) -> None:
+    whole, *end = run(None, tmp_path, hook, OPTIONS[options])
+    moments = [event for event in whole if event[0] == SAVED]
+    assert moments or "no validation" in options
+    for moment in moments:
+        rest = [event for event in whole[whole.index(moment) :] if SAVED not in event[0]]
+        found, *found_end = run(tmp_path / f"{moment[1]}.ckpt", None, hook, OPTIONS[options])
+        assert (found, found_end) == (rest, end), (moment, [event for event in found if event not in rest])
+
+
+def test_a_checkpoint_without_the_gradients_of_its_update_is_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="in the middle of an update, .* multiple of accumulate_grad_batches=2"):
+        run(None, tmp_path, "on_validation_end", OPTIONS["accumulated"])
+
+
+def staged(folder: Path, hook: str, resumed: int | None) -> Any:
+    strategy = lp.PipelineStrategy(layers=["first", "last"], microbatches=2)
+    path = None if resumed is None else folder / f"{resumed}.ckpt"
+    return run(path, folder if path is None else None, hook, {"val_check_interval": 3, "devices": 2}, strategy)
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", *thorough("on_validation_end", "on_train_epoch_end")])
+def test_stages_do_what_is_left(pool: WorkerPool, tmp_path: Path, hook: str) -> None:
+    whole, *end = pool.run(staged, 2, tmp_path, hook, None, init=False)[0]
+    for number in (2, 5):
+        if (SAVED, number) in whole:
+            rest = [event for event in whole[whole.index((SAVED, number)) :] if SAVED not in event[0]]
+            found, *found_end = pool.run(staged, 2, tmp_path, hook, number, init=False)[0]
+            assert (found, found_end) == (rest, end)
