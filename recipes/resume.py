@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
 from lightning_parallel.checkpoint import newest_in
-from lightning_parallel.checkpoint.integrity import check_archive
+from lightning_parallel.checkpoint.integrity import check_archive, damaged_since
 
 Config = Mapping[str, Any]
 
@@ -16,8 +18,15 @@ LAST = "last"  # a value of ckpt_path
 
 def chosen(config: Config) -> str | None:
     """The path of the checkpoint to resume from; None for a fresh start."""
-    found = newest(config) if config["resume"] == "auto" or config["ckpt_path"] == LAST else None
-    return found or (config["ckpt_path"] if config["ckpt_path"] != LAST else None)
+    if config["resume"] != "auto" and config["ckpt_path"] != LAST:
+        return config["ckpt_path"]  # type: ignore[no-any-return]
+    found = newest(config)
+    chosen = found or (config["ckpt_path"] if config["ckpt_path"] != LAST else None)
+    damaged = damaged_since(list(_folders(config)), Path(found) if found else None)
+    if damaged:
+        goes_on = f"from {chosen}" if chosen else "afresh"
+        rank_zero_warn(f"Not whole, so it goes on {goes_on}: {', '.join(map(str, damaged))}.")
+    return chosen
 
 
 def check(path: str | None) -> None:

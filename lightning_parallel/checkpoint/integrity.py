@@ -2,10 +2,11 @@
 
 torch writes zip archives, of which each record has a checksum that torch itself doesn't look at. A file of tensors is a
 row of such archives, one for each tensor or box of it; ``.metadata`` says where each begins. That file has no checksum
-of its own, so contents.json has it::
+of its own, so contents.json has it, and the sizes of files, by which a checkpoint that was cut short is known without
+reading it::
 
-    {"content": {"aliases": {"head.weight": "embedding.weight"}, "extra_state": [], "crc32": {".metadata": 123}},
-     "crc32": 456}
+    {"content": {"aliases": {"head.weight": "embedding.weight"}, "extra_state": [], "crc32": {".metadata": 123},
+     "bytes": {".metadata": 2048, "__0_0.distcp": 400000}}, "crc32": 456}
 """
 
 from __future__ import annotations
@@ -22,23 +23,39 @@ from typing import Any
 import torch
 
 from lightning_parallel.checkpoint import directory
-from lightning_parallel.checkpoint.directory import METADATA
+from lightning_parallel.checkpoint.directory import METADATA, TRAINER
 
 CONTENTS = "contents.json"
 
 
 def is_whole(path: Path) -> bool:
-    """Is there a checkpoint, not only a part of one? A directory has its last files, a file the table of its end."""
-    return directory.find(path) is not None or (path.is_file() and zipfile.is_zipfile(path))
+    """Is there a checkpoint, not only a part of one? A directory has all files in their length, a file the table of its
+    end. Bytes that have changed are found when they are read."""
+    place = directory.find(path)
+    if place is None:
+        return path.is_file() and zipfile.is_zipfile(path)
+    contents, wrong = _looked_at(place)
+    files = ((place / name, size) for name, size in contents["bytes"].items())
+    long_enough = all(file.is_file() and file.stat().st_size >= size for file, size in files)
+    return wrong is None and long_enough and zipfile.is_zipfile(place / TRAINER)  # this one is written later
 
 
 def newest_in(folders: Collection[Path], but: Path | None = None) -> Path | None:
     """The newest whole checkpoint in some folders, other than ``but``; None for none."""
+    other = (path for path in _found_in(folders) if but is None or path.resolve() != but.resolve())
+    return max(filter(is_whole, other), key=_saved_at, default=None)
+
+
+def damaged_since(folders: Collection[Path], path: Path | None) -> list[Path]:
+    """The checkpoints in some folders that are not whole, and newer than ``path``, if that is there."""
+    since = _saved_at(path) if path is not None else 0
+    return sorted(other for other in _found_in(folders) if _saved_at(other) > since and not is_whole(other))
+
+
+def _found_in(folders: Collection[Path]) -> set[Path]:
     found = {path for folder in folders for path in folder.glob("*.ckpt")}
     # A crash while a directory was replaced may have left the old one alone. It opens under its own name.
-    found |= {old.with_suffix("") for folder in folders for old in folder.glob("*.ckpt.old")}
-    other = (path for path in found if but is None or path.resolve() != but.resolve())
-    return max(filter(is_whole, other), key=_saved_at, default=None)
+    return found | {old.with_suffix("") for folder in folders for old in folder.glob("*.ckpt.old")}
 
 
 def _saved_at(path: Path) -> int:
@@ -135,8 +152,12 @@ def contents_of(folder: Path, aliases: Mapping[str, str], extra_state: Iterable[
         aliases: the further names of tied tensors, with the name that each is saved under.
         extra_state: the names of what is in trainer.pt of the model.
     """
-    checksums = {METADATA: zlib.crc32((folder / METADATA).read_bytes())}
-    content = {"aliases": dict(aliases), "extra_state": sorted(extra_state), "crc32": checksums}
+    content = {
+        "aliases": dict(aliases),
+        "extra_state": sorted(extra_state),
+        "crc32": {METADATA: zlib.crc32((folder / METADATA).read_bytes())},
+        "bytes": {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.name != CONTENTS},
+    }
     return json.dumps({"content": content, "crc32": _crc32_of(content)}).encode()
 
 
@@ -146,20 +167,30 @@ def read_contents(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file, or one of which it has a checksum, is damaged.
     """
+    contents, wrong = _looked_at(folder)
+    if wrong is not None:
+        raise damaged(folder, *wrong)
+    return contents
+
+
+def _looked_at(folder: Path) -> tuple[dict[str, Any], tuple[Path, str] | None]:
+    """The content of contents.json, and which file is damaged, with the reason."""
     path = folder / CONTENTS
+    empty: dict[str, Any] = {"aliases": {}, "extra_state": [], "crc32": {}, "bytes": {}}
     if not path.exists():
-        return {"aliases": {}, "extra_state": [], "crc32": {}}
+        return empty, None
     try:
         parsed = json.loads(path.read_bytes())
         content, expected = parsed["content"], parsed["crc32"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise damaged(folder, path, "it is not what was written") from error
+    except (ValueError, KeyError, TypeError):
+        return empty, (path, "it is not what was written")
+    others = "its bytes differ from those that were written"
     if _crc32_of(content) != expected:
-        raise damaged(folder, path, "its bytes differ from those that were written")
+        return empty, (path, others)
     for name, crc32 in content["crc32"].items():
         if zlib.crc32((folder / name).read_bytes()) != crc32:
-            raise damaged(folder, folder / name, "its bytes differ from those that were written")
-    return dict(content)
+            return empty, (folder / name, others)
+    return empty | content, None
 
 
 def _crc32_of(content: Mapping[str, Any]) -> int:

@@ -105,6 +105,17 @@ def test_the_newest_whole_checkpoint_beside_it_is_offered(checkpoint: Path) -> N
         load_all(checkpoint)
 
 
+@pytest.mark.parametrize("file", FILES)
+def test_a_directory_cut_short_is_not_whole(checkpoint: Path, file: str) -> None:
+    assert is_whole(checkpoint)
+    whole = (checkpoint / file).read_bytes()
+    (checkpoint / file).write_bytes(whole[:-1])
+    assert not is_whole(checkpoint)
+    if file != CONTENTS:
+        (checkpoint / file).unlink()
+        assert not is_whole(checkpoint)
+
+
 def test_checkpoints_of_earlier_versions_have_no_contents_file(checkpoint: Path) -> None:
     (checkpoint / CONTENTS).unlink()
     assert read_full(checkpoint).keys() == tensors().keys()

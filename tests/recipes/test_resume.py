@@ -38,6 +38,15 @@ def test_the_newest_whole_checkpoint_is_found(folder: Path) -> None:
     assert resume.chosen(config(folder)) == str(folder / "checkpoints" / "new.ckpt")
 
 
+def test_a_damaged_newer_one_is_warned_of(folder: Path) -> None:
+    with pytest.warns(UserWarning, match=r"Not whole, so it goes on from .*/new\.ckpt: .*/half\.ckpt.*/part\.ckpt\.$"):
+        resume.chosen(config(folder))
+    (folder / "checkpoints" / "new.ckpt").unlink()
+    (folder / "checkpoints" / "old.ckpt").unlink()
+    with pytest.warns(UserWarning, match="goes on afresh: "):
+        assert resume.chosen(config(folder)) is None
+
+
 def test_without_one_it_starts_with_ckpt_path(tmp_path: Path) -> None:
     assert resume.chosen(config(tmp_path)) is None
     assert resume.chosen(config(tmp_path, ckpt_path="first.ckpt")) == "first.ckpt"
@@ -53,8 +62,8 @@ def test_one_that_was_about_to_be_replaced_is_found_under_its_own_name(tmp_path:
     """Between the two renames of a replacement, there is nothing at its place."""
     old = tmp_path / "checkpoints" / "last.ckpt.old"
     old.mkdir(parents=True)
-    for name in (".metadata", "trainer.pt"):
-        (old / name).touch()
+    (old / ".metadata").touch()
+    torch.save({}, old / "trainer.pt")
     assert resume.chosen(config(tmp_path)) == str(tmp_path / "checkpoints" / "last.ckpt")
     torch.save({"state_dict": {}}, tmp_path / "checkpoints" / "newer.ckpt")
     os.utime(old, (1000, 1000))
