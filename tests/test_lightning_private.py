@@ -15,6 +15,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torchmetrics
 from lightning.fabric.plugins.io import torch_io
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.core import saving
@@ -382,6 +383,47 @@ def test_finish_epoch_steps_plateau_schedulers_of_that_epoch(tmp_path: Path) -> 
     loader = torch.utils.data.DataLoader(torch.ones(2, 1))
     trainer(Finishes(), max_steps=-1, max_epochs=2).fit(Plateau(), loader)
     assert metrics == [7.0, 7.0]  # the one of this function, and Lightning's; none in the first epoch
+
+
+@pytest.mark.parametrize("batches_left", [0, 1])
+def test_epoch_sums_go_into_the_rest_of_the_epoch(batches_left: int) -> None:
+    """Otherwise the metrics of a resumed epoch cover its rest only. ContinuedSums leaves nothing of it behind."""
+    sums: dict[str, Any] = {}
+
+    class Logs(Net):
+        def __init__(self, values: list[float]) -> None:
+            super().__init__()
+            self.values, self.mean = values, torchmetrics.MeanMetric()
+
+        def training_step(self, batch: torch.Tensor) -> Any:
+            if len(self.values) > 0:
+                value = torch.tensor(self.values.pop())
+                self.log("it", value, on_step=True, on_epoch=True, batch_size=1)
+                self.log("least", value, on_epoch=True, on_step=False, reduce_fx="min", batch_size=1)
+                self.mean.update(value)
+                self.log("object", self.mean, on_epoch=True, on_step=False)
+            return super().training_step(batch, 0)
+
+    class Takes(Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            sums.update(lightning_private.epoch_sums(trainer))
+
+    class Continues(Callback):
+        def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+            self.sums = lightning_private.ContinuedSums(trainer, sums)
+
+        def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            self.sums.end(logs=True)
+
+    loader = torch.utils.data.DataLoader(torch.ones(2, 1))
+    trainer(Takes()).fit(Logs([1.0, 3.0]), loader)
+    assert {name.partition(".")[2] for name in sums} == {"it", "least", "object"}
+    made = trainer(Continues())
+    made.fit(Logs([5.0] * batches_left), loader)
+    metrics = {name: made.callback_metrics[name].item() for name in ("it_epoch", "least", "object")}
+    mean = 3.0 if batches_left else 2.0
+    assert metrics == {"it_epoch": mean, "least": 1.0, "object": mean}
+    assert "log" not in vars(made.fit_loop.epoch_loop._results)
 
 
 def test_restart_nothing_leaves_the_validation_of_the_last_batch_alone(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ Lightning leaves out of checkpoints::
     moments            A run is saved inside a batch, at its end, at the end of a validation, between two batches, or at
                        the end of an epoch (:class:`_Moment`). Lightning guesses from its counters, and leaves out what
                        would have followed: a validation that was due, steps of plateau schedulers.
-    metrics            What was logged before, which those schedulers, callbacks, and the end of the run read.
+    metrics            What was logged before, which those schedulers, callbacks, and the end of the run read; sums
+                       over the epoch that ``self.log(on_epoch=True)`` has begun, a replica's own.
 
     generators         A directory checkpoint has those of each rank. Under Lightning's own strategies rank 0 writes the
                        file, so it gathers them. They are put back when the checkpoint is read; in the middle of an
@@ -33,9 +34,12 @@ from typing_extensions import override
 from lightning_parallel.checkpoint.plain import OPTIMIZER_NAMES, RANDOM_STATES
 from lightning_parallel.checkpoint.random_state import RANDOM_STATE, random_state, restore_random_state
 from lightning_parallel.collectives import gather_objects_on_first
+from lightning_parallel.layout import Layout
 from lightning_parallel.lightning_private import (
+    ContinuedSums,
     before_first_batch,
     ends_update,
+    epoch_sums,
     finish_batch,
     finish_epoch,
     in_mid_epoch,
@@ -60,6 +64,10 @@ class _Moment(StrEnum):
     BETWEEN = "between two batches"  # trains the next one
     EPOCH = "at the end of an epoch"  # its plateau schedulers
     OVER = "between two epochs"
+
+    @property
+    def is_in_epoch(self) -> bool:
+        return self not in (_Moment.EPOCH, _Moment.OVER)
 
     @classmethod
     def of(cls, trainer: pl.Trainer, has_validated: bool) -> _Moment:
@@ -94,6 +102,8 @@ class ExactResume(Callback):
         self._state: Mapping[str, Any] = {}
         self._moment: _Moment | None = None  # of the checkpoint
         self._metrics: dict[str, Tensor] = {}
+        self._sums: dict[str, dict[str, Any]] = {}
+        self._continued: ContinuedSums | None = None
         self._has_validated = False
 
     @override
@@ -118,10 +128,15 @@ class ExactResume(Callback):
         if _loaders(checkpoint).get(_KEY):
             _loaders(checkpoint)[_KEY] = _states(trainer, _loaders(checkpoint)[_KEY])
         replicas, replica = _replica(trainer)
+        sums = epoch_sums(trainer) if moment.is_in_epoch and not _is_in_step(trainer) else {}
+        ranks = _gathered((replica, _loaders(checkpoint).get(_KEY), sums), trainer)  # empty on all ranks but the first
+        of_sums: dict[int, dict[str, Any]] = {}
+        for number, _, own in ranks:
+            of_sums.setdefault(number, {}).update(own)  # of a replica's stages, the last one logs
+        checkpoint[_RESUMED]["sums"] = [of_sums[number] for number in sorted(of_sums)]
         if replicas > 1:
-            states = _gathered((replica, _loaders(checkpoint).get(_KEY)), trainer)
-            of_first_ranks = dict(reversed(states))  # by replica; empty on all ranks but the first
-            checkpoint[_OF_LOADERS] = [of_first_ranks[i] for i in sorted(of_first_ranks)]
+            of_first_ranks = {number: state for number, state, _ in reversed(ranks)}
+            checkpoint[_OF_LOADERS] = [of_first_ranks[number] for number in sorted(of_first_ranks)]
 
     @override
     def on_load_checkpoint(
@@ -138,6 +153,7 @@ class ExactResume(Callback):
             saved = checkpoint.get(_RESUMED)
             self._moment = _Moment(saved["moment"]) if saved else None
             self._metrics = saved["metrics"] if saved else {}
+            self._sums = saved["sums"][replica] if saved and len(saved["sums"]) == replicas else {}
             self._take_counters(trainer, checkpoint["loops"]["fit_loop"])
 
     def _take_counters(self, trainer: pl.Trainer, counters: dict[str, Any]) -> None:
@@ -155,6 +171,8 @@ class ExactResume(Callback):
             before_first_batch(trainer, partial(restore_random_state, self._state))
         self._state = {}
         restore_metrics(trainer, self._metrics)
+        self._continued = ContinuedSums(trainer, self._sums) if self._sums else None
+        self._sums = {}
         match self._moment:
             case _Moment.TRAINED | _Moment.VALIDATED:
                 validated = self._moment is _Moment.VALIDATED
@@ -167,6 +185,19 @@ class ExactResume(Callback):
         self._moment = None
 
     @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end_sums(logs=_logs(trainer))
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._end_sums(logs=False)
+
+    def _end_sums(self, *, logs: bool) -> None:
+        if self._continued is not None:
+            self._continued.end(logs=logs)
+        self._continued = None
+
+    @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._moment is not None:  # nothing was left to do
             restore_metrics(trainer, self._metrics)
@@ -177,11 +208,17 @@ class ExactResume(Callback):
         return {"of": "generators"}  # only callbacks with a state are asked to load it
 
 
+def _is_in_step(trainer: pl.Trainer) -> bool:
+    """The batch, which will be trained once more, may have logged already."""
+    batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return bool(batch.processed < batch.started)
+
+
 def _warn_of_gradients(trainer: pl.Trainer, moment: _Moment) -> None:
     """Those that are accumulated aren't saved."""
     begun = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches  # batches of an update, before the last one
     lacks = begun > 0 if moment is _Moment.INSIDE else not ends_update(trainer)
-    if lacks and moment not in (_Moment.EPOCH, _Moment.OVER):
+    if lacks and moment.is_in_epoch:
         rank_zero_warn(
             "Saved in the middle of an update. Its gradients are in no checkpoint: a run resumed from this one differs "
             "in it. Save and validate after numbers of batches that are multiples of "
@@ -225,6 +262,12 @@ def _replica(trainer: pl.Trainer) -> tuple[int, int]:
     """How many replicas there are, and which one this rank belongs to."""
     sampler = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
     return sampler["num_replicas"], sampler["rank"]
+
+
+def _logs(trainer: pl.Trainer) -> bool:
+    """Does this rank log what a step logs?"""
+    layout = getattr(trainer.strategy, "layout", None)
+    return layout.is_last_stage if isinstance(layout, Layout) else True
 
 
 def _gathered(mine: Any, trainer: pl.Trainer) -> list[Any]:

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 import lightning_parallel as lp
 from lightning_parallel.lightning_private import ends_update
@@ -44,6 +45,7 @@ class Scheduled(L.LightningModule):
         super().__init__()
         torch.manual_seed(1)
         self.first, self.last = nn.Linear(1, 4), nn.Linear(4, 1)
+        self.mean = MeanMetric()
         self.interval = interval
         self.events: list[Event] = []
 
@@ -52,7 +54,10 @@ class Scheduled(L.LightningModule):
 
     def training_step(self, batch: Tensor) -> Tensor:
         loss = self.loss(batch)
-        self.log("train", loss)
+        self.log("train", loss, on_epoch=True)
+        self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        self.mean.update(loss.detach())
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
         return loss
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
@@ -70,7 +75,8 @@ class Scheduled(L.LightningModule):
         self.note("epoch")
 
     def on_train_epoch_end(self) -> None:
-        self.note("epoch's end", self.current_epoch)
+        epoch = {name: self.trainer.callback_metrics[name].item() for name in ("train_epoch", "largest", "mean")}
+        self.note("epoch's end", self.current_epoch, epoch)
 
     def note(self, *what: Any) -> None:
         self.events.append((*what, self.trainer.global_step))
@@ -135,17 +141,19 @@ def test_a_checkpoint_without_the_gradients_of_its_update_is_warned_of(tmp_path:
         run(None, tmp_path, "on_validation_end", OPTIONS["accumulated"])
 
 
-def staged(folder: Path, hook: str, resumed: int | None) -> Any:
-    strategy = lp.PipelineStrategy(layers=["first", "last"], microbatches=2)
+def parallel(layers: list[str] | None, folder: Path, hook: str, resumed: int | None) -> Any:
+    strategy = lp.PipelineStrategy(layers=layers, microbatches=1)
     path = None if resumed is None else folder / f"{resumed}.ckpt"
-    return run(path, folder if path is None else None, hook, {"val_check_interval": 3, "devices": 2}, strategy)
+    return run(path, folder if path is None else None, hook, {"val_check_interval": 2, "devices": 2}, strategy)
 
 
+@pytest.mark.parametrize("layers", [["first", "last"], None], ids=["stages", "replicas"])
 @pytest.mark.parametrize("hook", ["on_train_batch_end", *thorough("on_validation_end", "on_train_epoch_end")])
-def test_stages_do_what_is_left(pool: WorkerPool, tmp_path: Path, hook: str) -> None:
-    whole, *end = pool.run(staged, 2, tmp_path, hook, None, init=False)[0]
-    for number in (2, 5):
-        if (SAVED, number) in whole:
-            rest = [event for event in whole[whole.index((SAVED, number)) :] if SAVED not in event[0]]
-            found, *found_end = pool.run(staged, 2, tmp_path, hook, number, init=False)[0]
-            assert (found, found_end) == (rest, end)
+def test_ranks_do_what_is_left(pool: WorkerPool, tmp_path: Path, hook: str, layers: list[str] | None) -> None:
+    whole = pool.run(parallel, 2, layers, tmp_path, hook, None, init=False)
+    for number in (1, 4):
+        if (SAVED, number) in whole[0][0]:
+            found = pool.run(parallel, 2, layers, tmp_path, hook, number, init=False)
+            for (events, *end), (found_events, *found_end) in zip(whole, found, strict=True):
+                rest = [event for event in events[events.index((SAVED, number)) :] if SAVED not in event[0]]
+                assert (found_events, found_end) == (rest, end)
