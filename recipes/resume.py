@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ def chosen(config: Config) -> str | None:
         return config["ckpt_path"]  # type: ignore[no-any-return]
     found = newest(config)
     chosen = found or (config["ckpt_path"] if config["ckpt_path"] != LAST else None)
-    damaged = damaged_since(list(_folders(config)), Path(found) if found else None)
+    damaged = damaged_since(_folders(config), Path(found) if found else None)
     if damaged:
         goes_on = f"from {chosen}" if chosen else "afresh"
         rank_zero_warn(f"Not whole, so it goes on {goes_on}: {', '.join(map(str, damaged))}.")
@@ -41,7 +41,7 @@ def check(path: str | None) -> None:
 
 def newest(config: Config) -> str | None:
     """The newest whole checkpoint that the run's callbacks have saved in its folder; None for none."""
-    found = newest_in(list(_folders(config)))
+    found = newest_in(_folders(config))
     return None if found is None else str(found)
 
 
@@ -51,8 +51,18 @@ def another(path: Path) -> str:
     return "copy it again" if found is None else f"copy it again, or use {found}, the newest whole one beside it"
 
 
-def _folders(config: Config) -> Iterator[Path]:
-    for node in config["callbacks"].values():
-        if node is None or node.get("save_weights_only"):
-            continue
-        yield Path(node.get("dirpath") or Path(config["paths"]["output_dir"]) / "checkpoints")
+def _folders(config: Config) -> set[Path]:
+    """Where callbacks save, those left out in which only weights are saved."""
+    default = Path(config["paths"]["output_dir"]) / "checkpoints"
+    nodes = [node for node in config["callbacks"].values() if isinstance(node, Mapping)]
+    saves = [node for node in nodes if is_model_checkpoint(node)]
+    whole, weights = (
+        {Path(node.get("dirpath") or default) for node in saves if bool(node.get("save_weights_only")) is only}
+        for only in (False, True)
+    )
+    return ({Path(node.get("dirpath") or default) for node in nodes} - weights) | whole
+
+
+def is_model_checkpoint(node: object) -> bool:
+    """Is a callback's config that of a ModelCheckpoint, as far as its name tells?"""
+    return isinstance(node, Mapping) and str(node.get("_target_")).endswith("ModelCheckpoint")

@@ -240,8 +240,7 @@ def _finds_checkpoints(config: Config) -> Iterator[Problem]:
     if config["resume"] is None and config["ckpt_path"] != resume.LAST:
         return
     for key, node in config["callbacks"].items():
-        saves = isinstance(node, Mapping) and str(node.get("_target_")).endswith("ModelCheckpoint")
-        if saves and node.get("dirpath") is None:
+        if resume.is_model_checkpoint(node) and node.get("dirpath") is None:
             fix = "set it, for example to ${paths.output_dir}/checkpoints"
             yield Problem(f"callbacks.{key}.dirpath", None, "where it saves depends on the logger", fix)
 

@@ -25,6 +25,7 @@ from recipes import build, record, resume
 from recipes.launchers.launcher import REQUEUE
 from recipes.logs import ContinuedLogs
 from recipes.schema import world_size
+from recipes.worker import LAUNCHED
 
 
 class RecordLayout(Callback):
@@ -94,7 +95,7 @@ def main(config_file: str) -> None:
     folder = Path(config["paths"]["output_dir"])
     rank = int(os.environ.get("RANK", "0"))
     first = rank == 0
-    if first and not (folder / record.RUN).exists():  # started by torchrun
+    if first and LAUNCHED not in os.environ:  # started by torchrun
         folder.mkdir(parents=True, exist_ok=True)
         record.start(folder, config, choices={})
     try:

@@ -42,7 +42,7 @@ def convert(source: PathLike, target: PathLike, *, save_weights_only: bool = Fal
     """
     source, target = Path(source), Path(target)
     weights = save_weights_only or safetensors_file.SUFFIX in (source.suffix, target.suffix)
-    plain = {"state_dict": read_full(source)} if weights else read_plain(source, weights_only)
+    plain = {"state_dict": read_full(source, weights_only)} if weights else read_plain(source, weights_only)
     tensors, aliases, extra_state = _each_once(plain["state_dict"])
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.suffix == safetensors_file.SUFFIX:

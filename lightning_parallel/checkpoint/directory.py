@@ -1,7 +1,7 @@
 """Directories, and files, that are replaced as a whole: a crash at any moment leaves the old one or the new one.
 
 The new one is written at :func:`beside` its place, and :func:`replace` moves it there. In between, the old one is at
-``<path>.old``, where :func:`find` looks too.
+``<path>.replaced``, where :func:`find` looks too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 METADATA = ".metadata"
 TRAINER = "trainer.pt"
+REPLACED = ".replaced"
 FILES = (METADATA, TRAINER)  # a checkpoint that has both is whole: they are written last
 
 
@@ -37,14 +38,22 @@ def begin(path: Path, new: Path) -> None:
 
 
 def replace(new: Path, path: Path) -> None:
-    """Move a directory to its place so that it survives a crash. Its files have been synchronised to disk."""
+    """Move a directory or a file to its place so that it survives a crash. Its content is on the disk already."""
     sync(new)
-    if os.path.lexists(path):
-        delete(_old(path))
-        os.rename(path, _old(path))
-    os.rename(new, path)
+    if path.is_dir() or new.is_dir():
+        _move_away(path)
+    os.replace(new, path)  # of a file by a file: at once
     sync(path.parent)
     delete(_old(path))
+
+
+def _move_away(path: Path) -> None:
+    """What is there, if there is anything, goes to where :func:`find` looks."""
+    if find(path) == _old(path):  # a crash has left it alone: at ``path`` is nothing, or a name that was taken
+        delete(path)
+    elif os.path.lexists(path):
+        delete(_old(path))
+        os.rename(path, _old(path))
 
 
 @contextmanager
@@ -108,7 +117,7 @@ def sync(path: Path) -> None:
 
 
 def _old(path: Path) -> Path:
-    return path.with_name(f"{path.name}.old")
+    return path.with_name(path.name + REPLACED)
 
 
 def _delete_unfinished(path: Path) -> None:

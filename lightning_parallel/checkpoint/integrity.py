@@ -37,7 +37,8 @@ def is_whole(path: Path) -> bool:
     contents, wrong = _looked_at(place)
     files = ((place / name, size) for name, size in contents["bytes"].items())
     long_enough = all(file.is_file() and file.stat().st_size >= size for file, size in files)
-    return wrong is None and long_enough and zipfile.is_zipfile(place / TRAINER)  # this one is written later
+    # trainer.pt is written after contents.json, which hasn't its size.
+    return wrong is None and long_enough and zipfile.is_zipfile(place / TRAINER)
 
 
 def newest_in(folders: Collection[Path], but: Path | None = None) -> Path | None:
@@ -54,8 +55,10 @@ def damaged_since(folders: Collection[Path], path: Path | None) -> list[Path]:
 
 def _found_in(folders: Collection[Path]) -> set[Path]:
     found = {path for folder in folders for path in folder.glob("*.ckpt")}
-    # A crash while a directory was replaced may have left the old one alone. It opens under its own name.
-    return found | {old.with_suffix("") for folder in folders for old in folder.glob("*.ckpt.old")}
+    # A crash while one was replaced may have left the old one alone. A directory opens under its own name.
+    replaced = {old for folder in folders for old in folder.glob(f"*.ckpt{directory.REPLACED}")}
+    files = {old for old in replaced if old.is_file() and not old.with_suffix("").exists()}
+    return found | files | {old.with_suffix("") for old in replaced if directory.find(old.with_suffix("")) == old}
 
 
 def _saved_at(path: Path) -> int:

@@ -79,7 +79,7 @@ def read_plain(path: PathLike, weights_only: bool = True) -> dict[str, Any]:
     return plain
 
 
-def read_full(path: PathLike) -> dict[str, Tensor]:
+def read_full(path: PathLike, weights_only: bool = True) -> dict[str, Tensor]:
     """The whole model's state dict, on the CPU, in one process, without a model or a process group.
 
     Args:
@@ -95,7 +95,7 @@ def read_full(path: PathLike) -> dict[str, Tensor]:
     if os.fspath(path).endswith(safetensors_file.SUFFIX):
         return safetensors_file.read(Path(path))
     if Path(path).is_file():
-        content = read_file(Path(path), Path(path), weights_only=True)
+        content = read_file(Path(path), Path(path), weights_only)
         return dict(content.get("state_dict", content))
     reader, found, contents = open_directory(Path(path))
     tensors = {key: empty(found, key) for key in found if key.startswith(MODEL)}
@@ -103,7 +103,7 @@ def read_full(path: PathLike) -> dict[str, Tensor]:
     read_tensors(reader, tensors)
     state_dict = _state_dict(tensors, contents["aliases"])
     if contents["extra_state"]:
-        state_dict |= read_trainer(Path(reader.path), weights_only=True)["extra_state"]
+        state_dict |= read_trainer(Path(reader.path), weights_only)["extra_state"]
     return state_dict
 
 

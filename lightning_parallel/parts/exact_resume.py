@@ -201,7 +201,7 @@ class ExactResume(Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._moment is not None:  # nothing was left to do
             restore_metrics(trainer, self._metrics)
-        self._moment = None
+        self._moment, self._metrics = None, {}
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -89,6 +89,16 @@ def test_a_file_of_lightning_s_alone_gives_weights_or_names(tmp_path: Path) -> N
             assert largest_difference(read_full(tmp_path / "d"), model.state_dict()) == 0
 
 
+def test_a_file_with_other_objects_gives_its_weights_to_those_who_trust_it(tmp_path: Path) -> None:
+    weights = {"a": torch.ones(2)}
+    torch.save({"state_dict": weights, "hyper_parameters": {"path": Path("here")}}, tmp_path / "it.ckpt")
+    target = tmp_path / "weights.safetensors"
+    with pytest.raises(ValueError, match="weights_only=False"):
+        convert(tmp_path / "it.ckpt", target)
+    convert(tmp_path / "it.ckpt", target, weights_only=False)
+    assert largest_difference(read_full(target), weights) == 0
+
+
 def test_a_damaged_source_leaves_the_target_alone(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "plain.ckpt").write_text("before")
     (tmp_path / "cut.safetensors").write_text("cut")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -28,7 +30,7 @@ def content(path: Path) -> str | None:
     return None if found is None else (found / directory.TRAINER).read_text()
 
 
-@pytest.mark.parametrize("name", ["rename", "fsync"])
+@pytest.mark.parametrize("name", ["rename", "replace", "fsync"])
 @pytest.mark.parametrize("moment", range(4))
 def test_a_crash_at_any_moment_leaves_one_whole_directory(tmp_path: Path, name: str, moment: int) -> None:
     path = tmp_path / "it[1]"
@@ -52,6 +54,45 @@ def test_a_crash_at_any_moment_leaves_one_whole_directory(tmp_path: Path, name: 
     assert content(path) in ({"old", "new"} if crashed else {"new"})
     put(path, "next")
     assert content(path) == "next" and os.listdir(tmp_path) == ["it[1]"]
+
+
+def put_file(path: Path, content: str) -> None:
+    with directory.replacing(path) as new:
+        new.write_text(content)
+
+
+def crash_in(name: str, action: Callable[[], None]) -> None:
+    with mock.patch(name, side_effect=Crash), pytest.raises(Crash):
+        action()
+
+
+@pytest.mark.parametrize("name", ["os.replace", "shutil.rmtree"])
+def test_the_old_one_that_a_crash_has_left_alone_stays_until_a_new_one_is_there(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "it"
+    put(path, "old")
+    crash_in("os.replace", lambda: put(path, "new"))
+    path.mkdir()  # a save in the background takes the name
+    assert content(path) == "old"
+    with contextlib.suppress(Crash):
+        crash_in(name, lambda: put(path, "newer"))
+    assert content(path) in ("old", "newer")
+
+
+def test_a_file_is_replaced_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "it"
+    put_file(path, "old")
+    crash_in("os.replace", lambda: put_file(path, "new"))
+    assert path.read_text() == "old"
+    put_file(path, "new")
+    assert path.read_text() == "new" and os.listdir(tmp_path) == ["it"]
+
+
+def test_a_copy_that_the_user_calls_old_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "it.old").write_text("mine")
+    put(tmp_path / "it", "one")
+    put(tmp_path / "it", "other")
+    directory.remove(tmp_path / "it")
+    assert os.listdir(tmp_path) == ["it.old"]
 
 
 def test_a_crash_while_the_old_one_is_deleted_shows_the_new_one(tmp_path: Path) -> None:

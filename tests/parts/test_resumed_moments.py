@@ -141,6 +141,20 @@ def test_a_checkpoint_without_the_gradients_of_its_update_is_warned_of(tmp_path:
         run(None, tmp_path, "on_validation_end", OPTIONS["accumulated"])
 
 
+def test_a_second_fit_has_nothing_of_the_run_that_the_first_one_resumed(tmp_path: Path) -> None:
+    run(None, tmp_path, "on_validation_end", {"max_epochs": 1})
+    module, callback = Scheduled("epoch"), lp.ExactResume()
+    trainer = L.Trainer(
+        accelerator="cpu", callbacks=[callback], max_epochs=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(module, ckpt_path=tmp_path / "0.ckpt")
+    assert "val" in trainer.callback_metrics
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module)
+    assert "val" not in trainer.callback_metrics
+
+
 def parallel(layers: list[str] | None, folder: Path, hook: str, resumed: int | None) -> Any:
     strategy = lp.PipelineStrategy(layers=layers, microbatches=1)
     path = None if resumed is None else folder / f"{resumed}.ckpt"

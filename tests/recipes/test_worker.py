@@ -111,6 +111,15 @@ def test_under_torchrun_a_run_is_recorded_from_its_start_to_its_end(pool: Worker
     assert {"train_loss", "val_loss", "test_loss"} <= run["metrics"].keys()
 
 
+def test_under_torchrun_a_second_start_is_recorded_anew(pool: WorkerPool, config_file: Path) -> None:
+    folder = config_file.parent / "run"
+    folder.mkdir()
+    (folder / record.RUN).write_text(json.dumps({"status": "preempted", "started": "before", "config": "other"}))
+    pool.run(work.main, 1, str(config_file), init=False)
+    run = recorded(config_file)
+    assert run["status"] == "completed" and run["started"] != "before" and run["config"] != "other"
+
+
 def end_with(error: BaseException, config_file: str) -> None:
     def run(config: Any) -> None:
         raise error

@@ -21,20 +21,20 @@ from tests.torture.runner import Runner, TortureError
 
 def main() -> int:
     options = _parse()
-    runner = Runner(options.folder.absolute(), options.keep, partial(Process, Zygote()))
     chosen = [case for case in cases(options.only) if not options.sample or case.name in SAMPLE]
     if options.list:
         print("\n".join(case.name for case in chosen))
         return 0
+    runner = Runner(options.folder.absolute(), options.keep, partial(Process, Zygote()))
     for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell has them ignored: the case's processes go too
         signal.signal(number, signal.default_int_handler)
     results = Results.read(options.out) if options.resume and options.out.exists() else Results()
-    _run(chosen, results, runner, options)
+    new = _run(chosen, results, runner, options)
     wrong = [name for name, verdict in results.verdicts.items() if not verdict.held]
     print(f"{len(results.verdicts) - len(wrong)} of {len(results.verdicts)} cases held")
     if options.record:
         recorded = Results.read(RECORDED) if RECORDED.exists() else Results()
-        recorded.add(results)
+        recorded.add(new)
         recorded.write(RECORDED)
         page.write(recorded, options.page)
     return 1 if wrong else 0
@@ -60,8 +60,9 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _run(chosen: Sequence[Case], results: Results, runner: Runner, options: argparse.Namespace) -> None:
-    """Run what isn't in the results yet."""
+def _run(chosen: Sequence[Case], results: Results, runner: Runner, options: argparse.Namespace) -> Results:
+    """Run what isn't in the results yet. Returns what has been run."""
+    new = Results()
 
     def run(case: Case) -> Verdict:
         try:
@@ -76,12 +77,13 @@ def _run(chosen: Sequence[Case], results: Results, runner: Runner, options: argp
         try:
             for future in as_completed(running):
                 case, verdict = running[future], future.result()
-                verdicts[case.name] = verdict
+                verdicts[case.name] = new.verdicts[case.name] = verdict
                 results.write(options.out)
                 print("\n    ".join([_line(case, verdict), *verdict.problems]), flush=True)
         finally:
             runner.end()
             pool.shutdown(cancel_futures=True)
+    return new
 
 
 def _line(case: Case, verdict: Verdict) -> str:

@@ -25,7 +25,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 SAVES_EVERY = 2  # steps
-FAULTY_STEP = 4  # the step whose save is disturbed; of the batch after it, training is
+FAULTY_STEP = 4  # the step whose save is disturbed, and after which a batch is
 LAUNCHER = -1  # in the place of a rank
 
 _ARMED, _KIND, _TARGET, _FOLDER = (f"TORTURE_{name}" for name in ("ARMED", "KIND", "TARGET", "FOLDER"))
@@ -188,14 +188,16 @@ def _replace_writers() -> None:
     torch.save = _then(torch.save, Moment.WRITING)
     os.unlink = _then(os.unlink, Moment.PRUNING)
     os.remove = _then(os.remove, Moment.PRUNING)
-    rename = os.rename
+    os.rename, os.replace = _before_its_place(os.rename), _before_its_place(os.replace)
 
-    def rename_to_its_place(source: Any, target: Any, **kwargs: Any) -> None:
+
+def _before_its_place(rename: Callable[..., None]) -> Callable[..., None]:
+    def replaced(source: Any, target: Any, **kwargs: Any) -> None:
         if os.fspath(target).endswith(".ckpt"):
             reach(Moment.RENAME)
         rename(source, target, **kwargs)
 
-    os.rename = rename_to_its_place
+    return replaced
 
 
 def _then(action: Callable[..., Any], moment: Moment) -> Callable[..., Any]:

@@ -43,12 +43,3 @@ LAYOUTS = (
     Layout("async 2", ("strategy=pipeline_async", _EVEN, _WAIT), drains=True),
     Layout("1F1B 2 x data 2", ("strategy=pipeline_1f1b", "strategy.stages=2", _EVEN, _WAIT), ranks=4),
 )
-
-
-def find(name: str) -> Layout:
-    """The layout of a name.
-
-    Raises:
-        KeyError: there is none.
-    """
-    return {layout.name: layout for layout in LAYOUTS}[name]

@@ -13,7 +13,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from lightning_parallel.checkpoint import is_checkpoint, read_full
+from lightning_parallel.checkpoint import read_plain
 from recipes import record, resume
 from recipes.launchers.launcher import REQUEUE
 from tests.torture.cases import Case
@@ -88,12 +88,7 @@ def whole_checkpoint(folder: Path) -> tuple[int, dict[str, Tensor]] | None:
 
 def opened(path: Path) -> tuple[int, dict[str, Tensor]]:
     """The step and the weights of a checkpoint, a directory or a file."""
-    if is_checkpoint(path):
-        weights = read_full(path)
-        place = path if path.exists() else path.with_name(f"{path.name}.old")
-        step = torch.load(place / "trainer.pt", weights_only=False)["trainer"]["global_step"]
-        return int(step), weights
-    content = torch.load(path, weights_only=False)
+    content = read_plain(path, weights_only=False)
     return int(content["global_step"]), content["state_dict"]
 
 

@@ -18,7 +18,6 @@ from recipes import ROOT
 from tests.torture.fault import FAULTY_STEP, SAVES_EVERY
 
 STEPS = 3 * FAULTY_STEP
-OUTPUT = "output.txt"
 
 COMMON = (
     "model=mlp", "~model.name", "+model._target_=tests.torture.model.Probed", "+model.optimizer=${optimizer}",
@@ -71,12 +70,12 @@ class Program:
             return self.process.wait(max(0.0, seconds))
         return None
 
-    def wait_for_processes(self, seconds: float) -> list[psutil.Process]:
-        """Those that are still there by then; none as soon as all have gone."""
+    def left_after(self, seconds: float) -> list[str]:
+        """The processes that are still there by then, described; none as soon as all have gone."""
         deadline = time.monotonic() + seconds
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        return left
+        return [*filter(None, map(_described, left))]
 
 
 def processes(folder: Path) -> list[psutil.Process]:
@@ -111,6 +110,12 @@ def started(
             with suppress(psutil.NoSuchProcess):
                 left.kill()
         process.wait()
+
+
+def _described(process: psutil.Process) -> str | None:
+    with suppress(psutil.Error):  # it may just have ended
+        return f"{' '.join(process.cmdline()[-2:])}, {process.status()}"
+    return None
 
 
 def _belongs(process: psutil.Process, folder: Path) -> bool:

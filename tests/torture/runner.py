@@ -23,7 +23,7 @@ from tests.torture.program import Process, Program, processes, started
 BEFORE = 400.0  # seconds that a run may take to get to the fault, and to its end where nothing happens
 AFTER = 30.0  # seconds from the fault until nothing is left of it, beyond the timeout if that has to run out
 
-_SAVES_TOO = (  # after a step, at whose multiples up to the end the run is saved anyway
+_SAVES_TOO = (  # a second ModelCheckpoint, for layouts whose numbers depend on when they save
     "+callbacks.more={{_target_:lightning.pytorch.callbacks.ModelCheckpoint,every_n_train_steps:{0},"
     "dirpath:${{paths.output_dir}}/more}}"
 )
@@ -72,7 +72,7 @@ class Runner:
         with self._started(folder, case.layout.options) as program:
             code = program.wait(BEFORE)
             verdict.problems += check_resumed(code, folder, reference)
-            verdict.problems += [f"resumed: {each.cmdline()} is left" for each in program.wait_for_processes(5)]
+            verdict.problems += [f"resumed: left: {each}" for each in program.left_after(5)]
         if verdict.held and not self.keep:
             shutil.rmtree(folder.parent)
         verdict.seconds = time.monotonic() - begin
@@ -115,9 +115,9 @@ class Runner:
             code = program.wait(happened + limit - time.time())
             if code is None:
                 verdict.problems.append(f"not ended {limit:.0f} s after the fault")
-            left = program.wait_for_processes(5)
+            left = program.left_after(5)
             verdict.ended_in = time.time() - happened
-            verdict.problems += [f"left: {' '.join(each.cmdline()[-2:])}, {each.status()}" for each in left]
+            verdict.problems += [f"left: {each}" for each in left]
         said = run_file(folder)
         error = said.get("error") or {}
         verdict.said = f"{said.get('status')}" + (f": rank {error['rank']}: {_line(error['message'])}" if error else "")
