@@ -22,7 +22,7 @@ ROWS = (
     {"lightning_private", "torch_private"},
 )
 KNOW_NO_LIGHTNING = ("pipeline", "tensor", "checkpoint", "fully_sharded", "threaded_replicas", "gradients")
-PRIVATE = {PACKAGE / "lightning_private.py", PACKAGE / "torch_private.py"}
+PRIVATE = {*(PACKAGE / "lightning_private").glob("*.py"), PACKAGE / "torch_private.py"}
 OWN = {"self", "cls", "other", "ctx"}  # other: an object of the same class
 
 

@@ -1,4 +1,4 @@
-"""lightning_private.py: each private name does what is expected of it. A failure says what a new version breaks.
+"""lightning_private: each private name does what is expected of it. A failure says what a new version breaks.
 
 What to do then: find what replaces the name, in Lightning's changelog or source, and change that one function.
 """
@@ -54,12 +54,11 @@ def trainer(*callbacks: Callback, **given: Any) -> L.Trainer:
 
 
 def test_every_function_is_used_and_pinned_here() -> None:
-    here, package = Path(__file__), Path(lightning_private.__file__).parent
-    others = [file.read_text() for file in modules(package) if file != Path(lightning_private.__file__)]
-    for name, function in vars(lightning_private).items():
-        if inspect.isfunction(function) and function.__module__ == lightning_private.__name__:
-            assert any(name in text for text in others), f"{name} is not used"
-            assert name in here.read_text().replace("def test_", ""), f"{name} is not pinned"
+    here, private = Path(__file__), Path(lightning_private.__file__).parent
+    others = [file.read_text() for file in modules(private.parent) if file.parent != private]
+    for name in lightning_private.__all__:
+        assert any(name in text for text in others), f"{name} is not used"
+        assert name in here.read_text().replace("def test_", ""), f"{name} is not pinned"
 
 
 # -- launching -----------------------------------------------------------------------------------------------

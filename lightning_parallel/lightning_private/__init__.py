@@ -1,0 +1,81 @@
+"""Every private name of Lightning and torchmetrics that the package uses, with the reason why no public one does.
+
+``tests/test_lightning_private.py`` pins each of them: when a new version of Lightning breaks one, a test there fails
+and says what depends on it. Nothing else in the package imports or reads a private name of Lightning.
+"""
+
+from lightning_parallel.lightning_private.batches import (
+    before_each_batch,
+    before_first_batch,
+    ends_update,
+    finish_batch,
+    finish_epoch,
+    in_mid_epoch,
+    let_the_last_step_finish,
+    restart_nothing,
+    restore_metrics,
+)
+from lightning_parallel.lightning_private.checkpoints import open_directories, save_last
+from lightning_parallel.lightning_private.data import (
+    before_batch_transfer,
+    loader_source,
+    mode_of,
+    samples_predicted,
+)
+from lightning_parallel.lightning_private.epoch_sums import ContinuedSums, epoch_sums
+from lightning_parallel.lightning_private.launching import (
+    callbacks_of,
+    init_process_group,
+    launched_by_make_launcher,
+    layer_sync_of,
+    move_optimizers,
+    say_device,
+    script_launcher,
+    trainer_of,
+)
+from lightning_parallel.lightning_private.metrics import (
+    evaluation_outputs,
+    metrics_of_no_loader,
+    reads_training_metric,
+    set_step_value,
+    step_value,
+    tell_device,
+)
+from lightning_parallel.lightning_private.signals import requeue_by_slurm, say_terminated, take_signals
+
+__all__ = [
+    "ContinuedSums",
+    "before_batch_transfer",
+    "before_each_batch",
+    "before_first_batch",
+    "callbacks_of",
+    "ends_update",
+    "epoch_sums",
+    "evaluation_outputs",
+    "finish_batch",
+    "finish_epoch",
+    "in_mid_epoch",
+    "init_process_group",
+    "launched_by_make_launcher",
+    "layer_sync_of",
+    "let_the_last_step_finish",
+    "loader_source",
+    "metrics_of_no_loader",
+    "mode_of",
+    "move_optimizers",
+    "open_directories",
+    "reads_training_metric",
+    "requeue_by_slurm",
+    "restart_nothing",
+    "restore_metrics",
+    "samples_predicted",
+    "save_last",
+    "say_device",
+    "say_terminated",
+    "script_launcher",
+    "set_step_value",
+    "step_value",
+    "take_signals",
+    "tell_device",
+    "trainer_of",
+]

@@ -1,0 +1,130 @@
+"""Between two batches of a run, and at its beginning when it is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+
+def _replaced(owner: Any, name: str, function: Callable[..., None]) -> Callable[[], None]:
+    """Have a function called in the place of an object's method. Returns what puts back what was there."""
+    before = vars(owner).get(name)  # another function, if there is one already
+    setattr(owner, name, function)
+    return lambda: delattr(owner, name) if before is None else setattr(owner, name, before)
+
+
+def before_each_batch(trainer: pl.Trainer, call: Callable[[], None]) -> Callable[[], None]:
+    """Have ``call()`` called before each training batch, after all that belongs to the one before: its hooks,
+    schedulers and validation. Lightning's own broadcast there is left out, by which rank 0 tells of a SIGTERM.
+
+    Returns:
+        What ends it.
+    """
+    loop = trainer.fit_loop.epoch_loop
+
+    def advance(fetcher: Any) -> None:
+        call()
+        type(loop).advance(loop, fetcher)
+
+    both = _replaced(loop, "advance", advance), _replaced(loop, "_broadcast_sigterm_tensor", lambda: None)
+
+    def put_back() -> None:
+        for each in both:
+            each()
+
+    return put_back
+
+
+def before_first_batch(trainer: pl.Trainer, call: Callable[[], None]) -> None:
+    """Have ``call()`` called once, right before the first batch of the run is loaded."""
+    loop = trainer.fit_loop.epoch_loop
+
+    def once(fetcher: Any) -> None:
+        put_back()
+        loop.on_run_start(fetcher)
+        call()
+
+    put_back = _replaced(loop, "on_run_start", once)
+
+
+def restart_nothing(trainer: pl.Trainer) -> None:
+    """Have the loops take what they have loaded for the state between two batches, or between two epochs. Lightning
+    takes it for that in a validation, or at an epoch's end, and would do once more what comes after it, and leave
+    plateau schedulers out of the epoch."""
+    trainer.fit_loop._restarting = False  # its setter makes it true where the length is given in steps
+    trainer.fit_loop.epoch_loop.restarting = False
+    trainer.fit_loop.epoch_loop.reset_restart_stage()
+
+
+def finish_batch(trainer: pl.Trainer, *, validated: bool) -> None:
+    """The run has been saved when a batch had been trained: do the rest of it before the next one is loaded. That is
+    the validation that is due, schedulers, and counters. Called before the first batch.
+
+    Args:
+        trainer: that has loaded the loops' state.
+        validated: the run has been saved at the end of the validation.
+    """
+    loop = trainer.fit_loop.epoch_loop
+
+    def advance(fetcher: Any) -> None:
+        put_back()
+        restart_nothing(trainer)
+        loop._skip_next_val = validated
+        # No batch is trained. What Lightning does after one finishes the last one.
+
+    put_back = _replaced(loop, "advance", advance)
+
+
+def let_the_last_step_finish(trainer: pl.Trainer) -> None:
+    """A run of so many steps, saved in the last one, is loaded: train nothing, but do not leave before
+    :func:`finish_batch`. Called before the loops run."""
+    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+
+    def run() -> None:
+        put_back()
+        steps = loop.max_steps
+        if loop.global_step != steps:
+            fit.run()
+            return
+
+        def on_run_start(fetcher: Any) -> None:
+            loop.max_steps = steps
+            put_back_start()
+            loop.on_run_start(fetcher)
+
+        loop.max_steps = steps + 1
+        put_back_start = _replaced(loop, "on_run_start", on_run_start)
+        try:
+            fit.run()
+        finally:
+            loop.max_steps = steps
+
+    put_back = _replaced(fit, "run", run)
+
+
+def finish_epoch(trainer: pl.Trainer) -> None:
+    """The run has been saved at the end of an epoch: do what is left of it, the step of plateau schedulers."""
+    loop, epoch = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
+    if loop._num_ready_batches_reached():
+        epoch.completed -= 1  # the epoch counts
+        loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        epoch.completed += 1
+
+
+def restore_metrics(trainer: pl.Trainer, metrics: dict[str, Tensor]) -> None:
+    """Put what was logged before into ``trainer.callback_metrics``, which plateau schedulers and callbacks read."""
+    trainer._logger_connector._callback_metrics.update(metrics)
+
+
+def in_mid_epoch(trainer: pl.Trainer) -> bool:
+    """At the start of training: does it go on in an epoch that an earlier run has begun?"""
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    return epochs.processed < epochs.ready
+
+
+def ends_update(trainer: pl.Trainer) -> bool:
+    """Was the last batch the last one of its update, if several are accumulated?"""
+    return not trainer.fit_loop.epoch_loop._should_accumulate()

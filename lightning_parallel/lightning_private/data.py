@@ -1,0 +1,66 @@
+"""Where a Trainer's batches come from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
+from lightning.pytorch.utilities import CombinedLoader
+
+
+class LoaderSource:
+    """Where the loop that a Trainer is about to run gets its loaders from.
+
+    Args:
+        source: the loop's private attribute ``_data_source``.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def get(self) -> Any:
+        """The loaders, as the user returns or passes them, noting how they were made: Lightning makes them anew with
+        another sampler, for which it needs that."""
+        return _request_dataloader(self._source)
+
+    def hand_over(self, loaders: Any) -> None:
+        """Let Lightning get these the next time that it asks, if the user hasn't passed others by then."""
+        instance = self._source.instance
+
+        def dataloader() -> Any:
+            del self._source.dataloader
+            return loaders if self._source.instance is instance else self._source.dataloader()
+
+        self._source.dataloader = dataloader
+
+
+def loader_source(trainer: pl.Trainer) -> LoaderSource:
+    """Of the loop that the Trainer is about to run."""
+    return LoaderSource(trainer._active_loop._data_source)  # type: ignore[union-attr]
+
+
+def mode_of(loader: CombinedLoader) -> Any:
+    """How a combined loader combines."""
+    return loader._mode
+
+
+def samples_predicted(trainer: pl.Trainer) -> list[tuple[list[int], int | None]]:
+    """For each loader of ``trainer.predict`` the number of samples in each batch that it gave, and its batch size; the
+    size is None if Lightning hasn't divided the samples over the replicas. Its batch sampler notes them."""
+    combined = trainer.predict_loop._combined_loader
+    assert combined is not None
+    found: list[tuple[list[int], int | None]] = []
+    for loader, predictions in zip(combined.flattened, trainer.predict_loop._predictions, strict=True):
+        batches = getattr(loader, "batch_sampler", None)
+        seen = getattr(batches, "seen_batch_indices", [])[: len(predictions)]
+        is_divided = isinstance(getattr(batches, "sampler", None), UnrepeatedDistributedSampler)
+        size = getattr(batches, "batch_size", None) if is_divided and len(seen) == len(predictions) else None
+        found.append(([len(indices) for indices in seen], size))
+    return found
+
+
+def before_batch_transfer(module: pl.LightningModule, batch: Any) -> Any:
+    """The user's hook ``on_before_batch_transfer``, of the module or of its data module."""
+    return module._on_before_batch_transfer(batch, dataloader_idx=0)

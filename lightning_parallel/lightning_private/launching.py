@@ -1,0 +1,75 @@
+"""How a Trainer starts its processes, and what it tells a module and its optimizers of its device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from torch.optim import Optimizer
+
+S = TypeVar("S", bound=type[Strategy])
+
+
+def launched_by_make_launcher(strategy: S) -> S:
+    """Class decorator: where Lightning calls the private hook ``_configure_launcher``, ``make_launcher()`` is called.
+
+    It is the last call while a Trainer is made, so it is also the place to refuse what is known by then. This includes
+    ``sync_batchnorm``: Lightning hands its plugin to strategies that have the private attribute ``_layer_sync``
+    (:func:`layer_sync_of`).
+    """
+
+    def _configure_launcher(self: Any) -> None:
+        self._launcher = self.make_launcher()
+
+    strategy._configure_launcher = _configure_launcher  # type: ignore[method-assign]
+    strategy._layer_sync = None  # type: ignore[attr-defined]
+    return strategy
+
+
+def script_launcher(environment: ClusterEnvironment, processes: int, nodes: int) -> Any:
+    """What starts a script once more for each further process, as Lightning's own strategies do."""
+    return _SubprocessScriptLauncher(environment, processes, nodes)
+
+
+def init_process_group(environment: ClusterEnvironment, backend: str, timeout: timedelta, **options: Any) -> None:
+    """Join the default process group that a cluster environment describes. Lightning's function also sets the
+    environment's rendezvous variables and logs the start."""
+    _init_dist_connection(environment, backend, timeout=timeout, **options)
+
+
+def layer_sync_of(strategy: Strategy) -> Any | None:
+    """The plugin that ``Trainer(sync_batchnorm=True)`` gives to a strategy; None for none."""
+    return getattr(strategy, "_layer_sync", None)
+
+
+# -- the strategy's tools ----------------------------------------------------------------------------------------
+
+
+def move_optimizers(optimizers: Sequence[Optimizer], device: torch.device) -> None:
+    """Move the state of optimizers to a device."""
+    _optimizers_to_device(list(optimizers), device)
+
+
+def say_device(module: pl.LightningModule, device: torch.device) -> None:
+    """Set what ``module.device`` returns. Publicly only ``module.to(device)`` does, which moves the module."""
+    _update_properties(module, device=device)
+
+
+def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
+    """The module's Trainer, or None. ``module.trainer`` raises where there is none."""
+    return module._trainer
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
+    """The list of a Trainer's callbacks, to add to and to remove from. A connector sets it, so it is not typed."""
+    return trainer.callbacks  # type: ignore[attr-defined, no-any-return]

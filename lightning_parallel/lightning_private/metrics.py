@@ -1,0 +1,52 @@
+"""Where Lightning and torchmetrics keep what was logged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import Tensor
+
+
+def reads_training_metric(callback: Callback, global_step: int) -> bool:
+    """Does a checkpoint callback read a training metric after this step? Its triggers are kept privately."""
+    if not isinstance(callback, ModelCheckpoint) or callback.monitor is None:
+        return False
+    every = callback._every_n_train_steps
+    return (every >= 1 and global_step % every == 0) or callback._train_time_interval is not None
+
+
+def evaluation_outputs(trainer: pl.Trainer) -> list[dict[str, Any]]:
+    """What ``trainer.validate()`` is going to return, a dictionary for each data loader: at the end of an epoch it is
+    in the loop that runs."""
+    outputs: list[dict[str, Any]] = trainer._active_loop._logged_outputs  # type: ignore[union-attr]
+    return outputs
+
+
+def metrics_of_no_loader(trainer: pl.Trainer) -> dict[str, Any]:
+    """What was logged at the end of an evaluation for no data loader in particular. Lightning adds it to the outputs
+    only after the hooks that read them here."""
+    if trainer._results is None or trainer.sanity_checking:
+        return {}
+    found: dict[str, Any] = trainer._logger_connector.metrics["log"]
+    return found
+
+
+def step_value(metric: Any) -> Any:
+    """What the last forward of one of torchmetrics' objects returned, which Lightning logs as its value of the step."""
+    return getattr(metric, "_forward_cache", None)
+
+
+def set_step_value(metric: Any, value: Tensor) -> None:
+    """Replace :func:`step_value`."""
+    metric._forward_cache = value
+
+
+def tell_device(module: Any, tell: Callable[[str, torch.device], None], device: torch.device) -> None:
+    """If a module stores the device that ``module.device`` returns, call ``tell(attribute, device)`` to change it. A
+    copy of the module on another device needs this."""
+    if "_device" in vars(module):
+        tell("_device", device)
