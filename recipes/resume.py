@@ -9,7 +9,8 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_parallel.checkpoint import newest_in
-from lightning_parallel.checkpoint.integrity import check_archive, damaged_since
+from lightning_parallel.checkpoint.archive import check_archive
+from lightning_parallel.checkpoint.newest import damaged_since
 
 Config = Mapping[str, Any]
 
@@ -43,12 +44,6 @@ def newest(config: Config) -> str | None:
     """The newest whole checkpoint that the run's callbacks have saved in its folder; None for none."""
     found = newest_in(_folders(config))
     return None if found is None else str(found)
-
-
-def another(path: Path) -> str:
-    """What to do in the place of a checkpoint that is not whole."""
-    found = newest_in([path.parent], but=path)
-    return "copy it again" if found is None else f"copy it again, or use {found}, the newest whole one beside it"
 
 
 def _folders(config: Config) -> set[Path]:

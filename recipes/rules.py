@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_parallel.checkpoint import is_whole
+from lightning_parallel.checkpoint.newest import instead_of
 from lightning_parallel.settings import settings_of
 from lightning_parallel.strategies.fully_sharded import FullyShardedOptions
 from lightning_parallel.strategies.pipeline import PipelineOptions
@@ -231,8 +232,8 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
             fix = "name the folder of the run that is to go on with hydra.run.dir=FOLDER, or use resume=auto"
             yield Problem("ckpt_path", path, f"there is no checkpoint in {folder}", fix)
     else:
-        yield from _is_whole("ckpt_path", path)
-        yield from _is_whole("init_from", weights)
+        yield from _incomplete("ckpt_path", path)
+        yield from _incomplete("init_from", weights)
 
 
 def _finds_checkpoints(config: Config) -> Iterator[Problem]:
@@ -245,13 +246,13 @@ def _finds_checkpoints(config: Config) -> Iterator[Problem]:
             yield Problem(f"callbacks.{key}.dirpath", None, "where it saves depends on the logger", fix)
 
 
-def _is_whole(key: str, path: str | None) -> Iterator[Problem]:
+def _incomplete(key: str, path: str | None) -> Iterator[Problem]:
     if path is None or "://" in path:  # what is elsewhere, the workers will see
         return
     if not Path(path).exists():
         yield Problem(key, path, "no such checkpoint", "give one that exists, or null")
     elif not (is_whole(Path(path)) or (key == "init_from" and path.endswith(".safetensors"))):
-        yield Problem(key, path, "no checkpoint, or only a part of one", resume.another(Path(path)))
+        yield Problem(key, path, "no checkpoint, or only a part of one", instead_of(Path(path)))
 
 
 def _schedule(config: Config) -> Iterator[Problem]:

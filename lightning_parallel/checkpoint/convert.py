@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.checkpoint import directory, format, safetensors_file
+from lightning_parallel.checkpoint.directory import PathLike
 from lightning_parallel.checkpoint.optimizers import OptimizerState
 from lightning_parallel.checkpoint.plain import OPTIMIZER_NAMES, read_full, read_plain
 from lightning_parallel.layout import Layout
-
-PathLike = str | os.PathLike[str]
 
 
 def convert(source: PathLike, target: PathLike, *, save_weights_only: bool = False, weights_only: bool = True) -> None:

@@ -14,10 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+PathLike = str | os.PathLike[str]
+
 METADATA = ".metadata"
 TRAINER = "trainer.pt"
 REPLACED = ".replaced"
-FILES = (METADATA, TRAINER)  # a checkpoint that has both is whole: they are written last
+FILES = (METADATA, TRAINER)  # one that has both is finished: they are written last
 
 
 def beside(path: Path) -> Path:
@@ -84,7 +86,7 @@ def refuse_folder(path: Path) -> None:
 
 
 def find(path: Path) -> Path | None:
-    """The whole directory: ``path``, or where :func:`replace` left the old one; None for neither."""
+    """The finished directory: ``path``, or where :func:`replace` left the old one; None for neither."""
     for place in () if path.is_file() else (path, _old(path)):
         if all((place / name).is_file() for name in FILES):
             return place

@@ -38,9 +38,9 @@ from lightning_parallel.checkpoint.agreement import (
     check_copies,
     digests,
 )
-from lightning_parallel.checkpoint.directory import TRAINER
+from lightning_parallel.checkpoint.contents import CONTENTS, contents_of
+from lightning_parallel.checkpoint.directory import TRAINER, PathLike
 from lightning_parallel.checkpoint.fitting import differences, refuse, unknown
-from lightning_parallel.checkpoint.integrity import CONTENTS, contents_of
 from lightning_parallel.checkpoint.optimizers import OptimizerState, State, divided, parts_of
 from lightning_parallel.checkpoint.places import coordinates, empty_rank_state, key_in, nearest
 from lightning_parallel.checkpoint.reading import (
@@ -61,8 +61,6 @@ from lightning_parallel.collectives import (
     gather_objects_on_first,
     together,
 )
-
-PathLike = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)

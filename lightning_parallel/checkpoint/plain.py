@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_parallel.checkpoint import safetensors_file
+from lightning_parallel.checkpoint.directory import PathLike
 from lightning_parallel.checkpoint.optimizers import parts_of
 from lightning_parallel.checkpoint.places import coordinates, empty_rank_state, key_in, replica_of
 from lightning_parallel.checkpoint.reading import (
@@ -32,8 +33,6 @@ from lightning_parallel.checkpoint.reading import (
     read_tensors,
     read_trainer,
 )
-
-PathLike = str | os.PathLike[str]
 
 RANDOM_STATES = "random_states"
 OPTIMIZER_NAMES = "optimizer_names"

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,14 +20,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.checkpoint import format as format_
+from lightning_parallel.checkpoint.directory import PathLike
 from lightning_parallel.checkpoint.fitting import differences, refuse, unknown
 from lightning_parallel.checkpoint.optimizers import OptimizerState
 from lightning_parallel.checkpoint.random_state import RANDOM_STATE, random_state
 from lightning_parallel.checkpoint.slices import Slices, on_host
 from lightning_parallel.collectives import together
 from lightning_parallel.local_model import LocalModel
-
-PathLike = str | Path
 
 
 class RankCheckpoint:

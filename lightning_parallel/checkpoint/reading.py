@@ -24,8 +24,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from lightning_parallel.checkpoint import directory
 from lightning_parallel.checkpoint.agreement import first_few
+from lightning_parallel.checkpoint.archive import check_archive, damaged
+from lightning_parallel.checkpoint.contents import NOT_WRITTEN, verified
 from lightning_parallel.checkpoint.directory import FILES, METADATA, TRAINER
-from lightning_parallel.checkpoint.integrity import check_archive, damaged, read_contents
 from lightning_parallel.torch_private import METADATA_CLASSES
 
 MODEL = "model/"  # how the keys of parameters and buffers begin
@@ -62,9 +63,9 @@ class Reader(FileSystemReader):
             with open(path, "rb") as file:
                 result = _Unpickler(file).load()
         except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as error:  # pickle's list
-            raise damaged(path.parent, path, "it is not what was written") from error
+            raise damaged(path.parent, path, NOT_WRITTEN) from error
         if not isinstance(result, metadata.Metadata):
-            raise damaged(path.parent, path, "it is not what was written")
+            raise damaged(path.parent, path, NOT_WRITTEN)
         return result
 
     def found(self) -> Found:
@@ -93,7 +94,9 @@ def open_directory(path: Path) -> tuple[Reader, Found, dict[str, Any]]:
         raise damaged(path, path / missing[0], "it is missing")
     if source is None:
         raise ValueError(f"There is no checkpoint at {path}: it would be a directory with {' and '.join(FILES)}.")
-    contents = read_contents(source)  # first: it has a checksum of the metadata
+    contents, wrong = verified(source)  # first: it has a checksum of the metadata
+    if wrong is not None:
+        raise damaged(source, *wrong)
     reader = Reader(source)
     return reader, reader.found(), contents
 

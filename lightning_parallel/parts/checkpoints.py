@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_parallel import checkpoint as format_
-from lightning_parallel.checkpoint.integrity import check_archive
+from lightning_parallel.checkpoint.archive import check_archive
 from lightning_parallel.checkpoint.rank import RankCheckpoint
 from lightning_parallel.collectives import Group, decided_by_first, together
 from lightning_parallel.local_model import LocalModel

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.checkpoint import OptimizerState, is_whole, load, newest_in, read_full, read_plain, save
+from lightning_parallel.checkpoint.archive import check_archive
+from lightning_parallel.checkpoint.contents import CONTENTS
 from lightning_parallel.checkpoint.directory import METADATA, TRAINER
-from lightning_parallel.checkpoint.integrity import CONTENTS, check_archive
 
 FILES = (METADATA, TRAINER, CONTENTS, "__0_0.distcp")
 
@@ -101,7 +102,7 @@ def test_the_newest_whole_checkpoint_beside_it_is_offered(checkpoint: Path) -> N
         os.utime(checkpoint.with_name(name), (1000 - age, 1000 - age))
     (checkpoint.with_name("cut.ckpt") / TRAINER).unlink()
     (checkpoint / "__0_0.distcp").unlink()
-    with pytest.raises(ValueError, match=r"The newest whole checkpoint beside it is .*/new\.ckpt\."):
+    with pytest.raises(ValueError, match=r"Copy it again, or use .*/new\.ckpt, the newest whole checkpoint"):
         load_all(checkpoint)
 
 

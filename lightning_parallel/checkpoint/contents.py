@@ -1,0 +1,63 @@
+"""contents.json: what else a directory holds, and by what its other files are known.
+
+torch's ``.metadata`` has no checksum, so it is here. By the sizes of the others a checkpoint that was cut short is
+known without reading it::
+
+    {"content": {"aliases": {"head.weight": "embedding.weight"}, "extra_state": [], "crc32": {".metadata": 123},
+     "bytes": {".metadata": 2048, "__0_0.distcp": 400000}}, "crc32": 456}
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_parallel.checkpoint.directory import METADATA
+
+CONTENTS = "contents.json"
+DIFFERS = "its bytes differ from those that were written"
+NOT_WRITTEN = "it is not what was written"
+
+
+def contents_of(folder: Path, aliases: Mapping[str, str], extra_state: Iterable[str] = ()) -> bytes:
+    """What contents.json of a checkpoint says.
+
+    Args:
+        folder: in which the tensors have been written.
+        aliases: the further names of tied tensors, with the name that each is saved under.
+        extra_state: the names of what is in trainer.pt of the model.
+    """
+    content = {
+        "aliases": dict(aliases),
+        "extra_state": sorted(extra_state),
+        "crc32": {METADATA: zlib.crc32((folder / METADATA).read_bytes())},
+        "bytes": {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.name != CONTENTS},
+    }
+    return json.dumps({"content": content, "crc32": _crc32_of(content)}).encode()
+
+
+def verified(folder: Path) -> tuple[dict[str, Any], tuple[Path, str] | None]:
+    """The content of contents.json; an empty one's where there is none, as in earlier versions. And which file is
+    damaged, with the reason: this one, or one of which it has a checksum. None if they are what was written."""
+    path = folder / CONTENTS
+    empty: dict[str, Any] = {"aliases": {}, "extra_state": [], "crc32": {}, "bytes": {}}
+    if not path.exists():
+        return empty, None
+    try:
+        parsed = json.loads(path.read_bytes())
+        content, expected = parsed["content"], parsed["crc32"]
+    except (ValueError, KeyError, TypeError):
+        return empty, (path, NOT_WRITTEN)
+    if _crc32_of(content) != expected:
+        return empty, (path, DIFFERS)
+    for name, crc32 in content["crc32"].items():
+        if zlib.crc32((folder / name).read_bytes()) != crc32:
+            return empty, (folder / name, DIFFERS)
+    return empty | content, None
+
+
+def _crc32_of(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())

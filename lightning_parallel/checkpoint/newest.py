@@ -1,0 +1,54 @@
+"""Which checkpoints are whole, found out without reading them, and which of them is the newest."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Collection
+from pathlib import Path
+
+from lightning_parallel.checkpoint import directory
+from lightning_parallel.checkpoint.contents import verified
+from lightning_parallel.checkpoint.directory import TRAINER, PathLike
+
+
+def is_whole(path: PathLike) -> bool:
+    """Is there a checkpoint, not only a part of one? A directory has all files in their length, a file the table of its
+    end. Bytes that have changed are found when they are read."""
+    found = directory.find(Path(path))
+    if found is None:
+        return Path(path).is_file() and zipfile.is_zipfile(path)
+    contents, wrong = verified(found)
+    files = ((found / name, size) for name, size in contents["bytes"].items())
+    long_enough = all(file.is_file() and file.stat().st_size >= size for file, size in files)
+    # trainer.pt is written after contents.json, which hasn't its size.
+    return wrong is None and long_enough and zipfile.is_zipfile(found / TRAINER)
+
+
+def newest_in(folders: Collection[PathLike], but: PathLike | None = None) -> Path | None:
+    """The newest whole checkpoint in some folders, other than ``but``; None for none."""
+    other = (path for path in _found_in(folders) if but is None or path.resolve() != Path(but).resolve())
+    return max(filter(is_whole, other), key=_saved_at, default=None)
+
+
+def instead_of(path: Path) -> str:
+    """What to do in the place of a checkpoint that is not whole."""
+    found = newest_in([path.parent], but=path)
+    return "copy it again" + ("" if found is None else f", or use {found}, the newest whole checkpoint beside it")
+
+
+def damaged_since(folders: Collection[PathLike], path: Path | None) -> list[Path]:
+    """The checkpoints in some folders that are not whole, and newer than ``path``, if that is there."""
+    since = _saved_at(path) if path is not None else 0
+    return sorted(other for other in _found_in(folders) if _saved_at(other) > since and not is_whole(other))
+
+
+def _found_in(folders: Collection[PathLike]) -> set[Path]:
+    found = {path for folder in folders for path in Path(folder).glob("*.ckpt")}
+    # A crash while one was replaced may have left the old one alone. A directory opens under its own name.
+    replaced = {old for folder in folders for old in Path(folder).glob(f"*.ckpt{directory.REPLACED}")}
+    files = {old for old in replaced if old.is_file() and not old.with_suffix("").exists()}
+    return found | files | {old.with_suffix("") for old in replaced if directory.find(old.with_suffix("")) == old}
+
+
+def _saved_at(path: Path) -> int:
+    return (directory.find(path) or path).stat().st_mtime_ns
