@@ -1,0 +1,70 @@
+"""When a run was saved: what it had done of a batch or an epoch, and what it does first when it is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_parallel.lightning_private import ends_update
+
+
+class SavedMoment(StrEnum):
+    """When a run was saved: what it has done of a batch or an epoch, and what it does first when it is resumed."""
+
+    INSIDE = "inside a batch"  # trains it
+    TRAINED = "at the end of a batch"  # validates, if that is due
+    VALIDATED = "at the end of a validation"
+    BETWEEN = "between two batches"  # trains the next one
+    EPOCH = "at the end of an epoch"  # its plateau schedulers
+    OVER = "between two epochs"
+
+    @property
+    def is_in_epoch(self) -> bool:
+        return self not in (SavedMoment.EPOCH, SavedMoment.OVER)
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer, has_validated: bool) -> SavedMoment:
+        """The one at which a run is.
+
+        Args:
+            trainer: of the run.
+            has_validated: its last validation has come to its end.
+        """
+        epoch: Any = trainer.fit_loop.epoch_progress.current
+        batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        if trainer.validating and trainer.state.fn == TrainerFn.FITTING:
+            return cls.VALIDATED if has_validated else cls.TRAINED
+        if epoch.processed == epoch.ready:
+            return cls.OVER if epoch.completed == epoch.ready else cls.EPOCH
+        if batch.processed < batch.ready:
+            return cls.INSIDE
+        return cls.BETWEEN if batch.completed == batch.ready else cls.TRAINED
+
+
+def is_in_step(trainer: pl.Trainer) -> bool:
+    """The batch, which will be trained once more, may have logged already."""
+    batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return bool(batch.processed < batch.started)
+
+
+def warn_of_gradients(trainer: pl.Trainer, moment: SavedMoment) -> None:
+    """Those that are accumulated aren't saved."""
+    begun = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches  # batches of an update, before the last one
+    lacks = begun > 0 if moment is SavedMoment.INSIDE else not ends_update(trainer)
+    if lacks and moment.is_in_epoch:
+        rank_zero_warn(
+            "Saved in the middle of an update. Its gradients are in no checkpoint: a run resumed from this one differs "
+            "in it. Save and validate after numbers of batches that are multiples of "
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches}."
+        )
+
+
+def count_as_completed(progress: Mapping[str, Any]) -> None:
+    """What has been processed has been completed."""
+    for counters in (progress["total"], progress["current"]):
+        counters["completed"] = counters["processed"]
