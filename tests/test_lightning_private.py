@@ -425,6 +425,29 @@ def test_epoch_sums_go_into_the_rest_of_the_epoch(batches_left: int) -> None:
     assert "log" not in vars(made.fit_loop.epoch_loop._results)
 
 
+def test_before_loaders_begin_comes_between_the_module_s_hook_and_the_first_order() -> None:
+    """Otherwise a split that the hook draws is another one in a resumed run."""
+    seen: list[str] = []
+
+    class Loader(torch.utils.data.DataLoader):
+        def __iter__(self) -> Any:
+            seen.append("order")
+            return super().__iter__()
+
+    class Loads(Net):
+        def train_dataloader(self) -> Any:
+            seen.append("hook")
+            return Loader(torch.ones(2, 1))
+
+    class Hooks(Callback):
+        def setup(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+            lightning_private.before_loaders_begin(trainer, lambda: seen.append("call"))
+
+    made = trainer(Hooks())
+    made.fit(Loads())
+    assert seen == ["hook", "call", "order"] and "_load_combined_loader_states" not in vars(made.fit_loop)
+
+
 def test_restart_nothing_leaves_the_validation_of_the_last_batch_alone(tmp_path: Path) -> None:
     """Otherwise plateau schedulers and loggers would step once more in a run that was stopped between two batches.
     ``in_mid_epoch`` and ``ends_update`` tell where it was."""

@@ -7,6 +7,7 @@ and says what depends on it. Nothing else in the package imports or reads a priv
 from lightning_parallel.lightning_private.batches import (
     before_each_batch,
     before_first_batch,
+    before_loaders_begin,
     ends_update,
     finish_batch,
     finish_epoch,
@@ -48,6 +49,7 @@ __all__ = [
     "before_batch_transfer",
     "before_each_batch",
     "before_first_batch",
+    "before_loaders_begin",
     "callbacks_of",
     "ends_update",
     "epoch_sums",

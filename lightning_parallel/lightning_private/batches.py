@@ -50,6 +50,18 @@ def before_first_batch(trainer: pl.Trainer, call: Callable[[], None]) -> None:
     put_back = _replaced(loop, "on_run_start", once)
 
 
+def before_loaders_begin(trainer: pl.Trainer, call: Callable[[], None]) -> None:
+    """Have ``call()`` called once, when the module has made its data loaders, and before they draw an order."""
+    fit = trainer.fit_loop
+
+    def once() -> None:
+        put_back()
+        fit._load_combined_loader_states()
+        call()
+
+    put_back = _replaced(fit, "_load_combined_loader_states", once)
+
+
 def restart_nothing(trainer: pl.Trainer) -> None:
     """Have the loops take what they have loaded for the state between two batches, or between two epochs. Lightning
     takes it for that in a validation, or at an epoch's end, and would do once more what comes after it, and leave
@@ -59,13 +71,14 @@ def restart_nothing(trainer: pl.Trainer) -> None:
     trainer.fit_loop.epoch_loop.reset_restart_stage()
 
 
-def finish_batch(trainer: pl.Trainer, *, validated: bool) -> None:
+def finish_batch(trainer: pl.Trainer, *, validated: bool, should_stop: bool = False) -> None:
     """The run has been saved when a batch had been trained: do the rest of it before the next one is loaded. That is
     the validation that is due, schedulers, and counters. Called before the first batch.
 
     Args:
         trainer: that has loaded the loops' state.
         validated: the run has been saved at the end of the validation.
+        should_stop: it ends after this batch, which the Trainer must not know before.
     """
     loop = trainer.fit_loop.epoch_loop
 
@@ -73,6 +86,7 @@ def finish_batch(trainer: pl.Trainer, *, validated: bool) -> None:
         put_back()
         restart_nothing(trainer)
         loop._skip_next_val = validated
+        trainer.should_stop = should_stop
         # No batch is trained. What Lightning does after one finishes the last one.
 
     put_back = _replaced(loop, "advance", advance)
@@ -106,7 +120,9 @@ def let_the_last_step_finish(trainer: pl.Trainer) -> None:
 
 
 def finish_epoch(trainer: pl.Trainer) -> None:
-    """The run has been saved at the end of an epoch: do what is left of it, the step of plateau schedulers."""
+    """The run has been saved at the end of an epoch: do what is left of it, the step of plateau schedulers. Loaders
+    begin the next one after its first hooks, as they would have; Lightning has let them begin already."""
+    trainer.fit_loop._resuming_from_checkpoint = False
     loop, epoch = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
     if loop._num_ready_batches_reached():
         epoch.completed -= 1  # the epoch counts

@@ -8,9 +8,9 @@ Lightning's checkpoints lack what is on the left; this callback adds it::
     metrics            What was logged, which those schedulers, callbacks, and the end of the run read; the sums over
                        the epoch that ``self.log(on_epoch=True)`` has begun, for each replica.
     generators         A directory checkpoint has those of each rank. Under Lightning's own strategies rank 0 writes the
-                       file, so it gathers them. They are put back when the checkpoint is read; in the middle of an
-                       epoch once more right before the next batch is loaded, after all that draws at the start of a
-                       run, such as loaders.
+                       file, so it gathers them. They are put back when the module has made its loaders, which may
+                       draw, such as a split of the data: it has to be the same one. And once more after all that
+                       draws at the start of a run: before the next batch is loaded, or the next epoch begins.
     states of loaders  Lightning saves those of rank 0. Here rank 0 gathers one for each replica.
     names              Lightning numbers the optimizers' parameters. With their names a file can be made a directory.
 """
@@ -36,6 +36,7 @@ from lightning_parallel.layout import Layout
 from lightning_parallel.lightning_private import (
     ContinuedSums,
     before_first_batch,
+    before_loaders_begin,
     epoch_sums,
     finish_batch,
     finish_epoch,
@@ -44,7 +45,13 @@ from lightning_parallel.lightning_private import (
     restart_nothing,
     restore_metrics,
 )
-from lightning_parallel.parts.saved_moment import SavedMoment, count_as_completed, is_in_step, warn_of_gradients
+from lightning_parallel.parts.saved_moment import (
+    SavedMoment,
+    count_as_completed,
+    count_as_not_begun,
+    is_in_step,
+    warn_of_gradients,
+)
 from lightning_parallel.resumable_loader import ResumableDataLoader
 from lightning_parallel.torch_private import tree_leaves
 
@@ -61,6 +68,7 @@ class _Loaded:
     metrics: dict[str, Tensor] = field(default_factory=dict)
     sums: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     random_state: Mapping[str, Any] = field(default_factory=dict)
+    was_to_stop: bool = False
 
     @classmethod
     def of(cls, checkpoint: Mapping[str, Any], replicas: int, own: int) -> _Loaded:
@@ -70,7 +78,7 @@ class _Loaded:
         if (saved := checkpoint.get(_PROGRESS)) is None:  # without this callback
             return cls(random_state=state)
         sums = saved["sums"][own] if len(saved["sums"]) == replicas else {}
-        return cls(SavedMoment(saved["moment"]), saved["metrics"], sums, state)
+        return cls(SavedMoment(saved["moment"]), saved["metrics"], sums, state, saved["should_stop"])
 
 
 class ExactResume(Callback):
@@ -87,6 +95,7 @@ class ExactResume(Callback):
         self._loaded = _Loaded()
         self._continued: ContinuedSums | None = None
         self._has_validated = False
+        self._next_epoch: Mapping[str, Any] = {}  # generators
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -114,7 +123,9 @@ class ExactResume(Callback):
         if replicas > 1:
             checkpoint[_OF_LOADERS] = loaders_by_replica
         metrics = {name: value.clone() for name, value in trainer.callback_metrics.items()}
-        checkpoint[_PROGRESS] = {"moment": str(moment), "metrics": metrics, "sums": sums_by_replica}
+        checkpoint[_PROGRESS] = {
+            "moment": str(moment), "metrics": metrics, "sums": sums_by_replica, "should_stop": trainer.should_stop
+        }  # fmt: skip
 
     @override
     def on_load_checkpoint(
@@ -126,13 +137,15 @@ class ExactResume(Callback):
             _loaders(checkpoint)[_LIGHTNINGS] = loaders[own]
         if trainer.state.fn == TrainerFn.FITTING:
             self._loaded = loaded = _Loaded.of(checkpoint, replicas, own)
-            restore_random_state(loaded.random_state)
+            before_loaders_begin(trainer, partial(restore_random_state, loaded.random_state))
             # What this callback does when the run begins counts as done: otherwise Lightning leaves it out.
             counters = checkpoint["loops"]["fit_loop"]
             if loaded.moment is SavedMoment.TRAINED:
                 count_as_completed(counters["epoch_loop.batch_progress"])
             elif loaded.moment is SavedMoment.EPOCH:
                 count_as_completed(counters["epoch_progress"])
+            elif loaded.moment is SavedMoment.INSIDE:
+                count_as_not_begun(counters["epoch_loop.batch_progress"])
             if loaded.moment in (SavedMoment.TRAINED, SavedMoment.VALIDATED):
                 let_the_last_step_finish(trainer)
 
@@ -146,13 +159,25 @@ class ExactResume(Callback):
             self._continued = ContinuedSums(trainer, loaded.sums)
         match loaded.moment:
             case SavedMoment.TRAINED | SavedMoment.VALIDATED:
-                validated = loaded.moment is SavedMoment.VALIDATED
-                before_first_batch(trainer, partial(finish_batch, trainer, validated=validated))
-            case SavedMoment.BETWEEN:
+                rest = {"validated": loaded.moment is SavedMoment.VALIDATED, "should_stop": loaded.was_to_stop}
+                before_first_batch(trainer, partial(finish_batch, trainer, **rest))
+            case SavedMoment.INSIDE:
                 before_first_batch(trainer, partial(restart_nothing, trainer))
+            case SavedMoment.BETWEEN:
+                trainer.should_stop = loaded.was_to_stop
+                before_first_batch(trainer, partial(restart_nothing, trainer))
+            case SavedMoment.EPOCH | SavedMoment.OVER if loaded.was_to_stop:
+                trainer.should_stop = True
             case SavedMoment.EPOCH:
                 finish_epoch(trainer)
                 restart_nothing(trainer)
+                self._next_epoch = loaded.random_state
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._next_epoch:
+            restore_random_state(self._next_epoch)
+        self._next_epoch = {}
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

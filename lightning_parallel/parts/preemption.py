@@ -64,8 +64,6 @@ class Preemption(Callback):
         self._put_back: Callable[[], None] | None = None
         self._has_failed = False  # the run ends, with its error: a signal must not take its place
         self._begun_at = 0  # batch
-        self._is_to_stop = False  # said by the checkpoint: something had stopped the run before the signal did
-        self._was_to_stop = False  # the run that is resumed
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -87,8 +85,6 @@ class Preemption(Callback):
         ahead = getattr(trainer.strategy, "batches_ahead", 0)
         self._meeting = _Meeting(trainer.world_size, getattr(trainer.strategy, "timeout", None))
         self._notice = Notice(ahead) if ahead else None
-        trainer.should_stop = trainer.should_stop or self._was_to_stop
-        self._was_to_stop = False
         self._put_back = before_each_batch(trainer, lambda: self._between_batches(trainer))
 
     def _between_batches(self, trainer: pl.Trainer) -> None:
@@ -113,7 +109,6 @@ class Preemption(Callback):
         if trainer.fit_loop.total_batch_idx == self._begun_at:
             rank_zero_info(f"{name} before the first batch: there is nothing to save.")
             return
-        self._is_to_stop = trainer.should_stop
         if requeue_by_slurm(trainer, number):
             return
         for checkpoint in trainer.checkpoint_callbacks:
@@ -141,17 +136,7 @@ class Preemption(Callback):
         if self._put_back is not None:
             self._put_back()
         self._put_back = self._meeting = self._notice = None
-        self._signal, self._is_to_stop = 0, False
-
-    # -- what a checkpoint says of it ----------------------------------------------------------------------------
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"should_stop": self._is_to_stop}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._was_to_stop = state_dict["should_stop"]
+        self._signal = 0
 
 
 class _Meeting:

@@ -68,3 +68,10 @@ def count_as_completed(progress: Mapping[str, Any]) -> None:
     """What has been processed has been completed."""
     for counters in (progress["total"], progress["current"]):
         counters["completed"] = counters["processed"]
+
+
+def count_as_not_begun(progress: dict[str, Any]) -> None:
+    """What has not been completed will be done once more."""
+    for counters in (progress["total"], progress["current"]):
+        counters["ready"] = counters["started"] = counters["processed"] = counters["completed"]
+    progress["is_last_batch"] = False

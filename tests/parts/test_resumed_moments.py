@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, random_split
 from torchmetrics import MeanMetric
 
 import lightning_parallel as lp
@@ -62,7 +63,8 @@ class Scheduled(L.LightningModule):
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
-        self.note("batch", batch_idx, batch.tolist(), self.trainer.optimizers[0].param_groups[0]["lr"], metrics)
+        number, rate = self.trainer.fit_loop.total_batch_idx, self.trainer.optimizers[0].param_groups[0]["lr"]
+        self.note("batch", batch_idx, number, batch.tolist(), rate, metrics)
 
     def validation_step(self, batch: Tensor) -> None:
         self.log("val", self.loss(batch) + torch.rand(()))
@@ -100,7 +102,7 @@ def run(
     """What a run has done, its metrics, and the steps that loggers count."""
     torch.set_default_dtype(torch.float64)
     options = dict(options)
-    module = Scheduled(options.pop("interval", "epoch"))
+    module = options.pop("kind", Scheduled)(options.pop("interval", "epoch"))
     brought = [] if isinstance(strategy, lp.PipelineStrategy) else [lp.Preemption(), lp.ExactResume()]
     torch.manual_seed(5)
     trainer = L.Trainer(
@@ -124,8 +126,11 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
+HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_validation_end", "on_train_epoch_end")
+WITHOUT_GRADIENTS = ("on_train_batch_start", "accumulated")  # of an update that has begun, which aren't saved
+
+
+@pytest.mark.parametrize(("hook", "options"), sorted({*product(HOOKS, OPTIONS)} - {WITHOUT_GRADIENTS}))
 def test_what_is_left_is_done(tmp_path: Path, hook: str, options: str) -> None:
     whole, *end = run(None, tmp_path, hook, OPTIONS[options])
     moments = [event for event in whole if event[0] == SAVED]
@@ -153,6 +158,50 @@ def test_a_second_fit_has_nothing_of_the_run_that_the_first_one_resumed(tmp_path
     trainer.fit_loop.max_epochs = 3
     trainer.fit(module)
     assert "val" not in trainer.callback_metrics
+
+
+class DrawsInHooks(Scheduled):
+    """Its split of the data is drawn with its loader, and numbers at the beginning of the run and of epochs."""
+
+    def train_dataloader(self) -> DataLoader:
+        half, _ = random_split(range(24), [12, 12])  # type: ignore[arg-type]
+        samples = torch.tensor([float(sample) for sample in half])[:, None]
+        return lp.ResumableDataLoader(samples, batch_size=2, shuffle=True)
+
+    def on_train_start(self) -> None:
+        torch.rand(3)
+
+    def on_train_epoch_start(self) -> None:
+        self.note("epoch", torch.rand(()).item())
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
+def test_the_run_may_draw_where_it_likes(tmp_path: Path, hook: str) -> None:
+    options = {"val_check_interval": 4, "kind": DrawsInHooks}
+    whole, *end = run(None, tmp_path, hook, options)
+    for moment in [event for event in whole if event[0] == SAVED]:
+        rest = [event for event in whole[whole.index(moment) :] if SAVED not in event[0]]
+        found, *found_end = run(tmp_path / f"{moment[1]}.ckpt", None, hook, options)
+        assert (found, found_end) == (rest, end), moment
+
+
+class Stops(Scheduled):
+    """In a step, and in a validation."""
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.trainer.should_stop = self.trainer.should_stop or self.trainer.global_step == 7
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
+def test_a_run_that_was_to_stop_stops(tmp_path: Path, hook: str) -> None:
+    options = {"val_check_interval": 4, "kind": Stops}
+    whole, *end = run(None, tmp_path, hook, options)
+    assert [event[-1] for event in whole if event[0] != SAVED][-1] == 8
+    for moment in [event for event in whole if event[0] == SAVED]:
+        rest = [event for event in whole[whole.index(moment) :] if SAVED not in event[0]]
+        found, *found_end = run(tmp_path / f"{moment[1]}.ckpt", None, hook, options)
+        assert (found, found_end) == (rest, end), moment
 
 
 def parallel(layers: list[str] | None, folder: Path, hook: str, resumed: int | None) -> Any:
