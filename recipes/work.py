@@ -95,7 +95,7 @@ def main(config_file: str) -> None:
     folder = Path(config["paths"]["output_dir"])
     rank = int(os.environ.get("RANK", "0"))
     first = rank == 0
-    if first and LAUNCHED not in os.environ:  # started by torchrun
+    if first and (LAUNCHED not in os.environ or not (folder / record.RUN).exists()):  # nobody else has
         folder.mkdir(parents=True, exist_ok=True)
         record.start(folder, config, choices={})
     try:

@@ -298,6 +298,8 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part; :meth:`save_checkpoint` joins the parts. It is the first call of a save, on all ranks."""
+        if self._collectives is not None:
+            self._collectives.meet("A checkpoint")
         self.share_buffers()
         return {**self.local_model.parameters, **self.local_model.buffers()}
 
@@ -310,8 +312,6 @@ class LayoutStrategy(ParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """Write a directory with every rank's part. All ranks call it."""
-        if self._collectives is not None:
-            self._collectives.meet("A checkpoint")
         assert self.lightning_module is not None
         self.checkpoints.save(checkpoint, filepath, self.lightning_module, self.optimizers, storage_options)
 
