@@ -7,7 +7,7 @@
 #     make docs                                # the site of docs/, into site/
 #     make zoo                                 # three hundred small models under every layout, into docs/zoo.md
 #     make zoo ARGS="--only 'gpt2*' --traces"  # some of them; ARGS="--resume" goes on after an interruption
-#     make torture                             # runs that are killed at every moment, into docs/torture.md: hours
+#     make torture                             # runs that are killed at every moment, into docs/torture.md: an hour or two
 #     make torture ARGS="--sample"             # some of them; ARGS="--resume" goes on after an interruption
 
 PYTHON ?= python3

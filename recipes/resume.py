@@ -49,13 +49,14 @@ def newest(config: Config) -> str | None:
 def _folders(config: Config) -> set[Path]:
     """Where callbacks save, those left out in which only weights are saved."""
     default = Path(config["paths"]["output_dir"]) / "checkpoints"
-    nodes = [node for node in config["callbacks"].values() if isinstance(node, Mapping)]
-    saves = [node for node in nodes if is_model_checkpoint(node)]
-    whole, weights = (
-        {Path(node.get("dirpath") or default) for node in saves if bool(node.get("save_weights_only")) is only}
-        for only in (False, True)
-    )
-    return ({Path(node.get("dirpath") or default) for node in nodes} - weights) | whole
+    every, whole, weights = set[Path](), set[Path](), set[Path]()
+    for node in config["callbacks"].values():
+        if isinstance(node, Mapping):
+            folder = Path(node.get("dirpath") or default)
+            every.add(folder)  # a callback with another name may save whole checkpoints too
+            if is_model_checkpoint(node):
+                (weights if node.get("save_weights_only") else whole).add(folder)
+    return every - weights | whole
 
 
 def is_model_checkpoint(node: object) -> bool:

@@ -386,7 +386,8 @@ def test_finish_epoch_steps_plateau_schedulers_of_that_epoch(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("batches_left", [0, 1])
 def test_epoch_sums_go_into_the_rest_of_the_epoch(batches_left: int) -> None:
-    """Otherwise the metrics of a resumed epoch cover its rest only. ContinuedSums leaves nothing of it behind."""
+    """Otherwise the metrics of a resumed epoch cover only the rest of it. At its end ContinuedSums puts back the method
+    that it has replaced."""
     sums: dict[str, Any] = {}
 
     class Logs(Net):

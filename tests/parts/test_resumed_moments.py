@@ -122,6 +122,23 @@ def run(
     return module.events, metrics, trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
+def after(events: list[Event], number: int) -> list[Event]:
+    """What a run has done after a save."""
+    return [event for event in events[events.index((SAVED, number)) :] if SAVED not in event[0]]
+
+
+def equal_from_each_save(folder: Path, hook: str, options: Mapping[str, Any]) -> list[Event]:
+    """Resume a run from each of its saves, and compare all that follows. Returns what the whole run has done."""
+    whole, *end = run(None, folder, hook, options)
+    saved = [event[1] for event in whole if event[0] == SAVED]
+    assert saved
+    for number in saved:
+        found, *found_end = run(folder / f"{number}.ckpt", None, hook, options)
+        rest = after(whole, number)
+        assert (found, found_end) == (rest, end), (number, [event for event in found if event not in rest])
+    return whole
+
+
 OPTIONS = {
     "a validation in mid-epoch": {"val_check_interval": 4},
     "validations in mid-epoch and at its end": {"val_check_interval": 3, "interval": "step"},
@@ -132,25 +149,16 @@ OPTIONS = {
     "so many steps": {"max_epochs": None, "max_steps": 9, "val_check_interval": 3},
     "so many steps, to an epoch's end": {"max_epochs": None, "max_steps": 12, "val_check_interval": 1.0},
 }
-
-
 HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_validation_end", "on_train_epoch_end")
 WITHOUT_GRADIENTS = ("on_train_batch_start", "accumulated")  # of an update that has begun, which aren't saved
-
-
-ROWS = sorted({*product(HOOKS, OPTIONS)} - {WITHOUT_GRADIENTS})
+WITHOUT_SAVES = ("on_validation_end", "no validation")
+ROWS = sorted({*product(HOOKS, OPTIONS)} - {WITHOUT_GRADIENTS, WITHOUT_SAVES})
 USUAL = [row for row in ROWS if row[0] == "on_train_batch_end" or row[1] == "a validation in mid-epoch"]
 
 
 @pytest.mark.parametrize(("hook", "options"), [*USUAL, *thorough(*(row for row in ROWS if row not in USUAL))])
 def test_what_is_left_is_done(tmp_path: Path, hook: str, options: str) -> None:
-    whole, *end = run(None, tmp_path, hook, OPTIONS[options])
-    moments = [event for event in whole if event[0] == SAVED]
-    assert moments or "no validation" in options
-    for moment in moments:
-        rest = [event for event in whole[whole.index(moment) :] if SAVED not in event[0]]
-        found, *found_end = run(tmp_path / f"{moment[1]}.ckpt", None, hook, OPTIONS[options])
-        assert (found, found_end) == (rest, end), (moment, [event for event in found if event not in rest])
+    equal_from_each_save(tmp_path, hook, OPTIONS[options])
 
 
 def test_a_checkpoint_without_the_gradients_of_its_update_is_warned_of(tmp_path: Path) -> None:
@@ -189,16 +197,11 @@ class DrawsInHooks(Scheduled):
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
 def test_the_run_may_draw_where_it_likes(tmp_path: Path, hook: str) -> None:
-    options = {"val_check_interval": 4, "kind": DrawsInHooks}
-    whole, *end = run(None, tmp_path, hook, options)
-    for moment in [event for event in whole if event[0] == SAVED]:
-        rest = [event for event in whole[whole.index(moment) :] if SAVED not in event[0]]
-        found, *found_end = run(tmp_path / f"{moment[1]}.ckpt", None, hook, options)
-        assert (found, found_end) == (rest, end), moment
+    equal_from_each_save(tmp_path, hook, {"val_check_interval": 4, "kind": DrawsInHooks})
 
 
 class Stops(Scheduled):
-    """In a step, and in a validation."""
+    """Something in a step tells the Trainer to stop."""
 
     def training_step(self, batch: Tensor) -> Tensor:
         self.trainer.should_stop = self.trainer.should_stop or self.trainer.global_step == 7
@@ -207,13 +210,8 @@ class Stops(Scheduled):
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
 def test_a_run_that_was_to_stop_stops(tmp_path: Path, hook: str) -> None:
-    options = {"val_check_interval": 4, "kind": Stops}
-    whole, *end = run(None, tmp_path, hook, options)
+    whole = equal_from_each_save(tmp_path, hook, {"val_check_interval": 4, "kind": Stops})
     assert [event[-1] for event in whole if event[0] != SAVED][-1] == 8
-    for moment in [event for event in whole if event[0] == SAVED]:
-        rest = [event for event in whole[whole.index(moment) :] if SAVED not in event[0]]
-        found, *found_end = run(tmp_path / f"{moment[1]}.ckpt", None, hook, options)
-        assert (found, found_end) == (rest, end), moment
 
 
 def parallel(layers: list[str] | None, folder: Path, hook: str, resumed: int | None) -> Any:
@@ -232,5 +230,4 @@ def test_ranks_do_what_is_left(pool: WorkerPool, tmp_path: Path, hook: str, laye
         if (SAVED, number) in whole[0][0]:
             found = pool.run(parallel, 2, layers, tmp_path, hook, number, init=False)
             for (events, *end), (found_events, *found_end) in zip(whole, found, strict=True):
-                rest = [event for event in events[events.index((SAVED, number)) :] if SAVED not in event[0]]
-                assert (found_events, found_end) == (rest, end)
+                assert (found_events, found_end) == (after(events, number), end)

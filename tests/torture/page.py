@@ -99,7 +99,7 @@ _INTRODUCTION = """\
 # The kill matrix
 
 Something happens to each process of a run, at each moment, under {layouts} layouts: {cases} cases. `make torture` runs
-them, which takes some hours, and writes this page; a case runs with the tests.
+them, which takes an hour or two, and writes this page; a case runs with the tests.
 
 - **What runs**: `python -m recipes.train` with `resume=auto`, {steps} steps of a small model with dropout, which
   validates and saves every two steps. Ranks wait {timeout} s for each other, `strategy.timeout={timeout}`.
