@@ -158,13 +158,19 @@ def decided_by_first(group: Group, decide: Callable[[], T]) -> T:
 def together(group: Group, action: Callable[[], T]) -> T:
     """Run ``action`` on every rank. If it fails on one, raise on all, so that none waits for a rank that has left.
 
+    Where ``action`` has collectives of its own, they are :func:`guarded`: a rank whose connection broke tells no one,
+    since others may still wait inside of ``action``. They end when this rank leaves.
+
     Raises:
+        PeerLostError: a rank has stopped.
         ValueError: on the other ranks, if the one that failed raised a ValueError.
         RuntimeError: on the other ranks, if it raised something else.
     """
     error: Exception | None = None
     try:
         result = action()
+    except PeerLostError:
+        raise
     except Exception as caught:  # any: it is raised below, when the other ranks know
         error = caught
     if not _any_failed(error is not None, group):

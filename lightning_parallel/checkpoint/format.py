@@ -59,6 +59,7 @@ from lightning_parallel.collectives import (
     Group,
     decided_by_first,
     gather_objects_on_first,
+    guarded,
     together,
 )
 
@@ -313,7 +314,8 @@ def _write_tensors(new: Path, tensors: dict[str, Tensor], group: Group) -> None:
         flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
     )
     with plain_errors("write", new):
-        save_tensors(
+        guarded(
+            save_tensors,
             tensors,
             storage_writer=FileSystemWriter(new, sync_files=True),
             planner=planner,

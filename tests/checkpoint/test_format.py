@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from traceback import StackSummary
@@ -246,6 +247,25 @@ def test_a_crash_before_the_end_leaves_the_old_checkpoint(pool: WorkerPool, path
     load_here(path)
     pool.run(save_here, 3, path)  # and nothing is left in the way
     assert left_in(path) == ["last.ckpt"]
+    load_here(path)
+
+
+def die_while_writing(path: str) -> None:
+    def write(*_: Any) -> None:
+        os._exit(7)
+
+    fault = mock.patch.object(FileSystemWriter, "write_data", write)
+    with fault if dist.get_rank() == 0 else nullcontext():
+        save_here(path, trainer={"epoch": 4})
+
+
+def test_a_rank_that_dies_while_writing_ends_the_others_at_once(pool: WorkerPool, path: str) -> None:
+    """Some of four notice it inside of torch's save, while others wait there for them."""
+    pool.run(save_here, 4, path)
+    start = time.monotonic()
+    first, *others = pool.run(die_while_writing, 4, path, expect_errors=True, timeout=60.0)
+    assert "died" in first and all("PeerLostError" in error for error in others)
+    assert time.monotonic() - start < 30
     load_here(path)
 
 
