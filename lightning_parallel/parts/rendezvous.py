@@ -30,8 +30,10 @@ def store_of_next_group(environment: ClusterEnvironment, timeout: timedelta) -> 
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)  # torch's rendezvous reads them
     rank = environment.global_rank()
     store = _store(address, port, rank, environment.world_size(), timeout)
-    count = store.add(f"lightning_parallel/groups_of/{rank}", 1)
-    return PrefixStore(f"lightning_parallel/{count}", store)
+    # torchrun's store outlives the processes that it starts again, of which some may have made no group.
+    start = f"lightning_parallel/start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    count = store.add(f"{start}/groups_of/{rank}", 1)
+    return PrefixStore(f"{start}/{count}", store)
 
 
 def end() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
 from lightning_parallel.layout import Layout
-from lightning_parallel.parts import process_group
+from lightning_parallel.parts import process_group, rendezvous
 from tests.pool import WorkerPool
 
 
@@ -33,3 +34,22 @@ def sums_of_groups() -> list[float]:
 
 def test_a_group_can_be_joined_after_one_that_was_closed(pool: WorkerPool) -> None:
     assert pool.run(sums_of_groups, 2, init=False) == [[2.0, 2.0, 2.0]] * 2
+
+
+def sum_after_a_restart() -> float:
+    """torchrun starts both again, when only rank 0 had begun to make a group."""
+    environment, wait = TorchElasticEnvironment(), timedelta(seconds=20)
+    if environment.global_rank() == 0:
+        rendezvous.store_of_next_group(environment, wait)
+    rendezvous.end()
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    layout = Layout.resolve(2, environment.global_rank(), data=2)
+    process_group.join(environment, layout, "gloo", wait, torch.device("cpu"))
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    process_group.close()
+    return total.item()
+
+
+def test_processes_that_were_started_again_meet(pool: WorkerPool) -> None:
+    assert pool.run(sum_after_a_restart, 2, init=False) == [2.0, 2.0]
