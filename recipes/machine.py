@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from recipes.launchers.local import LocalLauncher
 from recipes.problem import Problem
-from recipes.schema import LocalCluster, kind_of, world_size
+from recipes.schema import kind_of, world_size
 
 Config = Mapping[str, Any]
 
@@ -29,7 +30,7 @@ def most_processes() -> int:
 
 
 def _runs_here(config: Config) -> bool:
-    return bool(config["launch"]) and kind_of("cluster", config["cluster"]) is LocalCluster
+    return bool(config["launch"]) and kind_of("cluster", config["cluster"]) is LocalLauncher
 
 
 def _enough_cores(config: Config) -> Iterator[Problem]:

@@ -22,8 +22,8 @@ from pathlib import Path
 from statistics import median
 
 from recipes import ROOT
-from recipes.launchers.launcher import REQUEUE
 from recipes.logs import read
+from recipes.processes import REQUEUE
 
 Losses = dict[int, float]  # by step
 

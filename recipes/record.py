@@ -10,7 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -18,9 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from recipes import ROOT
+from recipes.processes import INTERRUPTED, REQUEUE
 
 RUN, METRICS, CONFIG, TREE = "run.json", "metrics.json", "resolved.yaml", "config_tree.txt"
 ERRORS = "errors"  # a folder: the traceback of each rank that failed
+STARTING = "starting"  # status until a worker has begun
+EXITS = {"completed": 0, "failed": 1, "preempted": REQUEUE, "interrupted": INTERRUPTED}  # codes of recipes.train
 _PACKAGES = ("torch", "lightning", "torchmetrics", "hydra-core", "omegaconf", "lightning-parallel")
 
 
@@ -66,17 +69,28 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
     scratch.replace(path)
 
 
-def start(folder: Path, config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
-    """Writes the part of ``run.json`` that is known before anything runs."""
+def start(
+    folder: Path, config: Mapping[str, Any], choices: Mapping[str, str], overrides: Sequence[str] | None = None
+) -> None:
+    """Writes the part of ``run.json`` that is known before anything runs.
+
+    Args:
+        folder: of the run.
+        config: resolved.
+        choices: the option of each group.
+        overrides: of the command line; None where it isn't known.
+    """
     shutil.rmtree(folder / ERRORS, ignore_errors=True)  # of an earlier run in this folder
+    goes_on = config["resume"] is not None or config["ckpt_path"] is not None
     content = {
-        "status": "running",
+        "status": STARTING,
         "error": None,
         "started": now(),
         "ended": None,
         "task_name": config["task_name"],
         "tags": config["tags"],
         "argv": sys.argv,
+        "overrides": None if overrides is None else list(overrides),
         "choices": dict(choices),
         "config": CONFIG,
         "config_hash": config_hash(config),
@@ -84,8 +98,46 @@ def start(folder: Path, config: Mapping[str, Any], choices: Mapping[str, str]) -
         "versions": _versions(),
         "platform": platform.platform(),
         "git": _git(ROOT),
+        "attempts": _closed(read(folder).get("attempts", []), "killed", None) if goes_on else [],
     }
     _write(folder / RUN, content)
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """``run.json``; empty where there is none that can be read."""
+    try:
+        content = json.loads((folder / RUN).read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def started(folder: Path) -> float:
+    """When the run was started first: seconds since the epoch; 0 where that isn't known."""
+    when = read(folder).get("started")
+    return datetime.fromisoformat(when).timestamp() if when else 0.0
+
+
+def begin_attempt(folder: Path, **known: Any) -> None:
+    """Adds a start of the workers. The one before, if it has no end, was killed."""
+    before = _closed(read(folder).get("attempts", []), "killed", None)
+    new = {"started": now(), "ended": None, "reason": None, "exit": None, "from_step": None, "to_step": None}
+    update(folder, attempts=[*before, {**new, **known}], status="running", error=None, ended=None)
+
+
+def update_attempt(folder: Path, **fields: Any) -> None:
+    """Sets fields of the last attempt."""
+    attempts = read(folder).get("attempts", [])
+    if attempts:
+        update(folder, attempts=[*attempts[:-1], {**attempts[-1], **fields}])
+
+
+def _closed(attempts: list[Any], reason: str, exit_code: int | None) -> list[Any]:
+    """The attempts, the last of which has ended, if it hadn't before."""
+    if not attempts or attempts[-1]["reason"] is not None:
+        return attempts
+    ended = None if exit_code is None else now()  # nobody knows when it was killed
+    return [*attempts[:-1], {**attempts[-1], "ended": ended, "reason": reason, "exit": exit_code}]
 
 
 def update(folder: Path, **fields: Any) -> None:
@@ -95,7 +147,9 @@ def update(folder: Path, **fields: Any) -> None:
 
 def end(folder: Path, status: str, error: Mapping[str, Any] | None = None) -> None:
     """Sets how the run ended: ``completed``, ``failed``, ``preempted`` or ``interrupted``."""
-    update(folder, status=status, error=dict(error) if error is not None else None, ended=now())
+    reason = status if error is None else f"rank {error['rank']}: {str(error['message']).splitlines()[0]}"
+    attempts = _closed(read(folder).get("attempts", []), reason, EXITS[status])
+    update(folder, status=status, error=dict(error) if error is not None else None, ended=now(), attempts=attempts)
 
 
 def write_error(folder: Path, rank: int, text: str) -> None:

@@ -11,6 +11,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_parallel.checkpoint import newest_in
 from lightning_parallel.checkpoint.archive import check_archive
 from lightning_parallel.checkpoint.newest import damaged_since
+from recipes import record
+from recipes.processes import restarts
 
 Config = Mapping[str, Any]
 
@@ -19,9 +21,11 @@ LAST = "last"  # a value of ckpt_path
 
 def chosen(config: Config) -> str | None:
     """The path of the checkpoint to resume from; None for a fresh start."""
-    if config["resume"] != "auto" and config["ckpt_path"] != LAST:
+    asked = config["resume"] == "auto" or config["ckpt_path"] == LAST
+    if not asked and not restarts():
         return config["ckpt_path"]  # type: ignore[no-any-return]
-    found = newest(config)
+    # Of a run that an engine starts again, an earlier run in its folder is no part.
+    found = newest(config, since=None if asked else record.started(Path(config["paths"]["output_dir"])))
     chosen = found or (config["ckpt_path"] if config["ckpt_path"] != LAST else None)
     damaged = damaged_since(_folders(config), Path(found) if found else None)
     if damaged:
@@ -40,9 +44,14 @@ def check(path: str | None) -> None:
         check_archive(Path(path), Path(path))
 
 
-def newest(config: Config) -> str | None:
-    """The newest whole checkpoint that the run's callbacks have saved in its folder; None for none."""
-    found = newest_in(_folders(config))
+def newest(config: Config, since: float | None = None) -> str | None:
+    """The newest whole checkpoint that the run's callbacks have saved in its folder; None for none.
+
+    Args:
+        config: of the run.
+        since: leave out what is older: seconds since the epoch.
+    """
+    found = newest_in(_folders(config), since=since)
     return None if found is None else str(found)
 
 

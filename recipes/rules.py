@@ -14,9 +14,10 @@ from lightning_parallel.settings import settings_of
 from lightning_parallel.strategies.fully_sharded import FullyShardedOptions
 from lightning_parallel.strategies.pipeline import PipelineOptions
 from lightning_parallel.strategies.pipeline_async import AsyncPipelineOptions
-from recipes import machine, resume, schema
+from recipes import machine, meeting, resume, schema
 from recipes.compose import NOT_KNOWN
 from recipes.data.textfile import problem as unusable
+from recipes.meeting import counted
 from recipes.problem import Problem
 from recipes.schema import kind_of, world_size
 
@@ -31,7 +32,7 @@ def problems(config: Config, broken: Collection[str]) -> Iterator[Problem | str]
         broken: paths of values that are wrong by themselves, or absent.
     """
     sound = _Sound(config, "", broken)
-    for rule in (*_RULES, *machine.RULES):
+    for rule in (*_RULES, *meeting.RULES, *machine.RULES):
         try:
             yield from list(rule(sound))
         except _BrokenValue:
@@ -131,7 +132,7 @@ def _equal_shares(config: Config) -> Iterator[Problem]:
     kind, _ = _strategy(config)
     batch, processes = _batch_size(config), world_size(config)
     if kind in (schema.DDP, FullyShardedOptions) and batch is not None and batch % processes:
-        message = f"can't be shared equally by cluster.devices={processes}"
+        message = f"can't be shared equally by {counted(config)}"
         yield Problem("data.batch_size", batch, message, f"use a multiple of {processes}")
 
 
@@ -145,12 +146,14 @@ def _axes(config: Config) -> Iterator[Problem]:
     product = math.prod(size for size in sizes.values() if size != "auto")
     if len(automatic) > 1:
         names = " and ".join(f"strategy.{key}" for key in automatic)
-        yield Problem(names, "auto", f"cluster.devices={processes} is shared out in several ways", "give one a number")
+        yield Problem(names, "auto", f"{counted(config)} is shared out in several ways", "give one a number")
     elif processes % product or (not automatic and processes != product):
         key = max((key for key, size in sizes.items() if size != "auto"), key=lambda key: sizes[key])
         what = " x ".join(f"strategy.{name}={size}" for name, size in sizes.items() if size not in ("auto", 1))
-        fix = f"set cluster.devices={product}, or " + ("a multiple of it" if automatic else f"strategy.{key}=auto")
-        yield Problem(f"strategy.{key}", sizes[key], f"{what} does not fill cluster.devices={processes}", fix)
+        nodes = config["cluster"].get("nodes", 1)
+        wanted = f"{product} processes" if product % nodes else f"cluster.devices={product // nodes}"
+        fix = f"set {wanted}, or " + ("a multiple of it" if automatic else f"strategy.{key}=auto")
+        yield Problem(f"strategy.{key}", sizes[key], f"{what} does not fill {counted(config)}", fix)
     else:
         stages = sizes.get("stages", 1)
         yield from _stages(config, strategy, processes // product if stages == "auto" else stages)

@@ -1,7 +1,7 @@
 """Types and limits of every value in conf/: a dataclass for each kind of node, read by :mod:`recipes.validate`.
 
-The settings of this package's strategies are declared in the package itself, once. A node of a class that isn't known
-here (a user's own ``_target_``) is left to that class.
+The settings of this package's strategies are declared in the package itself, those of clusters by their launchers. A
+node of a class that isn't known here (a user's own ``_target_``) is left to that class.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from lightning_parallel.strategies.fully_sharded import FullyShardedOptions
 from lightning_parallel.strategies.pipeline import PipelineOptions
 from lightning_parallel.strategies.pipeline_async import AsyncPipelineOptions
 from lightning_parallel.strategies.tensor import TensorParallelOptions
+from recipes.launchers.local import LocalLauncher
+from recipes.launchers.torchrun import TorchrunLauncher
 
 
 @dataclass
@@ -177,7 +179,7 @@ class Cosine:
     floor: Fraction
 
 
-# -- trainer, cluster, paths -----------------------------------------------------------------------------------------
+# -- trainer, paths --------------------------------------------------------------------------------------------------
 
 Limit = Natural | Fraction | None
 
@@ -217,7 +219,7 @@ class Trainer:
 TRAINER_SET_ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
         "devices": "cluster.devices",
-        "num_nodes": "torchrun's --nnodes",
+        "num_nodes": "cluster.nodes",
         "strategy": "the group strategy=...",
         "logger": "the group logger=...",
         "callbacks": "the group callbacks=...",
@@ -227,13 +229,6 @@ TRAINER_SET_ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "check_val_every_n_epoch": "trainer.val_check_interval",
     }
 )
-
-
-@dataclass
-class LocalCluster:
-    devices: Count
-    threads: Count
-    oversubscribe: bool = False
 
 
 @dataclass
@@ -269,7 +264,10 @@ BY_TARGET: Mapping[str, Mapping[str | None, type]] = MappingProxyType(
             "torch.optim.SGD": SGD,
             "recipes.models.muon.MuonAdamW": Muon,
         },
-        "cluster": {"recipes.launchers.local.LocalLauncher": LocalCluster},
+        "cluster": {
+            "recipes.launchers.local.LocalLauncher": LocalLauncher,
+            "recipes.launchers.torchrun.TorchrunLauncher": TorchrunLauncher,
+        },
     }
 )
 BY_GROUP: Mapping[str, type] = MappingProxyType({"trainer": Trainer, "paths": Paths})
@@ -286,9 +284,11 @@ def kind_of(group: str, node: Mapping[str, Any]) -> type | None:
 
 
 def world_size(config: Mapping[str, Any]) -> int:
-    """The processes of a run: one for strategy=single and strategy=dp, else ``cluster.devices``."""
+    """The processes of a run: one for strategy=single and strategy=dp, else one for each device of each machine."""
     in_one_process = (Single, DataParallelOptions)
-    return 1 if kind_of("strategy", config["strategy"]) in in_one_process else int(config["cluster"]["devices"])
+    if kind_of("strategy", config["strategy"]) in in_one_process:
+        return 1
+    return int(config["cluster"].get("nodes", 1)) * int(config["cluster"]["devices"])
 
 
 # What example models take and example data give.

@@ -26,9 +26,10 @@ from rich.tree import Tree
 
 from recipes import record
 from recipes.compose import CONF, check, resolved
-from recipes.launchers.launcher import REQUEUE, Preempted, WorkersFailed
+from recipes.launchers.launcher import Preempted, WorkersFailed
 from recipes.problem import ConfigError
-from recipes.worker import INTERRUPTED
+from recipes.processes import INTERRUPTED, REQUEUE, may_be_told
+from recipes.worker import start
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ def run(cfg: DictConfig) -> float | None:
     if not config["launch"]:
         log.info("start it with: torchrun --nproc-per-node=%d -m recipes.worker %s", processes, config_file)
         return None
-    record.start(folder, config, choices)
+    record.start(folder, config, choices, job.overrides.task)
     try:
         launcher(config).launch(config_file, processes)
     except WorkersFailed as error:
@@ -117,6 +118,12 @@ def config_tree(config: Mapping[str, Any], choices: Mapping[str, str]) -> Tree:
 
 def main() -> None:
     """The command line. All problems with it are reported before the first job starts."""
+    if may_be_told():
+        from recipes.launchers.torchrun import told  # here: it imports torch
+
+        config = told()
+        if config is not None:
+            return start(config)
     args = get_args_parser().parse_args()
     own = args.config_dir or args.config_path or args.config_name or args.experimental_rerun
     asks = args.help or args.hydra_help or args.info or args.shell_completion

@@ -21,11 +21,10 @@ from torch.distributed.elastic.multiprocessing.errors import record as record_er
 
 from lightning_parallel.layout import Layout
 from lightning_parallel.parts import process_group
-from recipes import build, record, resume
-from recipes.launchers.launcher import REQUEUE
+from recipes import attempts, build, record, resume
 from recipes.logs import ContinuedLogs
+from recipes.processes import REQUEUE, restarts
 from recipes.schema import world_size
-from recipes.worker import LAUNCHED
 
 
 class RecordLayout(Callback):
@@ -63,8 +62,10 @@ def run(config: Mapping[str, Any]) -> None:
     folder = Path(config["paths"]["output_dir"])
     L.seed_everything(config["seed"], workers=True, verbose=False)
     datamodule, model = build.data(config), build.model(config)
-    trainer = build.trainer(config, [RecordLayout(folder), ContinuedLogs()])
+    trainer = build.trainer(config, [RecordLayout(folder), attempts.RecordAttempt(folder), ContinuedLogs()])
     path = resume.chosen(config)
+    if trainer.is_global_zero:
+        record.update_attempt(folder, resumed_from=path)
     resume.check(path)
     if config["init_from"] is not None and path is None:
         build.begin_with(model, config["init_from"])
@@ -82,22 +83,28 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 @record_error
-def main(config_file: str) -> None:
+def main(text: str) -> None:
     """Run a resolved config. Whatever happens, ``run.json`` says how it ended.
+
+    Args:
+        text: of the config.
 
     Raises:
         SystemExit: with :data:`REQUEUE`, after a signal of a scheduler. With a message, before anything is made, if
             there are not as many processes as the config is for.
     """
     _quiet()
-    config: dict[str, Any] = yaml.safe_load(Path(config_file).read_text())
-    refuse_other_world(config, config_file)
+    config: dict[str, Any] = yaml.safe_load(text)
+    refuse_other_world(config)
     folder = Path(config["paths"]["output_dir"])
     rank = int(os.environ.get("RANK", "0"))
     first = rank == 0
-    if first and (LAUNCHED not in os.environ or not (folder / record.RUN).exists()):  # nobody else has
-        folder.mkdir(parents=True, exist_ok=True)
-        record.start(folder, config, choices={})
+    if first:
+        said = record.read(folder)
+        if not said or (said["status"] != record.STARTING and not restarts()):  # nobody else has
+            folder.mkdir(parents=True, exist_ok=True)
+            record.start(folder, config, choices={})
+        attempts.begin(folder, config)
     try:
         run(config)
     except SIGTERMException:
@@ -115,13 +122,14 @@ def main(config_file: str) -> None:
     process_group.leave()  # Lightning's own strategies leave it to the end of the process
 
 
-def refuse_other_world(config: Mapping[str, Any], config_file: str) -> None:
+def refuse_other_world(config: Mapping[str, Any]) -> None:
     """Each process looks by itself: torchrun starts as many as it is told.
 
     Raises:
         SystemExit: there are more processes than the config is for, or fewer.
     """
     there, wanted = int(os.environ.get("WORLD_SIZE", "1")), world_size(config)
+    config_file = Path(config["paths"]["output_dir"]) / record.CONFIG
     if there != wanted:
         sys.exit(
             f"{there} process{'es' * (there != 1)} started, but the config is for {wanted} "
@@ -135,6 +143,7 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*smaller than the logging interval.*")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
+    warnings.filterwarnings("ignore", message=".*`srun` command is available.*")  # recipes.train has its own way there
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda entry: not str(entry.msg).startswith(("💡", "Tip:"))
     )

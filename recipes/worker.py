@@ -10,10 +10,10 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 
-LAUNCHED = "RECIPES_LAUNCHER"  # set for workers: the process that launched them and prints their error
-INTERRUPTED = 130  # exit code after Ctrl-C
+from recipes.processes import INTERRUPTED, LAUNCHED
 
 
 def end_with_the_launcher() -> None:
@@ -29,8 +29,12 @@ def _end_quietly(number: int, frame: FrameType | None) -> None:
     os._exit(INTERRUPTED)
 
 
-def start(config_file: str) -> None:
-    """Do a worker's work."""
+def start(config: str) -> None:
+    """Do a worker's work.
+
+    Args:
+        config: the resolved config's text.
+    """
     end_with_the_launcher()
     interrupt = signal.getsignal(signal.SIGINT)
     if callable(interrupt):  # it isn't ignored
@@ -39,7 +43,7 @@ def start(config_file: str) -> None:
 
     signal.signal(signal.SIGINT, interrupt)
     try:
-        main(config_file)
+        main(config)
     except (Exception, KeyboardInterrupt) as error:
         if LAUNCHED in os.environ:  # the launcher prints the first error, once
             sys.exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
@@ -51,4 +55,4 @@ def start(config_file: str) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m recipes.worker RESOLVED_YAML (recipes.train writes it)")
-    start(sys.argv[1])
+    start(Path(sys.argv[1]).read_text())

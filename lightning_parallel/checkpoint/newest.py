@@ -24,10 +24,19 @@ def is_whole(path: PathLike) -> bool:
     return wrong is None and long_enough and zipfile.is_zipfile(found / TRAINER)
 
 
-def newest_in(folders: Collection[PathLike], but: PathLike | None = None) -> Path | None:
-    """The newest whole checkpoint in some folders, other than ``but``; None for none."""
+def newest_in(
+    folders: Collection[PathLike], but: PathLike | None = None, since: float | None = None
+) -> Path | None:
+    """The newest whole checkpoint in some folders; None for none.
+
+    Args:
+        folders: where to look.
+        but: a checkpoint to leave out.
+        since: leave out older ones: seconds since the epoch.
+    """
     other = (path for path in _found_in(folders) if but is None or path.resolve() != Path(but).resolve())
-    return max(filter(is_whole, other), key=_saved_at, default=None)
+    recent = (path for path in other if since is None or _saved_at(path) >= since * 1e9)
+    return max(filter(is_whole, recent), key=_saved_at, default=None)
 
 
 def instead_of(path: Path) -> str:

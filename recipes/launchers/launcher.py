@@ -25,7 +25,6 @@ from typing import Any, Protocol
 
 from hydra.errors import CompactHydraException
 
-REQUEUE = 75  # EX_TEMPFAIL, <sysexits.h>: exit code of a worker, and of recipes.train, that asks to be run again
 _REFUSALS = ("ValueError", "MisconfigurationException", "FloatingPointError")  # the last: of FiniteLoss
 _OURS = ("lightning_parallel", "recipes", "lightning")  # whose refusals say everything
 _FRAME = re.compile(r'^  File "(.+)", line .*\n(?:    .*\n)*', re.MULTILINE)

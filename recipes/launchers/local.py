@@ -15,18 +15,22 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from recipes import ROOT, record
-from recipes.launchers.launcher import REQUEUE, Failure, Preempted, WorkersFailed
+from recipes import record
+from recipes.launchers.cluster import Cluster
+from recipes.launchers.launcher import Failure, Preempted, WorkersFailed
 from recipes.launchers.watch import Ended, watched, workers
-from recipes.worker import LAUNCHED
+from recipes.processes import LAUNCHED, REQUEUE, RESTARTS
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+log = logging.getLogger(__name__)
 
 _SHUTDOWN_SECONDS = 10  # what workers get to end themselves after Ctrl-C or a peer's failure
 _ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the agent ends the workers
@@ -38,22 +42,30 @@ _KILLED = tuple(-number for number in _PREEMPTING)  # exit codes: before a worke
 _GONE, _OWN, _LEFT, _VICTIM, _SLOW = range(5)
 
 
-class LocalLauncher:
+@dataclass(frozen=True, kw_only=True)
+class LocalLauncher(Cluster):
     """Starts a run's workers on this machine. When they have ended, this process is as it was before.
 
     Args:
-        devices: the number of devices. Each worker gets one.
-        threads: OMP_NUM_THREADS of each worker, unless the environment sets it.
         oversubscribe: start more workers than :mod:`recipes.machine` thinks sensible here; it looks before the start.
     """
 
-    def __init__(self, devices: int, threads: int, oversubscribe: bool = False) -> None:
-        self.devices = devices
-        self.threads = threads
-        self.oversubscribe = oversubscribe
+    oversubscribe: bool = False
 
     def launch(self, config_file: Path, processes: int) -> None:
-        """As :meth:`Launcher.launch <recipes.launchers.launcher.Launcher.launch>`."""
+        """As :meth:`Launcher.launch <recipes.launchers.launcher.Launcher.launch>`. A run that the strategies refuse
+        isn't started again: it would be refused again."""
+        for restarts in range(self.max_restarts + 1):
+            try:
+                return self._run(config_file, processes, restarts)
+            except WorkersFailed as error:
+                if restarts == self.max_restarts or error.failure.is_refusal:
+                    raise
+                record.end(config_file.parent, "failed", error.failure.as_dict())
+                log.warning("%s", error)
+                log.warning("restart %d of %d, from the newest whole checkpoint", restarts + 1, self.max_restarts)
+
+    def _run(self, config_file: Path, processes: int, restarts: int) -> None:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -64,9 +76,7 @@ class LocalLauncher:
             tempfile.TemporaryDirectory(prefix="recipes-") as scratch,
         ):
             handed_on = _hand_on(_PREEMPTING)
-            os.environ[LAUNCHED] = str(os.getpid())
-            os.environ.setdefault("OMP_NUM_THREADS", str(self.threads))
-            os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+            os.environ |= {**self.variables, LAUNCHED: str(os.getpid()), RESTARTS: str(restarts)}
             agent = elastic_launch(
                 LaunchConfig(
                     min_nodes=1,
@@ -76,7 +86,7 @@ class LocalLauncher:
                     rdzv_backend="c10d",
                     rdzv_endpoint="localhost:0",  # port 0: the system gives a free one
                     local_addr="localhost",  # the machine's own name need not resolve
-                    max_restarts=0,
+                    max_restarts=0,  # it would take a preempted run for a failed one
                     monitor_interval=0.1,
                     shutdown_timeout=_SHUTDOWN_SECONDS,
                     signals_to_handle=",".join(number.name for number in _ENDING),

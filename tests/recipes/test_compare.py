@@ -53,7 +53,7 @@ def trained(config_file: str) -> dict[str, Any]:
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     try:
-        work.main(config_file)
+        work.main(Path(config_file).read_text())
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

@@ -19,8 +19,9 @@ import torch.distributed as dist
 import yaml
 
 from recipes import ROOT, record
-from recipes.launchers.launcher import REQUEUE, WorkersFailed
+from recipes.launchers.launcher import WorkersFailed
 from recipes.launchers.local import LocalLauncher
+from recipes.processes import REQUEUE
 from tests.recipes.test_configs import composed
 
 TINY = [

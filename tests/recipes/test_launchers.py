@@ -25,7 +25,7 @@ MINE = "tests.recipes.test_launchers.Imaginary"
 class Imaginary:
     """A cluster that records what it is to start, and says that it has run."""
 
-    def __init__(self, devices: int, partition: str) -> None:
+    def __init__(self, devices: int, partition: str, **settings_of_local: Any) -> None:
         self.devices, self.partition = devices, partition
 
     def launch(self, config_file: Path, processes: int) -> None:
@@ -38,8 +38,7 @@ class Imaginary:
 
 
 def cluster(partition: str = "short") -> list[str]:
-    left_out = ["~cluster.threads", "~cluster.oversubscribe"]
-    return [f"cluster._target_={MINE}", f"+cluster.partition={partition}", *left_out, "cluster.devices=4"]
+    return [f"cluster._target_={MINE}", f"+cluster.partition={partition}", "cluster.devices=4"]
 
 
 def test_a_cluster_is_added_through_the_one_class_that_its_yaml_names(
@@ -116,6 +115,6 @@ def test_the_terminal_shows_the_rank_its_place_and_the_user_s_own_frames() -> No
 
 
 def test_the_parent_process_only_imports_torch_to_check_values() -> None:
-    code = "import sys, recipes.train, recipes.compose, recipes.launchers.local; print('torch' in sys.modules)"
+    code = "import sys, recipes.train, recipes.compose; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"

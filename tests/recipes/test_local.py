@@ -10,8 +10,9 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from recipes.launchers import local
-from recipes.launchers.launcher import REQUEUE, WorkersFailed
+from recipes.launchers.launcher import WorkersFailed
 from recipes.launchers.watch import Ended
+from recipes.processes import REQUEUE
 
 OWN, LOST = "ValueError: no luck", "PeerLostError: The link to stage 1 broke"
 ERROR, KILLED, STOPPED, SLOW, TERMINATED, LEFT = 1, -9, "stopped", "slow", -15, REQUEUE

@@ -22,7 +22,7 @@ def test_the_hash_is_that_of_what_is_run_not_of_where() -> None:
 def test_a_run_is_recorded_from_its_start_to_its_end(tmp_path: Path) -> None:
     record.start(tmp_path, composed(), {"model": "gpt"})
     started = json.loads((tmp_path / record.RUN).read_text())
-    assert started["status"] == "running" and started["ended"] is None
+    assert started["status"] == "starting" and started["ended"] is None
     assert started["choices"] == {"model": "gpt"} and started["seed"] == 1
     assert {"python", "torch", "lightning"} <= set(started["versions"])
     record.update(tmp_path, layout={"world_size": 2})

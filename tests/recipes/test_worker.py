@@ -17,7 +17,7 @@ import yaml
 from lightning_parallel import PipelineStrategy
 from lightning_parallel.collectives import PeerLostError
 from recipes import record, work, worker
-from recipes.worker import LAUNCHED
+from recipes.processes import LAUNCHED
 from tests.pool import Failure, WorkerPool
 from tests.recipes.test_configs import composed
 from tests.recipes.test_launch import TINY
@@ -101,7 +101,7 @@ def test_a_worker_that_starts_after_its_launcher_s_end_ends(pool: WorkerPool) ->
 
 
 def test_under_torchrun_a_run_is_recorded_from_its_start_to_its_end(pool: WorkerPool, config_file: Path) -> None:
-    pool.run(work.main, 1, str(config_file), init=False)
+    pool.run(work.main, 1, config_file.read_text(), init=False)
     run = recorded(config_file)
     assert (run["status"], run["error"], run["steps"], run["choices"]) == ("completed", None, 2, {})
     (rank,) = run["layout"]["ranks"]
@@ -115,7 +115,7 @@ def test_under_torchrun_a_second_start_is_recorded_anew(pool: WorkerPool, config
     folder = config_file.parent / "run"
     folder.mkdir()
     (folder / record.RUN).write_text(json.dumps({"status": "preempted", "started": "before", "config": "other"}))
-    pool.run(work.main, 1, str(config_file), init=False)
+    pool.run(work.main, 1, config_file.read_text(), init=False)
     run = recorded(config_file)
     assert run["status"] == "completed" and run["started"] != "before" and run["config"] != "other"
 
@@ -126,7 +126,7 @@ def end_with(error: BaseException, config_file: str) -> None:
 
     trained, work.run = work.run, run
     try:
-        work.main(config_file)
+        work.main(Path(config_file).read_text())
     finally:
         work.run = trained
 
@@ -150,7 +150,7 @@ def test_a_run_that_does_not_end_well_says_why_and_raises(
 
 
 def lose_a_peer(launched: bool) -> str | int | None:
-    def main(config_file: str) -> None:
+    def main(config: str) -> None:
         raise PeerLostError("A collective broke.")
 
     os.environ.pop(LAUNCHED, None)
@@ -159,7 +159,7 @@ def lose_a_peer(launched: bool) -> str | int | None:
     trained, work.main = work.main, main
     try:
         with pytest.raises(SystemExit) as left:
-            worker.start("config.yaml")
+            worker.start("seed: 1")
     finally:
         work.main = trained
     return left.value.code
@@ -184,7 +184,7 @@ def test_only_the_first_rank_records(pool: WorkerPool, config_file: Path) -> Non
 def start_too_many(config_file: str, there: str) -> str:
     os.environ["WORLD_SIZE"] = there
     with pytest.raises(SystemExit) as refused:
-        work.main(config_file)
+        work.main(Path(config_file).read_text())
     return str(refused.value.code)
 
 
@@ -231,7 +231,7 @@ def threads_of_a_run(config_file: str) -> tuple[int, int, int]:
 
     L.Trainer.test = counted  # type: ignore[method-assign]
     try:
-        work.main(config_file)
+        work.main(Path(config_file).read_text())
     finally:
         L.Trainer.test = test  # type: ignore[method-assign]
     return before, during, collectives_threads()

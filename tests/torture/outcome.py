@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_parallel.checkpoint import read_plain
 from recipes import record, resume
-from recipes.launchers.launcher import REQUEUE
+from recipes.processes import REQUEUE
 from tests.torture.cases import Case
 from tests.torture.fault import FAULTY_STEP, LAUNCHER, SAVES_EVERY, Kind, Moment
 from tests.torture.program import STEPS

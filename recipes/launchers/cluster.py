@@ -1,0 +1,51 @@
+"""What every cluster is told: its machines, their devices, and how the processes there meet."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_parallel.parts.options import Seconds
+from lightning_parallel.settings import Count, Natural, check
+from recipes import ROOT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The settings that all launchers share.
+
+    Args:
+        devices: of each machine. Each gets a worker.
+        nodes: the number of machines.
+        threads: OMP_NUM_THREADS of each worker, unless the environment sets it.
+        backend: ``"gloo"`` or ``"nccl"``; None: the strategy chooses. It is what ``strategy.process_group_backend`` is
+            unless that is set.
+        timeout: seconds that a worker waits for another one; what ``strategy.timeout`` is unless that is set.
+        max_restarts: how often a run that has failed is started again, from its newest whole checkpoint.
+        interface: the network interface that workers meet on, such as ``eth0``; None: gloo and NCCL choose.
+
+    Raises:
+        ValueError: a value that its setting doesn't take.
+    """
+
+    devices: Count
+    nodes: Count = 1
+    threads: Count = 1
+    backend: Literal["gloo", "nccl"] | None = None
+    timeout: Seconds = 1800
+    max_restarts: Natural = 0
+    interface: str | None = None
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables of workers that the environment doesn't set."""
+        wanted = {"OMP_NUM_THREADS": str(self.threads)}
+        if self.interface is not None:
+            wanted |= {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
+        new = {name: value for name, value in wanted.items() if name not in os.environ}
+        # Workers import this package, and what the user's own config names.
+        return new | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}

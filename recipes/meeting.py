@@ -1,0 +1,49 @@
+"""Rules about the processes of a run: how many there are, and who has started them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from recipes.launchers.local import LocalLauncher
+from recipes.launchers.torchrun import TorchrunLauncher
+from recipes.problem import Problem
+from recipes.processes import joined, missing
+from recipes.schema import kind_of, world_size
+
+Config = Mapping[str, Any]
+
+
+def counted(config: Config) -> str:
+    """The processes of a run, as the config has them."""
+    devices, nodes = f"cluster.devices={config['cluster']['devices']}", config["cluster"].get("nodes", 1)
+    return devices if nodes == 1 else f"cluster.nodes={nodes} x {devices}"
+
+
+def _one_machine(config: Config) -> Iterator[Problem]:
+    if kind_of("cluster", config["cluster"]) is LocalLauncher and config["cluster"]["nodes"] > 1:
+        fix = "use cluster=torchrun or another cluster of several machines, or cluster.nodes=1"
+        yield Problem("cluster.nodes", config["cluster"]["nodes"], "cluster=local is this machine alone", fix)
+
+
+def _started_already(config: Config) -> Iterator[Problem]:
+    """By torchrun, or something like it. Then nothing else may start them."""
+    there = joined()
+    if not config["launch"]:
+        return
+    if kind_of("cluster", config["cluster"]) is not TorchrunLauncher:
+        if there > 1:
+            message = f"this is one of {there} processes that have been started, and each would start workers"
+            yield Problem("cluster._target_", config["cluster"]["_target_"], message, "use cluster=torchrun")
+    elif there == 0:
+        fix = "put torchrun --nproc-per-node=NUMBER before -m recipes.train, or use cluster=local"
+        yield Problem("cluster", "torchrun", "nothing has started processes for it", fix)
+    elif missing():
+        fix = "set them for each process, as torchrun does"
+        yield Problem("cluster", "torchrun", f"{', '.join(missing())} not in the environment", fix)
+    elif there != world_size(config):
+        message = f"{counted(config)} is for {world_size(config)} processes, but {there} have been started"
+        yield Problem("cluster", "torchrun", message, f"start {world_size(config)}, or change cluster.devices")
+
+
+RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (_one_machine, _started_already)

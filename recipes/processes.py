@@ -1,0 +1,34 @@
+"""What the environment says of this process: who started it, how often, and beside how many others."""
+
+from __future__ import annotations
+
+import os
+
+LAUNCHED = "RECIPES_LAUNCHER"  # set for workers: the process that launched them and prints their error
+RESTARTS = "RECIPES_RESTARTS"  # set for workers: how often their launcher has started the run again
+_RESTARTS = (RESTARTS, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+_NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+# exit codes of a worker, and of recipes.train
+INTERRUPTED = 130  # after Ctrl-C
+REQUEUE = 75  # EX_TEMPFAIL, <sysexits.h>: it asks to be run again
+
+
+def restarts() -> int:
+    """How often an engine has started this process's run again."""
+    return max(int(os.environ.get(name) or 0) for name in _RESTARTS)
+
+
+def joined() -> int:
+    """How many processes torchrun, or something like it, has started beside this one and with it; 0 for none."""
+    return int(os.environ.get("WORLD_SIZE", 0)) if LAUNCHED not in os.environ else 0
+
+
+def missing() -> list[str]:
+    """The variables without which such processes can't meet."""
+    return [name for name in _NEEDED if not os.environ.get(name)]
+
+
+def may_be_told() -> bool:
+    """May this process get its config from another one, or from before a restart?"""
+    return joined() > 0 and not missing() and (int(os.environ["RANK"]) > 0 or restarts() > 0)
