@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from recipes.launchers.local import LocalLauncher
+from recipes.launchers.slurm import SlurmLauncher, is_here
 from recipes.launchers.torchrun import TorchrunLauncher
 from recipes.problem import Problem
 from recipes.processes import joined, missing
@@ -46,4 +47,16 @@ def _started_already(config: Config) -> Iterator[Problem]:
         yield Problem("cluster", "torchrun", message, f"start {world_size(config)}, or change cluster.devices")
 
 
-RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (_one_machine, _started_already)
+def _slurm_is_here(config: Config) -> Iterator[Problem]:
+    cluster = config["cluster"]
+    submits = kind_of("cluster", cluster) is SlurmLauncher and config["launch"] and cluster["submit"] is True
+    if submits and not is_here():
+        fix = "run this on a machine that has it, or use cluster.submit=print"
+        yield Problem("cluster", "slurm", "there is no sbatch on this machine", fix)
+
+
+RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
+    _one_machine,
+    _started_already,
+    _slurm_is_here,
+)

@@ -6,7 +6,8 @@ import os
 
 LAUNCHED = "RECIPES_LAUNCHER"  # set for workers: the process that launched them and prints their error
 RESTARTS = "RECIPES_RESTARTS"  # set for workers: how often their launcher has started the run again
-_RESTARTS = (RESTARTS, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+# Not TORCHELASTIC_RESTART_COUNT: only the agent whose own worker failed counts it.
+_RESTARTS = (RESTARTS, "SLURM_RESTART_COUNT")
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # exit codes of a worker, and of recipes.train
@@ -31,4 +32,4 @@ def missing() -> list[str]:
 
 def may_be_told() -> bool:
     """May this process get its config from another one, or from before a restart?"""
-    return joined() > 0 and not missing() and (int(os.environ["RANK"]) > 0 or restarts() > 0)
+    return joined() > 0 and not missing()

@@ -98,7 +98,7 @@ def start(
         "versions": _versions(),
         "platform": platform.platform(),
         "git": _git(ROOT),
-        "attempts": _closed(read(folder).get("attempts", []), "killed", None) if goes_on else [],
+        "attempts": _killed(read(folder).get("attempts", [])) if goes_on else [],
     }
     _write(folder / RUN, content)
 
@@ -120,7 +120,7 @@ def started(folder: Path) -> float:
 
 def begin_attempt(folder: Path, **known: Any) -> None:
     """Adds a start of the workers. The one before, if it has no end, was killed."""
-    before = _closed(read(folder).get("attempts", []), "killed", None)
+    before = _killed(read(folder).get("attempts", []))
     new = {"started": now(), "ended": None, "reason": None, "exit": None, "from_step": None, "to_step": None}
     update(folder, attempts=[*before, {**new, **known}], status="running", error=None, ended=None)
 
@@ -132,12 +132,11 @@ def update_attempt(folder: Path, **fields: Any) -> None:
         update(folder, attempts=[*attempts[:-1], {**attempts[-1], **fields}])
 
 
-def _closed(attempts: list[Any], reason: str, exit_code: int | None) -> list[Any]:
-    """The attempts, the last of which has ended, if it hadn't before."""
+def _killed(attempts: list[Any]) -> list[Any]:
+    """The attempts, the last of which was killed if nobody has written how it ended."""
     if not attempts or attempts[-1]["reason"] is not None:
         return attempts
-    ended = None if exit_code is None else now()  # nobody knows when it was killed
-    return [*attempts[:-1], {**attempts[-1], "ended": ended, "reason": reason, "exit": exit_code}]
+    return [*attempts[:-1], {**attempts[-1], "reason": "killed"}]
 
 
 def update(folder: Path, **fields: Any) -> None:
@@ -146,10 +145,13 @@ def update(folder: Path, **fields: Any) -> None:
 
 
 def end(folder: Path, status: str, error: Mapping[str, Any] | None = None) -> None:
-    """Sets how the run ended: ``completed``, ``failed``, ``preempted`` or ``interrupted``."""
+    """Sets how the run ended: ``completed``, ``failed``, ``preempted`` or ``interrupted``.
+
+    The launcher, which knows of all ranks, corrects what rank 0 has said.
+    """
     reason = status if error is None else f"rank {error['rank']}: {str(error['message']).splitlines()[0]}"
-    attempts = _closed(read(folder).get("attempts", []), reason, EXITS[status])
-    update(folder, status=status, error=dict(error) if error is not None else None, ended=now(), attempts=attempts)
+    update_attempt(folder, ended=now(), reason=reason, exit=EXITS[status])
+    update(folder, status=status, error=dict(error) if error is not None else None, ended=now())
 
 
 def write_error(folder: Path, rank: int, text: str) -> None:

@@ -66,7 +66,7 @@ def run(cfg: DictConfig) -> float | None:
         return None
     record.start(folder, config, choices, job.overrides.task)
     try:
-        launcher(config).launch(config_file, processes)
+        left = launcher(config).launch(config_file, processes)
     except WorkersFailed as error:
         record.end(folder, "failed", error.failure.as_dict())
         tracebacks = folder / record.ERRORS
@@ -80,6 +80,9 @@ def run(cfg: DictConfig) -> float | None:
         record.end(folder, "interrupted")
         log.error("interrupted; see %s", folder)
         raise
+    if left is not None:
+        log.info("%s", left)
+        return None
     metrics = record.read_metrics(folder)
     log.info("%s", "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if value is not None))
     log.info("done; see %s", folder)

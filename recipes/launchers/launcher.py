@@ -33,12 +33,15 @@ _FRAME = re.compile(r'^  File "(.+)", line .*\n(?:    .*\n)*', re.MULTILINE)
 class Launcher(Protocol):
     """Starts the workers of a run. It is made from the node ``cluster`` of the config, which has ``devices`` too."""
 
-    def launch(self, config_file: Path, processes: int) -> None:
+    def launch(self, config_file: Path, processes: int) -> str | None:
         """Run ``python -m recipes.worker config_file`` in ``processes`` processes, and wait for them.
 
         Args:
             config_file: a resolved config.
             processes: the number of workers, 1 too.
+
+        Returns:
+            None when the run is complete; where it isn't, but nothing is wrong either, what the user has to know.
 
         Raises:
             WorkersFailed: a worker failed; the others have been ended.

@@ -3,35 +3,38 @@
 The process of rank 0 composes the config, and hands it on. The others wait for it, so that all have the same one, in
 the same folder, and the command line is checked once::
 
-    rank 0    compose, check, write    publish ->  work
-    rank 1    wait ..........................  ->  work
+    rank 0    compose, check, write    meet ->  work
+    rank 1    .......................  meet ->  work
 
-When torchrun starts the processes again after a failure, the config that it still keeps is used, so that the run goes
-on in its folder.
+When torchrun starts the processes again after a failure, its store still has the config. Rank 0 takes that one, so that
+the run goes on in its folder.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache
 from pathlib import Path
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
+from lightning_parallel.parts import rendezvous
 from recipes.launchers.cluster import Cluster
+from recipes.processes import RESTARTS
 from recipes.worker import start
 
-_CONFIG = "recipes/config"
-_STORE_OF_TORCHRUN = "TORCHELASTIC_USE_AGENT_STORE"
+_CONFIG, _STARTS = "recipes/config", "recipes/starts"  # keys of the store that lives longest
+_TOLD = "told"  # key of a meeting
+_PATIENCE = timedelta(minutes=30)  # that the others have while rank 0 composes
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchrunLauncher(Cluster):
     """Makes a worker of this process, which torchrun or something like it has started, one of several.
 
-    It starts nothing, so ``max_restarts`` and ``threads`` are torchrun's: ``--max-restarts``, ``OMP_NUM_THREADS``.
+    It starts nothing, so ``max_restarts`` is torchrun's ``--max-restarts``.
     """
 
     def launch(self, config_file: Path, processes: int) -> None:
@@ -41,30 +44,30 @@ class TorchrunLauncher(Cluster):
             SystemExit: a scheduler's signal has ended the run, with :data:`~recipes.processes.REQUEUE`.
         """
         os.environ |= self.variables
-        _store(self.timeout).set(_CONFIG, config_file.read_text())
-        start(config_file.read_text())
+        start(_hand_on(config_file.read_text()))
 
 
-def told(timeout: float = 1800) -> str | None:
-    """The config that rank 0 has published. The other ranks wait for it.
-
-    Args:
-        timeout: seconds to wait.
+def told() -> str | None:
+    """The config of the run that this process belongs to.
 
     Returns:
-        None on rank 0, if it has published none before a restart.
+        None on rank 0 of a new run, which is to compose it.
     """
-    store = _store(timeout)
-    if os.environ["RANK"] == "0" and not store.check([_CONFIG]):
-        return None
-    return bytes(store.get(_CONFIG)).decode()
+    environment = TorchElasticEnvironment()
+    store = rendezvous.script_store(environment, _PATIENCE)
+    if environment.global_rank() == 0:
+        return _hand_on(store.get(_CONFIG).decode()) if store.check([_CONFIG]) else None
+    config, restarts = json.loads(rendezvous.store_of_next_group(environment, _PATIENCE).get(_TOLD))
+    os.environ[RESTARTS] = str(restarts)
+    return str(config)
 
 
-@lru_cache(maxsize=1)
-def _store(timeout: float) -> Store:
-    """Where the processes meet. It has to live until they have made a process group."""
-    host, port, first = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), os.environ["RANK"] == "0"
-    serves = first and os.environ.get(_STORE_OF_TORCHRUN) != "True"
-    # multi_tenant: a store of the process group has the same socket.
-    wait = timedelta(seconds=timeout)
-    return TCPStore(host, port, is_master=serves, timeout=wait, wait_for_workers=False, multi_tenant=True)
+def _hand_on(config: str) -> str:
+    """Tell the other ranks, and those that torchrun may start again."""
+    environment = TorchElasticEnvironment()
+    store = rendezvous.script_store(environment, _PATIENCE)
+    restarts = store.add(_STARTS, 1) - 1
+    store.set(_CONFIG, config)
+    rendezvous.store_of_next_group(environment, _PATIENCE).set(_TOLD, json.dumps([config, restarts]))
+    os.environ[RESTARTS] = str(restarts)
+    return config

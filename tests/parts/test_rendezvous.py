@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
+from contextlib import suppress
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
@@ -36,14 +37,17 @@ def test_a_group_can_be_joined_after_one_that_was_closed(pool: WorkerPool) -> No
     assert pool.run(sums_of_groups, 2, init=False) == [[2.0, 2.0, 2.0]] * 2
 
 
-def sum_after_a_restart() -> float:
-    """torchrun starts both again, when only rank 0 had begun to make a group."""
+def sum_after_a_restart(ranks: list[int]) -> float:
+    """torchrun starts all again, when some ranks had come to make a group. Its store keeps what they have written."""
     environment, wait = TorchElasticEnvironment(), timedelta(seconds=20)
-    if environment.global_rank() == 0:
-        rendezvous.store_of_next_group(environment, wait)
-    rendezvous.end()
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
-    layout = Layout.resolve(2, environment.global_rank(), data=2)
+    if environment.global_rank() in ranks:
+        with suppress(TimeoutError):
+            rendezvous.store_of_next_group(environment, timedelta(seconds=1))
+    store = rendezvous.script_store(environment, wait)
+    store.add("ended", 1)
+    while store.add("ended", 0) < 3:  # torchrun ends all before it starts the first one again
+        time.sleep(0.01)
+    layout = Layout.resolve(3, environment.global_rank(), data=3)
     process_group.join(environment, layout, "gloo", wait, torch.device("cpu"))
     total = torch.ones(1)
     dist.all_reduce(total)
@@ -51,5 +55,6 @@ def sum_after_a_restart() -> float:
     return total.item()
 
 
-def test_processes_that_were_started_again_meet(pool: WorkerPool) -> None:
-    assert pool.run(sum_after_a_restart, 2, init=False) == [2.0, 2.0]
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 2], [1, 2]], ids=str)
+def test_processes_that_were_started_again_meet(pool: WorkerPool, ranks: list[int]) -> None:
+    assert pool.run(sum_after_a_restart, 3, ranks, init=False) == [3.0] * 3

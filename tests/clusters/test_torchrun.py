@@ -1,0 +1,62 @@
+"""cluster=torchrun: the processes of two agents train as one run; after a kill they go on in its folder."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes import ROOT
+from tests.clusters.disturbed import KILL, KILLED, SAVED, attempts, command, numbers, variables
+
+AGENT = [sys.executable, "-m", "torch.distributed.run"]
+
+
+def run_agents(folder: Path, *options: str) -> list[str]:
+    """Two agents with a process each, as on two machines; what they print."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    meeting = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    program = [*AGENT, *meeting, "--rdzv-id=a-run", "--local-addr=127.0.0.1", "--max-restarts=1"]
+    program += command(folder, "cluster=torchrun", *options)
+    pipe: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    started = [subprocess.Popen(program, cwd=ROOT, env=variables(), **pipe) for _ in range(2)]
+    try:
+        printed = [process.communicate(timeout=250)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], "\n".join(printed)
+    return printed
+
+
+def test_after_a_kill_two_agents_go_on_where_the_run_was_saved(tmp_path: Path, undisturbed: dict[str, float]) -> None:
+    run_agents(tmp_path, KILL)
+    killed, last = attempts(tmp_path)
+    assert killed[1:3] in [(0, step) for step in (SAVED, KILLED)]  # rank 0 may be a step behind
+    assert last == ("completed", SAVED, 10, 0)
+    assert numbers(tmp_path) == undisturbed
+
+
+@pytest.mark.parametrize(("processes", "options", "said"), [
+    (3, ["cluster=torchrun", "cluster.devices=2"], "cluster.devices=2 is for 2 processes, but 3 have been started"),
+    (2, ["cluster=local"], "this is one of 2 processes that have been started, and each would start workers"),
+])  # fmt: skip
+def test_other_processes_than_the_config_s_are_refused(
+    tmp_path: Path, processes: int, options: list[str], said: str
+) -> None:
+    program = [*AGENT, "--standalone", f"--nproc-per-node={processes}", *command(tmp_path, *options)]
+    done = subprocess.run(program, cwd=ROOT, env=variables(), text=True, capture_output=True, timeout=200)
+    assert done.returncode == 1 and done.stderr.count(said) == 1, done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_torchrun_it_says_what_to_start(tmp_path: Path) -> None:
+    program = [sys.executable, *command(tmp_path, "cluster=torchrun")]
+    done = subprocess.run(program, cwd=ROOT, env=variables(), text=True, capture_output=True, timeout=200)
+    assert done.returncode == 1 and "put torchrun --nproc-per-node=NUMBER before -m recipes.train" in done.stderr
