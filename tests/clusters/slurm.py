@@ -1,0 +1,199 @@
+"""A SLURM of two nodes on this one host, for as long as a `with` block lasts.
+
+    with slurm(tmp_path) as cluster:
+        job = cluster.run("sbatch", "--parsable", "--partition=low", "job.sh").strip()
+        cluster.wait_for(job, "COMPLETED", seconds=60)
+
+munge's key and socket, the configuration, state, spool and logs are in the folder, and the ports are those that the
+kernel gave, so clusters run side by side. Jobs in partition `high` preempt those in `low`. The nodes' names, n0 and n1,
+don't resolve: jobs that form a process group need MASTER_ADDR=127.0.0.1 and GLOO_SOCKET_IFNAME=lo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+PROGRAMS = ("sbatch", "slurmctld", "slurmd", "munged", "mungekey")
+# Where Debian has the daemons: the PATH of users often leaves it out.
+PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
+START_TIMEOUT = 60.0  # seconds until both nodes are idle
+INTERVAL = 0.1  # seconds between two looks
+LONGEST_FOLDER = 80  # bytes: there are sockets in it, and a socket's path has 107 at most
+OVER = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "OUT_OF_MEMORY", "TIMEOUT"}  # for good
+
+# cred_expire: a requeued job waits for so long before it starts again, by default 120 s. A launch may take no longer.
+# sched_interval: how often the scheduler looks for jobs whose wait is over, by default every 60 s.
+# GraceTime: a preempted job's steps get SIGTERM at once, and SIGKILL after this time.
+# config_overrides: the host may have fewer cores.
+CONFIGURATION = """\
+ClusterName=lp
+SlurmctldHost=localhost
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthInfo=socket={folder}/munge.socket,cred_expire=10
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+ProctrackType=proctrack/linuxproc
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
+ReturnToService=2
+KillWait=10
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmdParameters=config_overrides
+NodeName=n0 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 RealMemory=4000
+NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 RealMemory=4000
+PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=20
+PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF
+"""
+
+
+def missing() -> list[str]:
+    """The programs that a cluster needs and this machine lacks: a reason to skip."""
+    return [program for program in PROGRAMS if shutil.which(program, path=PATH) is None]
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """A running cluster.
+
+    Attributes:
+        folder: its files, among them *.log.
+        environment: what SLURM's commands need to find it, in addition to os.environ.
+    """
+
+    folder: Path
+    environment: dict[str, str]
+
+    def run(self, *command: str, seconds: float = 120.0) -> str:
+        """Run a command with the cluster's environment and return what it prints.
+
+        Raises:
+            RuntimeError: it failed; with all that it printed.
+            subprocess.TimeoutExpired: it took longer.
+        """
+        environment = {**os.environ, **self.environment}
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+        if ended.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)}: exit code {ended.returncode}\n{ended.stdout}{ended.stderr}")
+        return ended.stdout
+
+    def job(self, job_id: str) -> dict[str, str]:
+        """What `scontrol show job` says: JobState, Reason, Restarts, ExitCode and so on."""
+        words = self.run("scontrol", "--oneliner", "show", "job", job_id).split()
+        return {name: value for name, equals, value in (word.partition("=") for word in words) if equals}
+
+    def wait_for(self, job_id: str, *states: str, seconds: float) -> str:
+        """Wait until a job is in one of these states (PENDING, RUNNING, COMPLETED and so on) and return which.
+
+        Raises:
+            RuntimeError: it didn't come to that in time, or is over in another state.
+        """
+        end = time.monotonic() + seconds
+        while (job := self.job(job_id))["JobState"] not in states:
+            if job["JobState"] in OVER or time.monotonic() > end:
+                raise RuntimeError(f"job {job_id} isn't {' or '.join(states)}, waiting {seconds} s at most: {job}")
+            time.sleep(INTERVAL)
+        return job["JobState"]
+
+    def release(self, job_id: str) -> None:
+        """Let a requeued job, which waits, start at once."""
+        self.run("scontrol", "update", f"JobId={job_id}", "StartTime=now")
+
+
+@contextlib.contextmanager
+def slurm(folder: Path) -> Iterator[Slurm]:
+    """Run a cluster in an empty folder. At the end its processes are killed, and its jobs'; also if this one is killed.
+
+    Raises:
+        ValueError: the folder's path is too long for sockets, or has spaces.
+        RuntimeError: the cluster didn't start; with the end of its logs.
+    """
+    folder = folder.resolve()
+    if len(os.fsencode(folder)) > LONGEST_FOLDER or " " in str(folder):
+        raise ValueError(f"folder={folder}: SLURM needs a path without spaces, of {LONGEST_FOLDER} bytes at most")
+    for part in ("state", "spool-n0", "spool-n1"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    cluster = Slurm(folder, {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH})
+    with contextlib.ExitStack() as stack:
+        # The kernel gives these ports to nobody else until the end. A daemon can listen on them all the same: both
+        # sockets say SO_REUSEADDR, and these don't listen.
+        holders = [stack.enter_context(socket.socket()) for _ in range(3)]
+        for holder in holders:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind(("", 0))
+        ports = [holder.getsockname()[1] for holder in holders]
+        user = pwd.getpwuid(os.geteuid()).pw_name
+        (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, ports=ports, user=user))
+        cluster.run("mungekey", "--create", "--keyfile", f"{folder}/munge.key")
+        command, environment = [sys.executable, "-P", __file__, str(folder)], {**os.environ, **cluster.environment}
+        daemons = stack.enter_context(subprocess.Popen(command, env=environment, stdin=subprocess.PIPE))
+        # Before Popen's exit, which waits. A closed pipe would do, unless a fork of this process has it, too.
+        stack.callback(daemons.terminate)
+        end = time.monotonic() + START_TIMEOUT
+        while not _is_ready(cluster):
+            if time.monotonic() > end or daemons.poll() is not None:
+                logs = "\n".join(f"{log.name}: ...{log.read_text()[-2000:]}" for log in sorted(folder.glob("*.log")))
+                raise RuntimeError(f"SLURM did not start within {START_TIMEOUT} s\n{logs}")
+            time.sleep(INTERVAL)
+        yield cluster
+
+
+def _is_ready(cluster: Slurm) -> bool:
+    with contextlib.suppress(RuntimeError):  # while slurmctld doesn't answer
+        return cluster.run("sinfo", "--noheader", "--Node", "--partition=low", "--format=%T").split() == ["idle"] * 2
+    return False
+
+
+def _run_daemons(folder: Path) -> None:
+    """In a process of its own: start the daemons, wait for SIGTERM or the parent's end, kill all that is left.
+
+    What daemons and jobs leave behind becomes a child of this process. Their environment wouldn't show all of it:
+    slurmstepd overwrites its own."""
+    os.setsid()  # Ctrl-C is the parent's
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+
+    def start(name: str, *command: str) -> None:
+        with (folder / f"{name}.log").open("wb") as log:
+            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    try:
+        # --force: in folders that only their owner can open, as pytest's are.
+        files = (f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "seed"))
+        start("munged", "munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files)
+        while not (folder / "munge.socket").exists():
+            time.sleep(INTERVAL)
+        start("slurmctld", "slurmctld", "-D")
+        start("slurmd-n0", "slurmd", "-D", "-N", "n0")
+        start("slurmd-n1", "slurmd", "-D", "-N", "n1")
+        sys.stdin.read()
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while processes := psutil.Process().children(recursive=True):
+            for process in processes:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(processes, timeout=INTERVAL)  # until then, they are still its children
+
+
+if __name__ == "__main__":
+    _run_daemons(Path(sys.argv[1]))
