@@ -4,6 +4,7 @@
 #     make test ARGS="tests/pipeline -k gpipe"
 #     make test JOBS=0                         # one test at a time, without pytest-xdist: for a debugger
 #     make thorough                            # all tests: make test leaves rows out that repeat others
+#     make cluster-tests                       # runs killed and preempted under torchrun and a SLURM of two nodes
 #     make docs                                # the site of docs/, into site/
 #     make zoo                                 # three hundred small models under every layout, into docs/zoo.md
 #     make zoo ARGS="--only 'gpt2*' --traces"  # some of them; ARGS="--resume" goes on after an interruption
@@ -24,7 +25,7 @@ READY := $(VENV)/.ready
 RUN_ZOO := $(ZOO_VENV)/bin/python
 ZOO_READY := $(ZOO_VENV)/.ready
 
-.PHONY: train compare test thorough zoo torture lint docs clean
+.PHONY: train compare test thorough cluster-tests slurm zoo torture lint docs clean
 
 train: $(READY)
 	$(RUN) -m recipes.train strategy=pipeline_async $(ARGS)
@@ -37,6 +38,14 @@ test: $(READY)
 
 thorough: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --thorough $(ARGS)
+
+cluster-tests: $(READY) slurm
+	OMP_NUM_THREADS=1 $(RUN) -m pytest --thorough $(ARGS) tests/clusters
+
+# Where it may be installed; elsewhere its tests are reported as not run.
+slurm:
+	@command -v slurmctld munged mungekey > /dev/null || [ ! -x /usr/bin/apt-get ] || [ "$$(id -u)" != 0 ] || \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm munge; } > /dev/null || true
 
 zoo: $(ZOO_READY)
 	$(RUN_ZOO) -m tests.zoo --page docs/zoo.md --record $(ARGS)

@@ -14,6 +14,7 @@ from hydra.utils import get_class, instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import Strategy
 
 from lightning_parallel import ExactResume, FiniteLoss, Preemption
@@ -157,6 +158,8 @@ def trainer(config: Config, extra_callbacks: Sequence[Callback] = ()) -> L.Train
         devices=devices,
         num_nodes=int(os.environ.get("WORLD_SIZE", 1)) // local,
         strategy=chosen,
+        # By itself Lightning finds SLURM, whose signals it would answer in its own way.
+        plugins=[TorchElasticEnvironment()] if "RANK" in os.environ else None,
         logger=loggers(config),
         callbacks=attached,
         enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in attached),

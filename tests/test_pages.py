@@ -64,11 +64,15 @@ COMMANDS = commands(*PAGES)
 TRAIN = "python -m recipes.train"
 TRAININGS = [command.removeprefix(TRAIN).split() for command in COMMANDS if command.startswith(TRAIN)]
 OTHER_MODULES = [command for command in COMMANDS if command.startswith("python -m") and not command.startswith(TRAIN)]
+# Of a cluster that isn't here: their configs are checked. tests/clusters runs some.
+ELSEWHERE = [words for words in TRAININGS if any(word in ("cluster=slurm", "cluster=torchrun") for word in words)]
+ELSEWHERE += [line.partition("-m recipes.train ")[2].split() for line in COMMANDS if line.startswith("torchrun ")]
 TARGETS = [command for command in COMMANDS if command.startswith("make ")]
 
 
 def test_every_command_is_of_a_kind_that_is_run_here() -> None:
     known = {*(f"{TRAIN} {' '.join(words)}" for words in TRAININGS), *OTHER_MODULES, *TARGETS, "pip install ."}
+    known |= {line for line in COMMANDS if re.match("torchrun .* -m recipes.train cluster=torchrun", line)}
     assert set(COMMANDS) <= known and len(TRAININGS) > 8
 
 
@@ -94,11 +98,17 @@ def trained(pool: WorkerPool, folder: Path, overrides: list[str]) -> Path:
     assert validate(config) == []
     file = folder / record.CONFIG
     file.write_text(yaml.safe_dump(config))
-    pool.run(work.main, world_size(config), str(file), init=False)
+    pool.run(work.main, world_size(config), file.read_text(), init=False)
     return output
 
 
-@pytest.mark.parametrize("words", TRAININGS, ids=" ".join)
+@pytest.mark.parametrize("words", ELSEWHERE, ids=" ".join)
+def test_trainings_elsewhere_are_right(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert check([*words, "launch=false"]) == []
+
+
+@pytest.mark.parametrize("words", [words for words in TRAININGS if words not in ELSEWHERE], ids=" ".join)
 def test_trainings_run(
     pool: WorkerPool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
 from lightning_parallel.parts import rendezvous
 from recipes.launchers.cluster import Cluster

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,15 +40,25 @@ class KilledOnce(Callback):
 
 
 class HeldOnce(Callback):
-    """Waits at a step, so that something can happen to the run meanwhile, unless it has been started again."""
+    """Waits at a step for a scheduler's SIGTERM, unless the run has been started again."""
 
     def __init__(self, folder: str) -> None:
-        self._reached, self._go_on = Path(folder) / "reached", Path(folder) / "go_on"
+        self._reached = Path(folder) / "reached"
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        if restarts() == 0 and trainer.global_step == KILLED:
-            self._reached.touch()
-            wait_for(self._go_on)
+        if restarts() or trainer.global_step != KILLED:
+            return
+        heard, handler = threading.Event(), signal.getsignal(signal.SIGTERM)
+        assert callable(handler)
+
+        def hear(number: int, frame: Any) -> None:
+            handler(number, frame)
+            heard.set()
+
+        signal.signal(signal.SIGTERM, hear)
+        self._reached.touch()
+        heard.wait(120)
+        signal.signal(signal.SIGTERM, handler)
 
 
 def wait_for(file: Path, seconds: float = 120) -> None:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from recipes import ROOT
 from tests.clusters.disturbed import KILL, KILLED, SAVED, attempts, command, numbers, train, variables
 
@@ -21,6 +23,7 @@ def test_a_killed_worker_restarts_the_run(tmp_path: Path, undisturbed: dict[str,
     assert numbers(tmp_path) == undisturbed
 
 
+@pytest.mark.thorough
 def test_a_refused_run_is_not_started_again(tmp_path: Path) -> None:
     program = [sys.executable, *command(tmp_path, "cluster.max_restarts=3", "strategy.layers=[net.nowhere.*]")]
     done = subprocess.run(program, cwd=ROOT, env=variables(), text=True, capture_output=True, timeout=200)

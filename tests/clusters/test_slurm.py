@@ -42,7 +42,6 @@ def test_a_preempted_job_is_saved_requeued_and_resumed(
     first = json.loads((tmp_path / "run" / "run.json").read_text())["job_id"]
     urgent = ["--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
     other = cluster.run("sbatch", "--parsable", *urgent).strip()
-    (tmp_path / "run" / "go_on").touch()
     cluster.wait_for(other, "COMPLETED", seconds=90)
     cluster.release(first)
     printed, _ = program.communicate(timeout=150)
@@ -53,6 +52,7 @@ def test_a_preempted_job_is_saved_requeued_and_resumed(
     assert numbers(tmp_path) == undisturbed
 
 
+@pytest.mark.thorough
 def test_a_killed_worker_is_named_and_restarts_the_job(
     cluster: Slurm, tmp_path: Path, undisturbed: dict[str, float]
 ) -> None:
@@ -65,12 +65,14 @@ def test_a_killed_worker_is_named_and_restarts_the_job(
     assert numbers(tmp_path) == undisturbed
 
 
+@pytest.mark.thorough
 def test_what_went_wrong_reaches_the_terminal(cluster: Slurm, tmp_path: Path) -> None:
     program = start(cluster, tmp_path, "strategy.layers=[net.nowhere.*]")
     printed, _ = program.communicate(timeout=150)
     assert program.returncode == 1 and "failed:\nValueError: layers: 'net.nowhere.*' matches no module." in printed
 
 
+@pytest.mark.thorough
 def test_a_job_can_be_shown_and_left_to_itself(cluster: Slurm, tmp_path: Path) -> None:
     options = ["cluster.submit=print", "cluster.time='1:00:00'", "cluster.setup=[module x]"]
     shown = start(cluster, tmp_path / "shown", *options)

@@ -13,6 +13,7 @@ import pytest
 from recipes import ROOT
 from tests.clusters.disturbed import KILL, KILLED, SAVED, attempts, command, numbers, variables
 
+PIPE: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 AGENT = [sys.executable, "-m", "torch.distributed.run"]
 
 
@@ -24,8 +25,7 @@ def run_agents(folder: Path, *options: str) -> list[str]:
     meeting = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
     program = [*AGENT, *meeting, "--rdzv-id=a-run", "--local-addr=127.0.0.1", "--max-restarts=1"]
     program += command(folder, "cluster=torchrun", *options)
-    pipe: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    started = [subprocess.Popen(program, cwd=ROOT, env=variables(), **pipe) for _ in range(2)]
+    started = [subprocess.Popen(program, cwd=ROOT, env=variables(), **PIPE) for _ in range(2)]
     try:
         printed = [process.communicate(timeout=250)[0] for process in started]
     finally:
@@ -43,6 +43,22 @@ def test_after_a_kill_two_agents_go_on_where_the_run_was_saved(tmp_path: Path, u
     assert numbers(tmp_path) == undisturbed
 
 
+@pytest.mark.thorough
+def test_processes_of_another_launcher_join(tmp_path: Path, undisturbed: dict[str, float]) -> None:
+    """Such as MPI's: it sets variables for each, and has no store."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = str(held.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    program = [sys.executable, *command(tmp_path, "cluster=torchrun")]
+    ranks = [variables({**common, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+    started = [subprocess.Popen(program, cwd=ROOT, env=environment, **PIPE) for environment in ranks]
+    printed = [process.communicate(timeout=200)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], "\n".join(printed)
+    assert numbers(tmp_path) == undisturbed
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(("processes", "options", "said"), [
     (3, ["cluster=torchrun", "cluster.devices=2"], "cluster.devices=2 is for 2 processes, but 3 have been started"),
     (2, ["cluster=local"], "this is one of 2 processes that have been started, and each would start workers"),
