@@ -11,10 +11,10 @@ import lightning as L
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import get_class, instantiate
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import Strategy
 
 from lightning_parallel import ExactResume, FiniteLoss, Preemption

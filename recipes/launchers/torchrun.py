@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
 from lightning_parallel.parts import rendezvous
 from recipes.launchers.cluster import Cluster
