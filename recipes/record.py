@@ -69,6 +69,11 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
     scratch.replace(path)
 
 
+def environment() -> dict[str, Any]:
+    """What a run depends on besides its config: versions of packages, the system, the commit of the checkout."""
+    return {"versions": _versions(), "platform": platform.platform(), "git": _git(ROOT)}
+
+
 def start(
     folder: Path, config: Mapping[str, Any], choices: Mapping[str, str], overrides: Sequence[str] | None = None
 ) -> None:
@@ -95,9 +100,7 @@ def start(
         "config": CONFIG,
         "config_hash": config_hash(config),
         "seed": config["seed"],
-        "versions": _versions(),
-        "platform": platform.platform(),
-        "git": _git(ROOT),
+        **environment(),
         "attempts": _killed(read(folder).get("attempts", [])) if goes_on else [],
     }
     _write(folder / RUN, content)

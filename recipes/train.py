@@ -26,7 +26,7 @@ from rich.tree import Tree
 
 from recipes import record
 from recipes.compose import CONF, check, resolved
-from recipes.launchers.launcher import Preempted, WorkersFailed
+from recipes.launch import launch, write
 from recipes.problem import ConfigError
 from recipes.processes import INTERRUPTED, REQUEUE, may_be_told
 from recipes.worker import start
@@ -41,8 +41,7 @@ class UnknownMetric(CompactHydraException):
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def run(cfg: DictConfig) -> float | None:
     """One job: returns the metric that a sweep optimises, None if the config names none."""
-    from recipes.build import launcher  # here: they import torch
-    from recipes.schema import world_size
+    from recipes.schema import world_size  # here: they import torch
     from recipes.validate import validate
 
     job = HydraConfig.get()
@@ -53,39 +52,19 @@ def run(cfg: DictConfig) -> float | None:
         raise ConfigError(problems)
     chosen = job.runtime.choices.items()
     choices = {group: choice for group, choice in chosen if "/" not in group and choice is not None}
-    config_file = folder / record.CONFIG
-    config_file.write_text(yaml.safe_dump(config, sort_keys=False))
+    config_file = write(config)
     tree = config_tree(config, choices)
     with (folder / record.TREE).open("w") as stream:
         Console(file=stream, width=100).print(tree)
     if config["print_config"]:
         Console().print(tree)
-    processes = world_size(config)
     if not config["launch"]:
-        log.info("start it with: torchrun --nproc-per-node=%d -m recipes.worker %s", processes, config_file)
+        command = "torchrun --nproc-per-node=%d -m recipes.worker %s"
+        log.info(f"start it with: {command}", world_size(config), config_file)
         return None
-    record.start(folder, config, choices, job.overrides.task)
-    try:
-        left = launcher(config).launch(config_file, processes)
-    except WorkersFailed as error:
-        record.end(folder, "failed", error.failure.as_dict())
-        tracebacks = folder / record.ERRORS
-        log.error("failed; for details see %s", tracebacks if tracebacks.exists() else folder / record.RUN)
-        raise
-    except Preempted:
-        record.end(folder, "preempted")
-        log.warning("preempted: saved as far as it had come; go on with hydra.run.dir=%s ckpt_path=last", folder)
-        sys.exit(REQUEUE)
-    except KeyboardInterrupt:
-        record.end(folder, "interrupted")
-        log.error("interrupted; see %s", folder)
-        raise
-    if left is not None:
-        log.info("%s", left)
+    metrics = launch(config, choices, job.overrides.task)
+    if metrics is None:
         return None
-    metrics = record.read_metrics(folder)
-    log.info("%s", "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if value is not None))
-    log.info("done; see %s", folder)
     return _optimized(config["optimized_metric"], metrics, sweeping=job.mode == RunMode.MULTIRUN)
 
 
