@@ -121,6 +121,12 @@ def started(folder: Path) -> float:
     return datetime.fromisoformat(when).timestamp() if when else 0.0
 
 
+def is_done(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Has a run with this config been completed in the folder?"""
+    said = read(folder)
+    return said.get("status") == "completed" and said.get("config_hash") == config_hash(config)
+
+
 def begin_attempt(folder: Path, **known: Any) -> None:
     """Adds a start of the workers. The one before, if it has no end, was killed."""
     before = _killed(read(folder).get("attempts", []))

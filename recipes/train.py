@@ -28,7 +28,7 @@ from recipes import record
 from recipes.compose import CONF, check, resolved
 from recipes.launch import launch, write
 from recipes.problem import ConfigError
-from recipes.processes import INTERRUPTED, REQUEUE, may_be_told
+from recipes.processes import INTERRUPTED, REQUEUE, joined, may_be_told
 from recipes.worker import start
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,10 @@ def run(cfg: DictConfig) -> float | None:
     problems = validate(config)
     if problems:
         raise ConfigError(problems)
+    sweeping = job.mode == RunMode.MULTIRUN
+    if sweeping and record.is_done(folder, config):
+        log.info("done before; see %s", folder)
+        return _optimized(config["optimized_metric"], record.read_metrics(folder), sweeping=True)
     chosen = job.runtime.choices.items()
     choices = {group: choice for group, choice in chosen if "/" not in group and choice is not None}
     config_file = write(config)
@@ -65,7 +69,7 @@ def run(cfg: DictConfig) -> float | None:
     metrics = launch(config, choices, job.overrides.task)
     if metrics is None:
         return None
-    return _optimized(config["optimized_metric"], metrics, sweeping=job.mode == RunMode.MULTIRUN)
+    return _optimized(config["optimized_metric"], metrics, sweeping=sweeping)
 
 
 def _optimized(name: str | None, metrics: Mapping[str, float | None], *, sweeping: bool) -> float | None:
@@ -107,6 +111,8 @@ def main() -> None:
         if config is not None:
             return start(config)
     args = get_args_parser().parse_args()
+    if args.multirun and joined() > 1:
+        sys.exit("-m: a sweep starts processes for each of its runs; call it without torchrun")
     own = args.config_dir or args.config_path or args.config_name or args.experimental_rerun
     asks = args.help or args.hydra_help or args.info or args.shell_completion
     if not own and not asks:  # with configs of the user's own, each job is checked as it starts

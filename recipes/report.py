@@ -1,0 +1,184 @@
+"""``python -m recipes.report FOLDER``: the runs in a folder, such as those of a sweep, side by side.
+
+::
+
+    python -m recipes.report logs/train/multiruns/2026-11-23_04-26-12-951180
+
+It prints a table, and writes it as ``report.csv`` and as a picture. A sweep does this at its end; it may be done at any
+time, while runs are still going on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from recipes import record
+
+CSV, PICTURE = "report.csv", "report.png"
+_BLUE, _GREY = "#0072B2", "#8A8A8A"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A row.
+
+    Attributes:
+        name: the folder of the run, seen from that of the report.
+        status: ``completed``, ``failed`` and so on.
+        choices: the overrides by which the runs differ.
+        metrics: by name; none while the run goes on.
+        seconds: from its start to its end; None while it goes on.
+        attempts: how often its workers were started.
+        optimized: the metric that the recipe is judged by.
+    """
+
+    name: str
+    status: str
+    choices: Mapping[str, str]
+    metrics: Mapping[str, float | None]
+    seconds: float | None
+    attempts: int
+    optimized: str | None
+
+    @property
+    def label(self) -> str:
+        """The run in a word or two."""
+        return " ".join(f"{key}={value}" for key, value in self.choices.items()) or self.name
+
+    def row(self) -> dict[str, Any]:
+        """What the table has of it."""
+        numbers = {"seconds": self.seconds, "attempts": self.attempts}
+        return {"run": self.name, **self.choices, "status": self.status, **self.metrics, **numbers}
+
+
+def runs(folder: Path) -> list[Run]:
+    """The recorded runs in a folder and below it, in the order of their names."""
+    found = {file.parent: record.read(file.parent) for file in sorted(folder.rglob(record.RUN), key=_in_order)}
+    given = {path: _overrides(said) for path, said in found.items()}
+    keys = dict.fromkeys(key for each in given.values() for key in each)
+    differing = [key for key in keys if len({each.get(key) for each in given.values()}) > 1]
+    return [
+        Run(
+            name=str(path.relative_to(folder)),
+            status=said["status"],
+            choices={key: given[path].get(key, "") for key in differing},
+            metrics=said.get("metrics", {}),
+            seconds=_seconds(said),
+            attempts=len(said.get("attempts", [])),
+            optimized=_optimized(path),
+        )
+        for path, said in found.items()
+        if said
+    ]
+
+
+def _in_order(file: Path) -> list[tuple[int, str]]:
+    """So that 10 comes after 9."""
+    return [(int(part), "") if part.isdigit() else (sys.maxsize, part) for part in file.parts]
+
+
+def _overrides(said: Mapping[str, Any]) -> dict[str, str]:
+    pairs = (word.lstrip("+~").partition("=") for word in said.get("overrides") or [])
+    return {key: value for key, _, value in pairs}
+
+
+def _seconds(said: Mapping[str, Any]) -> float | None:
+    if said.get("ended") is None:
+        return None
+    return (datetime.fromisoformat(said["ended"]) - datetime.fromisoformat(said["started"])).total_seconds()
+
+
+def _optimized(folder: Path) -> str | None:
+    try:
+        config = yaml.safe_load((folder / record.CONFIG).read_text())
+    except OSError:
+        return None
+    return config.get("optimized_metric")  # type: ignore[no-any-return]
+
+
+def report(folder: Path, console: Console | None = None) -> list[Run]:
+    """Print the table, and write it and the picture into the folder. Returns the runs."""
+    found = runs(folder)
+    rows = [run.row() for run in found]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    table = Table(*columns, title=str(folder))
+    for row in rows:
+        table.add_row(*(_shown(row.get(column)) for column in columns))
+    (console or Console()).print(table)
+    with (folder / CSV).open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+    if any(_judged(found)):
+        draw(found, folder / PICTURE)
+    return found
+
+
+def _shown(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _judged(found: Sequence[Run]) -> Iterator[tuple[str, str, float]]:
+    """Of the runs that have the metric by which they are judged, label, metric and value."""
+    for run in found:
+        value = run.metrics.get(run.optimized) if run.optimized else None
+        if run.optimized and value is not None:
+            yield run.label, run.optimized, value
+
+
+def draw(found: Sequence[Run], path: Path) -> None:
+    """Points of the metric that the runs are judged by, a row a run; the best one in colour."""
+    from matplotlib.figure import Figure
+
+    labels, metrics, values = zip(*_judged(found), strict=True)
+    figure = Figure(figsize=(9, 1.2 + 0.34 * len(labels)), dpi=110, layout="constrained")
+    panel = figure.subplots()
+    best = max(values) if "acc" in metrics[0] else min(values)
+    colours = [_BLUE if value == best else _GREY for value in values]
+    panel.scatter(values, range(len(values)), c=colours, s=42, zorder=2)
+    for place, value in enumerate(values):
+        panel.annotate(f"{value:.4g}", (value, place), xytext=(7, 0), textcoords="offset points", va="center")
+    panel.set_yticks(range(len(labels)), labels)
+    panel.set_ylim(len(labels) - 0.5, -0.5)
+    panel.margins(x=0.15)
+    panel.set_xlabel(metrics[0])
+    panel.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+    panel.spines[["top", "right", "left"]].set_visible(False)
+    panel.tick_params(axis="y", length=0)
+    figure.savefig(path)
+
+
+class AtTheEnd(Callback):
+    """Hydra's callback: reports a sweep when its last job has ended."""
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        folder = Path(config.hydra.sweep.dir)
+        if any(folder.rglob(record.RUN)):
+            report(folder)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.report", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, help="of a sweep, or with runs")
+    given = parser.parse_args(arguments)
+    if not any(given.folder.rglob(record.RUN)):
+        sys.exit(f"{given.folder} has no runs: no {record.RUN} in it or below it")
+    report(given.folder)
+
+
+if __name__ == "__main__":
+    main()
