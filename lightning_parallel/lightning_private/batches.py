@@ -71,6 +71,20 @@ def restart_nothing(trainer: pl.Trainer) -> None:
     trainer.fit_loop.epoch_loop.reset_restart_stage()
 
 
+def begin_batch_again(trainer: pl.Trainer, *, should_stop: bool) -> None:
+    """The run has been saved inside a batch: train it, though it ends after this batch if it is to stop. Called before
+    the first batch."""
+    loop = trainer.fit_loop.epoch_loop
+    restart_nothing(trainer)
+
+    def advance(fetcher: Any) -> None:
+        put_back()
+        trainer.should_stop = should_stop  # not before, or the batch would be left out
+        loop.advance(fetcher)
+
+    put_back = _replaced(loop, "advance", advance)
+
+
 def finish_batch(trainer: pl.Trainer, *, validated: bool, should_stop: bool = False) -> None:
     """The run has been saved when a batch had been trained: do the rest of it before the next one is loaded. That is
     the validation that is due, schedulers, and counters. Called before the first batch.

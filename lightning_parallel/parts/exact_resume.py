@@ -37,6 +37,7 @@ from lightning_parallel.lightning_private import (
     ContinuedSums,
     before_first_batch,
     before_loaders_begin,
+    begin_batch_again,
     epoch_sums,
     finish_batch,
     finish_epoch,
@@ -162,16 +163,17 @@ class ExactResume(Callback):
                 rest = {"validated": loaded.moment is SavedMoment.VALIDATED, "should_stop": loaded.was_to_stop}
                 before_first_batch(trainer, partial(finish_batch, trainer, **rest))
             case SavedMoment.INSIDE:
-                before_first_batch(trainer, partial(restart_nothing, trainer))
+                before_first_batch(trainer, partial(begin_batch_again, trainer, should_stop=loaded.was_to_stop))
             case SavedMoment.BETWEEN:
                 trainer.should_stop = loaded.was_to_stop
                 before_first_batch(trainer, partial(restart_nothing, trainer))
-            case SavedMoment.EPOCH | SavedMoment.OVER if loaded.was_to_stop:
-                trainer.should_stop = True
             case SavedMoment.EPOCH:
                 finish_epoch(trainer)
                 restart_nothing(trainer)
                 self._next_epoch = loaded.random_state
+                trainer.should_stop = loaded.was_to_stop  # unless min_epochs or min_steps say otherwise
+            case SavedMoment.OVER if loaded.was_to_stop:
+                trainer.should_stop = True
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

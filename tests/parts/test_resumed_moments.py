@@ -208,10 +208,21 @@ class Stops(Scheduled):
         return super().training_step(batch)
 
 
+class StopsEarly(Stops, DrawsInHooks):
+    """And draws meanwhile."""
+
+
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
 def test_a_run_that_was_to_stop_stops(tmp_path: Path, hook: str) -> None:
     whole = equal_from_each_save(tmp_path, hook, {"val_check_interval": 4, "kind": Stops})
     assert [event[-1] for event in whole if event[0] != SAVED][-1] == 8
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_run_that_was_to_stop_goes_on_to_its_least_epochs(tmp_path: Path, hook: str) -> None:
+    options = {"val_check_interval": 4, "kind": StopsEarly, "min_epochs": 4, "max_epochs": 6}
+    whole = equal_from_each_save(tmp_path, hook, options)
+    assert [event[-1] for event in whole if event[0] != SAVED][-1] == 24
 
 
 def parallel(layers: list[str] | None, folder: Path, hook: str, resumed: int | None) -> Any:
