@@ -376,7 +376,7 @@ def test_finish_epoch_steps_plateau_schedulers_of_that_epoch(tmp_path: Path) -> 
             if trainer.current_epoch == 1:
                 lightning_private.restore_metrics(trainer, {"it": torch.tensor(7.0)})
                 trainer.fit_loop.epoch_progress.current.completed += 1  # as it is loaded
-                lightning_private.finish_epoch(trainer)
+                lightning_private.finish_epoch(trainer, stepped=False)
                 trainer.fit_loop.epoch_progress.current.completed -= 1
 
     loader = torch.utils.data.DataLoader(torch.ones(2, 1))

@@ -133,12 +133,17 @@ def let_the_last_step_finish(trainer: pl.Trainer) -> None:
     put_back = _replaced(fit, "run", run)
 
 
-def finish_epoch(trainer: pl.Trainer) -> None:
+def finish_epoch(trainer: pl.Trainer, *, stepped: bool) -> None:
     """The run has been saved at the end of an epoch: do what is left of it, the step of plateau schedulers. Loaders
-    begin the next one after its first hooks, as they would have; Lightning has let them begin already."""
+    begin the next one after its first hooks, as they would have; Lightning has let them begin already.
+
+    Args:
+        trainer: that has loaded the loops' state.
+        stepped: nothing is left, the schedulers have done their step.
+    """
     trainer.fit_loop._resuming_from_checkpoint = False
     loop, epoch = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
-    if loop._num_ready_batches_reached():
+    if loop._num_ready_batches_reached() and not stepped:
         epoch.completed -= 1  # the epoch counts
         loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
         epoch.completed += 1

@@ -167,13 +167,11 @@ class ExactResume(Callback):
             case SavedMoment.BETWEEN:
                 trainer.should_stop = loaded.was_to_stop
                 before_first_batch(trainer, partial(restart_nothing, trainer))
-            case SavedMoment.EPOCH:
-                finish_epoch(trainer)
+            case SavedMoment.EPOCH | SavedMoment.OVER:
+                finish_epoch(trainer, stepped=loaded.moment is SavedMoment.OVER)
                 restart_nothing(trainer)
                 self._next_epoch = loaded.random_state
                 trainer.should_stop = loaded.was_to_stop  # unless min_epochs or min_steps say otherwise
-            case SavedMoment.OVER if loaded.was_to_stop:
-                trainer.should_stop = True
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

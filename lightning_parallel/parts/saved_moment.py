@@ -21,7 +21,7 @@ class SavedMoment(StrEnum):
     VALIDATED = "at the end of a validation"
     BETWEEN = "between two batches"  # trains the next one
     EPOCH = "at the end of an epoch"  # its plateau schedulers
-    OVER = "between two epochs"
+    OVER = "between two epochs"  # such as after a run, which may go on with a raised limit
 
     @property
     def is_in_epoch(self) -> bool:

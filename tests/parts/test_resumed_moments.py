@@ -225,6 +225,17 @@ def test_a_run_that_was_to_stop_goes_on_to_its_least_epochs(tmp_path: Path, hook
     assert [event[-1] for event in whole if event[0] != SAVED][-1] == 24
 
 
+@pytest.mark.parametrize(("limit", "raised"), [
+    ({"max_epochs": 2}, {"max_epochs": 4}),
+    ({"max_epochs": None, "max_steps": 12}, {"max_epochs": None, "max_steps": 15}),
+])  # fmt: skip
+def test_a_run_that_has_ended_goes_on_with_a_raised_limit(tmp_path: Path, limit: Any, raised: Any) -> None:
+    whole, *end = run(None, None, "", {**raised, "kind": DrawsInHooks})
+    ended = run(None, tmp_path, "on_train_end", {**limit, "kind": DrawsInHooks})[0]
+    rest, *rest_end = run(tmp_path / "0.ckpt", None, "", {**raised, "kind": DrawsInHooks})
+    assert ([event for event in ended if event[0] != SAVED] + rest, rest_end) == (whole, end)
+
+
 def parallel(layers: list[str] | None, folder: Path, hook: str, resumed: int | None) -> Any:
     strategy = lp.PipelineStrategy(layers=layers, microbatches=1)
     path = None if resumed is None else folder / f"{resumed}.ckpt"
