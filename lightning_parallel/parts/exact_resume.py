@@ -38,6 +38,7 @@ from lightning_parallel.lightning_private import (
     before_first_batch,
     before_loaders_begin,
     begin_batch_again,
+    callbacks_of,
     epoch_sums,
     finish_batch,
     finish_epoch,
@@ -99,12 +100,19 @@ class ExactResume(Callback):
         self._next_epoch: Mapping[str, Any] = {}  # generators
 
     @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        # The first, so that it knows of a hook before another callback saves there. A list of its own: the Trainer
+        # goes through the one that it has.
+        others = [callback for callback in callbacks_of(trainer) if callback is not self]
+        trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
+
+    @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._has_validated = False
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._has_validated = True  # ModelCheckpoint comes after other callbacks
+        self._has_validated = True
 
     @override
     def on_save_checkpoint(

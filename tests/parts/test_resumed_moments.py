@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, random_split
 from torchmetrics import MeanMetric
@@ -45,6 +45,12 @@ class Saves(Checkpoint):
             number = sum(SAVED in event[0] for event in events)
             trainer.save_checkpoint(folder / f"{number}.ckpt")
             events.append((SAVED if ends_update(trainer) else "saved in an update", number))
+
+
+class SavesFirst(Callback):
+    """The same, before the callbacks that come after it in the list."""
+
+    __init__, save = Saves.__init__, Saves.save  # type: ignore[assignment]
 
 
 class Scheduled(L.LightningModule):
@@ -111,10 +117,11 @@ def run(
     torch.set_default_dtype(torch.float64)
     options = dict(options)
     module = options.pop("kind", Scheduled)(options.pop("interval", "epoch"))
+    saver = options.pop("saver", Saves)
     brought = [] if isinstance(strategy, lp.PipelineStrategy) else [lp.Preemption(), lp.ExactResume()]
     torch.manual_seed(5)
     trainer = L.Trainer(
-        accelerator="cpu", strategy=strategy, callbacks=[*brought, Saves(saves, hook)], logger=False,
+        accelerator="cpu", strategy=strategy, callbacks=[saver(saves, hook), *brought], logger=False,
         enable_progress_bar=False, enable_model_summary=False, **{"devices": 1, "max_epochs": 3, **options},
     )  # fmt: skip
     trainer.fit(module, ckpt_path=resumed)
@@ -206,6 +213,11 @@ class Stops(Scheduled):
     def training_step(self, batch: Tensor) -> Tensor:
         self.trainer.should_stop = self.trainer.should_stop or self.trainer.global_step == 7
         return super().training_step(batch)
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end"])
+def test_a_callback_that_comes_first_may_save(tmp_path: Path, hook: str) -> None:
+    equal_from_each_save(tmp_path, hook, {"val_check_interval": 4, "kind": DrawsInHooks, "saver": SavesFirst})
 
 
 class StopsEarly(Stops, DrawsInHooks):
