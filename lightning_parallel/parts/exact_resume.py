@@ -54,6 +54,7 @@ from lightning_parallel.parts.saved_moment import (
     is_in_step,
     warn_of_gradients,
 )
+from lightning_parallel.parts.searches import is_of_search, refuse_searches
 from lightning_parallel.resumable_loader import ResumableDataLoader
 from lightning_parallel.torch_private import tree_leaves
 
@@ -144,19 +145,21 @@ class ExactResume(Callback):
         loaders = checkpoint.get(_OF_LOADERS, [])
         if len(loaders) == replicas and loaders[own]:
             _loaders(checkpoint)[_LIGHTNINGS] = loaders[own]
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._loaded = loaded = _Loaded.of(checkpoint, replicas, own)
-            before_loaders_begin(trainer, partial(restore_random_state, loaded.random_state))
-            # What this callback does when the run begins counts as done: otherwise Lightning leaves it out.
-            counters = checkpoint["loops"]["fit_loop"]
-            if loaded.moment is SavedMoment.TRAINED:
-                count_as_completed(counters["epoch_loop.batch_progress"])
-            elif loaded.moment is SavedMoment.EPOCH:
-                count_as_completed(counters["epoch_progress"])
-            elif loaded.moment is SavedMoment.INSIDE:
-                count_as_not_begun(counters["epoch_loop.batch_progress"])
-            if loaded.moment in (SavedMoment.TRAINED, SavedMoment.VALIDATED):
-                let_the_last_step_finish(trainer)
+        if trainer.state.fn != TrainerFn.FITTING or is_of_search(trainer):
+            return
+        refuse_searches(trainer)
+        self._loaded = loaded = _Loaded.of(checkpoint, replicas, own)
+        before_loaders_begin(trainer, partial(restore_random_state, loaded.random_state))
+        # What this callback does when the run begins counts as done: otherwise Lightning leaves it out.
+        counters = checkpoint["loops"]["fit_loop"]
+        if loaded.moment is SavedMoment.TRAINED:
+            count_as_completed(counters["epoch_loop.batch_progress"])
+        elif loaded.moment is SavedMoment.EPOCH:
+            count_as_completed(counters["epoch_progress"])
+        elif loaded.moment is SavedMoment.INSIDE:
+            count_as_not_begun(counters["epoch_loop.batch_progress"])
+        if loaded.moment in (SavedMoment.TRAINED, SavedMoment.VALIDATED):
+            let_the_last_step_finish(trainer)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
