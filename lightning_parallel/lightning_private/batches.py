@@ -79,7 +79,7 @@ def begin_batch_again(trainer: pl.Trainer, *, should_stop: bool) -> None:
 
     def advance(fetcher: Any) -> None:
         put_back()
-        trainer.should_stop = should_stop  # not before, or the batch would be left out
+        trainer.should_stop |= should_stop  # not before, or the batch would be left out
         loop.advance(fetcher)
 
     put_back = _replaced(loop, "advance", advance)
@@ -100,7 +100,7 @@ def finish_batch(trainer: pl.Trainer, *, validated: bool, should_stop: bool = Fa
         put_back()
         restart_nothing(trainer)
         loop._skip_next_val = validated
-        trainer.should_stop = should_stop
+        trainer.should_stop |= should_stop
         # No batch is trained. What Lightning does after one finishes the last one.
 
     put_back = _replaced(loop, "advance", advance)

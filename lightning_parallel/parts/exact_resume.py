@@ -52,6 +52,8 @@ from lightning_parallel.parts.saved_moment import (
     count_as_completed,
     count_as_not_begun,
     is_in_step,
+    is_to_stop,
+    say_that_it_stops,
     warn_of_gradients,
 )
 from lightning_parallel.parts.searches import is_of_search, refuse_searches
@@ -134,7 +136,7 @@ class ExactResume(Callback):
             checkpoint[_OF_LOADERS] = loaders_by_replica
         metrics = {name: value.clone() for name, value in trainer.callback_metrics.items()}
         checkpoint[_PROGRESS] = {
-            "moment": str(moment), "metrics": metrics, "sums": sums_by_replica, "should_stop": trainer.should_stop
+            "moment": str(moment), "metrics": metrics, "sums": sums_by_replica, "should_stop": is_to_stop(trainer)
         }  # fmt: skip
 
     @override
@@ -167,6 +169,8 @@ class ExactResume(Callback):
         if in_mid_epoch(trainer):
             before_first_batch(trainer, partial(restore_random_state, loaded.random_state))
         restore_metrics(trainer, loaded.metrics)
+        if loaded.was_to_stop:
+            say_that_it_stops()
         if loaded.sums:
             self._continued = ContinuedSums(trainer, loaded.sums)
         match loaded.moment:
@@ -176,13 +180,13 @@ class ExactResume(Callback):
             case SavedMoment.INSIDE:
                 before_first_batch(trainer, partial(begin_batch_again, trainer, should_stop=loaded.was_to_stop))
             case SavedMoment.BETWEEN:
-                trainer.should_stop = loaded.was_to_stop
+                trainer.should_stop |= loaded.was_to_stop
                 before_first_batch(trainer, partial(restart_nothing, trainer))
             case SavedMoment.EPOCH | SavedMoment.OVER:
                 finish_epoch(trainer, stepped=loaded.moment is SavedMoment.OVER)
                 restart_nothing(trainer)
                 self._next_epoch = loaded.random_state
-                trainer.should_stop = loaded.was_to_stop  # unless min_epochs or min_steps say otherwise
+                trainer.should_stop |= loaded.was_to_stop  # unless min_epochs or min_steps say otherwise
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

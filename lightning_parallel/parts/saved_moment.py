@@ -7,10 +7,11 @@ from enum import StrEnum
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_parallel.lightning_private import ends_update
+from lightning_parallel.lightning_private import callbacks_of, ends_update
 
 
 class SavedMoment(StrEnum):
@@ -50,6 +51,20 @@ def is_in_step(trainer: pl.Trainer) -> bool:
     """The batch, which will be trained once more, may have logged already."""
     batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     return bool(batch.processed < batch.started)
+
+
+def is_to_stop(trainer: pl.Trainer) -> bool:
+    """Is the run to end for another reason than its time (``max_time``), of which a resumed one may have more?"""
+    left = [timer.time_remaining() for timer in callbacks_of(trainer) if isinstance(timer, Timer)]
+    return trainer.should_stop and not any(seconds is not None and seconds <= 0 for seconds in left)
+
+
+def say_that_it_stops() -> None:
+    """A resumed run had been told to stop when it was saved."""
+    rank_zero_info(
+        "The run was saved when something, such as EarlyStopping, had set trainer.should_stop: it ends as it would "
+        "have. To train on, resume it from an earlier checkpoint."
+    )
 
 
 def warn_of_gradients(trainer: pl.Trainer, moment: SavedMoment) -> None:

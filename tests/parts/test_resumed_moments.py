@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint, Timer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, random_split
 from torchmetrics import MeanMetric
@@ -118,10 +119,11 @@ def run(
     options = dict(options)
     module = options.pop("kind", Scheduled)(options.pop("interval", "epoch"))
     saver = options.pop("saver", Saves)
+    callbacks = options.pop("callbacks", list)()
     brought = [] if isinstance(strategy, lp.PipelineStrategy) else [lp.Preemption(), lp.ExactResume()]
     torch.manual_seed(5)
     trainer = L.Trainer(
-        accelerator="cpu", strategy=strategy, callbacks=[saver(saves, hook), *brought], logger=False,
+        accelerator="cpu", strategy=strategy, callbacks=[saver(saves, hook), *callbacks, *brought], logger=False,
         enable_progress_bar=False, enable_model_summary=False, **{"devices": 1, "max_epochs": 3, **options},
     )  # fmt: skip
     trainer.fit(module, ckpt_path=resumed)
@@ -225,8 +227,10 @@ class StopsEarly(Stops, DrawsInHooks):
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
-def test_a_run_that_was_to_stop_stops(tmp_path: Path, hook: str) -> None:
-    whole = equal_from_each_save(tmp_path, hook, {"val_check_interval": 4, "kind": Stops})
+def test_a_run_that_was_to_stop_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture, hook: str) -> None:
+    with caplog.at_level("INFO"):
+        whole = equal_from_each_save(tmp_path, hook, {"val_check_interval": 4, "kind": Stops})
+    assert "To train on, resume it from an earlier checkpoint" in caplog.text
     assert [event[-1] for event in whole if event[0] != SAVED][-1] == 8
 
 
@@ -246,6 +250,24 @@ def test_a_run_that_has_ended_goes_on_with_a_raised_limit(tmp_path: Path, limit:
     ended = run(None, tmp_path, "on_train_end", {**limit, "kind": DrawsInHooks})[0]
     rest, *rest_end = run(tmp_path / "0.ckpt", None, "", {**raised, "kind": DrawsInHooks})
     assert ([event for event in ended if event[0] != SAVED] + rest, rest_end) == (whole, end)
+
+
+class Batches(Timer):
+    """Counts the run's batches in the place of seconds."""
+
+    def setup(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        self.trainer = trainer
+
+    def time_elapsed(self, stage: str = "train") -> float:
+        return float(self.trainer.fit_loop.total_batch_idx + 1)
+
+
+def test_a_run_that_ended_by_its_time_goes_on_with_more(tmp_path: Path) -> None:
+    few, many = ({"callbacks": lambda batches=batches: [Batches(timedelta(seconds=batches))]} for batches in (8, 30))
+    whole, *end = run(None, None, "", many)
+    run(None, tmp_path, "on_train_batch_end", few)
+    rest, *rest_end = run(tmp_path / "7.ckpt", None, "", many)
+    assert (rest, rest_end) == (whole[-len(rest) :], end) and sum(event[0] == "batch" for event in rest) == 10
 
 
 def parallel(layers: list[str] | None, folder: Path, hook: str, resumed: int | None) -> Any:
