@@ -154,7 +154,7 @@ class ExactResume(Callback):
         before_loaders_begin(trainer, partial(restore_random_state, loaded.random_state))
         # What this callback does when the run begins counts as done: otherwise Lightning leaves it out.
         counters = checkpoint["loops"]["fit_loop"]
-        if loaded.moment is SavedMoment.TRAINED:
+        if loaded.moment in (SavedMoment.TRAINED, SavedMoment.VALIDATED, SavedMoment.BETWEEN):
             count_as_completed(counters["epoch_loop.batch_progress"])
         elif loaded.moment is SavedMoment.EPOCH:
             count_as_completed(counters["epoch_progress"])

@@ -80,9 +80,10 @@ def warn_of_gradients(trainer: pl.Trainer, moment: SavedMoment) -> None:
 
 
 def count_as_completed(progress: Mapping[str, Any]) -> None:
-    """What has been processed has been completed."""
+    """What has been processed has been completed, and has been started, unless ``on_train_batch_start`` returned -1:
+    Lightning would take the batch after it for one that was saved inside, and count it once more for loggers."""
     for counters in (progress["total"], progress["current"]):
-        counters["completed"] = counters["processed"]
+        counters["started"] = counters["completed"] = counters["processed"]
 
 
 def count_as_not_begun(progress: dict[str, Any]) -> None:

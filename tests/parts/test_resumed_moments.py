@@ -209,6 +209,19 @@ def test_the_run_may_draw_where_it_likes(tmp_path: Path, hook: str) -> None:
     equal_from_each_save(tmp_path, hook, {"val_check_interval": 4, "kind": DrawsInHooks})
 
 
+class SkipsTheRest(Scheduled):
+    """Leaves out the rest of an epoch."""
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:  # type: ignore[override]
+        super().on_train_batch_start(batch, batch_idx)
+        return -1 if batch_idx == 4 else None
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
+def test_the_rest_of_an_epoch_may_be_left_out(tmp_path: Path, hook: str) -> None:
+    equal_from_each_save(tmp_path, hook, {"val_check_interval": 2, "kind": SkipsTheRest})
+
+
 class Stops(Scheduled):
     """Something in a step tells the Trainer to stop."""
 
