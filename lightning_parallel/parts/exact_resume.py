@@ -31,7 +31,6 @@ from typing_extensions import override
 
 from lightning_parallel.checkpoint.plain import OPTIMIZER_NAMES, RANDOM_STATES
 from lightning_parallel.checkpoint.random_state import RANDOM_STATE, random_state, restore_random_state
-from lightning_parallel.collectives import gather_objects_on_first
 from lightning_parallel.layout import Layout
 from lightning_parallel.lightning_private import (
     ContinuedSums,
@@ -47,6 +46,7 @@ from lightning_parallel.lightning_private import (
     restart_nothing,
     restore_metrics,
 )
+from lightning_parallel.parts.by_replica import by_replica, gathered, replicas_and_own, warn_of_absent
 from lightning_parallel.parts.saved_moment import (
     SavedMoment,
     count_as_completed,
@@ -100,10 +100,12 @@ class ExactResume(Callback):
         self._loaded = _Loaded()
         self._continued: ContinuedSums | None = None
         self._has_validated = False
+        self._has_failed = False
         self._next_epoch: Mapping[str, Any] = {}  # generators
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._has_failed = False
         # The first, so that it knows of a hook before another callback saves there. A list of its own: the Trainer
         # goes through the one that it has.
         others = [callback for callback in callbacks_of(trainer) if callback is not self]
@@ -123,15 +125,17 @@ class ExactResume(Callback):
     ) -> None:
         moment = SavedMoment.of(trainer, self._has_validated)
         warn_of_gradients(trainer, moment)
+        warn_of_absent(trainer, self._has_failed)
         if not _saves_by_itself(trainer):
-            checkpoint[RANDOM_STATES] = _gathered(random_state(), trainer)
+            checkpoint[RANDOM_STATES] = gathered(random_state(), trainer, self._has_failed)
             checkpoint[OPTIMIZER_NAMES] = [_parameter_names(pl_module, optimizer) for optimizer in trainer.optimizers]
         loaders = _loaders(checkpoint).get(_LIGHTNINGS)
         if loaders:
             _loaders(checkpoint)[_LIGHTNINGS] = loaders = _with_what_comes_next(trainer, loaders)
-        replicas, own = _replicas_and_own(trainer)
+        replicas, own = replicas_and_own(trainer)
         sums = epoch_sums(trainer) if moment.is_in_epoch and not is_in_step(trainer) else {}
-        loaders_by_replica, sums_by_replica = _by_replica(_gathered((own, loaders, sums), trainer))
+        ranks = gathered((own, loaders, sums), trainer, self._has_failed)
+        loaders_by_replica, sums_by_replica = by_replica(ranks)
         if replicas > 1:
             checkpoint[_OF_LOADERS] = loaders_by_replica
         metrics = {name: value.clone() for name, value in trainer.callback_metrics.items()}
@@ -143,7 +147,7 @@ class ExactResume(Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        replicas, own = _replicas_and_own(trainer)
+        replicas, own = replicas_and_own(trainer)
         loaders = checkpoint.get(_OF_LOADERS, [])
         if len(loaders) == replicas and loaders[own]:
             _loaders(checkpoint)[_LIGHTNINGS] = loaders[own]
@@ -200,6 +204,7 @@ class ExactResume(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._has_failed = True
         self._end_sums(logs=False)
         self._loaded = _Loaded()
 
@@ -216,20 +221,6 @@ class ExactResume(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         return {"of": "generators"}  # only callbacks with a state are asked to load it
-
-
-def _by_replica(ranks: Sequence[tuple[int, Any, Mapping[str, Any]]]) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Of each replica the loaders' states, those of its first rank, and the sums that any of its ranks has.
-
-    Args:
-        ranks: for each rank its replica, loaders' states and sums; empty where they aren't gathered.
-    """
-    loaders: dict[int, Any] = {}
-    sums: dict[int, dict[str, Any]] = {}
-    for replica, states, own in ranks:
-        loaders.setdefault(replica, states)
-        sums.setdefault(replica, {}).update(own)  # of a pipeline's stages the last one logs
-    return [loaders[replica] for replica in sorted(loaders)], [sums[replica] for replica in sorted(sums)]
 
 
 def _loaders(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,21 +249,10 @@ def _with_what_comes_next(trainer: pl.Trainer, states: Sequence[Any]) -> list[An
     return changed
 
 
-def _replicas_and_own(trainer: pl.Trainer) -> tuple[int, int]:
-    """How many replicas there are, and which one this rank belongs to."""
-    sampler = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-    return sampler["num_replicas"], sampler["rank"]
-
-
 def _logs(trainer: pl.Trainer) -> bool:
     """Does this rank log what a step logs?"""
     layout = getattr(trainer.strategy, "layout", None)
     return layout.is_last_stage if isinstance(layout, Layout) else True
-
-
-def _gathered(mine: Any, trainer: pl.Trainer) -> list[Any]:
-    """What every rank has, by rank; on rank 0 only."""
-    return (gather_objects_on_first(mine, None) or []) if trainer.world_size > 1 else [mine]
 
 
 def _parameter_names(module: pl.LightningModule, optimizer: Optimizer) -> list[list[str]]:
