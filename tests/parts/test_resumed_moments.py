@@ -14,7 +14,8 @@ import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, Timer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, random_split
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, Metric, MinMetric, SumMetric
+from torchmetrics.wrappers import LambdaInputTransformer, Running
 
 import lightning_parallel as lp
 from lightning_parallel.lightning_private import ends_update
@@ -220,6 +221,45 @@ class SkipsTheRest(Scheduled):
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
 def test_the_rest_of_an_epoch_may_be_left_out(tmp_path: Path, hook: str) -> None:
     equal_from_each_save(tmp_path, hook, {"val_check_interval": 2, "kind": SkipsTheRest})
+
+
+class MeanOfMeans(Metric):
+    """Its result depends on how often it was updated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("mean", torch.zeros(()), dist_reduce_fx="mean")
+
+    def update(self, value: Tensor) -> None:
+        self.mean = self.mean + (value - self.mean) / self.update_count
+
+    def compute(self) -> Any:
+        return self.mean
+
+
+class Wraps(Scheduled):
+    """Logs metrics that wrap others, and that count."""
+
+    def __init__(self, interval: str) -> None:
+        super().__init__(interval)
+        self.kinds = nn.ModuleDict({
+            "sum": MeanMetric() + SumMetric(), "running": Running(MeanMetric(), window=3), "counts": MeanOfMeans(),
+            "least": LambdaInputTransformer(MinMetric(), torch.neg),
+        })  # fmt: skip
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        for name, metric in self.kinds.items():
+            metric.update(batch.mean())
+            self.log(name, metric, on_step=False, on_epoch=True, metric_attribute=f"kinds.{name}")
+        return super().training_step(batch)
+
+    def on_train_epoch_end(self) -> None:
+        self.note("epoch's end", {name: self.trainer.callback_metrics[name].item() for name in self.kinds})
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_validation_end"])
+def test_metrics_that_wrap_others_or_count_go_on(tmp_path: Path, hook: str) -> None:
+    equal_from_each_save(tmp_path, hook, {"val_check_interval": 4, "kind": Wraps})
 
 
 class Stops(Scheduled):
