@@ -55,6 +55,7 @@ from lightning_parallel.parts.saved_moment import (
     is_to_stop,
     say_that_it_stops,
     warn_of_gradients,
+    warn_of_repetition,
 )
 from lightning_parallel.parts.searches import is_of_search, refuse_searches
 from lightning_parallel.resumable_loader import ResumableDataLoader
@@ -125,6 +126,7 @@ class ExactResume(Callback):
     ) -> None:
         moment = SavedMoment.of(trainer, self._has_validated)
         warn_of_gradients(trainer, moment)
+        warn_of_repetition(trainer, moment)
         warn_of_absent(trainer, self._has_failed)
         if not _saves_by_itself(trainer):
             checkpoint[RANDOM_STATES] = gathered(random_state(), trainer, self._has_failed)

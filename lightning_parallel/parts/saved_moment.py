@@ -79,6 +79,21 @@ def warn_of_gradients(trainer: pl.Trainer, moment: SavedMoment) -> None:
         )
 
 
+def warn_of_repetition(trainer: pl.Trainer, moment: SavedMoment) -> None:
+    """What has begun, and is done once more, has drawn random numbers already, and may have logged."""
+    if is_in_step(trainer):
+        rank_zero_warn(
+            "Saved inside a training step. A run resumed from this checkpoint does the step once more, with other "
+            "random numbers, and what it logs with on_epoch=True covers the rest of the epoch only. Checkpoints that "
+            "are saved in on_train_batch_end, or between steps, have all."
+        )
+    elif trainer.validating and moment is SavedMoment.TRAINED:
+        rank_zero_warn(
+            "Saved inside a validation. A run resumed from this checkpoint validates once more, with other random "
+            "numbers. Checkpoints that are saved in on_validation_end have all."
+        )
+
+
 def count_as_completed(progress: Mapping[str, Any]) -> None:
     """What has been processed has been completed, and has been started, unless ``on_train_batch_start`` returned -1:
     Lightning would take the batch after it for one that was saved inside, and count it once more for loggers."""

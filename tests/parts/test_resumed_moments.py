@@ -176,6 +176,21 @@ def test_a_checkpoint_without_the_gradients_of_its_update_is_warned_of(tmp_path:
         run(None, tmp_path, "on_validation_end", OPTIONS["accumulated"])
 
 
+@pytest.mark.parametrize(("hook", "what"), [
+    ("on_before_optimizer_step", "a training step.*rest of the epoch"),
+    ("on_validation_batch_end", "a validation"),
+])  # fmt: skip
+def test_a_checkpoint_of_what_will_be_done_once_more_is_warned_of(tmp_path: Path, hook: str, what: str) -> None:
+    with pytest.warns(UserWarning, match=f"Saved inside {what}"):
+        run(None, tmp_path, hook, {"max_epochs": 1})
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_other_checkpoints_are_not(tmp_path: Path, hook: str, recwarn: pytest.WarningsRecorder) -> None:
+    run(None, tmp_path, hook, {"max_epochs": 1})
+    assert not [warning for warning in recwarn if "Saved" in str(warning.message)]
+
+
 def test_a_second_fit_has_nothing_of_the_run_that_the_first_one_resumed(tmp_path: Path) -> None:
     run(None, tmp_path, "on_validation_end", {"max_epochs": 1})
     module, callback = Scheduled("epoch"), lp.ExactResume()
