@@ -191,7 +191,8 @@ class ExactResume(Callback):
             case SavedMoment.EPOCH | SavedMoment.OVER:
                 finish_epoch(trainer, stepped=loaded.moment is SavedMoment.OVER)
                 restart_nothing(trainer)
-                self._next_epoch = loaded.random_state
+                if trainer.current_epoch > 0:  # before the first one, the loaders have yet to draw
+                    self._next_epoch = loaded.random_state
                 trainer.should_stop |= loaded.was_to_stop  # unless min_epochs or min_steps say otherwise
 
     @override

@@ -320,6 +320,11 @@ def test_a_run_that_has_ended_goes_on_with_a_raised_limit(tmp_path: Path, limit:
     assert ([event for event in ended if event[0] != SAVED] + rest, rest_end) == (whole, end)
 
 
+@pytest.mark.parametrize("limit", [{}, {"max_epochs": None, "max_steps": 14}])
+def test_a_run_that_was_saved_before_it_began_begins(tmp_path: Path, limit: Any) -> None:
+    equal_from_each_save(tmp_path, "on_fit_start", limit)
+
+
 class Batches(Timer):
     """Counts the run's batches in the place of seconds."""
 
