@@ -152,7 +152,7 @@ def trainer(config: Config, extra_callbacks: Sequence[Callback] = ()) -> L.Train
     attached = [*callbacks(config), *extra_callbacks]
     if not any(isinstance(callback, FiniteLoss) for callback in attached):
         attached.insert(0, FiniteLoss() if config["on_nan"] == "stop" else FiniteLoss(stop_after=None))
-    attached += [Preemption(), ExactResume()]  # for Lightning's strategies, too
+    attached = [Preemption(), ExactResume(), *attached]  # for Lightning's strategies, too
     return L.Trainer(
         **options,
         devices=devices,

@@ -317,6 +317,20 @@ def test_save_last_saves_whatever_the_triggers_say(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["last.ckpt"] and checkpoint.save_last is None
 
 
+def test_begin_batch_again_trains_a_batch_of_a_run_that_is_to_stop() -> None:
+    """Otherwise a run that was saved inside its last batch ends without it, or doesn't end after it."""
+
+    class Begins(Callback):
+        def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+            lightning_private.before_first_batch(
+                trainer, lambda: lightning_private.begin_batch_again(trainer, should_stop=True)
+            )
+
+    made = trainer(Begins(), max_steps=5)
+    made.fit(Net(), DataLoader(torch.ones(6, 1)))
+    assert made.global_step == 1 and "advance" not in vars(made.fit_loop.epoch_loop)
+
+
 @pytest.mark.parametrize("validated", [False, True])
 def test_finish_batch_validates_after_the_last_step_if_that_is_due(tmp_path: Path, validated: bool) -> None:
     """Otherwise a run that was saved in its last step leaves its validation out, and ends at once, without
@@ -376,7 +390,7 @@ def test_finish_epoch_steps_plateau_schedulers_of_that_epoch(tmp_path: Path) -> 
             if trainer.current_epoch == 1:
                 lightning_private.restore_metrics(trainer, {"it": torch.tensor(7.0)})
                 trainer.fit_loop.epoch_progress.current.completed += 1  # as it is loaded
-                lightning_private.finish_epoch(trainer)
+                lightning_private.finish_epoch(trainer, stepped=False)
                 trainer.fit_loop.epoch_progress.current.completed -= 1
 
     loader = torch.utils.data.DataLoader(torch.ones(2, 1))

@@ -71,6 +71,20 @@ def restart_nothing(trainer: pl.Trainer) -> None:
     trainer.fit_loop.epoch_loop.reset_restart_stage()
 
 
+def begin_batch_again(trainer: pl.Trainer, *, should_stop: bool) -> None:
+    """The run has been saved inside a batch: train it, though it ends after this batch if it is to stop. Called before
+    the first batch."""
+    loop = trainer.fit_loop.epoch_loop
+    restart_nothing(trainer)
+
+    def advance(fetcher: Any) -> None:
+        put_back()
+        trainer.should_stop |= should_stop  # not before, or the batch would be left out
+        loop.advance(fetcher)
+
+    put_back = _replaced(loop, "advance", advance)
+
+
 def finish_batch(trainer: pl.Trainer, *, validated: bool, should_stop: bool = False) -> None:
     """The run has been saved when a batch had been trained: do the rest of it before the next one is loaded. That is
     the validation that is due, schedulers, and counters. Called before the first batch.
@@ -86,7 +100,7 @@ def finish_batch(trainer: pl.Trainer, *, validated: bool, should_stop: bool = Fa
         put_back()
         restart_nothing(trainer)
         loop._skip_next_val = validated
-        trainer.should_stop = should_stop
+        trainer.should_stop |= should_stop
         # No batch is trained. What Lightning does after one finishes the last one.
 
     put_back = _replaced(loop, "advance", advance)
@@ -119,12 +133,17 @@ def let_the_last_step_finish(trainer: pl.Trainer) -> None:
     put_back = _replaced(fit, "run", run)
 
 
-def finish_epoch(trainer: pl.Trainer) -> None:
+def finish_epoch(trainer: pl.Trainer, *, stepped: bool) -> None:
     """The run has been saved at the end of an epoch: do what is left of it, the step of plateau schedulers. Loaders
-    begin the next one after its first hooks, as they would have; Lightning has let them begin already."""
+    begin the next one after its first hooks, as they would have; Lightning has let them begin already.
+
+    Args:
+        trainer: that has loaded the loops' state.
+        stepped: nothing is left, the schedulers have done their step.
+    """
     trainer.fit_loop._resuming_from_checkpoint = False
     loop, epoch = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
-    if loop._num_ready_batches_reached():
+    if loop._num_ready_batches_reached() and not stepped:
         epoch.completed -= 1  # the epoch counts
         loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
         epoch.completed += 1

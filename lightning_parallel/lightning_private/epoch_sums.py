@@ -10,10 +10,26 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torchmetrics import Metric
 
+_COUNTERS = ("_update_count", "_num_vals_seen")  # of a metric whose result depends on them, and of Running's
+
+
+def _states(metric: Metric) -> dict[str, dict[str, Any]]:
+    """Of a metric object and of those that it wraps, by name: the tensors of its state, and what it counts."""
+    states = {}
+    for name, part in metric.named_modules():
+        if isinstance(part, Metric):
+            counts = {counter: getattr(part, counter) for counter in _COUNTERS if hasattr(part, counter)}
+            states[name] = _on(torch.device("cpu"), part.metric_state) | counts
+    return states
+
+
+def _on(device: torch.device, state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: move_data_to_device(value, device) for name, value in state.items()}
+
 
 def epoch_sums(trainer: pl.Trainer) -> dict[str, dict[str, Any]]:
     """What ``self.log(..., on_epoch=True)`` has accumulated in this epoch of training, and how it was called, by a key
-    of Lightning's. Of a metric object the tensors of its state."""
+    of Lightning's. Of metric objects :func:`_states`."""
     sums = {}
     for key, entry in trainer.fit_loop.epoch_loop._results.items():
         meta, sync = entry.meta, entry.meta.sync
@@ -25,8 +41,7 @@ def epoch_sums(trainer: pl.Trainer) -> dict[str, dict[str, Any]]:
             "add_dataloader_idx": meta.add_dataloader_idx, "metric_attribute": meta.metric_attribute,
             "sync_dist": sync.should, "rank_zero_only": sync.rank_zero_only,
         }  # fmt: skip
-        metric = entry if entry.is_tensor else entry.value
-        state = {name: move_data_to_device(value, torch.device("cpu")) for name, value in metric.metric_state.items()}
+        state = _on(torch.device("cpu"), entry.metric_state) if entry.is_tensor else _states(entry.value)
         sums[key] = {"how": how, "state": state, "is_tensor": entry.is_tensor}
     return sums
 
@@ -58,9 +73,11 @@ class ContinuedSums:
         except AttributeError:
             return None
 
-    def _fill(self, metric: Metric, state: Mapping[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(metric, name, move_data_to_device(value, metric.device))
+    def _fill(self, metric: Metric, states: Mapping[str, Mapping[str, Any]]) -> None:
+        parts = dict(metric.named_modules())
+        for name, state in states.items():
+            for attribute, value in _on(metric.device, state).items() if name in parts else ():
+                setattr(parts[name], attribute, value)
 
     def _log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         type(self._results).log(self._results, fx, name, value, *args, **kwargs)

@@ -31,12 +31,13 @@ from typing_extensions import override
 
 from lightning_parallel.checkpoint.plain import OPTIMIZER_NAMES, RANDOM_STATES
 from lightning_parallel.checkpoint.random_state import RANDOM_STATE, random_state, restore_random_state
-from lightning_parallel.collectives import gather_objects_on_first
 from lightning_parallel.layout import Layout
 from lightning_parallel.lightning_private import (
     ContinuedSums,
     before_first_batch,
     before_loaders_begin,
+    begin_batch_again,
+    callbacks_of,
     epoch_sums,
     finish_batch,
     finish_epoch,
@@ -45,13 +46,18 @@ from lightning_parallel.lightning_private import (
     restart_nothing,
     restore_metrics,
 )
+from lightning_parallel.parts.by_replica import by_replica, gathered, replicas_and_own, warn_of_absent
 from lightning_parallel.parts.saved_moment import (
     SavedMoment,
     count_as_completed,
     count_as_not_begun,
     is_in_step,
+    is_to_stop,
+    say_that_it_stops,
     warn_of_gradients,
+    warn_of_repetition,
 )
+from lightning_parallel.parts.searches import is_of_search, refuse_searches
 from lightning_parallel.resumable_loader import ResumableDataLoader
 from lightning_parallel.torch_private import tree_leaves
 
@@ -95,7 +101,16 @@ class ExactResume(Callback):
         self._loaded = _Loaded()
         self._continued: ContinuedSums | None = None
         self._has_validated = False
+        self._has_failed = False
         self._next_epoch: Mapping[str, Any] = {}  # generators
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._has_failed = False
+        # The first, so that it knows of a hook before another callback saves there. A list of its own: the Trainer
+        # goes through the one that it has.
+        others = [callback for callback in callbacks_of(trainer) if callback is not self]
+        trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -103,7 +118,7 @@ class ExactResume(Callback):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._has_validated = True  # ModelCheckpoint comes after other callbacks
+        self._has_validated = True
 
     @override
     def on_save_checkpoint(
@@ -111,43 +126,48 @@ class ExactResume(Callback):
     ) -> None:
         moment = SavedMoment.of(trainer, self._has_validated)
         warn_of_gradients(trainer, moment)
+        warn_of_repetition(trainer, moment)
+        warn_of_absent(trainer, self._has_failed)
         if not _saves_by_itself(trainer):
-            checkpoint[RANDOM_STATES] = _gathered(random_state(), trainer)
+            checkpoint[RANDOM_STATES] = gathered(random_state(), trainer, self._has_failed)
             checkpoint[OPTIMIZER_NAMES] = [_parameter_names(pl_module, optimizer) for optimizer in trainer.optimizers]
         loaders = _loaders(checkpoint).get(_LIGHTNINGS)
         if loaders:
             _loaders(checkpoint)[_LIGHTNINGS] = loaders = _with_what_comes_next(trainer, loaders)
-        replicas, own = _replicas_and_own(trainer)
+        replicas, own = replicas_and_own(trainer)
         sums = epoch_sums(trainer) if moment.is_in_epoch and not is_in_step(trainer) else {}
-        loaders_by_replica, sums_by_replica = _by_replica(_gathered((own, loaders, sums), trainer))
+        ranks = gathered((own, loaders, sums), trainer, self._has_failed)
+        loaders_by_replica, sums_by_replica = by_replica(ranks)
         if replicas > 1:
             checkpoint[_OF_LOADERS] = loaders_by_replica
         metrics = {name: value.clone() for name, value in trainer.callback_metrics.items()}
         checkpoint[_PROGRESS] = {
-            "moment": str(moment), "metrics": metrics, "sums": sums_by_replica, "should_stop": trainer.should_stop
+            "moment": str(moment), "metrics": metrics, "sums": sums_by_replica, "should_stop": is_to_stop(trainer)
         }  # fmt: skip
 
     @override
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        replicas, own = _replicas_and_own(trainer)
+        replicas, own = replicas_and_own(trainer)
         loaders = checkpoint.get(_OF_LOADERS, [])
         if len(loaders) == replicas and loaders[own]:
             _loaders(checkpoint)[_LIGHTNINGS] = loaders[own]
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._loaded = loaded = _Loaded.of(checkpoint, replicas, own)
-            before_loaders_begin(trainer, partial(restore_random_state, loaded.random_state))
-            # What this callback does when the run begins counts as done: otherwise Lightning leaves it out.
-            counters = checkpoint["loops"]["fit_loop"]
-            if loaded.moment is SavedMoment.TRAINED:
-                count_as_completed(counters["epoch_loop.batch_progress"])
-            elif loaded.moment is SavedMoment.EPOCH:
-                count_as_completed(counters["epoch_progress"])
-            elif loaded.moment is SavedMoment.INSIDE:
-                count_as_not_begun(counters["epoch_loop.batch_progress"])
-            if loaded.moment in (SavedMoment.TRAINED, SavedMoment.VALIDATED):
-                let_the_last_step_finish(trainer)
+        if trainer.state.fn != TrainerFn.FITTING or is_of_search(trainer):
+            return
+        refuse_searches(trainer)
+        self._loaded = loaded = _Loaded.of(checkpoint, replicas, own)
+        before_loaders_begin(trainer, partial(restore_random_state, loaded.random_state))
+        # What this callback does when the run begins counts as done: otherwise Lightning leaves it out.
+        counters = checkpoint["loops"]["fit_loop"]
+        if loaded.moment in (SavedMoment.TRAINED, SavedMoment.VALIDATED, SavedMoment.BETWEEN):
+            count_as_completed(counters["epoch_loop.batch_progress"])
+        elif loaded.moment is SavedMoment.EPOCH:
+            count_as_completed(counters["epoch_progress"])
+        elif loaded.moment is SavedMoment.INSIDE:
+            count_as_not_begun(counters["epoch_loop.batch_progress"])
+        if loaded.moment in (SavedMoment.TRAINED, SavedMoment.VALIDATED):
+            let_the_last_step_finish(trainer)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -155,6 +175,8 @@ class ExactResume(Callback):
         if in_mid_epoch(trainer):
             before_first_batch(trainer, partial(restore_random_state, loaded.random_state))
         restore_metrics(trainer, loaded.metrics)
+        if loaded.was_to_stop:
+            say_that_it_stops()
         if loaded.sums:
             self._continued = ContinuedSums(trainer, loaded.sums)
         match loaded.moment:
@@ -162,16 +184,16 @@ class ExactResume(Callback):
                 rest = {"validated": loaded.moment is SavedMoment.VALIDATED, "should_stop": loaded.was_to_stop}
                 before_first_batch(trainer, partial(finish_batch, trainer, **rest))
             case SavedMoment.INSIDE:
-                before_first_batch(trainer, partial(restart_nothing, trainer))
+                before_first_batch(trainer, partial(begin_batch_again, trainer, should_stop=loaded.was_to_stop))
             case SavedMoment.BETWEEN:
-                trainer.should_stop = loaded.was_to_stop
+                trainer.should_stop |= loaded.was_to_stop
                 before_first_batch(trainer, partial(restart_nothing, trainer))
-            case SavedMoment.EPOCH | SavedMoment.OVER if loaded.was_to_stop:
-                trainer.should_stop = True
-            case SavedMoment.EPOCH:
-                finish_epoch(trainer)
+            case SavedMoment.EPOCH | SavedMoment.OVER:
+                finish_epoch(trainer, stepped=loaded.moment is SavedMoment.OVER)
                 restart_nothing(trainer)
-                self._next_epoch = loaded.random_state
+                if trainer.current_epoch > 0:  # before the first one, the loaders have yet to draw
+                    self._next_epoch = loaded.random_state
+                trainer.should_stop |= loaded.was_to_stop  # unless min_epochs or min_steps say otherwise
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -185,6 +207,7 @@ class ExactResume(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._has_failed = True
         self._end_sums(logs=False)
         self._loaded = _Loaded()
 
@@ -201,20 +224,6 @@ class ExactResume(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         return {"of": "generators"}  # only callbacks with a state are asked to load it
-
-
-def _by_replica(ranks: Sequence[tuple[int, Any, Mapping[str, Any]]]) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Of each replica the loaders' states, those of its first rank, and the sums that any of its ranks has.
-
-    Args:
-        ranks: for each rank its replica, loaders' states and sums; empty where they aren't gathered.
-    """
-    loaders: dict[int, Any] = {}
-    sums: dict[int, dict[str, Any]] = {}
-    for replica, states, own in ranks:
-        loaders.setdefault(replica, states)
-        sums.setdefault(replica, {}).update(own)  # of a pipeline's stages the last one logs
-    return [loaders[replica] for replica in sorted(loaders)], [sums[replica] for replica in sorted(sums)]
 
 
 def _loaders(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,21 +252,10 @@ def _with_what_comes_next(trainer: pl.Trainer, states: Sequence[Any]) -> list[An
     return changed
 
 
-def _replicas_and_own(trainer: pl.Trainer) -> tuple[int, int]:
-    """How many replicas there are, and which one this rank belongs to."""
-    sampler = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-    return sampler["num_replicas"], sampler["rank"]
-
-
 def _logs(trainer: pl.Trainer) -> bool:
     """Does this rank log what a step logs?"""
     layout = getattr(trainer.strategy, "layout", None)
     return layout.is_last_stage if isinstance(layout, Layout) else True
-
-
-def _gathered(mine: Any, trainer: pl.Trainer) -> list[Any]:
-    """What every rank has, by rank; on rank 0 only."""
-    return (gather_objects_on_first(mine, None) or []) if trainer.world_size > 1 else [mine]
 
 
 def _parameter_names(module: pl.LightningModule, optimizer: Optimizer) -> list[list[str]]:

@@ -7,10 +7,11 @@ from enum import StrEnum
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_parallel.lightning_private import ends_update
+from lightning_parallel.lightning_private import callbacks_of, ends_update
 
 
 class SavedMoment(StrEnum):
@@ -21,7 +22,7 @@ class SavedMoment(StrEnum):
     VALIDATED = "at the end of a validation"
     BETWEEN = "between two batches"  # trains the next one
     EPOCH = "at the end of an epoch"  # its plateau schedulers
-    OVER = "between two epochs"
+    OVER = "between two epochs"  # such as after a run, which may go on with a raised limit
 
     @property
     def is_in_epoch(self) -> bool:
@@ -52,6 +53,20 @@ def is_in_step(trainer: pl.Trainer) -> bool:
     return bool(batch.processed < batch.started)
 
 
+def is_to_stop(trainer: pl.Trainer) -> bool:
+    """Is the run to end for another reason than its time (``max_time``), of which a resumed one may have more?"""
+    left = [timer.time_remaining() for timer in callbacks_of(trainer) if isinstance(timer, Timer)]
+    return trainer.should_stop and not any(seconds is not None and seconds <= 0 for seconds in left)
+
+
+def say_that_it_stops() -> None:
+    """A resumed run had been told to stop when it was saved."""
+    rank_zero_info(
+        "The run was saved when something, such as EarlyStopping, had set trainer.should_stop: it ends as it would "
+        "have. To train on, resume it from an earlier checkpoint."
+    )
+
+
 def warn_of_gradients(trainer: pl.Trainer, moment: SavedMoment) -> None:
     """Those that are accumulated aren't saved."""
     begun = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches  # batches of an update, before the last one
@@ -64,10 +79,26 @@ def warn_of_gradients(trainer: pl.Trainer, moment: SavedMoment) -> None:
         )
 
 
+def warn_of_repetition(trainer: pl.Trainer, moment: SavedMoment) -> None:
+    """What has begun, and is done once more, has drawn random numbers already, and may have logged."""
+    if is_in_step(trainer):
+        rank_zero_warn(
+            "Saved inside a training step. A run resumed from this checkpoint does the step once more, with other "
+            "random numbers, and what it logs with on_epoch=True covers the rest of the epoch only. Checkpoints that "
+            "are saved in on_train_batch_end, or between steps, have all."
+        )
+    elif trainer.validating and moment is SavedMoment.TRAINED:
+        rank_zero_warn(
+            "Saved inside a validation. A run resumed from this checkpoint validates once more, with other random "
+            "numbers. Checkpoints that are saved in on_validation_end have all."
+        )
+
+
 def count_as_completed(progress: Mapping[str, Any]) -> None:
-    """What has been processed has been completed."""
+    """What has been processed has been completed, and has been started, unless ``on_train_batch_start`` returned -1:
+    Lightning would take the batch after it for one that was saved inside, and count it once more for loggers."""
     for counters in (progress["total"], progress["current"]):
-        counters["completed"] = counters["processed"]
+        counters["started"] = counters["completed"] = counters["processed"]
 
 
 def count_as_not_begun(progress: dict[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,7 @@ class Remembers(L.LightningModule):
 
 
 def run(
-    strategy: Any, devices: int, resume: Path | None, *callbacks: Callback, kind: type[Remembers] = Remembers
+    strategy: Any, devices: int, resume: Path | None, *callbacks: Callback, kind: Callable[[], Remembers] = Remembers
 ) -> list[tuple[list[float], float]]:
     """What each step of a run has seen."""
     torch.manual_seed(5)
@@ -137,3 +139,34 @@ def test_a_file_has_the_names_of_the_optimizer_s_parameters(tmp_path: Path) -> N
     run("auto", 1, None, SavesIn("on_train_batch_end", tmp_path / "named.ckpt", SAVED), lp.ExactResume())
     names = read_plain(tmp_path / "named.ckpt")["optimizer_names"]
     assert names == [[["first.weight", "first.bias", "last.weight", "last.bias"]]]
+
+
+class FailsOnOne(Remembers):
+    """After an error, rank 0 saves alone, as ``OnExceptionCheckpoint`` does on a rank that the others have left."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_step == SAVED:
+            exact = next(callback for callback in self.trainer.callbacks if isinstance(callback, lp.ExactResume))  # type: ignore[attr-defined]
+            exact.on_exception(self.trainer, self, ValueError())
+            if self.trainer.global_rank == 0:
+                self.trainer.strategy.barrier = lambda name=None: None  # type: ignore[method-assign]
+                with pytest.warns(UserWarning, match="of rank 0 only"):
+                    self.trainer.save_checkpoint(self.path)
+                del self.trainer.strategy.barrier
+
+
+def fails(path: Path, resume: bool) -> list[tuple[list[float], float]]:
+    kind = Remembers if resume else partial(FailsOnOne, path)
+    return run("ddp", 2, path if resume else None, lp.ExactResume(), kind=kind)
+
+
+def test_after_an_error_rank_0_saves_without_the_others(pool: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "failed.ckpt"
+    whole = pool.run(fails, 2, path, resume=False, init=False)
+    resumed = pool.run(fails, 2, path, resume=True, init=False)
+    assert len(whole[0]) == STEPS and [len(rank) for rank in resumed] == [STEPS - SAVED] * 2
+    assert resumed[0] == whole[0][SAVED:]

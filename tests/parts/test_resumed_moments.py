@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint, Timer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, random_split
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, Metric, MinMetric, SumMetric
+from torchmetrics.wrappers import LambdaInputTransformer, Running
 
 import lightning_parallel as lp
 from lightning_parallel.lightning_private import ends_update
@@ -45,6 +47,12 @@ class Saves(Checkpoint):
             number = sum(SAVED in event[0] for event in events)
             trainer.save_checkpoint(folder / f"{number}.ckpt")
             events.append((SAVED if ends_update(trainer) else "saved in an update", number))
+
+
+class SavesFirst(Callback):
+    """The same, before the callbacks that come after it in the list."""
+
+    __init__, save = Saves.__init__, Saves.save  # type: ignore[assignment]
 
 
 class Scheduled(L.LightningModule):
@@ -111,10 +119,12 @@ def run(
     torch.set_default_dtype(torch.float64)
     options = dict(options)
     module = options.pop("kind", Scheduled)(options.pop("interval", "epoch"))
+    saver = options.pop("saver", Saves)
+    callbacks = options.pop("callbacks", list)()
     brought = [] if isinstance(strategy, lp.PipelineStrategy) else [lp.Preemption(), lp.ExactResume()]
     torch.manual_seed(5)
     trainer = L.Trainer(
-        accelerator="cpu", strategy=strategy, callbacks=[*brought, Saves(saves, hook)], logger=False,
+        accelerator="cpu", strategy=strategy, callbacks=[saver(saves, hook), *callbacks, *brought], logger=False,
         enable_progress_bar=False, enable_model_summary=False, **{"devices": 1, "max_epochs": 3, **options},
     )  # fmt: skip
     trainer.fit(module, ckpt_path=resumed)
@@ -166,6 +176,21 @@ def test_a_checkpoint_without_the_gradients_of_its_update_is_warned_of(tmp_path:
         run(None, tmp_path, "on_validation_end", OPTIONS["accumulated"])
 
 
+@pytest.mark.parametrize(("hook", "what"), [
+    ("on_before_optimizer_step", "a training step.*rest of the epoch"),
+    ("on_validation_batch_end", "a validation"),
+])  # fmt: skip
+def test_a_checkpoint_of_what_will_be_done_once_more_is_warned_of(tmp_path: Path, hook: str, what: str) -> None:
+    with pytest.warns(UserWarning, match=f"Saved inside {what}"):
+        run(None, tmp_path, hook, {"max_epochs": 1})
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_other_checkpoints_are_not(tmp_path: Path, hook: str, recwarn: pytest.WarningsRecorder) -> None:
+    run(None, tmp_path, hook, {"max_epochs": 1})
+    assert not [warning for warning in recwarn if "Saved" in str(warning.message)]
+
+
 def test_a_second_fit_has_nothing_of_the_run_that_the_first_one_resumed(tmp_path: Path) -> None:
     run(None, tmp_path, "on_validation_end", {"max_epochs": 1})
     module, callback = Scheduled("epoch"), lp.ExactResume()
@@ -200,6 +225,58 @@ def test_the_run_may_draw_where_it_likes(tmp_path: Path, hook: str) -> None:
     equal_from_each_save(tmp_path, hook, {"val_check_interval": 4, "kind": DrawsInHooks})
 
 
+class SkipsTheRest(Scheduled):
+    """Leaves out the rest of an epoch."""
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:  # type: ignore[override]
+        super().on_train_batch_start(batch, batch_idx)
+        return -1 if batch_idx == 4 else None
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
+def test_the_rest_of_an_epoch_may_be_left_out(tmp_path: Path, hook: str) -> None:
+    equal_from_each_save(tmp_path, hook, {"val_check_interval": 2, "kind": SkipsTheRest})
+
+
+class MeanOfMeans(Metric):
+    """Its result depends on how often it was updated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("mean", torch.zeros(()), dist_reduce_fx="mean")
+
+    def update(self, value: Tensor) -> None:
+        self.mean = self.mean + (value - self.mean) / self.update_count
+
+    def compute(self) -> Any:
+        return self.mean
+
+
+class Wraps(Scheduled):
+    """Logs metrics that wrap others, and that count."""
+
+    def __init__(self, interval: str) -> None:
+        super().__init__(interval)
+        self.kinds = nn.ModuleDict({
+            "sum": MeanMetric() + SumMetric(), "running": Running(MeanMetric(), window=3), "counts": MeanOfMeans(),
+            "least": LambdaInputTransformer(MinMetric(), torch.neg),
+        })  # fmt: skip
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        for name, metric in self.kinds.items():
+            metric.update(batch.mean())
+            self.log(name, metric, on_step=False, on_epoch=True, metric_attribute=f"kinds.{name}")
+        return super().training_step(batch)
+
+    def on_train_epoch_end(self) -> None:
+        self.note("epoch's end", {name: self.trainer.callback_metrics[name].item() for name in self.kinds})
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_validation_end"])
+def test_metrics_that_wrap_others_or_count_go_on(tmp_path: Path, hook: str) -> None:
+    equal_from_each_save(tmp_path, hook, {"val_check_interval": 4, "kind": Wraps})
+
+
 class Stops(Scheduled):
     """Something in a step tells the Trainer to stop."""
 
@@ -208,10 +285,62 @@ class Stops(Scheduled):
         return super().training_step(batch)
 
 
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end"])
+def test_a_callback_that_comes_first_may_save(tmp_path: Path, hook: str) -> None:
+    equal_from_each_save(tmp_path, hook, {"val_check_interval": 4, "kind": DrawsInHooks, "saver": SavesFirst})
+
+
+class StopsEarly(Stops, DrawsInHooks):
+    """And draws meanwhile."""
+
+
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
-def test_a_run_that_was_to_stop_stops(tmp_path: Path, hook: str) -> None:
-    whole = equal_from_each_save(tmp_path, hook, {"val_check_interval": 4, "kind": Stops})
+def test_a_run_that_was_to_stop_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture, hook: str) -> None:
+    with caplog.at_level("INFO"):
+        whole = equal_from_each_save(tmp_path, hook, {"val_check_interval": 4, "kind": Stops})
+    assert "To train on, resume it from an earlier checkpoint" in caplog.text
     assert [event[-1] for event in whole if event[0] != SAVED][-1] == 8
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_run_that_was_to_stop_goes_on_to_its_least_epochs(tmp_path: Path, hook: str) -> None:
+    options = {"val_check_interval": 4, "kind": StopsEarly, "min_epochs": 4, "max_epochs": 6}
+    whole = equal_from_each_save(tmp_path, hook, options)
+    assert [event[-1] for event in whole if event[0] != SAVED][-1] == 24
+
+
+@pytest.mark.parametrize(("limit", "raised"), [
+    ({"max_epochs": 2}, {"max_epochs": 4}),
+    ({"max_epochs": None, "max_steps": 12}, {"max_epochs": None, "max_steps": 15}),
+])  # fmt: skip
+def test_a_run_that_has_ended_goes_on_with_a_raised_limit(tmp_path: Path, limit: Any, raised: Any) -> None:
+    whole, *end = run(None, None, "", {**raised, "kind": DrawsInHooks})
+    ended = run(None, tmp_path, "on_train_end", {**limit, "kind": DrawsInHooks})[0]
+    rest, *rest_end = run(tmp_path / "0.ckpt", None, "", {**raised, "kind": DrawsInHooks})
+    assert ([event for event in ended if event[0] != SAVED] + rest, rest_end) == (whole, end)
+
+
+@pytest.mark.parametrize("limit", [{}, {"max_epochs": None, "max_steps": 14}])
+def test_a_run_that_was_saved_before_it_began_begins(tmp_path: Path, limit: Any) -> None:
+    equal_from_each_save(tmp_path, "on_fit_start", limit)
+
+
+class Batches(Timer):
+    """Counts the run's batches in the place of seconds."""
+
+    def setup(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        self.trainer = trainer
+
+    def time_elapsed(self, stage: str = "train") -> float:
+        return float(self.trainer.fit_loop.total_batch_idx + 1)
+
+
+def test_a_run_that_ended_by_its_time_goes_on_with_more(tmp_path: Path) -> None:
+    few, many = ({"callbacks": lambda batches=batches: [Batches(timedelta(seconds=batches))]} for batches in (8, 30))
+    whole, *end = run(None, None, "", many)
+    run(None, tmp_path, "on_train_batch_end", few)
+    rest, *rest_end = run(tmp_path / "7.ckpt", None, "", many)
+    assert (rest, rest_end) == (whole[-len(rest) :], end) and sum(event[0] == "batch" for event in rest) == 10
 
 
 def parallel(layers: list[str] | None, folder: Path, hook: str, resumed: int | None) -> Any:
