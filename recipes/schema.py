@@ -19,6 +19,7 @@ from lightning_parallel.strategies.fully_sharded import FullyShardedOptions
 from lightning_parallel.strategies.pipeline import PipelineOptions
 from lightning_parallel.strategies.pipeline_async import AsyncPipelineOptions
 from lightning_parallel.strategies.tensor import TensorParallelOptions
+from recipes.launchers.kubernetes import KubernetesLauncher
 from recipes.launchers.local import LocalLauncher
 from recipes.launchers.slurm import SlurmLauncher
 from recipes.launchers.torchrun import TorchrunLauncher
@@ -266,6 +267,7 @@ BY_TARGET: Mapping[str, Mapping[str | None, type]] = MappingProxyType(
             "recipes.models.muon.MuonAdamW": Muon,
         },
         "cluster": {
+            "recipes.launchers.kubernetes.KubernetesLauncher": KubernetesLauncher,
             "recipes.launchers.local.LocalLauncher": LocalLauncher,
             "recipes.launchers.slurm.SlurmLauncher": SlurmLauncher,
             "recipes.launchers.torchrun.TorchrunLauncher": TorchrunLauncher,

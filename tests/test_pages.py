@@ -65,7 +65,7 @@ TRAIN = "python -m recipes.train"
 TRAININGS = [command.removeprefix(TRAIN).split() for command in COMMANDS if command.startswith(TRAIN)]
 OTHER_MODULES = [command for command in COMMANDS if command.startswith("python -m") and not command.startswith(TRAIN)]
 # Of a cluster that isn't here: their configs are checked. tests/clusters runs some.
-ELSEWHERE = [words for words in TRAININGS if any(word in ("cluster=slurm", "cluster=torchrun") for word in words)]
+ELSEWHERE = [words for words in TRAININGS if any(re.match("cluster=(?!local)", word) for word in words)]
 ELSEWHERE += [line.partition("-m recipes.train ")[2].split() for line in COMMANDS if line.startswith("torchrun ")]
 TARGETS = [command for command in COMMANDS if command.startswith("make ")]
 

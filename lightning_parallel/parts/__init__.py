@@ -18,5 +18,5 @@ end of their own.
     background.py      saves beside the training               preemption.py    saved and left at a signal
     exact_resume.py    what a resumed run goes on with         saved_moment.py  when it was saved
     finite_loss.py     told and ended where the loss is NaN    notice.py        a stop that nobody waits for
-    searches.py        refused in a resumed run            by_replica.py    gathered for a file
+    searches.py        refused in a resumed run                by_replica.py    gathered for a file
 """

@@ -56,6 +56,7 @@ def test_every_option_composes_and_is_valid(group: str, option: str) -> None:
     images = ["model=mlp"] if option == "digits" else images
     file = [f"data.path={__file__}", "data.context=16"] if option == "text" else []
     elsewhere = ["launch=false"] if group == "cluster" else []  # here is nothing that it could join
+    elsewhere += ["cluster.image=mine", "cluster.claim=runs"] if option == "kubernetes" else []
     assert problems(f"{group}={option}", *images, *file, *elsewhere) == []
 
 
