@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,4 +63,5 @@ class RecordAttempt(Callback):
 
     def _write(self, trainer: L.Trainer, **more: int) -> None:
         if trainer.is_global_zero:
-            record.update_attempt(self.folder, to_step=trainer.global_step, **more)
+            with suppress(OSError):  # a full disk ends no run here, nor hides the error of one
+                record.update_attempt(self.folder, to_step=trainer.global_step, **more)

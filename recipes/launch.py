@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from recipes import record
-from recipes.launchers.launcher import Preempted, WorkersFailed
+from recipes.launchers.launcher import LeftAlone, Preempted, WorkersFailed
 from recipes.processes import REQUEUE
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,9 @@ def launch(
         record.end(folder, "preempted")
         log.warning("preempted: saved as far as it had come; go on with hydra.run.dir=%s ckpt_path=last", folder)
         sys.exit(REQUEUE)
+    except LeftAlone as said:
+        log.warning("%s", said)
+        raise
     except KeyboardInterrupt:
         record.end(folder, "interrupted")
         log.error("interrupted; see %s", folder)

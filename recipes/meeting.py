@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from recipes.compose import NOT_KNOWN
+from recipes.launchers.kubernetes import KubernetesLauncher
 from recipes.launchers.local import LocalLauncher
-from recipes.launchers.slurm import SlurmLauncher, is_here
+from recipes.launchers.slurm import SlurmLauncher, is_here, unfinished_job
 from recipes.launchers.torchrun import TorchrunLauncher
 from recipes.problem import Problem
 from recipes.processes import joined, missing
@@ -19,6 +22,19 @@ def counted(config: Config) -> str:
     """The processes of a run, as the config has them."""
     devices, nodes = f"cluster.devices={config['cluster']['devices']}", config["cluster"].get("nodes", 1)
     return devices if nodes == 1 else f"cluster.nodes={nodes} x {devices}"
+
+
+def restarts_by_itself(config: Config) -> bool:
+    """May the engine start the run again without being told to?"""
+    kind = kind_of("cluster", config["cluster"])
+    return kind is KubernetesLauncher or (kind is SlurmLauncher and config["cluster"]["requeue"])
+
+
+def _restarts_elsewhere(config: Config) -> Iterator[Problem]:
+    kind, most = kind_of("cluster", config["cluster"]), config["cluster"].get("max_restarts", 0)
+    others = {TorchrunLauncher: "torchrun's --max-restarts", KubernetesLauncher: "the runtime's backoffLimit"}
+    if most and kind in others:
+        yield Problem("cluster.max_restarts", most, "this cluster counts restarts itself", f"use {others[kind]}")
 
 
 def _one_machine(config: Config) -> Iterator[Problem]:
@@ -55,8 +71,19 @@ def _slurm_is_here(config: Config) -> Iterator[Problem]:
         yield Problem("cluster", "slurm", "there is no sbatch on this machine", fix)
 
 
+def _runs_already(config: Config) -> Iterator[Problem]:
+    """A second job would write over the first one's checkpoints."""
+    cluster, folder = config["cluster"], config["paths"]["output_dir"]
+    if kind_of("cluster", cluster) is SlurmLauncher and config["launch"] and folder != NOT_KNOWN:
+        job = unfinished_job(Path(folder))
+        if job is not None:
+            yield Problem("hydra.run.dir", folder, f"has a run that goes on: {job}", "wait for it, or scancel it")
+
+
 RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _one_machine,
+    _restarts_elsewhere,
     _started_already,
     _slurm_is_here,
+    _runs_already,
 )

@@ -116,15 +116,14 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def started(folder: Path) -> float:
-    """When the run was started first: seconds since the epoch; 0 where that isn't known."""
-    when = read(folder).get("started")
-    return datetime.fromisoformat(when).timestamp() if when else 0.0
+    """When the run's config was written, by the clock of the disk: seconds since the epoch; 0 where it isn't there."""
+    file = folder / CONFIG
+    return file.stat().st_mtime if file.exists() else 0.0
 
 
-def is_done(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Has a run with this config been completed in the folder?"""
-    said = read(folder)
-    return said.get("status") == "completed" and said.get("config_hash") == config_hash(config)
+def is_of(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Does the record in a folder belong to this config, whatever its paths are?"""
+    return read(folder).get("config_hash") == config_hash(config)
 
 
 def begin_attempt(folder: Path, **known: Any) -> None:
@@ -158,7 +157,9 @@ def end(folder: Path, status: str, error: Mapping[str, Any] | None = None) -> No
 
     The launcher, which knows of all ranks, corrects what rank 0 has said.
     """
-    reason = status if error is None else f"rank {error['rank']}: {str(error['message']).splitlines()[0]}"
+    reason = status if error is None else f"rank {error['rank']}: {(str(error['message']).splitlines() or [''])[0]}"
+    if read(folder).get("status") == STARTING:  # no worker has begun
+        begin_attempt(folder)
     update_attempt(folder, ended=now(), reason=reason, exit=EXITS[status])
     update(folder, status=status, error=dict(error) if error is not None else None, ended=now())
 

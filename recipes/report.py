@@ -43,6 +43,7 @@ class Run:
         seconds: from its start to its end; None while it goes on.
         attempts: how often its workers were started.
         optimized: the metric that the recipe is judged by.
+        most_is_best: whether more of it is better.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Run:
     seconds: float | None
     attempts: int
     optimized: str | None
+    most_is_best: bool
 
     @property
     def label(self) -> str:
@@ -73,12 +75,12 @@ def runs(folder: Path) -> list[Run]:
     return [
         Run(
             name=str(path.relative_to(folder)),
-            status=said["status"],
+            status=said.get("status", ""),
             choices={key: given[path].get(key, "") for key in differing},
             metrics=said.get("metrics", {}),
             seconds=_seconds(said),
             attempts=len(said.get("attempts", [])),
-            optimized=_optimized(path),
+            **_judgement(path),
         )
         for path, said in found.items()
         if said
@@ -101,12 +103,17 @@ def _seconds(said: Mapping[str, Any]) -> float | None:
     return (datetime.fromisoformat(said["ended"]) - datetime.fromisoformat(said["started"])).total_seconds()
 
 
-def _optimized(folder: Path) -> str | None:
+def _judgement(folder: Path) -> dict[str, Any]:
+    """By which metric a run is judged, and how, as far as its config says it."""
     try:
         config = yaml.safe_load((folder / record.CONFIG).read_text())
-    except OSError:
-        return None
-    return config.get("optimized_metric")  # type: ignore[no-any-return]
+    except (OSError, yaml.YAMLError):
+        config = None
+    config = config if isinstance(config, dict) else {}
+    name = config.get("optimized_metric")
+    savers = [node for node in config.get("callbacks", {}).values() if isinstance(node, dict)]
+    modes = [node.get("mode") for node in savers if node.get("monitor") == name]
+    return {"optimized": name, "most_is_best": "max" in modes or (not modes and "acc" in str(name))}
 
 
 def report(folder: Path, console: Console | None = None) -> list[Run]:
@@ -122,6 +129,7 @@ def report(folder: Path, console: Console | None = None) -> list[Run]:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(rows)
+    (folder / PICTURE).unlink(missing_ok=True)
     if any(_judged(found)):
         draw(found, folder / PICTURE)
     return found
@@ -146,7 +154,7 @@ def draw(found: Sequence[Run], path: Path) -> None:
     labels, metrics, values = zip(*_judged(found), strict=True)
     figure = Figure(figsize=(9, 1.2 + 0.34 * len(labels)), dpi=110, layout="constrained")
     panel = figure.subplots()
-    best = max(values) if "acc" in metrics[0] else min(values)
+    best = max(values) if found[0].most_is_best else min(values)
     colours = [_BLUE if value == best else _GREY for value in values]
     panel.scatter(values, range(len(values)), c=colours, s=42, zorder=2)
     for place, value in enumerate(values):

@@ -24,7 +24,7 @@ from recipes import record
 from recipes.launch import launch, write
 from recipes.launchers.launcher import WorkersFailed
 from recipes.problem import ConfigError
-from recipes.processes import INTERRUPTED
+from recipes.processes import INTERRUPTED, joined
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +38,21 @@ def again(folder: Path, new: Path) -> dict[str, Any]:
     file = folder / record.CONFIG
     if not file.is_file() or not record.read(folder):
         raise ConfigError([f"{folder} is no folder of a run: it has no {record.RUN} and {record.CONFIG}"])
-    text = file.read_text()
-    config: dict[str, Any] = yaml.safe_load(text.replace(yaml.safe_load(text)["paths"]["output_dir"], str(new)))
+    recorded = yaml.safe_load(file.read_text())
+    config: dict[str, Any] = _moved(recorded, recorded["paths"]["output_dir"], str(new))
     if config["ckpt_path"] == "last":
         config["ckpt_path"] = None
     return config
+
+
+def _moved(value: Any, old: str, new: str) -> Any:
+    """A config in which paths in a folder are in another one."""
+    if isinstance(value, Mapping):
+        return {key: _moved(item, old, new) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_moved(item, old, new) for item in value]
+    inside = isinstance(value, str) and (value == old or value.startswith(f"{old}/"))
+    return new + value[len(old) :] if inside else value
 
 
 def beside(folder: Path) -> Path:
@@ -68,6 +78,8 @@ def rerun(folder: Path) -> list[str]:
     """
     from recipes.validate import validate  # here: it imports torch
 
+    if joined():
+        raise ConfigError(["several processes have been started; call this without torchrun"])
     new = beside(folder)
     config = again(folder, new)
     problems = validate(config)

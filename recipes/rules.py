@@ -17,7 +17,7 @@ from lightning_parallel.strategies.pipeline_async import AsyncPipelineOptions
 from recipes import machine, meeting, resume, schema
 from recipes.compose import NOT_KNOWN
 from recipes.data.textfile import problem as unusable
-from recipes.meeting import counted
+from recipes.meeting import counted, restarts_by_itself
 from recipes.problem import Problem
 from recipes.schema import kind_of, world_size
 
@@ -241,7 +241,8 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
 
 def _finds_checkpoints(config: Config) -> Iterator[Problem]:
     """Where a callback saves is known before the start."""
-    if config["resume"] is None and config["ckpt_path"] != resume.LAST:
+    is_restarted = config["cluster"].get("max_restarts", 0) > 0 or restarts_by_itself(config)
+    if config["resume"] is None and config["ckpt_path"] != resume.LAST and not is_restarted:
         return
     for key, node in config["callbacks"].items():
         if resume.is_model_checkpoint(node) and node.get("dirpath") is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from recipes import record
 from recipes.compose import CONF, check, resolved
 from recipes.launch import launch, write
 from recipes.problem import ConfigError
-from recipes.processes import INTERRUPTED, REQUEUE, joined, may_be_told
+from recipes.processes import INTERRUPTED, REQUEUE, may_be_told
 from recipes.worker import start
 
 log = logging.getLogger(__name__)
@@ -51,9 +52,13 @@ def run(cfg: DictConfig) -> float | None:
     if problems:
         raise ConfigError(problems)
     sweeping = job.mode == RunMode.MULTIRUN
-    if sweeping and record.is_done(folder, config):
-        log.info("done before; see %s", folder)
-        return _optimized(config["optimized_metric"], record.read_metrics(folder), sweeping=True)
+    if sweeping and record.read(folder):
+        if not record.is_of(folder, config):
+            fix = "use another hydra.sweep.dir, or delete it"
+            raise ConfigError([f"{folder} has a run with other settings, as a sweep had it in this place; {fix}"])
+        if record.read(folder)["status"] == "completed":
+            log.info("done before; see %s", folder)
+            return _optimized(config["optimized_metric"], record.read_metrics(folder), sweeping=True)
     chosen = job.runtime.choices.items()
     choices = {group: choice for group, choice in chosen if "/" not in group and choice is not None}
     config_file = write(config)
@@ -103,16 +108,28 @@ def config_tree(config: Mapping[str, Any], choices: Mapping[str, str]) -> Tree:
 
 
 def main() -> None:
-    """The command line. All problems with it are reported before the first job starts."""
-    if may_be_told():
-        from recipes.launchers.torchrun import told  # here: it imports torch
-
-        config = told()
-        if config is not None:
-            return start(config)
+    """The command line. Of several processes that have been started beside each other, rank 0 reads it for all."""
     args = get_args_parser().parse_args()
-    if args.multirun and joined() > 1:
+    asks = args.help or args.hydra_help or args.info or args.shell_completion or args.cfg
+    if asks or not may_be_told():
+        return compose_and_run(args)
+    if args.multirun:
         sys.exit("-m: a sweep starts processes for each of its runs; call it without torchrun")
+    from recipes.launchers import torchrun  # here: it imports torch
+
+    config = torchrun.config_of_run()
+    if config is not None:
+        return start(config)
+    code = 1
+    try:
+        compose_and_run(args)
+        code = 0
+    finally:
+        torchrun.hand_on_the_end(code)
+
+
+def compose_and_run(args: Namespace) -> None:
+    """All problems with the command line are reported before the first job starts."""
     own = args.config_dir or args.config_path or args.config_name or args.experimental_rerun
     asks = args.help or args.hydra_help or args.info or args.shell_completion
     if not own and not asks:  # with configs of the user's own, each job is checked as it starts

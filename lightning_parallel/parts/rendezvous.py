@@ -4,11 +4,12 @@ torch keeps the store of a process group as long as the group, under the same ke
 process may still find the store of the old group, and in it the addresses of connections that are closed. The store of
 torchrun's agents even outlives the processes: what torchrun starts again finds the keys of those that were killed.
 
-So one store lives as long as the script, and each time rank 0 calls a meeting under a name that nobody has used. A
-rank counts itself among those who have come; in a meeting of before, all had come already::
+So one store lives as long as the script, and each group has keys under a name that nobody has used. A rank asks under a
+token of its own, and rank 0 answers with the name, until every rank has said that it knows it. The token of a rank that
+was killed is answered in vain, and replaced by that of the process which takes its place::
 
-    rank 0   calls 7f3a         3 have come: open 7f3a          keys 7f3a/...
-    rank 1   finds 09c1: full   finds 7f3a: first to come       keys 7f3a/...
+    rank 1   rank 1 asks: 7f3a       knows 09c1     keys 09c1/...
+    rank 0   7f3a: name 09c1         all know it    keys 09c1/...
 """
 
 from __future__ import annotations
@@ -23,39 +24,42 @@ from lightning.fabric.plugins import ClusterEnvironment
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-_CALLED = "lightning_parallel/meeting"  # key: the name of the newest meeting
-_COME, _OPEN = "come", "open"  # keys of a meeting
 _PAUSES = (0.001, 0.2)  # seconds between two looks: at first, and at most
 
 
-def store_of_next_group(environment: ClusterEnvironment, timeout: timedelta) -> Store:
+def store_of_next_group(environment: ClusterEnvironment, timeout: timedelta, purpose: str = "group") -> Store:
     """A store that nobody has written to before. All processes call it, for each group.
 
     Args:
         environment: where they meet, and which of them this is.
         timeout: of the store, and how long a rank waits for the others.
+        purpose: what they meet for. Ranks that meet for something else aren't counted.
 
     Raises:
         TimeoutError: the others have not come.
     """
-    store, others, deadline = script_store(environment, timeout), environment.world_size() - 1, _Deadline(timeout)
-    if environment.global_rank() == 0:
-        name = uuid.uuid4().hex
-        meeting = PrefixStore(name, store)
-        store.set(_CALLED, name)
-        while meeting.add(_COME, 0) < others:
-            deadline.wait(f"{meeting.add(_COME, 0)} of the {others} other ranks")
-        meeting.set(_OPEN, "")
-        return meeting
-    seen = b""
-    while True:
-        called = store.get(_CALLED) if store.check([_CALLED]) else b""
-        if called != seen:
-            seen, meeting = called, PrefixStore(called.decode(), store)
-            expected = meeting.add(_COME, 1) <= others
-        if seen and expected and meeting.check([_OPEN]):
-            return meeting
-        deadline.wait("some ranks")
+    store, deadline = script_store(environment, timeout), _Deadline(timeout)
+    asks = f"lightning_parallel/{purpose}/asks_"
+    if environment.global_rank() > 0:
+        token = uuid.uuid4().hex
+        store.set(f"{asks}{environment.global_rank()}", token)
+        while not store.check([token]):
+            deadline.wait("Rank 0 has not come")
+        name = store.get(token).decode()
+        store.set(f"{token}/knows", "")
+        return PrefixStore(name, store)
+    name, answered = uuid.uuid4().hex, set[str]()
+    keys = [f"{asks}{rank}" for rank in range(1, environment.world_size())]
+    while keys:
+        if store.check(keys):
+            tokens = [token.decode() for token in store.multi_get(keys)]
+            for token in set(tokens) - answered:
+                store.set(token, name)
+            answered.update(tokens)
+            if store.check([f"{token}/knows" for token in tokens]):
+                break
+        deadline.wait(f"Not all of the other {len(keys)} ranks have come")
+    return PrefixStore(name, store)
 
 
 class _Deadline:
@@ -65,15 +69,15 @@ class _Deadline:
         self._end = time.monotonic() + timeout.total_seconds()
         self._pause, self._longest = _PAUSES
 
-    def wait(self, who: str) -> None:
+    def wait(self, what: str) -> None:
         if time.monotonic() > self._end:
-            raise TimeoutError(f"Only {who} have come to make a process group. The cause is in the output of the rest.")
+            raise TimeoutError(f"{what} to make a process group. The cause is in the output of the others.")
         time.sleep(self._pause)
         self._pause = min(2 * self._pause, self._longest)
 
 
 def script_store(environment: ClusterEnvironment, timeout: timedelta) -> Store:
-    """The store of all processes, which lives as long as this one; that of torchrun's agents lives as long as they.
+    """The store of all processes. It lives as long as this process; that of torchrun's agents as long as the agents.
 
     Args:
         environment: where the processes meet, and which of them this is.

@@ -15,7 +15,7 @@ def first_failure(folder: Path) -> Failure | None:
     """The first error of a rank; None for none. A rank that only lost its connection to another one is left out."""
     files = sorted((folder / record.ERRORS).glob("rank-*.txt"), key=lambda file: file.stat().st_mtime_ns)
     found = [_failure(folder, file) for file in files]
-    own = [failure for failure in found if not LOST.search(failure.message.splitlines()[0])]
+    own = [failure for failure in found if not LOST.search(failure.message.partition("\n")[0])]
     return next(iter(own), None)
 
 

@@ -44,8 +44,13 @@ class Cluster:
     def variables(self) -> dict[str, str]:
         """The environment variables of workers that the environment doesn't set."""
         wanted = {"OMP_NUM_THREADS": str(self.threads)}
-        if self.interface is not None:
-            wanted |= {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
         new = {name: value for name, value in wanted.items() if name not in os.environ}
+        new |= interface_variables(self.interface)
         # Workers import this package, and what the user's own config names.
         return new | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def interface_variables(interface: str | None) -> dict[str, str]:
+    """By which gloo and NCCL meet on a network interface; none where they choose, or where the environment says it."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface is not None else ()
+    return {name: str(interface) for name in names if name not in os.environ}

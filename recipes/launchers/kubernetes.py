@@ -55,9 +55,14 @@ class KubernetesLauncher(Cluster):
     def launch(self, config_file: Path, processes: int) -> str:
         """As :meth:`Launcher.launch <recipes.launchers.launcher.Launcher.launch>`, but that it only writes the file."""
         folder = config_file.parent
-        overrides = record.read(folder).get("overrides") or []
+        said = record.read(folder)
+        overrides = said.get("overrides") or []
+        foreign = [word for word in overrides if word.lstrip("+~").startswith("hydra.") and "hydra.run.dir" not in word]
+        if foreign:
+            raise ValueError(f"{foreign[0]}: can't be handed on by cluster=kubernetes; leave it out.")
         file = folder / JOB
-        file.write_text(yaml.safe_dump(self.job(folder.name, overrides, processes), sort_keys=False))
+        run = f"{folder.parent.name}-{folder.name}-{said['config_hash'][:6]}"  # 0, 1, ... in every sweep
+        file.write_text(yaml.safe_dump(self.job(run, overrides, processes), sort_keys=False))
         return f"written to {file}; create it with: kubectl create -f {file}"
 
     def job(self, run: str, overrides: Sequence[str], processes: int) -> dict[str, Any]:
@@ -68,7 +73,7 @@ class KubernetesLauncher(Cluster):
             overrides: of the command line.
             processes: the number of workers; one needs no more than one machine.
         """
-        name = re.sub("[^a-z0-9]+", "-", f"run-{run}".lower())[:_LONGEST_NAME].strip("-")
+        name = "run-" + re.sub("[^a-z0-9]+", "-", run.lower())[-_LONGEST_NAME:].strip("-")
         alone = processes == 1
         metadata = {"name": name} | ({"namespace": self.namespace} if self.namespace else {})
         limits = {"nvidia.com/gpu": self.gpus, "memory": self.memory}
@@ -85,7 +90,7 @@ class KubernetesLauncher(Cluster):
                     "args": [*self._arguments(overrides), f"hydra.run.dir={PurePosixPath(self.mount) / run}"],
                     "numNodes": 1 if alone else self.nodes,
                     "numProcPerNode": 1 if alone else self.devices,
-                    "env": [{"name": name, "value": value} for name, value in self._environment().items()],
+                    "env": [{"name": "OMP_NUM_THREADS", "value": str(self.threads)}],
                     **({"resourcesPerNode": {"limits": limits}} if limits else {}),
                 },
                 "runtimePatches": [{"manager": "recipes.train/kubernetes", "trainingRuntimeSpec": self._storage()}],
@@ -95,14 +100,10 @@ class KubernetesLauncher(Cluster):
     def _arguments(self, overrides: Sequence[str]) -> list[str]:
         """The command line for torchrun's processes."""
         own = [word for word in overrides if not word.lstrip("+~").startswith(("cluster", "hydra.run.dir"))]
-        common = {"timeout": self.timeout, "backend": self.backend}
+        common = {name: getattr(self, name) for name in ("nodes", "devices", "timeout", "backend", "interface")}
         told = [f"cluster.{key}={'null' if value is None else value}" for key, value in common.items()]
         resume = [] if any(word.startswith("resume=") for word in own) else ["resume=auto"]
         return [*own, "cluster=torchrun", *told, *resume]
-
-    def _environment(self) -> dict[str, str]:
-        """Of the containers, whose paths aren't those of this machine."""
-        return {name: value for name, value in self.variables.items() if name != "PYTHONPATH"}
 
     def _storage(self) -> dict[str, Any]:
         """What the runtime's pods get: the volume of the runs."""

@@ -47,6 +47,7 @@ class Launcher(Protocol):
             WorkersFailed: a worker failed; the others have been ended.
             Preempted: a worker or this process got SIGTERM or SIGUSR1, and all workers have left.
             KeyboardInterrupt: this process got another signal that ends it; the workers have been ended.
+            LeftAlone: so it did, but the workers go on.
         """
         ...
 
@@ -87,6 +88,10 @@ class Failure:
 
 class Preempted(KeyboardInterrupt):
     """A scheduler is about to end the run, which has been saved if it had begun: it can be run again."""
+
+
+class LeftAlone(KeyboardInterrupt):
+    """Ctrl-C has ended the waiting for a run, which goes on."""
 
 
 class WorkersFailed(CompactHydraException):

@@ -62,6 +62,7 @@ class LocalLauncher(Cluster):
                 if restarts == self.max_restarts or error.failure.is_refusal:
                     raise
                 record.end(config_file.parent, "failed", error.failure.as_dict())
+                record.update(config_file.parent, status=record.STARTING)
                 log.warning("%s", error)
                 log.warning("restart %d of %d, from the newest whole checkpoint", restarts + 1, self.max_restarts)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -39,7 +38,7 @@ def test_a_preempted_job_is_saved_requeued_and_resumed(
 ) -> None:
     program = start(cluster, tmp_path, HOLD)
     wait_for(tmp_path / "run" / "reached")
-    first = json.loads((tmp_path / "run" / "run.json").read_text())["job_id"]
+    first = (tmp_path / "run" / "job.id").read_text()
     urgent = ["--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
     other = cluster.run("sbatch", "--parsable", *urgent).strip()
     cluster.wait_for(other, "COMPLETED", seconds=90)
@@ -82,6 +81,6 @@ def test_a_job_can_be_shown_and_left_to_itself(cluster: Slurm, tmp_path: Path) -
     left = start(cluster, tmp_path / "left", "cluster.wait=false")
     printed, _ = left.communicate(timeout=100)
     assert left.returncode == 0 and "is in the queue" in printed
-    job = json.loads((tmp_path / "left" / "run" / "run.json").read_text())["job_id"]
+    job = (tmp_path / "left" / "run" / "job.id").read_text()
     cluster.wait_for(job, "COMPLETED", seconds=120)
     assert attempts(tmp_path / "left") == [("completed", 0, 10, 0)]

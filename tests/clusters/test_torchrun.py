@@ -72,6 +72,13 @@ def test_other_processes_than_the_config_s_are_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize(("options", "code"), [(["launch=false"], 0), (["strategy=nothing"], 1)])
+def test_where_rank_0_has_no_config_the_others_leave_with_it(tmp_path: Path, options: list[str], code: int) -> None:
+    program = [*AGENT, "--standalone", "--nproc-per-node=2", *command(tmp_path, "cluster=torchrun", *options)]
+    assert subprocess.run(program, cwd=ROOT, env=variables(), capture_output=True, timeout=100).returncode == code
+
+
 def test_without_torchrun_it_says_what_to_start(tmp_path: Path) -> None:
     program = [sys.executable, *command(tmp_path, "cluster=torchrun")]
     done = subprocess.run(program, cwd=ROOT, env=variables(), text=True, capture_output=True, timeout=200)

@@ -42,17 +42,18 @@ def test_the_job_is_the_command_line_for_torchrun(tmp_path: Path) -> None:
     job = written(folder, *LINE, *OWN)
     spec, trainer = job["spec"], job["spec"]["trainer"]
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
-    assert job["metadata"] == {"name": "run-2026-11-23-run"} and spec["runtimeRef"] == {"name": "torch-distributed"}
+    run = f"{tmp_path.name}-2026-11-23_Run-{record.read(folder)['config_hash'][:6]}"
+    assert job["metadata"]["name"].startswith("run-") and len(job["metadata"]["name"]) <= 44
+    assert spec["runtimeRef"] == {"name": "torch-distributed"}
     assert (trainer["image"], trainer["numNodes"], trainer["numProcPerNode"]) == ("me/image:1", 2, 4)
     assert trainer["command"] == ["torchrun", "-m", "recipes.train"]
     assert trainer["args"] == [
-        *OWN[:2], "cluster=torchrun", "cluster.timeout=1800", "cluster.backend=null", "resume=auto",
-        "hydra.run.dir=/shared/2026-11-23_Run",
+        *OWN[:2], "cluster=torchrun", "cluster.nodes=2", "cluster.devices=4", "cluster.timeout=1800",
+        "cluster.backend=null", "cluster.interface=eth0", "resume=auto", f"hydra.run.dir=/shared/{run}",
     ]  # fmt: skip
-    assert check([*trainer["args"], "launch=false", "cluster.nodes=2", "cluster.devices=4"]) == []
+    assert check([*trainer["args"], "launch=false"]) == []
     assert trainer["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": 4, "memory": "64Gi"}}
-    environment = {each["name"]: each["value"] for each in trainer["env"]}
-    assert environment["GLOO_SOCKET_IFNAME"] == "eth0" and "PYTHONPATH" not in environment
+    assert trainer["env"] == [{"name": "OMP_NUM_THREADS", "value": "1"}]
     for name, fields in FIELDS.items():
         node = {"metadata": job["metadata"], "spec": spec, "trainer": trainer}[name]
         assert node.keys() <= fields
@@ -71,3 +72,8 @@ def test_the_runs_are_on_the_claim(tmp_path: Path) -> None:
 def test_what_only_the_user_knows_is_asked_for(key: str) -> None:
     (problem,) = problems(*NEEDED, f"cluster.{key}=null")
     assert str(problem) == f"cluster.{key}=null: not a value it can have; give a string"
+
+
+def test_hydra_s_own_settings_cannot_be_handed_on(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="hydra.searchpath=.*: can't be handed on by cluster=kubernetes"):
+        written(tmp_path, *LINE, "hydra.searchpath=[file:///mine]")

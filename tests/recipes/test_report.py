@@ -58,11 +58,8 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
         report.main([str(tmp_path)])
 
 
-def test_a_completed_run_is_known_by_its_config(tmp_path: Path) -> None:
+def test_a_run_is_known_by_its_config(tmp_path: Path) -> None:
     config = {"lr": 1, "paths": {"output_dir": str(tmp_path)}}
-    assert not record.is_done(tmp_path, config)
-    content = {"status": "completed", "config_hash": record.config_hash(config)}
-    (tmp_path / record.RUN).write_text(json.dumps(content))
-    assert record.is_done(tmp_path, config) and not record.is_done(tmp_path, {**config, "lr": 2})
-    (tmp_path / record.RUN).write_text(json.dumps({**content, "status": "failed"}))
-    assert not record.is_done(tmp_path, config)
+    assert not record.is_of(tmp_path, config)
+    (tmp_path / record.RUN).write_text(json.dumps({"config_hash": record.config_hash(config)}))
+    assert record.is_of(tmp_path, config) and not record.is_of(tmp_path, {**config, "lr": 2})
