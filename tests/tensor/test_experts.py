@@ -18,6 +18,7 @@ from lightning_parallel.tensor.rules import resolve
 from lightning_parallel.tensor.sharding import shard_module
 from tests.pool import WorkerPool
 from tests.tensor.test_sharding import LLAMA, InDouble, Loss, ranks, trains_as_the_whole
+from tests.thorough import thorough
 
 MOE: dict[str, Any] = {"num_experts_per_tok": 2, "output_router_logits": False}
 LATENT: dict[str, Any] = {  # DeepSeek's attention
@@ -126,9 +127,13 @@ def experts_train_as_the_whole(index: int) -> None:
         trains_as_the_whole(eager(MODELS[index]), group, False)
 
 
-@pytest.mark.parametrize("index", range(len(MODELS)), ids=[make.__name__ for make in MODELS])
-def test_experts_train_as_the_whole(pool: WorkerPool, index: int) -> None:
-    pool.run(experts_train_as_the_whole, 2, index)
+NAMES = [make.__name__ for make in MODELS]
+USUAL = ["mixtral", "deepseek_v3", "llama4", "gpt_oss"]  # each has experts, or their choice, in a way of its own
+
+
+@pytest.mark.parametrize("name", [*USUAL, *thorough(*(name for name in NAMES if name not in USUAL))])
+def test_experts_train_as_the_whole(pool: WorkerPool, name: str) -> None:
+    pool.run(experts_train_as_the_whole, 2, NAMES.index(name))
 
 
 def default_kernels_train_as_the_whole() -> None:

@@ -16,6 +16,7 @@ from lightning_parallel.tensor.flows import Pair, find_pairs
 from lightning_parallel.tensor.plan import find_plan
 from tests.pool import WorkerPool
 from tests.tensor.test_sharding import TIME, VOCABULARY, InDouble, Loss, gpt2, trains_as_the_whole
+from tests.thorough import thorough
 
 NO_DROPOUT: dict[str, Any] = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
 SIZES: dict[str, Any] = {
@@ -164,9 +165,13 @@ def found_plans_train_as_the_whole(index: int) -> None:
         trains_as_the_whole(MODELS[index], group, False)
 
 
-@pytest.mark.parametrize("index", range(len(MODELS)), ids=[make.__name__ for make in MODELS])
-def test_found_plans_train_as_the_whole(pool: WorkerPool, index: int) -> None:
-    pool.run(found_plans_train_as_the_whole, 2, index)
+NAMES = [make.__name__ for make in MODELS]
+USUAL = ["opt", "bart_with_labels", "t5_with_labels", "Net"]
+
+
+@pytest.mark.parametrize("name", [*USUAL, *thorough(*(name for name in NAMES if name not in USUAL))])
+def test_found_plans_train_as_the_whole(pool: WorkerPool, name: str) -> None:
+    pool.run(found_plans_train_as_the_whole, 2, NAMES.index(name))
 
 
 def test_pairs_are_told_by_what_flows_into_what() -> None:
