@@ -78,9 +78,14 @@ def test_a_job_can_be_shown_and_left_to_itself(cluster: Slurm, tmp_path: Path) -
     printed, _ = shown.communicate(timeout=100)
     assert shown.returncode == 0 and "submit it with: sbatch" in printed
     assert "#SBATCH --time=1:00:00\n" in printed and "\nmodule x\n" in printed
-    left = start(cluster, tmp_path / "left", "cluster.wait=false")
+    folder = tmp_path / "left"
+    left = start(cluster, folder, "cluster.wait=false", "cluster.options=[--hold]")
     printed, _ = left.communicate(timeout=100)
     assert left.returncode == 0 and "is in the queue" in printed
-    job = (tmp_path / "left" / "run" / "job.id").read_text()
+    job = (folder / "run" / "job.id").read_text()
+    again = start(cluster, folder, "resume=auto")
+    printed, _ = again.communicate(timeout=100)
+    assert again.returncode == 1 and f"has a run that goes on: job {job} is pending" in printed
+    cluster.run("scontrol", "release", job)
     cluster.wait_for(job, "COMPLETED", seconds=120)
-    assert attempts(tmp_path / "left") == [("completed", 0, 10, 0)]
+    assert attempts(folder) == [("completed", 0, 10, 0)]
