@@ -5,11 +5,11 @@ process may still find the store of the old group, and in it the addresses of co
 torchrun's agents even outlives the processes: what torchrun starts again finds the keys of those that were killed.
 
 So one store lives as long as the script, and each group has keys under a name that nobody has used. A rank asks under a
-token of its own, and rank 0 answers with the name, until every rank has said that it knows it. The token of a rank that
-was killed is answered in vain, and replaced by that of the process which takes its place::
+new token, and rank 0 answers each token with the name, until every rank has said there that it knows it. Tokens of
+earlier groups, and of ranks that were killed, are answered in vain, and replaced by the next ones::
 
-    rank 1   rank 1 asks: 7f3a       knows 09c1     keys 09c1/...
-    rank 0   7f3a: name 09c1         all know it    keys 09c1/...
+    rank 1   asks_1 = 7f3a                09c1/7f3a     keys 09c1/...
+    rank 0               7f3a = 09c1                    keys 09c1/...
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-_PAUSES = (0.001, 0.2)  # seconds between two looks: at first, and at most
+_PAUSES = (0.001, 0.02)  # seconds between two looks: at first, and at most
 
 
 def store_of_next_group(environment: ClusterEnvironment, timeout: timedelta, purpose: str = "group") -> Store:
@@ -45,10 +45,11 @@ def store_of_next_group(environment: ClusterEnvironment, timeout: timedelta, pur
         store.set(f"{asks}{environment.global_rank()}", token)
         while not store.check([token]):
             deadline.wait("Rank 0 has not come")
-        name = store.get(token).decode()
-        store.set(f"{token}/knows", "")
-        return PrefixStore(name, store)
+        meeting = PrefixStore(store.get(token).decode(), store)
+        meeting.set(token, "")
+        return meeting
     name, answered = uuid.uuid4().hex, set[str]()
+    meeting = PrefixStore(name, store)
     keys = [f"{asks}{rank}" for rank in range(1, environment.world_size())]
     while keys:
         if store.check(keys):
@@ -56,10 +57,10 @@ def store_of_next_group(environment: ClusterEnvironment, timeout: timedelta, pur
             for token in set(tokens) - answered:
                 store.set(token, name)
             answered.update(tokens)
-            if store.check([f"{token}/knows" for token in tokens]):
+            if meeting.check(tokens):  # none of them is one of an earlier meeting
                 break
         deadline.wait(f"Not all of the other {len(keys)} ranks have come")
-    return PrefixStore(name, store)
+    return meeting
 
 
 class _Deadline:

@@ -16,13 +16,13 @@ from lightning_parallel.parts import process_group, rendezvous
 from tests.pool import WorkerPool
 
 
-def sums_of_groups() -> list[float]:
-    """A sum in each of three groups, which are closed as after an error. Rank 1 is at the next one first, when what
-    the store has of rank 0 is of the last one."""
+def sums_of_groups(late: int) -> list[float]:
+    """A sum in each of three groups, which are closed as after an error. When a rank is late, the store still has what
+    it wrote for the last one."""
     found = []
     for number in range(3):
         environment, cpu = TorchElasticEnvironment(), torch.device("cpu")
-        if environment.global_rank() == 0 and number:
+        if environment.global_rank() == late and number:
             time.sleep(1.0)
         layout = Layout.resolve(2, environment.global_rank(), data=2)
         process_group.join(environment, layout, "gloo", timedelta(seconds=20), cpu)
@@ -33,8 +33,9 @@ def sums_of_groups() -> list[float]:
     return found
 
 
-def test_a_group_can_be_joined_after_one_that_was_closed(pool: WorkerPool) -> None:
-    assert pool.run(sums_of_groups, 2, init=False) == [[2.0, 2.0, 2.0]] * 2
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_group_can_be_joined_after_one_that_was_closed(pool: WorkerPool, late: int) -> None:
+    assert pool.run(sums_of_groups, 2, late, init=False) == [[2.0, 2.0, 2.0]] * 2
 
 
 def sum_after_a_restart(ranks: list[int]) -> float:
