@@ -115,7 +115,7 @@ them, which takes an hour or two, and writes this page; a case runs with the tes
   again, completes with the weights and metrics of a run that was never disturbed, bit by bit. Asynchronous pipelines
   too: they drain for a save, so the undisturbed one is saved after the same steps.
 - **Left out**: SIGSTOP of a run with one process, for which nobody waits. A killed launcher can't say anything:
-  `run.json` still says *running*."""
+  `run.json` still says *running*, or *starting*."""
 
 _TABLES = """\
 ## Cases
