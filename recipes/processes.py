@@ -7,7 +7,7 @@ import os
 LAUNCHED = "RECIPES_LAUNCHER"  # set for workers: the process that launched them and prints their error
 RESTARTS = "RECIPES_RESTARTS"  # set for workers: how often their launcher has started the run again
 # Not TORCHELASTIC_RESTART_COUNT: only the agent whose own worker failed counts it.
-_RESTARTS = (RESTARTS, "SLURM_RESTART_COUNT")
+_COUNTERS = (RESTARTS, "SLURM_RESTART_COUNT")
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # exit codes of a worker, and of recipes.train
@@ -17,7 +17,7 @@ REQUEUE = 75  # EX_TEMPFAIL, <sysexits.h>: it asks to be run again
 
 def restarts() -> int:
     """How often an engine has started this process's run again."""
-    return max(int(os.environ.get(name) or 0) for name in _RESTARTS)
+    return max(int(os.environ.get(name) or 0) for name in _COUNTERS)
 
 
 def joined() -> int:

@@ -14,10 +14,10 @@ from lightning_parallel.settings import settings_of
 from lightning_parallel.strategies.fully_sharded import FullyShardedOptions
 from lightning_parallel.strategies.pipeline import PipelineOptions
 from lightning_parallel.strategies.pipeline_async import AsyncPipelineOptions
-from recipes import machine, meeting, resume, schema
+from recipes import clusters, machine, resume, schema
+from recipes.clusters import counted, restarts_by_itself
 from recipes.compose import NOT_KNOWN
 from recipes.data.textfile import problem as unusable
-from recipes.meeting import counted, restarts_by_itself
 from recipes.problem import Problem
 from recipes.schema import kind_of, world_size
 
@@ -32,7 +32,7 @@ def problems(config: Config, broken: Collection[str]) -> Iterator[Problem | str]
         broken: paths of values that are wrong by themselves, or absent.
     """
     sound = _Sound(config, "", broken)
-    for rule in (*_RULES, *meeting.RULES, *machine.RULES):
+    for rule in (*_RULES, *clusters.RULES, *machine.RULES):
         try:
             yield from list(rule(sound))
         except _BrokenValue:

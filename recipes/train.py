@@ -68,8 +68,8 @@ def run(cfg: DictConfig) -> float | None:
     if config["print_config"]:
         Console().print(tree)
     if not config["launch"]:
-        command = "torchrun --nproc-per-node=%d -m recipes.worker %s"
-        log.info(f"start it with: {command}", world_size(config), config_file)
+        processes = world_size(config)
+        log.info("start it with: torchrun --nproc-per-node=%d -m recipes.worker %s", processes, config_file)
         return None
     metrics = launch(config, choices, job.overrides.task)
     if metrics is None:
@@ -110,8 +110,7 @@ def config_tree(config: Mapping[str, Any], choices: Mapping[str, str]) -> Tree:
 def main() -> None:
     """The command line. Of several processes that have been started beside each other, rank 0 reads it for all."""
     args = get_args_parser().parse_args()
-    asks = args.help or args.hydra_help or args.info or args.shell_completion or args.cfg
-    if asks or not may_be_told():
+    if _asks(args) or args.cfg or not may_be_told():
         return compose_and_run(args)
     if args.multirun:
         sys.exit("-m: a sweep starts processes for each of its runs; call it without torchrun")
@@ -128,11 +127,15 @@ def main() -> None:
         torchrun.hand_on_the_end(code)
 
 
+def _asks(args: Namespace) -> bool:
+    """Does the command line only ask Hydra for something?"""
+    return bool(args.help or args.hydra_help or args.info or args.shell_completion)
+
+
 def compose_and_run(args: Namespace) -> None:
     """All problems with the command line are reported before the first job starts."""
     own = args.config_dir or args.config_path or args.config_name or args.experimental_rerun
-    asks = args.help or args.hydra_help or args.info or args.shell_completion
-    if not own and not asks:  # with configs of the user's own, each job is checked as it starts
+    if not own and not _asks(args):  # with configs of the user's own, each job is checked as it starts
         try:
             problems = check(args.overrides, multirun=args.multirun)
         except HydraException:

@@ -8,15 +8,12 @@ from pathlib import Path
 from recipes import record
 from recipes.launchers.launcher import Failure
 
-LOST = re.compile("PeerLostError|DistBackendError|DistNetworkError|gloo/transport")  # of a rank that wasn't first
-
 
 def first_failure(folder: Path) -> Failure | None:
     """The first error of a rank; None for none. A rank that only lost its connection to another one is left out."""
     files = sorted((folder / record.ERRORS).glob("rank-*.txt"), key=lambda file: file.stat().st_mtime_ns)
     found = [_failure(folder, file) for file in files]
-    own = [failure for failure in found if not LOST.search(failure.message.partition("\n")[0])]
-    return next(iter(own), None)
+    return next((failure for failure in found if not failure.is_lost_connection), None)
 
 
 def _failure(folder: Path, file: Path) -> Failure:

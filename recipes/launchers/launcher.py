@@ -27,6 +27,7 @@ from hydra.errors import CompactHydraException
 
 _REFUSALS = ("ValueError", "MisconfigurationException", "FloatingPointError")  # the last: of FiniteLoss
 _OURS = ("lightning_parallel", "recipes", "lightning")  # whose refusals say everything
+_LOST = re.compile(r"^([\w.]+\.)?(PeerLostError|DistBackendError|DistNetworkError)|gloo/transport")
 _FRAME = re.compile(r'^  File "(.+)", line .*\n(?:    .*\n)*', re.MULTILINE)
 
 
@@ -74,6 +75,11 @@ class Failure:
         files = re.findall(r'^  File "(.+)", line', self.traceback or "", re.MULTILINE)
         kind = self.message.split(":")[0]
         return kind.endswith(_REFUSALS) and bool(files) and _is_in(_OURS, files[-1])
+
+    @property
+    def is_lost_connection(self) -> bool:
+        """Did the rank only lose its connection to another one, which was first?"""
+        return _LOST.search(self.message) is not None
 
     @property
     def cause(self) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -35,7 +34,6 @@ log = logging.getLogger(__name__)
 _SHUTDOWN_SECONDS = 10  # what workers get to end themselves after Ctrl-C or a peer's failure
 _ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the agent ends the workers
 _PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)  # the workers save the run, and leave
-_LOST = re.compile("^PeerLostError|^DistBackendError|^DistNetworkError|gloo/transport")  # of a rank that wasn't first
 _KILLED = tuple(-number for number in _PREEMPTING)  # exit codes: before a worker listens to them
 # What to name of several workers that have ended, the first of these: killed from outside; an error of its own; left
 # after a signal; its peer was lost; had to be killed by the launcher.
@@ -138,7 +136,7 @@ def _reason(
     def order(item: tuple[int, ProcessFailure]) -> tuple[int, int]:
         rank, failure = item
         file = Path(failure.error_file)
-        if file.is_file() and _LOST.search(_described(rank, failure).message) is None:
+        if file.is_file() and not _described(rank, failure).is_lost_connection:
             return _OWN, file.stat().st_mtime_ns
         if failure.pid in ended.slow:
             return _SLOW, 0

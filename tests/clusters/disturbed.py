@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -97,6 +98,36 @@ def run(program: Sequence[str], environment: Mapping[str, str] | None = None, se
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     return done.stdout
+
+
+def run_beside(program: Sequence[str], environments: Sequence[Mapping[str, str]], seconds: float = 250) -> list[str]:
+    """Run a program several times at once, each with variables of its own, to its end; what each has printed.
+
+    Raises:
+        AssertionError: one failed.
+    """
+    started = [start(program, environment) for environment in environments]
+    try:
+        printed = [process.communicate(timeout=seconds)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0] * len(started), "\n".join(printed)
+    return printed
+
+
+def start(program: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Start a program of the checkout, with these variables besides the user's."""
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(program, cwd=ROOT, env=variables(environment), **pipes)
+
+
+def free_port() -> int:
+    """A port that nobody has at the moment."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port: int = held.getsockname()[1]
+        return port
 
 
 def train(folder: Path, *overrides: str) -> str:

@@ -166,7 +166,7 @@ def _is_ready(cluster: Slurm) -> bool:
 def _run_daemons(folder: Path) -> None:
     """In a process of its own: start the daemons, wait for SIGTERM or the parent's end, kill all that is left.
 
-    What daemons and jobs leave behind becomes a child of this process. Their environment wouldn't show all of it:
+    What daemons and jobs leave becomes a child of this process. Their environment wouldn't show all of it:
     slurmstepd overwrites its own."""
     os.setsid()  # Ctrl-C is the parent's
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER

@@ -6,12 +6,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from recipes import ROOT
-from tests.clusters.disturbed import HOLD, KILL, KILLED, SAVED, attempts, command, numbers, variables, wait_for
+from tests.clusters.disturbed import HOLD, KILL, KILLED, SAVED, attempts, command, numbers, start, wait_for
 from tests.clusters.slurm import Slurm, missing, slurm
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no {', '.join(missing())}: install slurm-wlm and munge")
@@ -19,7 +17,6 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no {', '.join(missing(
 # Both nodes are this machine, whose other name need not resolve.
 NODES = ["cluster=slurm", "cluster.nodes=2", "cluster.devices=1"]
 NODES += ["cluster.interface=lo", "cluster.rendezvous=127.0.0.1"]
-PIPE: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 
 @pytest.fixture(scope="module")
@@ -28,15 +25,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield running
 
 
-def start(cluster: Slurm, folder: Path, *options: str) -> subprocess.Popen[str]:
+def submit(cluster: Slurm, folder: Path, *options: str) -> subprocess.Popen[str]:
     program = [sys.executable, *command(folder, *NODES, "cluster.partition=low", *options)]
-    return subprocess.Popen(program, cwd=ROOT, env=variables(cluster.environment), **PIPE)
+    return start(program, cluster.environment)
 
 
 def test_a_preempted_job_is_saved_requeued_and_resumed(
     cluster: Slurm, tmp_path: Path, undisturbed: dict[str, float]
 ) -> None:
-    program = start(cluster, tmp_path, HOLD)
+    program = submit(cluster, tmp_path, HOLD)
     wait_for(tmp_path / "run" / "reached")
     first = (tmp_path / "run" / "job.id").read_text()
     urgent = ["--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
@@ -55,7 +52,7 @@ def test_a_preempted_job_is_saved_requeued_and_resumed(
 def test_a_killed_worker_is_named_and_restarts_the_job(
     cluster: Slurm, tmp_path: Path, undisturbed: dict[str, float]
 ) -> None:
-    program = start(cluster, tmp_path, KILL, "cluster.max_restarts=1")
+    program = submit(cluster, tmp_path, KILL, "cluster.max_restarts=1")
     printed, _ = program.communicate(timeout=200)
     log = (tmp_path / "run" / "job.log").read_text()
     assert program.returncode == 0, printed + log
@@ -66,7 +63,7 @@ def test_a_killed_worker_is_named_and_restarts_the_job(
 
 @pytest.mark.thorough
 def test_what_went_wrong_reaches_the_terminal(cluster: Slurm, tmp_path: Path) -> None:
-    program = start(cluster, tmp_path, "strategy.layers=[net.nowhere.*]")
+    program = submit(cluster, tmp_path, "strategy.layers=[net.nowhere.*]")
     printed, _ = program.communicate(timeout=150)
     assert program.returncode == 1 and "failed:\nValueError: layers: 'net.nowhere.*' matches no module." in printed
 
@@ -74,16 +71,16 @@ def test_what_went_wrong_reaches_the_terminal(cluster: Slurm, tmp_path: Path) ->
 @pytest.mark.thorough
 def test_a_job_can_be_shown_and_left_to_itself(cluster: Slurm, tmp_path: Path) -> None:
     options = ["cluster.submit=print", "cluster.time='1:00:00'", "cluster.setup=[module x]"]
-    shown = start(cluster, tmp_path / "shown", *options)
+    shown = submit(cluster, tmp_path / "shown", *options)
     printed, _ = shown.communicate(timeout=100)
     assert shown.returncode == 0 and "submit it with: sbatch" in printed
     assert "#SBATCH --time=1:00:00\n" in printed and "\nmodule x\n" in printed
     folder = tmp_path / "left"
-    left = start(cluster, folder, "cluster.wait=false", "cluster.options=[--hold]")
+    left = submit(cluster, folder, "cluster.wait=false", "cluster.options=[--hold]")
     printed, _ = left.communicate(timeout=100)
     assert left.returncode == 0 and "is in the queue" in printed
     job = (folder / "run" / "job.id").read_text()
-    again = start(cluster, folder, "resume=auto")
+    again = submit(cluster, folder, "resume=auto")
     printed, _ = again.communicate(timeout=100)
     assert again.returncode == 1 and f"has a run that goes on: job {job} is pending" in printed
     cluster.run("scontrol", "release", job)

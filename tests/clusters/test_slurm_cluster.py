@@ -1,4 +1,4 @@
-"""The SLURM that other tests run on: it starts, preempts and requeues, and leaves nothing behind."""
+"""The SLURM that other tests run on: it starts, preempts and requeues, and nothing is left of it."""
 
 from __future__ import annotations
 

@@ -2,43 +2,29 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from recipes import ROOT
-from tests.clusters.disturbed import KILL, KILLED, SAVED, attempts, command, numbers, variables
+from tests.clusters.disturbed import KILL, KILLED, SAVED, attempts, command, free_port, numbers, run_beside, variables
 
-PIPE: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 AGENT = [sys.executable, "-m", "torch.distributed.run"]
 
 
 def run_agents(folder: Path, *options: str) -> list[str]:
     """Two agents with a process each, as on two machines; what they print."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-    meeting = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    meeting = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
     program = [*AGENT, *meeting, "--rdzv-id=a-run", "--local-addr=127.0.0.1", "--max-restarts=1"]
-    program += command(folder, "cluster=torchrun", *options)
-    started = [subprocess.Popen(program, cwd=ROOT, env=variables(), **PIPE) for _ in range(2)]
-    try:
-        printed = [process.communicate(timeout=250)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], "\n".join(printed)
-    return printed
+    return run_beside([*program, *command(folder, "cluster=torchrun", *options)], [{}, {}])
 
 
 def test_after_a_kill_two_agents_go_on_where_the_run_was_saved(tmp_path: Path, undisturbed: dict[str, float]) -> None:
     run_agents(tmp_path, KILL)
     killed, last = attempts(tmp_path)
-    assert killed[1:3] in [(0, step) for step in (SAVED, KILLED)]  # rank 0 may be a step behind
+    assert killed[1:3] in [(0, step) for step in (SAVED, KILLED)]  # rank 0 may not know of the last step
     assert last == ("completed", SAVED, 10, 0)
     assert numbers(tmp_path) == undisturbed
 
@@ -46,15 +32,9 @@ def test_after_a_kill_two_agents_go_on_where_the_run_was_saved(tmp_path: Path, u
 @pytest.mark.thorough
 def test_processes_of_another_launcher_join(tmp_path: Path, undisturbed: dict[str, float]) -> None:
     """Such as MPI's: it sets variables for each, and has no store."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = str(held.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     program = [sys.executable, *command(tmp_path, "cluster=torchrun")]
-    ranks = [variables({**common, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
-    started = [subprocess.Popen(program, cwd=ROOT, env=environment, **PIPE) for environment in ranks]
-    printed = [process.communicate(timeout=200)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0], "\n".join(printed)
+    run_beside(program, [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"])
     assert numbers(tmp_path) == undisturbed
 
 
