@@ -17,6 +17,10 @@ from tests.torture.runner import AFTER
 _SHOWN = 160  # characters of a problem
 
 
+def _all(some: int, there: int) -> str:
+    return "all" if some == there else str(some)
+
+
 def write(results: Results, file: Path) -> None:
     """Write the page.
 
@@ -27,9 +31,8 @@ def write(results: Results, file: Path) -> None:
     all_cases = cases()
     versions = ", ".join(f"{name} {value}" for name, value in results.about.items() if name not in ("date", "machine"))
     times = [results.verdicts[case.name].times for case in all_cases if case.name in results.verdicts]
-    ran = (
-        f"{len(times)} of {len(all_cases)} cases have been run, {sum(each > 1 for each in times)} of them twice or more"
-    )
+    again = sum(each > 1 for each in times)
+    ran = f"{len(times)} of {len(all_cases)} cases have been run, {_all(again, len(times))} of them twice or more"
     parts = [
         _INTRODUCTION.format(
             layouts=len(LAYOUTS),
