@@ -4,7 +4,7 @@
 #     make test ARGS="tests/pipeline -k gpipe"
 #     make test JOBS=0                         # one test at a time, without pytest-xdist: for a debugger
 #     make thorough                            # all tests: make test leaves rows out that repeat others
-#     make cluster-tests                       # runs killed and preempted under torchrun and a SLURM of two nodes
+#     make cluster-tests                       # runs killed and preempted under torchrun, Ray and a SLURM of two nodes
 #     make docs                                # the site of docs/, into site/
 #     make zoo                                 # three hundred small models under every layout, into docs/zoo.md
 #     make zoo ARGS="--only 'gpt2*' --traces"  # some of them; ARGS="--resume" goes on after an interruption
@@ -74,5 +74,5 @@ $(READY) $(ZOO_READY): %/.ready: pyproject.toml constraints.txt
 	$*/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
 	@touch $@
 
-$(READY): EXTRAS = recipes,test,docs
+$(READY): EXTRAS = recipes,ray,test,docs
 $(ZOO_READY): EXTRAS = zoo

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from recipes import record
 
+_JOB_IDS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "RAY_JOB_ID")
 _OWN = "recipes.launchers."  # launchers of this package are known by the names of their modules
 
 
@@ -33,7 +34,7 @@ def begin(folder: Path, config: Mapping[str, Any]) -> None:
     record.begin_attempt(
         folder,
         engine=engine(config),
-        job_id=os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID"),
+        job_id=next(filter(None, map(os.environ.get, _JOB_IDS)), None),
         rendezvous=f"{address}:{port}" if address and port else None,
         resumed_from=None,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 LAUNCHED = "RECIPES_LAUNCHER"  # set for workers: the process that launched them and prints their error
 RESTARTS = "RECIPES_RESTARTS"  # set for workers: how often their launcher has started the run again
@@ -33,3 +34,15 @@ def missing() -> list[str]:
 def may_be_told() -> bool:
     """May this process get its config from another one, or from before a restart?"""
     return joined() > 0 and not missing()
+
+
+def how_it_ended(code: int) -> str:
+    """In words.
+
+    Args:
+        code: the exit code of a process, as ``subprocess`` has it: negative after a signal.
+    """
+    if code >= 0:
+        return f"ended with exit code {code}"
+    hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+    return f"killed by {signal.Signals(-code).name}{hint}"

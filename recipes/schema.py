@@ -21,6 +21,7 @@ from lightning_parallel.strategies.pipeline_async import AsyncPipelineOptions
 from lightning_parallel.strategies.tensor import TensorParallelOptions
 from recipes.launchers.kubernetes import KubernetesLauncher
 from recipes.launchers.local import LocalLauncher
+from recipes.launchers.ray import RayLauncher
 from recipes.launchers.slurm import SlurmLauncher
 from recipes.launchers.torchrun import TorchrunLauncher
 
@@ -269,6 +270,7 @@ BY_TARGET: Mapping[str, Mapping[str | None, type]] = MappingProxyType(
         "cluster": {
             "recipes.launchers.kubernetes.KubernetesLauncher": KubernetesLauncher,
             "recipes.launchers.local.LocalLauncher": LocalLauncher,
+            "recipes.launchers.ray.RayLauncher": RayLauncher,
             "recipes.launchers.slurm.SlurmLauncher": SlurmLauncher,
             "recipes.launchers.torchrun.TorchrunLauncher": TorchrunLauncher,
         },

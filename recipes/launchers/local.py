@@ -24,7 +24,7 @@ from recipes import record
 from recipes.launchers.cluster import Cluster
 from recipes.launchers.launcher import Failure, Preempted, WorkersFailed
 from recipes.launchers.watch import Ended, watched, workers
-from recipes.processes import LAUNCHED, REQUEUE, RESTARTS
+from recipes.processes import LAUNCHED, REQUEUE, RESTARTS, how_it_ended
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -161,10 +161,7 @@ def _described(rank: int, failure: ProcessFailure, place: str = "") -> Failure:
     content: Any = failure.error_file_data.get("message")
     if isinstance(content, dict):
         return Failure(rank, str(content["message"]), str(content["extraInfo"]["py_callstack"]), place)
-    if failure.exitcode < 0:
-        hint = " (out of memory?)" if failure.exitcode == -signal.SIGKILL else ""
-        return Failure(rank, f"killed by {failure.signal_name()}{hint}", None, place)
-    return Failure(rank, f"ended with exit code {failure.exitcode}", None, place)
+    return Failure(rank, how_it_ended(failure.exitcode), None, place)
 
 
 @contextmanager

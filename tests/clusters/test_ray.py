@@ -1,0 +1,69 @@
+"""cluster=ray: Ray places the processes, and starts them again after a kill; the run ends with the same numbers."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.launchers.ray import is_installed
+from tests.clusters.disturbed import HOLD, KILL, KILLED, SAVED, attempts, command, numbers, start, train, wait_for
+
+pytestmark = pytest.mark.skipif(not is_installed(), reason='no Ray: pip install -e ".[ray]"')
+
+# Ray hands on RAY_ADDRESS, by which it would join a cluster that is there.
+ALONE = {"RAY_ADDRESS": ""}
+
+
+def run(folder: Path, *options: str) -> subprocess.Popen[str]:
+    return start([sys.executable, *command(folder, "cluster=ray", *options)], ALONE)
+
+
+def test_after_a_kill_ray_starts_the_run_again(tmp_path: Path, undisturbed: dict[str, float]) -> None:
+    said = train(tmp_path, "cluster=ray", "cluster.max_restarts=1", KILL)
+    assert said.count("started again, from the newest whole checkpoint") == 1
+    killed, last = attempts(tmp_path)
+    assert killed[1:3] in [(0, step) for step in (SAVED, KILLED)]  # rank 0 may not know of the last step
+    assert last == ("completed", SAVED, 10, 0)
+    assert numbers(tmp_path) == undisturbed
+
+
+@pytest.mark.thorough
+def test_a_worker_that_was_killed_for_good_is_named(tmp_path: Path) -> None:
+    program = run(tmp_path, KILL)
+    printed, _ = program.communicate(timeout=200)
+    assert program.returncode == 1
+    assert "rank 1 of 2 (stage 0 of 2) failed:\nkilled by SIGKILL (out of memory?)\n" in printed
+
+
+@pytest.mark.thorough
+def test_a_signal_reaches_the_workers_which_save_and_leave(tmp_path: Path, undisturbed: dict[str, float]) -> None:
+    program = run(tmp_path, HOLD)
+    wait_for(tmp_path / "run" / "reached")
+    program.send_signal(signal.SIGTERM)
+    printed, _ = program.communicate(timeout=200)
+    assert program.returncode == 75, printed
+    train(tmp_path, "cluster=ray", "ckpt_path=last")
+    preempted, last = attempts(tmp_path)
+    assert preempted == ("preempted", 0, KILLED + 1, 75) and last == ("completed", KILLED + 1, 10, 0)
+    assert numbers(tmp_path) == undisturbed
+
+
+@pytest.mark.thorough
+def test_ctrl_c_ends_the_run_and_ray(tmp_path: Path) -> None:
+    program = run(tmp_path, HOLD)
+    wait_for(tmp_path / "run" / "reached")
+    program.send_signal(signal.SIGINT)
+    printed, _ = program.communicate(timeout=60)
+    assert program.returncode == 130, printed
+
+
+@pytest.mark.thorough
+def test_what_is_refused_is_not_started_again(tmp_path: Path) -> None:
+    program = run(tmp_path, "cluster.max_restarts=3", "strategy.layers=[net.nowhere.*]")
+    printed, _ = program.communicate(timeout=200)
+    assert program.returncode == 1 and "failed:\nValueError: layers: 'net.nowhere.*' matches no module." in printed
+    assert "started again" not in printed
