@@ -74,5 +74,5 @@ $(READY) $(ZOO_READY): %/.ready: pyproject.toml constraints.txt
 	$*/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
 	@touch $@
 
-$(READY): EXTRAS = recipes,ray,test,docs
+$(READY): EXTRAS = recipes,ray,optuna,test,docs
 $(ZOO_READY): EXTRAS = zoo

@@ -8,7 +8,9 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -43,6 +45,7 @@ def check(overrides: Sequence[str], *, multirun: bool = False, config_dir: Path 
     rest of it."""
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     with initialize_config_dir(str(config_dir), version_base="1.3", job_name="check"):
+        searched, searches = _search(parsed)
         wrong = list(_unknown(parsed, config_dir))
         # What belongs to an option that there isn't can't be judged.
         options = {override.key_or_group for override, _ in wrong} & _options(config_dir).keys()
@@ -52,7 +55,21 @@ def check(overrides: Sequence[str], *, multirun: bool = False, config_dir: Path 
         if told and not rest:
             return list(told)  # at once
         unsure = {_top(override) for override, _ in wrong}
-        return [*told, *_wrong_values(rest, unsure, multirun=multirun)]
+        rest = list({each.key_or_group: each for each in (*searched, *rest)}.values())
+        return [*told, *_wrong_values(rest, unsure, multirun=multirun or searches)]
+
+
+def _search(parsed: Sequence[Override]) -> tuple[list[Override], bool]:
+    """What a search tries besides what the command line says, and whether there is one."""
+    chosen = [str(each.input_line) for each in parsed if each.key_or_group in ("hparams_search", "hydra/sweeper")]
+    if not chosen:
+        return [], False
+    try:
+        hydra = compose("train", overrides=chosen, return_hydra_config=True).hydra
+    except HydraException:
+        return [], False  # there is no such option
+    params = [f"{key}={value}" for key, value in (hydra.sweeper.get("params") or {}).items()]
+    return OverridesParser.create().parse_overrides(params), hydra.mode == RunMode.MULTIRUN
 
 
 def _wrong_values(parsed: Sequence[Override], unsure: Collection[str], *, multirun: bool) -> list[Problem | str]:
@@ -78,10 +95,19 @@ def _composed(job: list[str], multirun: bool) -> tuple[DictConfig, str]:
 
 
 def jobs(parsed: Sequence[Override]) -> list[list[str]]:
-    """The command lines of a sweep over lists, as Hydra's own sweeper splits them; of a long sweep, the first ones."""
+    """The command lines of a sweep over lists, as Hydra's own sweeper splits them; of a long sweep, the first ones. Of
+    an interval, its ends."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
-    return [list(job) for job in BasicSweeper.split_arguments(list(parsed), None)[0][:_JOBS_CHECKED]]
+    listed = OverridesParser.create().parse_overrides([_with_ends(each) for each in parsed])
+    return [list(job) for job in BasicSweeper.split_arguments(listed, None)[0][:_JOBS_CHECKED]]
+
+
+def _with_ends(override: Override) -> str:
+    value = override.value()
+    if isinstance(value, IntervalSweep):
+        return f"{override.get_key_element()}={value.start},{value.end}"
+    return str(override.input_line)
 
 
 def _values(override: Override) -> list[Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from rich.table import Table
 from recipes import record
 
 CSV, PICTURE = "report.csv", "report.png"
+_WIDE = 160  # characters: of a file
 _BLUE, _GREY = "#0072B2", "#8A8A8A"
 
 
@@ -37,7 +39,7 @@ class Run:
 
     Attributes:
         name: the folder of the run, seen from that of the report.
-        status: ``completed``, ``failed`` and so on.
+        status: ``completed``, ``failed``, ``pruned at`` a step and so on.
         choices: the overrides by which the runs differ.
         metrics: by name; none while the run goes on.
         seconds: from its start to its end; None while it goes on.
@@ -58,7 +60,7 @@ class Run:
     @property
     def label(self) -> str:
         """The run in a word or two."""
-        return " ".join(f"{key}={value}" for key, value in self.choices.items()) or self.name
+        return " ".join(f"{key}={_shown(value)}" for key, value in self.choices.items()) or self.name
 
     def row(self) -> dict[str, Any]:
         """What the table has of it."""
@@ -75,7 +77,7 @@ def runs(folder: Path) -> list[Run]:
     return [
         Run(
             name=str(path.relative_to(folder)),
-            status=said.get("status", ""),
+            status=_status(said),
             choices={key: given[path].get(key, "") for key in differing},
             metrics=said.get("metrics", {}),
             seconds=_seconds(said),
@@ -94,7 +96,13 @@ def _in_order(file: Path) -> list[tuple[int, str]]:
 
 def _overrides(said: Mapping[str, Any]) -> dict[str, str]:
     pairs = (word.lstrip("+~").partition("=") for word in said.get("overrides") or [])
-    return {key: value for key, _, value in pairs}
+    return {key: value for key, _, value in pairs if not value.startswith("{")}  # nor fits a whole node a table
+
+
+def _status(said: Mapping[str, Any]) -> str:
+    """A pruned run is complete, but not comparable."""
+    pruned, status = said.get("pruned_at"), str(said.get("status", ""))
+    return f"pruned at {pruned}" if pruned is not None and status == "completed" else status
 
 
 def _seconds(said: Mapping[str, Any]) -> float | None:
@@ -124,7 +132,7 @@ def report(folder: Path, console: Console | None = None) -> list[Run]:
     table = Table(*columns, title=str(folder))
     for row in rows:
         table.add_row(*(_shown(row.get(column)) for column in columns))
-    (console or Console()).print(table)
+    (console or Console(width=None if sys.stdout.isatty() else _WIDE)).print(table)
     with (folder / CSV).open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
@@ -136,6 +144,9 @@ def report(folder: Path, console: Console | None = None) -> list[Run]:
 
 
 def _shown(value: Any) -> str:
+    """Short: a search tries numbers of many digits."""
+    if isinstance(value, str) and re.fullmatch(r"-?\d*\.\d+(e-?\d+)?", value):
+        value = float(value)
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

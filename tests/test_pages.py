@@ -62,7 +62,7 @@ def name_of(path: Path) -> str:
 
 COMMANDS = commands(*PAGES)
 TRAIN = "python -m recipes.train"
-TRAININGS = [command.removeprefix(TRAIN).split() for command in COMMANDS if command.startswith(TRAIN)]
+TRAININGS = [shlex.split(command.removeprefix(TRAIN)) for command in COMMANDS if command.startswith(TRAIN)]
 OTHER_MODULES = [command for command in COMMANDS if command.startswith("python -m") and not command.startswith(TRAIN)]
 # Of a cluster that isn't here: their configs are checked. tests/clusters runs some.
 ELSEWHERE = [words for words in TRAININGS if any(re.match("cluster=(?!local)", word) for word in words)]
@@ -71,7 +71,7 @@ TARGETS = [command for command in COMMANDS if command.startswith("make ")]
 
 
 def test_every_command_is_of_a_kind_that_is_run_here() -> None:
-    known = {*(f"{TRAIN} {' '.join(words)}" for words in TRAININGS), *OTHER_MODULES, *TARGETS, "pip install ."}
+    known = {*(f"{TRAIN} {shlex.join(words)}" for words in TRAININGS), *OTHER_MODULES, *TARGETS, "pip install ."}
     known |= {line for line in COMMANDS if re.match("torchrun .* -m recipes.train cluster=torchrun", line)}
     assert set(COMMANDS) <= known and len(TRAININGS) > 8
 

@@ -25,7 +25,7 @@ from recipes.validate import validate
 GROUPS = {
     folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
     for folder in sorted(CONF.iterdir())
-    if folder.is_dir()
+    if folder.is_dir() and folder.name != "hydra"
 }
 
 

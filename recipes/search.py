@@ -1,0 +1,153 @@
+"""What a search for hyperparameters needs of Optuna: the space, the study on disk, and the end of hopeless trials.
+
+A trial is a run of a sweep, with the number of its job. The study is a file in the sweep's folder, which the search and
+the runs write to; so a search that was ended goes on, and a run can be judged while it trains::
+
+    search (hydra_plugins/lightning_parallel_optuna.py)        runs
+      ask for values  --> study.journal                          0: recipes.train optimizer.lr=0.01
+      tell the result --> study.journal <-- validation losses -- 1: recipes.train optimizer.lr=0.0003
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning as L
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
+from lightning.pytorch.callbacks import Callback
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from recipes import record
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.distributions import BaseDistribution
+    from optuna.pruners import BasePruner
+    from optuna.samplers import BaseSampler
+    from optuna.storages import JournalStorage
+
+STUDY = "study.journal"  # a file in the sweep's folder
+_NAME = "search"  # of the one study in it
+
+
+def split(overrides: Iterable[Override]) -> tuple[list[str], dict[str, BaseDistribution]]:
+    """What all trials have in common, and the space that is searched.
+
+    Args:
+        overrides: parsed; of a key that is given twice, the last one counts.
+
+    Returns:
+        Words of a command line, and what each key of the others is drawn from.
+
+    Raises:
+        ValueError: nothing is searched, or a key by something else than values and ranges.
+    """
+    last = {each.key_or_group: each for each in overrides}
+    fixed = [str(each.input_line) for each in last.values() if not each.is_sweep_override()]
+    space = {each.get_key_element(): _distribution(each) for each in last.values() if each.is_sweep_override()}
+    if not space:
+        raise ValueError("there is nothing to search; give a range, such as 'optimizer.lr=interval(0.0001, 0.01)'")
+    return fixed, space
+
+
+def _distribution(each: Override) -> BaseDistribution:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    match each.value():
+        case ChoiceSweep():  # as words of the command line, which all values can be written as
+            return CategoricalDistribution([str(word) for word in each.sweep_string_iterator()])
+        case RangeSweep() as steps:
+            values = [float(value) for value in steps.range()]
+            low, high, step = values[0], values[-1], float(steps.step)
+            if all(value.is_integer() for value in (low, step)):
+                return IntDistribution(int(low), int(high), step=int(step))
+            return FloatDistribution(low, high, step=step)
+        case IntervalSweep(start=start, end=end, tags=tags) if start is not None and end is not None:
+            if isinstance(start, int) and isinstance(end, int):
+                return IntDistribution(start, end, log="log" in tags)
+            return FloatDistribution(start, end, log="log" in tags)
+    raise ValueError(f"{each.input_line}: a search takes values, choice(), range() and interval()")
+
+
+def words(values: Mapping[str, Any]) -> list[str]:
+    """The values of a trial, for a command line."""
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def study(
+    folder: Path,
+    direction: Literal["minimize", "maximize"],
+    sampler: BaseSampler | None = None,
+    pruner: BasePruner | None = None,
+) -> Study:
+    """The study in the folder of a sweep, a new one if there is none.
+
+    Args:
+        folder: of the sweep.
+        direction: what is to become of the metric.
+        sampler: that chooses values; None: Optuna's own.
+        pruner: that looks at trials while they run; None: Optuna's own.
+    """
+    from optuna import create_study
+
+    return create_study(
+        storage=_storage(folder), study_name=_NAME, direction=direction, sampler=sampler, pruner=pruner,
+        load_if_exists=True,
+    )  # fmt: skip
+
+
+def _storage(folder: Path) -> JournalStorage:
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    return JournalStorage(JournalFileBackend(str(folder / STUDY)))
+
+
+class Pruning(Callback):
+    """Tells the study each validation's value, and ends a run that the pruner gives no chance.
+
+    Such a run is complete, with the metrics that it had; ``run.json`` has the step as ``pruned_at``.
+
+    Args:
+        folder: of the sweep.
+        trial: the number of this run.
+        monitor: the metric that is searched by.
+        pruner: that decides.
+    """
+
+    def __init__(self, folder: str, trial: int, monitor: str, pruner: BasePruner) -> None:
+        self._folder, self._number, self._monitor, self._pruner = Path(folder), trial, monitor, pruner
+
+    @override
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        hopeless = trainer.is_global_zero and self._is_hopeless(trainer)
+        if trainer.strategy.reduce_boolean_decision(hopeless, all=False):
+            trainer.should_stop = True
+            rank_zero_info(f"Pruned after step {trainer.global_step}: {self._monitor} is worse than in other trials.")
+            if trainer.is_global_zero:
+                record.update(Path(trainer.default_root_dir), pruned_at=trainer.global_step)
+
+    def _is_hopeless(self, trainer: L.Trainer) -> bool:
+        """Rank 0 asks. What is wrong with the study must not end a run."""
+        from optuna import load_study
+
+        value, step = trainer.callback_metrics.get(self._monitor), trainer.global_step
+        if value is None:
+            return False
+        try:
+            storage = _storage(self._folder)
+            study_id = storage.get_study_id_from_name(_NAME)
+            trial = storage.get_trial_id_from_study_id_trial_number(study_id, self._number)
+            if storage.get_trial(trial).state.is_finished():  # the run is repeated after the search
+                return False
+            storage.set_trial_intermediate_value(trial, step, float(value))
+            found = load_study(study_name=_NAME, storage=storage)
+            return self._pruner.prune(found, storage.get_trial(trial))
+        except (OSError, LookupError) as error:
+            rank_zero_warn(f"Not pruned: {self._folder / STUDY}: {error}")
+            return False
