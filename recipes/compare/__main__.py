@@ -116,7 +116,8 @@ def _compare(planned: Sequence[Outcome], folder: Path, words: Sequence[str]) -> 
     if config is None:
         sys.exit("nothing could be measured")
 
-    from recipes.compare import picture, report, rows  # here: they import torch, for which --help need not wait
+    from recipes.clusters import counted  # here: they import torch, for which --help need not wait
+    from recipes.compare import picture, report, rows
 
     table = rows.rows(outcomes)
     head = report.headline(config, words)
@@ -124,7 +125,7 @@ def _compare(planned: Sequence[Outcome], folder: Path, words: Sequence[str]) -> 
     print(f"\n{report.show(head, table, found)}")
     report.write(folder, head, table, found)
     model, data = (config[group].get("name") or config[group]["_target_"] for group in ("model", "data"))
-    title = f"{model} on {data}, cluster.devices={config['cluster']['devices']}"
+    title = f"{model} on {data}, {counted(config)}"
     picture.draw(table, title, folder / "compare.png")
     print(f"\nWritten: {folder}/compare.md, compare.csv and compare.png")
 

@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from recipes.bench.report import Cell, Table, circumstances
+from recipes.clusters import counted
 from recipes.compare.findings import findings
 from recipes.compare.rows import Row
 from recipes.traffic import KINDS
@@ -123,7 +124,7 @@ def headline(config: Mapping[str, Any], words: Sequence[str]) -> tuple[str, str]
     return (
         " ".join(["python -m recipes.compare", *words]),
         f"{_named(config['model'])} on {_named(config['data'])}, {trainer['max_steps']} updates, "
-        f"cluster.devices={cluster['devices']}, {cluster['threads']} thread each, {trainer['precision']}. "
+        f"{counted(config)}, {cluster['threads']} thread each, {trainer['precision']}. "
         f"{facts['processor']}, {facts['cores']} cores; {versions}; {facts['date']}; load average when it ended: "
         f"{load} (1, 5, 15 minutes).",
     )

@@ -80,7 +80,8 @@ def _row(outcome: Outcome, reference: Row | None) -> Row:
         return Row(outcome.strategy, outcome.error)
     config, ranks = outcome.config, outcome.ranks
     processes = world_size(config)
-    devices = 1 if outcome.strategy == REFERENCE else int(config["cluster"]["devices"])
+    # dp's replicas are in one process.
+    devices = 1 if outcome.strategy == REFERENCE else max(processes, int(config["cluster"]["devices"]))
     first, median, third = quantiles(ranks[0]["seconds"], n=4, method="inclusive")
     data, accumulated = config["data"], config["trainer"]["accumulate_grad_batches"]
     batch, context = data.get("batch_size"), data.get("context")

@@ -1,4 +1,4 @@
-"""A SLURM of two nodes on this one host, for as long as a `with` block lasts.
+"""A SLURM of two nodes on this one host, or on two machines, for as long as a `with` block lasts.
 
     with slurm(tmp_path) as cluster:
         job = cluster.run("sbatch", "--parsable", "--partition=low", "job.sh").strip()
@@ -15,18 +15,22 @@ import contextlib
 import ctypes
 import os
 import pwd
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from tests.machines import Machine
+
+HERE = Machine([], "127.0.0.1", "lo")
 PROGRAMS = ("sbatch", "slurmctld", "slurmd", "munged", "mungekey")
 # Where Debian has the daemons: the PATH of users often leaves it out.
 PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
@@ -41,7 +45,7 @@ OVER = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "OUT_OF_MEM
 # config_overrides: the host may have fewer cores.
 CONFIGURATION = """\
 ClusterName=lp
-SlurmctldHost=localhost
+SlurmctldHost=localhost({addresses[0]})
 SlurmctldPort={ports[0]}
 SlurmUser={user}
 SlurmdUser={user}
@@ -59,8 +63,8 @@ KillWait=10
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmdParameters=config_overrides
-NodeName=n0 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 RealMemory=4000
-NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 RealMemory=4000
+NodeName=n0 NodeHostname=localhost NodeAddr={addresses[0]} Port={ports[1]} CPUs=4 RealMemory=4000
+NodeName=n1 NodeHostname=localhost NodeAddr={addresses[1]} Port={ports[2]} CPUs=4 RealMemory=4000
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=20
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF
 """
@@ -78,10 +82,12 @@ class Slurm:
     Attributes:
         folder: its files, among them *.log.
         environment: what SLURM's commands need to find it, in addition to os.environ.
+        enter: what stands before them.
     """
 
     folder: Path
     environment: dict[str, str]
+    enter: list[str]
 
     def run(self, *command: str, seconds: float = 120.0) -> str:
         """Run a command with the cluster's environment and return what it prints.
@@ -91,7 +97,8 @@ class Slurm:
             subprocess.TimeoutExpired: it took longer.
         """
         environment = {**os.environ, **self.environment}
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+        entered = [*self.enter, *command]
+        ended = subprocess.run(entered, env=environment, capture_output=True, text=True, timeout=seconds)
         if ended.returncode != 0:
             raise RuntimeError(f"{' '.join(command)}: exit code {ended.returncode}\n{ended.stdout}{ended.stderr}")
         return ended.stdout
@@ -120,8 +127,12 @@ class Slurm:
 
 
 @contextlib.contextmanager
-def slurm(folder: Path) -> Iterator[Slurm]:
+def slurm(folder: Path, machines: Sequence[Machine] = (HERE, HERE)) -> Iterator[Slurm]:
     """Run a cluster in an empty folder. At the end its processes are killed, and its jobs'; also if this one is killed.
+
+    Args:
+        folder: empty, on a short path.
+        machines: for the nodes. The first has the controller, and commands are run there.
 
     Raises:
         ValueError: the folder's path is too long for sockets, or has spaces.
@@ -132,7 +143,8 @@ def slurm(folder: Path) -> Iterator[Slurm]:
         raise ValueError(f"folder={folder}: SLURM needs a path without spaces, of {LONGEST_FOLDER} bytes at most")
     for part in ("state", "spool-n0", "spool-n1"):
         (folder / part).mkdir(parents=True, exist_ok=True)
-    cluster = Slurm(folder, {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH})
+    environment = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
+    cluster = Slurm(folder, environment, machines[0].enter)
     with contextlib.ExitStack() as stack:
         # The kernel gives these ports to nobody else until the end. A daemon can listen on them all the same: both
         # sockets say SO_REUSEADDR, and these don't listen.
@@ -142,10 +154,14 @@ def slurm(folder: Path) -> Iterator[Slurm]:
             holder.bind(("", 0))
         ports = [holder.getsockname()[1] for holder in holders]
         user = pwd.getpwuid(os.geteuid()).pw_name
-        (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, ports=ports, user=user))
+        addresses = [machine.address for machine in machines]
+        configuration = CONFIGURATION.format(folder=folder, ports=ports, user=user, addresses=addresses)
+        (folder / "slurm.conf").write_text(configuration)
         cluster.run("mungekey", "--create", "--keyfile", f"{folder}/munge.key")
-        command, environment = [sys.executable, "-P", __file__, str(folder)], {**os.environ, **cluster.environment}
-        daemons = stack.enter_context(subprocess.Popen(command, env=environment, stdin=subprocess.PIPE))
+        command = [sys.executable, "-m", "tests.clusters.slurm", str(folder)]
+        command += [shlex.join(machine.enter) for machine in machines]
+        root, variables = Path(__file__).parents[2], {**os.environ, **environment}
+        daemons = stack.enter_context(subprocess.Popen(command, cwd=root, env=variables, stdin=subprocess.PIPE))
         # Before Popen's exit, which waits. A closed pipe would do, unless a fork of this process has it, too.
         stack.callback(daemons.terminate)
         end = time.monotonic() + START_TIMEOUT
@@ -163,7 +179,7 @@ def _is_ready(cluster: Slurm) -> bool:
     return False
 
 
-def _run_daemons(folder: Path) -> None:
+def _run_daemons(folder: Path, enter: Sequence[list[str]]) -> None:
     """In a process of its own: start the daemons, wait for SIGTERM or the parent's end, kill all that is left.
 
     What daemons and jobs leave becomes a child of this process. Their environment wouldn't show all of it:
@@ -182,9 +198,9 @@ def _run_daemons(folder: Path) -> None:
         start("munged", "munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files)
         while not (folder / "munge.socket").exists():
             time.sleep(INTERVAL)
-        start("slurmctld", "slurmctld", "-D")
-        start("slurmd-n0", "slurmd", "-D", "-N", "n0")
-        start("slurmd-n1", "slurmd", "-D", "-N", "n1")
+        start("slurmctld", *enter[0], "slurmctld", "-D")
+        for number, words in enumerate(enter):
+            start(f"slurmd-n{number}", *words, "slurmd", "-D", "-N", f"n{number}")
         sys.stdin.read()
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -196,4 +212,4 @@ def _run_daemons(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _run_daemons(Path(sys.argv[1]))
+    _run_daemons(Path(sys.argv[1]), [shlex.split(words) for words in sys.argv[2:]])

@@ -12,7 +12,11 @@ import pytest
 from recipes.launchers.ray import is_installed
 from tests.clusters.disturbed import HOLD, KILL, KILLED, SAVED, attempts, command, numbers, start, train, wait_for
 
-pytestmark = pytest.mark.skipif(not is_installed(), reason='no Ray: pip install -e ".[ray]"')
+# It takes a minute to start.
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(not is_installed(), reason='no Ray: pip install ".[recipes,ray]"'),
+]
 
 # Ray hands on RAY_ADDRESS, by which it would join a cluster that is there.
 ALONE = {"RAY_ADDRESS": ""}
@@ -31,7 +35,6 @@ def test_after_a_kill_ray_starts_the_run_again(tmp_path: Path, undisturbed: dict
     assert numbers(tmp_path) == undisturbed
 
 
-@pytest.mark.thorough
 def test_a_worker_that_was_killed_for_good_is_named(tmp_path: Path) -> None:
     program = run(tmp_path, KILL)
     printed, _ = program.communicate(timeout=200)
@@ -39,7 +42,6 @@ def test_a_worker_that_was_killed_for_good_is_named(tmp_path: Path) -> None:
     assert "rank 1 of 2 (stage 0 of 2) failed:\nkilled by SIGKILL (out of memory?)\n" in printed
 
 
-@pytest.mark.thorough
 def test_a_signal_reaches_the_workers_which_save_and_leave(tmp_path: Path, undisturbed: dict[str, float]) -> None:
     program = run(tmp_path, HOLD)
     wait_for(tmp_path / "run" / "reached")
@@ -52,7 +54,6 @@ def test_a_signal_reaches_the_workers_which_save_and_leave(tmp_path: Path, undis
     assert numbers(tmp_path) == undisturbed
 
 
-@pytest.mark.thorough
 def test_ctrl_c_ends_the_run_and_ray(tmp_path: Path) -> None:
     program = run(tmp_path, HOLD)
     wait_for(tmp_path / "run" / "reached")
@@ -61,7 +62,6 @@ def test_ctrl_c_ends_the_run_and_ray(tmp_path: Path) -> None:
     assert program.returncode == 130, printed
 
 
-@pytest.mark.thorough
 def test_what_is_refused_is_not_started_again(tmp_path: Path) -> None:
     program = run(tmp_path, "cluster.max_restarts=3", "strategy.layers=[net.nowhere.*]")
     printed, _ = program.communicate(timeout=200)

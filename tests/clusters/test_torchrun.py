@@ -59,6 +59,7 @@ def test_where_rank_0_has_no_config_the_others_leave_with_it(tmp_path: Path, opt
     assert subprocess.run(program, cwd=ROOT, env=variables(), capture_output=True, timeout=100).returncode == code
 
 
+@pytest.mark.thorough
 def test_without_torchrun_it_says_what_to_start(tmp_path: Path) -> None:
     program = [sys.executable, *command(tmp_path, "cluster=torchrun")]
     done = subprocess.run(program, cwd=ROOT, env=variables(), text=True, capture_output=True, timeout=200)

@@ -184,9 +184,9 @@ def measured_by_hand(seconds: list[float], peak: int, **more: Any) -> dict[str, 
     return place | empty | {"seconds": seconds, "peaks": [peak], "held": held, "thread": thread} | more
 
 
-def outcomes(ddp_seconds: float = 0.1) -> list[Outcome]:
+def outcomes(ddp_seconds: float = 0.1, nodes: int = 1) -> list[Outcome]:
     config = {
-        "cluster": {"devices": 2, "threads": 1},
+        "cluster": {"devices": 2, "threads": 1, "nodes": nodes},
         "data": {"name": "stdlib", "batch_size": 24, "context": 128},
         "model": {"name": "gpt", "width": 128},
         "trainer": {"max_steps": 30, "accumulate_grad_batches": 1, "precision": "32-true"},
@@ -220,6 +220,8 @@ def test_a_row_has_throughput_efficiency_and_imbalance() -> None:
     assert (ddp.samples, ddp.tokens) == pytest.approx((240, 240 * 128))
     assert ddp.imbalance == pytest.approx(1.2) and ddp.peak == 60 * MIB
     assert failed.error == "rank 0: no luck today" and failed.quartiles is None
+    _, _, two_machines, _ = rows(outcomes(nodes=2))
+    assert (two_machines.devices, two_machines.efficiency) == (4, pytest.approx(0.4))
 
 
 def test_findings_say_what_the_figures_say() -> None:

@@ -6,19 +6,17 @@ torchrun agents share the loopback device.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.machines import two_machines
 from tests.pool import WorkerPool
 from tests.strategies.harness import train
 
@@ -36,42 +34,6 @@ place = dict(rank=layout.rank, node=trainer.node_rank, tensor=layout.peers("tens
 with open(os.path.join(sys.argv[1], f"{layout.rank}.json"), "w") as file:
     json.dump(place, file)
 """
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Attributes: enter: what stands before a command to run it there; address; interface: of its network."""
-
-    enter: list[str]
-    address: str
-    interface: str
-
-
-@contextlib.contextmanager
-def two_machines() -> Iterator[list[Machine]]:
-    names, made = [f"lp{os.getpid()}{side}" for side in "ab"], False
-    try:
-        made = all(_ip("netns", "add", name) for name in names)
-        made = made and _ip("link", "add", names[0], "netns", names[0], "type", "veth", "peer", "name", names[1])
-        made = made and _ip("link", "set", names[1], "netns", names[1])
-        if not made:
-            yield [Machine([], "127.0.0.1", "lo")] * 2
-            return
-        for number, name in enumerate(names, 1):
-            for command in (["addr", "add", f"10.99.0.{number}/24", "dev", name], ["link", "set", name, "up"],
-                            ["link", "set", "lo", "up"]):  # fmt: skip
-                assert _ip("-n", name, *command)
-        yield [Machine(["ip", "netns", "exec", name], f"10.99.0.{n}", name) for n, name in enumerate(names, 1)]
-    finally:
-        for name in names:
-            _ip("netns", "delete", name)
-
-
-def _ip(*arguments: str) -> bool:
-    try:
-        return subprocess.run(["ip", *arguments], capture_output=True).returncode == 0
-    except FileNotFoundError:
-        return False
 
 
 @pytest.fixture(scope="module")
