@@ -13,6 +13,7 @@ _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"
 
 # exit codes of a worker, and of recipes.train
 INTERRUPTED = 130  # after Ctrl-C
+REFUSED = 78  # EX_CONFIG, <sysexits.h>: a worker's settings are wrong; they would be again
 REQUEUE = 75  # EX_TEMPFAIL, <sysexits.h>: it asks to be run again
 
 

@@ -10,10 +10,11 @@ import ctypes
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 from types import FrameType
 
-from recipes.processes import INTERRUPTED, LAUNCHED
+from recipes.processes import INTERRUPTED, LAUNCHED, REFUSED
 
 
 def end_with_the_launcher() -> None:
@@ -49,10 +50,29 @@ def start(config: str) -> None:
             sys.exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
         if type(error).__name__ == "PeerLostError":  # the cause is another rank's; the rest is in the run's folder
             sys.exit(f"rank {os.environ.get('RANK', 0)}: {error}")
+        if _is_refusal(error):
+            traceback.print_exc()
+            sys.exit(REFUSED)
         raise
+
+
+def _is_refusal(error: BaseException) -> bool:
+    from recipes.launchers.launcher import Failure
+
+    message = "".join(traceback.format_exception_only(error)).strip()
+    return Failure(0, message, "".join(traceback.format_exception(error))).is_refusal
+
+
+def _text(file: Path) -> str:
+    """The config's. torchrun starts processes again without telling all of them: they hear of it with the config."""
+    if LAUNCHED in os.environ or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return file.read_text()
+    from recipes.launchers import torchrun
+
+    return torchrun.shared(file)
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m recipes.worker RESOLVED_YAML (recipes.train writes it)")
-    start(Path(sys.argv[1]).read_text())
+    start(_text(Path(sys.argv[1])))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes import record
-from recipes.processes import REQUEUE
+from recipes.processes import REFUSED, REQUEUE
 
 if TYPE_CHECKING:
     from recipes.launchers.slurm import SlurmLauncher
@@ -44,7 +44,7 @@ _END = """\
 case $code in
     {requeue}|138|143)  # after a signal; saved, if the run had begun
         {preempted} ;;
-    0) ;;
+    0|{refused}) ;;  # a refused run would be refused again
     *)
         echo $code >> {failures}
         [ $(wc -l < {failures}) -le {most} ] && scontrol requeue $SLURM_JOB_ID ;;
@@ -82,6 +82,7 @@ def script(cluster: SlurmLauncher, config_file: Path, processes: int) -> str:
             failures=shlex.quote(str(folder / FAILURES)),
             most=cluster.max_restarts,
             requeue=REQUEUE,
+            refused=REFUSED,
             preempted="scontrol requeue $SLURM_JOB_ID" if cluster.requeue else ":",
         ),
     ]

@@ -69,6 +69,15 @@ def config_of_run() -> str | None:
     return _received(config, number)
 
 
+def shared(config_file: Path) -> str:
+    """The config of processes that all have its file. With it they hear how often torchrun has started them."""
+    if TorchElasticEnvironment().global_rank() == 0:
+        return _hand_on(config_file.read_text())
+    config = config_of_run()
+    assert config is not None  # rank 0 has the file
+    return config
+
+
 def hand_on_the_end(code: int) -> None:
     """Rank 0 leaves. If it has had no config for the others, they wait for one.
 

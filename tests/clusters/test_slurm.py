@@ -63,9 +63,10 @@ def test_a_killed_worker_is_named_and_restarts_the_job(
 
 @pytest.mark.thorough
 def test_what_went_wrong_reaches_the_terminal(cluster: Slurm, tmp_path: Path) -> None:
-    program = submit(cluster, tmp_path, "strategy.layers=[net.nowhere.*]")
+    program = submit(cluster, tmp_path, "strategy.layers=[net.nowhere.*]", "cluster.max_restarts=2")
     printed, _ = program.communicate(timeout=150)
     assert program.returncode == 1 and "failed:\nValueError: layers: 'net.nowhere.*' matches no module." in printed
+    assert (tmp_path / "run" / "job.log").read_text().count("=== the workers start") == 1  # it would fail again
 
 
 @pytest.mark.thorough

@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 
 from recipes import ROOT
-from tests.clusters.disturbed import KILL, KILLED, SAVED, attempts, command, free_port, numbers, run_beside, variables
+from tests.clusters.disturbed import (
+    KILL,
+    KILLED,
+    SAVED,
+    attempts,
+    command,
+    free_port,
+    numbers,
+    run,
+    run_beside,
+    variables,
+)
 
 AGENT = [sys.executable, "-m", "torch.distributed.run"]
 
@@ -26,6 +37,16 @@ def test_after_a_kill_two_agents_go_on_where_the_run_was_saved(tmp_path: Path, u
     killed, last = attempts(tmp_path)
     assert killed[1:3] in [(0, step) for step in (SAVED, KILLED)]  # rank 0 may not know of the last step
     assert last == ("completed", SAVED, 10, 0)
+    assert numbers(tmp_path) == undisturbed
+
+
+@pytest.mark.thorough
+def test_after_a_kill_workers_of_a_written_config_go_on(tmp_path: Path, undisturbed: dict[str, float]) -> None:
+    """Of ``launch=false``, which says how torchrun starts them."""
+    run([sys.executable, *command(tmp_path, KILL, "launch=false")])
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    run([*AGENT, *options, "-m", "recipes.worker", str(tmp_path / "run" / "resolved.yaml")])
+    assert attempts(tmp_path)[1] == ("completed", SAVED, 10, 0)
     assert numbers(tmp_path) == undisturbed
 
 
