@@ -78,20 +78,25 @@ def _wrong_values(parsed: Sequence[Override], unsure: Collection[str], *, multir
 
     found: dict[str, Problem | str] = {}
     for job in jobs(parsed) if multirun else [[str(override.input_line) for override in parsed]]:
+        config = compose("train", overrides=job, return_hydra_config=True)
+        own = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         try:
-            config = resolved(*_composed(job, multirun))
+            wrong = validate(resolved(own, NOT_KNOWN if multirun else str(config.hydra.run.dir)), unsure)
         except OmegaConfBaseException as error:
-            found.setdefault(str(error), str(error))
-        else:
-            found.update((str(problem), problem) for problem in validate(config, unsure))
+            wrong = [str(error)]
+        if multirun:
+            wrong = [*several_times(config.hydra.launcher), *wrong]
+        found.update((str(problem), problem) for problem in wrong)
     return list(found.values())
 
 
-def _composed(job: list[str], multirun: bool) -> tuple[DictConfig, str]:
-    """The config of a job, and the folder of its run."""
-    config = compose("train", overrides=job, return_hydra_config=True)
-    folder = NOT_KNOWN if multirun else str(config.hydra.run.dir)
-    return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]), folder
+def several_times(launcher: DictConfig) -> Iterator[Problem]:
+    """What a job is started by can start it in several processes, each of which would be a run in the same folder."""
+    for key in ("nodes", "tasks_per_node"):  # of submitit's
+        if launcher.get(key, 1) != 1:
+            message = "each would run the whole recipe, in one folder"
+            fix = "use 1; cluster=slurm cluster.nodes=N is a run on several machines"
+            yield Problem(f"hydra.launcher.{key}", launcher[key], message, fix)
 
 
 def jobs(parsed: Sequence[Override]) -> list[list[str]]:

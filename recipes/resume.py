@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import lightning as L
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from typing_extensions import override
 
 from lightning_parallel.checkpoint import newest_in
 from lightning_parallel.checkpoint.archive import check_archive
@@ -42,6 +46,41 @@ def check(path: str | None) -> None:
     """
     if path is not None and Path(path).is_file():
         check_archive(Path(path), Path(path))
+
+
+class SameStart(Callback):
+    """Ends a run whose ranks would go on from different checkpoints. Each looks into the run's folder by itself, and
+    storage that machines share may show a file to one of them later than to another.
+
+    Args:
+        path: of this rank's checkpoint; None for a fresh start.
+
+    Raises:
+        RuntimeError: on all ranks, before the first batch.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+
+    @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            _same("checkpoint", self._path)
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        _same("step", trainer.global_step)  # of one path there may be an earlier version
+
+
+def _same(what: str, mine: str | int | None) -> None:
+    if not dist.is_initialized():
+        return
+    all_ranks: list[str | int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, mine)
+    other = next((rank for rank, value in enumerate(all_ranks) if value != all_ranks[0]), None)
+    if other is not None:
+        found = f"rank 0 begins with {what} {all_ranks[0]}, rank {other} with {all_ranks[other]}"
+        raise RuntimeError(f"{found}: the run's folder is not the same on all machines yet; start the run again.")
 
 
 def newest(config: Config, since: float | None = None) -> str | None:

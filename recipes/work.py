@@ -62,8 +62,9 @@ def run(config: Mapping[str, Any]) -> None:
     folder = Path(config["paths"]["output_dir"])
     L.seed_everything(config["seed"], workers=True, verbose=False)
     datamodule, model = build.data(config), build.model(config)
-    trainer = build.trainer(config, [RecordLayout(folder), attempts.RecordAttempt(folder), ContinuedLogs()])
     path = resume.chosen(config)
+    own = [resume.SameStart(path), RecordLayout(folder), attempts.RecordAttempt(folder), ContinuedLogs()]
+    trainer = build.trainer(config, own)
     if trainer.is_global_zero:
         record.update_attempt(folder, resumed_from=path)
     resume.check(path)

@@ -16,7 +16,7 @@ from recipes import record
 from recipes.launchers.cause import first_failure
 from recipes.launchers.cluster import Cluster
 from recipes.launchers.launcher import Failure, LeftAlone, Preempted, WorkersFailed
-from recipes.launchers.slurm_job import FAILURES, JOB, OUTPUT, STARTS, script
+from recipes.launchers.slurm_job import EARLY, FAILURES, JOB, OUTPUT, STARTS, script
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,8 @@ class SlurmLauncher(Cluster):
         """As :meth:`Launcher.launch <recipes.launchers.launcher.Launcher.launch>`."""
         folder = config_file.parent
         job_file = folder / JOB
-        (folder / FAILURES).unlink(missing_ok=True)
+        for counted in (FAILURES, EARLY):
+            (folder / counted).unlink(missing_ok=True)
         job_file.write_text(script(self, config_file, processes))
         if self.submit == "print":
             print(job_file.read_text(), end="")

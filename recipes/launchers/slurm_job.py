@@ -26,9 +26,11 @@ from recipes.processes import REFUSED, REQUEUE
 if TYPE_CHECKING:
     from recipes.launchers.slurm import SlurmLauncher
 
-JOB, OUTPUT, FAILURES = "job.sh", "job.log", "failures"  # files in the run's folder
+JOB, OUTPUT = "job.sh", "job.log"  # files in the run's folder
+FAILURES, EARLY = "failures", "early"  # files there: a line for each that the job has had
 STARTS = "=== the workers start\n"  # a line of the output
 
+_MOST_EARLY = 3  # ends in a row before a worker listened
 _FIRST_MACHINE = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 
 # --kill-on-bad-exit=0: the others are to write what they know, and end by themselves; --wait: within the timeout.
@@ -39,11 +41,17 @@ srun --cpus-per-task={threads} --kill-on-bad-exit=0 --wait={wait} bash -c '
     exec "$0" -u -m recipes.worker "$1"' {python} {config}
 code=$?"""
 
-# 138 and 143: the signal came before a worker listened to it.
+# 138 and 143: the signal came before a worker listened to it. A limit that is shorter than the start would requeue the
+# job without end.
 _END = """\
 case $code in
-    {requeue}|138|143)  # after a signal; saved, if the run had begun
+    {requeue})  # after a signal; saved, if the run had begun
+        rm -f {early}
         {preempted} ;;
+    138|143)
+        echo $code >> {early}
+        if [ $(wc -l < {early}) -lt {most_early} ]; then {preempted}
+        else echo "told {most_early} times to leave before a worker listened: is cluster.time too short?"; fi ;;
     0|{refused}) ;;  # a refused run would be refused again
     *)
         echo $code >> {failures}
@@ -79,6 +87,8 @@ def script(cluster: SlurmLauncher, config_file: Path, processes: int) -> str:
             config=shlex.quote(str(config_file)),
         ),
         _END.format(
+            early=shlex.quote(str(folder / EARLY)),
+            most_early=_MOST_EARLY,
             failures=shlex.quote(str(folder / FAILURES)),
             most=cluster.max_restarts,
             requeue=REQUEUE,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from omegaconf import OmegaConf
 
-from recipes.compose import check
+from recipes.compose import check, several_times
 from tests.recipes.test_configs import composed
 
 
@@ -54,6 +55,12 @@ def test_every_job_of_a_sweep_is_checked_before_the_first() -> None:
     assert problem.startswith("data.batch_size=24: can't be shared equally by cluster.devices=5")
     (problem,) = told("strategy=ddp,sngle", "cluster.devices=2,5", multirun=True)
     assert problem.startswith("strategy=sngle: no such strategy; did you mean single?")
+
+
+def test_a_launcher_that_starts_a_job_several_times_is_refused() -> None:
+    (problem,) = several_times(OmegaConf.create({"nodes": 2, "tasks_per_node": 1}))
+    assert str(problem).startswith("hydra.launcher.nodes=2: each would run the whole recipe")
+    assert list(several_times(OmegaConf.create({"n_jobs": 2}))) == []
 
 
 def test_an_interpolation_that_leads_nowhere_is_told() -> None:

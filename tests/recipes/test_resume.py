@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from recipes import resume
+from tests.pool import WorkerPool
 
 
 def config(folder: Path, *, ckpt_path: str | None = None, again: str | None = "auto") -> dict[str, Any]:
@@ -86,3 +90,24 @@ def test_weights_alone_are_not_what_a_run_goes_on_from(folder: Path) -> None:
     whole = {"_target_": "...ModelCheckpoint", "dirpath": str(folder / "checkpoints")}
     settings["callbacks"]["another"] = whole
     assert resume.chosen(settings) == str(folder / "checkpoints" / "new.ckpt")
+
+
+def start(paths: list[str | None], steps: list[int]) -> str:
+    """What a rank says whose own checkpoint is another one."""
+    rank, trainer, model = dist.get_rank(), SimpleNamespace(global_step=0), BoringModel()
+    trainer.global_step = steps[rank]
+    same = resume.SameStart(paths[rank])
+    try:
+        same.setup(trainer, model, "fit")  # type: ignore[arg-type]
+        same.on_train_start(trainer, model)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_would_go_on_from_different_checkpoints_end_the_run(pool: WorkerPool) -> None:
+    assert pool.run(start, 3, ["a", "a", "a"], [4, 4, 4]) == [""] * 3
+    (said,) = set(pool.run(start, 3, ["a", "a", None], [4, 4, 0]))
+    assert said.startswith("rank 0 begins with checkpoint a, rank 2 with None: the run's folder")
+    (said,) = set(pool.run(start, 3, ["a", "a", "a"], [4, 2, 4]))
+    assert said.startswith("rank 0 begins with step 4, rank 1 with 2")
