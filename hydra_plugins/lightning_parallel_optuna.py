@@ -6,9 +6,11 @@ Optuna and torch are imported when a search begins.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,9 +29,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A word of each trial's command line. Its values are of the job, so it is the same for all.
+# Added to each trial's command line. It is the same for all trials: what differs is filled in when the job starts.
 _PRUNING = (
-    "++callbacks.pruning={_target_:recipes.search.Pruning,folder:${hydra:sweep.dir},trial:${hydra:job.num},"
+    "++callbacks.pruning={_target_:recipes.search.Pruning,folder:'${hydra:sweep.dir}',trial:${hydra:job.num},"
     "monitor:${optimized_metric},pruner:${hydra:sweeper.pruner}}"
 )
 _MOST_FAILURES = 3  # in a row: then it isn't the values that are wrong
@@ -41,7 +43,7 @@ class OptunaSweeper(Sweeper):
     """Optuna's ask and tell around Hydra's launcher, which may run several trials at a time.
 
     Args:
-        direction: what is to become of ``optimized_metric``.
+        direction: what is to become of ``optimized_metric``: ``"minimize"`` or ``"maximize"``.
         n_trials: of the whole search, those included that an earlier start of it has run.
         n_jobs: trials that are asked for at a time.
         sampler: what makes Optuna's sampler; None: Optuna's own.
@@ -51,7 +53,7 @@ class OptunaSweeper(Sweeper):
 
     def __init__(
         self,
-        direction: Literal["minimize", "maximize"],
+        direction: Literal["minimize", "maximize"] | None,
         n_trials: int,
         n_jobs: int,
         sampler: DictConfig | None,
@@ -72,13 +74,18 @@ class OptunaSweeper(Sweeper):
 
         Raises:
             ConfigError: it can't begin.
-            WorkersFailed: several trials in a row have failed.
+            WorkersFailed: several trials in a row have failed, the last with this error.
+            TrialsFailed: so they have, the last with a metric that isn't finite.
         """
         study, fixed, space = self._begin(arguments)
-        failures = 0
-        for trials in self._batches(study, space):
-            for (number, _), job in zip(trials, self._run(trials, fixed), strict=True):
-                failures = 0 if _tell(study, number, job, last=failures + 1 == _MOST_FAILURES) else failures + 1
+        with _alone(self._folder):
+            failures = 0
+            for trials in self._batches(study, space):
+                for (number, _), job in zip(trials, self._run(trials, fixed), strict=True):
+                    error = _tell(study, number, job)
+                    failures = 0 if error is None else failures + 1
+                    if error is not None and failures >= _MOST_FAILURES:
+                        raise error
         _report(study, self._folder)
 
     @property
@@ -87,17 +94,15 @@ class OptunaSweeper(Sweeper):
         return Path(self.config.hydra.sweep.dir)
 
     def _begin(self, arguments: list[str]) -> tuple[Study, list[str], dict[str, BaseDistribution]]:
-        from recipes.problem import ConfigError, Problem
+        from recipes.problem import ConfigError
 
         assert self.config is not None and self.hydra_context is not None
-        if find_spec("optuna") is None:
-            fix = 'pip install ".[recipes,optuna]"'
-            raise ConfigError([Problem("hparams_search", "optuna", "Optuna is not installed", fix)])
-        if self.config.optimized_metric is None:
-            raise ConfigError([Problem("optimized_metric", None, "a search goes by a metric", "name one, as val_loss")])
+        problems = list(self._problems(self.config))
+        if problems:
+            raise ConfigError(problems)
         import optuna
 
-        from recipes.search import split, study
+        from recipes.search import begin, split, study
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
@@ -108,12 +113,49 @@ class OptunaSweeper(Sweeper):
         self._folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, self._folder / "multirun.yaml")
         sampler = None if self._sampler is None else instantiate(self._sampler)
-        found = study(self._folder, self._direction, sampler, self._made_pruner())
+        metric = self.config.optimized_metric
+        direction = self._direction or _direction_of(metric)
+        assert direction is not None  # it would be a problem
+        found = study(self._folder, direction, sampler, self._made_pruner())
+        common = [word for word in fixed if not word.startswith("hydra.")]  # how many trials, by which launcher
+        searched = {key: repr(distribution) for key, distribution in space.items()}
+        begin(found, {"direction": direction, "optimized_metric": metric, "common": common, "searched": searched})
         if found.get_trials(deepcopy=False):
             found.sampler.reseed_rng()  # it would choose the first values again
         if self._pruner is not None:
             fixed.append(_PRUNING)
         return found, fixed, space
+
+    def _problems(self, config: DictConfig) -> Iterator[Any]:
+        """What keeps a search from beginning."""
+        from recipes.problem import Problem
+        from recipes.processes import joined
+
+        if find_spec("optuna") is None:
+            fix = 'pip install ".[recipes,optuna]"'
+            yield Problem("hparams_search", "optuna", "Optuna is not installed", fix)
+        if joined():
+            fix = "call it without torchrun, with another cluster"
+            yield Problem("hparams_search", "optuna", "a search starts the processes of each trial", fix)
+        waits = {"launch": True, "cluster.wait": True, "cluster.submit": True}
+        for key, needed in waits.items():
+            value = OmegaConf.select(config, key, default=needed)
+            if value != needed:
+                yield Problem(key, value, "a search waits for the result of each trial", f"use {key}=true")
+        if str(config.cluster._target_).endswith(".KubernetesLauncher"):
+            yield Problem("cluster", "kubernetes", "a search waits for the result of each trial", "use another one")
+        for name, count in (("n_trials", self._n_trials), ("n_jobs", self._n_jobs)):
+            if not isinstance(count, int) or count < 1:
+                fix = "give an integer of at least 1"
+                yield Problem(f"hydra.sweeper.{name}", count, "not a value it can have", fix)
+        if config.optimized_metric is None:
+            yield Problem("optimized_metric", None, "a search goes by a metric", "name one, as val_loss")
+        elif self._direction not in ("minimize", "maximize", None):
+            fix = "give minimize or maximize"
+            yield Problem("hydra.sweeper.direction", self._direction, "not a value it can have", fix)
+        elif self._direction is None and _direction_of(config.optimized_metric) is None:
+            message = f"it can't be told of {config.optimized_metric}"
+            yield Problem("hydra.sweeper.direction", None, message, "give minimize or maximize")
 
     def _made_pruner(self) -> Any:
         import optuna
@@ -127,7 +169,7 @@ class OptunaSweeper(Sweeper):
         for left in study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
             if left.params.keys() == space.keys():
                 yield [(left.number, left.params)]
-            else:  # it was ended while it was asked for
+            else:  # the search ended while this trial's values were being chosen
                 study.tell(left.number, state=TrialState.FAIL)
         while (there := len(study.get_trials(deepcopy=False))) < self._n_trials:
             asked = [study.ask(space) for _ in range(min(self._n_jobs, self._n_trials - there))]
@@ -156,34 +198,53 @@ def _lines(params: Mapping[str, str]) -> list[str]:
     return [f"{key}={value}" for key, value in params.items()]
 
 
-def _tell(study: Study, number: int, job: JobReturn, *, last: bool) -> bool:
-    """Tell the study how a trial has ended. Did it succeed?
+def _direction_of(metric: str) -> Literal["minimize", "maximize"] | None:
+    """What is to become of a metric, as far as its name tells."""
+    if "loss" in metric or "error" in metric or "perplexity" in metric:
+        return "minimize"
+    return "maximize" if "acc" in metric else None
 
-    Args:
-        last: a failure is one too many.
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """While it is entered, no other search may work in the folder: it would run the same trials, in the same folders.
+
+    Raises:
+        ConfigError: there is one.
     """
+    from recipes.problem import ConfigError
+
+    with (folder / "search.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError([f"{folder}: another search is going on there; use another hydra.sweep.dir"]) from None
+        yield
+
+
+def _tell(study: Study, number: int, job: JobReturn) -> Exception | None:
+    """Tell the study how a trial has ended. Returns why it failed, if it did."""
     from optuna.trial import TrialState
 
     from recipes import record
     from recipes.launchers.launcher import WorkersFailed
     from recipes.problem import ConfigError
+    from recipes.search import TrialsFailed
 
     try:
         value = job.return_value
-    except WorkersFailed as error:
+    except (WorkersFailed, ConfigError) as error:  # of these values, until there are several in a row
         study.tell(number, state=TrialState.FAIL)
-        if last:
-            raise
         log.warning("trial %d: %s", number, error)
-        return False
+        return error
     if value is None:
-        fix = "a search waits for each trial: use launch=true, and cluster.wait=true where there is such a setting"
-        raise ConfigError([f"trial {number} has no result yet; {fix}"])
+        raise ConfigError([f"trial {number} has no result: a search waits for that of each trial"])
     assert isinstance(job.hydra_cfg, DictConfig)
     if record.read(Path(job.hydra_cfg.hydra.runtime.output_dir)).get("pruned_at") is not None:
         study.tell(number, state=TrialState.PRUNED)
     elif math.isnan(value):
         study.tell(number, state=TrialState.FAIL)
+        return TrialsFailed(f"trial {number} and those before it: the metric is not a finite number")
     else:
         study.tell(number, value)
-    return not math.isnan(value)
+    return None

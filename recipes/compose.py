@@ -56,7 +56,8 @@ def check(overrides: Sequence[str], *, multirun: bool = False, config_dir: Path 
             return list(told)  # at once
         unsure = {_top(override) for override, _ in wrong}
         rest = list({each.key_or_group: each for each in (*searched, *rest)}.values())
-        return [*told, *_wrong_values(rest, unsure, multirun=multirun or searches)]
+        commands = jobs(rest, one_at_a_time=searches) if multirun or searches else [_words(rest)]
+        return [*told, *_wrong_values(commands, unsure, multirun=multirun or searches)]
 
 
 def _search(parsed: Sequence[Override]) -> tuple[list[Override], bool]:
@@ -72,13 +73,13 @@ def _search(parsed: Sequence[Override]) -> tuple[list[Override], bool]:
     return OverridesParser.create().parse_overrides(params), hydra.mode == RunMode.MULTIRUN
 
 
-def _wrong_values(parsed: Sequence[Override], unsure: Collection[str], *, multirun: bool) -> list[Problem | str]:
+def _wrong_values(commands: Sequence[Sequence[str]], unsure: Collection[str], *, multirun: bool) -> list[Problem | str]:
     """Problems of what is composed. Jobs of a sweep share most of theirs."""
     from recipes.validate import validate  # here: it imports torch, which takes seconds
 
     found: dict[str, Problem | str] = {}
-    for job in jobs(parsed) if multirun else [[str(override.input_line) for override in parsed]]:
-        config = compose("train", overrides=job, return_hydra_config=True)
+    for words in commands:
+        config = compose("train", overrides=list(words), return_hydra_config=True)
         own = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         try:
             wrong = validate(resolved(own, NOT_KNOWN if multirun else str(config.hydra.run.dir)), unsure)
@@ -99,13 +100,36 @@ def several_times(launcher: DictConfig) -> Iterator[Problem]:
             yield Problem(f"hydra.launcher.{key}", launcher[key], message, fix)
 
 
-def jobs(parsed: Sequence[Override]) -> list[list[str]]:
+def jobs(parsed: Sequence[Override], *, one_at_a_time: bool = False) -> list[list[str]]:
     """The command lines of a sweep over lists, as Hydra's own sweeper splits them; of a long sweep, the first ones. Of
-    an interval, its ends."""
+    an interval, its ends.
+
+    Args:
+        parsed: the command line.
+        one_at_a_time: change one value in each, the others being their lists' first, as for a search, which tries some
+            combinations only.
+    """
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
-    listed = OverridesParser.create().parse_overrides([_with_ends(each) for each in parsed])
-    return [list(job) for job in BasicSweeper.split_arguments(listed, None)[0][:_JOBS_CHECKED]]
+    parser = OverridesParser.create()
+    lists = [_with_ends(each) for each in parsed]
+    firsts = [_first(each) for each in parser.parse_overrides(lists)]
+    several = [place for place, word in enumerate(lists) if word != firsts[place]]
+    lines = [lists]
+    if one_at_a_time and several:
+        lines = [[*firsts[:place], lists[place], *firsts[place + 1 :]] for place in several]
+    split = (BasicSweeper.split_arguments(parser.parse_overrides(words), None)[0] for words in lines)
+    return [list(job) for each in split for job in each[:_JOBS_CHECKED]]
+
+
+def _words(parsed: Sequence[Override]) -> list[str]:
+    return [str(override.input_line) for override in parsed]
+
+
+def _first(override: Override) -> str:
+    if not override.is_sweep_override() or not override.is_discrete_sweep():
+        return str(override.input_line)
+    return f"{override.get_key_element()}={next(override.sweep_string_iterator())}"
 
 
 def _with_ends(override: Override) -> str:

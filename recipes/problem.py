@@ -40,6 +40,10 @@ class ConfigError(CompactHydraException):
         lines = "".join(f"\n  {problem}" for problem in self.problems)
         super().__init__(f"{count} problem{'s' * (count != 1)} in the config, nothing was started:{lines}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Launchers of Hydra's that run jobs in other processes send the error back.
+        return ConfigError, (self.problems,)
+
 
 def closest(wrong: str, known: Iterable[str]) -> str:
     """``did you mean ...? known: ...``, for an error message."""

@@ -130,7 +130,8 @@ def begin_attempt(folder: Path, **known: Any) -> None:
     """Adds a start of the workers. The one before, if it has no end, was killed."""
     before = _killed(read(folder).get("attempts", []))
     new = {"started": now(), "ended": None, "reason": None, "exit": None, "from_step": None, "to_step": None}
-    update(folder, attempts=[*before, {**new, **known}], status="running", error=None, ended=None)
+    more = {"status": "running", "error": None, "ended": None, "pruned_at": None}
+    update(folder, attempts=[*before, {**new, **known}], **more)
 
 
 def update_attempt(folder: Path, **fields: Any) -> None:

@@ -29,6 +29,7 @@ from rich.table import Table
 from recipes import record
 
 CSV, PICTURE = "report.csv", "report.png"
+_PRUNED = "pruned at"  # a status
 _WIDE = 160  # characters: of a file
 _BLUE, _GREY = "#0072B2", "#8A8A8A"
 
@@ -102,7 +103,7 @@ def _overrides(said: Mapping[str, Any]) -> dict[str, str]:
 def _status(said: Mapping[str, Any]) -> str:
     """A pruned run is complete, but not comparable."""
     pruned, status = said.get("pruned_at"), str(said.get("status", ""))
-    return f"pruned at {pruned}" if pruned is not None and status == "completed" else status
+    return f"{_PRUNED} {pruned}" if pruned is not None and status == "completed" else status
 
 
 def _seconds(said: Mapping[str, Any]) -> float | None:
@@ -120,7 +121,7 @@ def _judgement(folder: Path) -> dict[str, Any]:
     config = config if isinstance(config, dict) else {}
     name = config.get("optimized_metric")
     savers = [node for node in config.get("callbacks", {}).values() if isinstance(node, dict)]
-    modes = [node.get("mode") for node in savers if node.get("monitor") == name]
+    modes = [node["mode"] for node in savers if node.get("monitor") == name and "mode" in node]
     return {"optimized": name, "most_is_best": "max" in modes or (not modes and "acc" in str(name))}
 
 
@@ -154,7 +155,7 @@ def _judged(found: Sequence[Run]) -> Iterator[tuple[str, str, float]]:
     """Of the runs that have the metric by which they are judged, label, metric and value."""
     for run in found:
         value = run.metrics.get(run.optimized) if run.optimized else None
-        if run.optimized and value is not None:
+        if run.optimized and value is not None and not run.status.startswith(_PRUNED):
             yield run.label, run.optimized, value
 
 

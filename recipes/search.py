@@ -10,17 +10,20 @@ the runs write to; so a search that was ended goes on, and a run can be judged w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
+from hydra.errors import CompactHydraException
 from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from recipes import record
+from recipes.problem import ConfigError
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -30,10 +33,10 @@ if TYPE_CHECKING:
     from optuna.storages import JournalStorage
 
 STUDY = "study.journal"  # a file in the sweep's folder
-_NAME = "search"  # of the one study in it
+_NAME, _SETTINGS = "search", "settings"  # of the one study in it, and of what it was begun with
 
 
-def split(overrides: Iterable[Override]) -> tuple[list[str], dict[str, BaseDistribution]]:
+def split(overrides: Sequence[Override]) -> tuple[list[str], dict[str, BaseDistribution]]:
     """What all trials have in common, and the space that is searched.
 
     Args:
@@ -45,9 +48,15 @@ def split(overrides: Iterable[Override]) -> tuple[list[str], dict[str, BaseDistr
     Raises:
         ValueError: nothing is searched, or a key by something else than values and ranges.
     """
-    last = {each.key_or_group: each for each in overrides}
-    fixed = [str(each.input_line) for each in last.values() if not each.is_sweep_override()]
-    space = {each.get_key_element(): _distribution(each) for each in last.values() if each.is_sweep_override()}
+    fixed, space = [], {}
+    last = {each.key_or_group: each for each in overrides if not each.is_delete()}
+    for each in overrides:
+        if each.is_delete():
+            fixed.append(str(each.input_line))
+        elif last[each.key_or_group] is each and each.is_sweep_override():
+            space[each.get_key_element()] = _distribution(each)
+        elif last[each.key_or_group] is each:
+            fixed.append(str(each.input_line))
     if not space:
         raise ValueError("there is nothing to search; give a range, such as 'optimizer.lr=interval(0.0001, 0.01)'")
     return fixed, space
@@ -56,20 +65,29 @@ def split(overrides: Iterable[Override]) -> tuple[list[str], dict[str, BaseDistr
 def _distribution(each: Override) -> BaseDistribution:
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-    match each.value():
-        case ChoiceSweep():  # as words of the command line, which all values can be written as
-            return CategoricalDistribution([str(word) for word in each.sweep_string_iterator()])
-        case RangeSweep() as steps:
-            values = [float(value) for value in steps.range()]
-            low, high, step = values[0], values[-1], float(steps.step)
-            if all(value.is_integer() for value in (low, step)):
-                return IntDistribution(int(low), int(high), step=int(step))
-            return FloatDistribution(low, high, step=step)
-        case IntervalSweep(start=start, end=end, tags=tags) if start is not None and end is not None:
-            if isinstance(start, int) and isinstance(end, int):
-                return IntDistribution(start, end, log="log" in tags)
-            return FloatDistribution(start, end, log="log" in tags)
-    raise ValueError(f"{each.input_line}: a search takes values, choice(), range() and interval()")
+    value = each.value()
+    tags: set[str] = getattr(value, "tags", set())
+    try:
+        if tags and not (isinstance(value, IntervalSweep) and tags == {"log"}):
+            raise ValueError("the only tag is log, of an interval")
+        match value:
+            case ChoiceSweep():  # as words of the command line, which all values can be written as
+                return CategoricalDistribution([str(word) for word in each.sweep_string_iterator()])
+            case RangeSweep() as steps:
+                values = [float(value) for value in steps.range()]
+                if not values:
+                    raise ValueError("there is nothing in it")
+                low, high, step = values[0], values[-1], float(steps.step)
+                if low.is_integer() and step.is_integer():
+                    return IntDistribution(int(low), int(high), step=int(step))
+                return FloatDistribution(low, high, step=step)
+            case IntervalSweep(start=start, end=end) if start is not None and end is not None:
+                if isinstance(start, int) and isinstance(end, int):
+                    return IntDistribution(start, end, log="log" in tags)
+                return FloatDistribution(start, end, log="log" in tags)
+        raise ValueError("a search takes values, choice(), range() and interval()")
+    except ValueError as error:
+        raise ValueError(f"{each.input_line}: {error}") from None
 
 
 def words(values: Mapping[str, Any]) -> list[str]:
@@ -90,20 +108,50 @@ def study(
         direction: what is to become of the metric.
         sampler: that chooses values; None: Optuna's own.
         pruner: that looks at trials while they run; None: Optuna's own.
+
+    Raises:
+        ConfigError: there is one that can't be read.
     """
     from optuna import create_study
 
-    return create_study(
-        storage=_storage(folder), study_name=_NAME, direction=direction, sampler=sampler, pruner=pruner,
-        load_if_exists=True,
-    )  # fmt: skip
+    try:
+        return create_study(
+            storage=_storage(folder), study_name=_NAME, direction=direction, sampler=sampler, pruner=pruner,
+            load_if_exists=True,
+        )  # fmt: skip
+    except (ValueError, KeyError) as error:
+        raise ConfigError([f"{folder / STUDY} can't be read ({error}); delete it, or use another folder"]) from error
+
+
+def begin(found: Study, settings: Mapping[str, Any]) -> None:
+    """Keep what a search was begun with; a search that goes on has to have the same.
+
+    Args:
+        found: the study.
+        settings: that its trials share, by name.
+
+    Raises:
+        ConfigError: it was begun with others.
+    """
+    known = found.user_attrs.get(_SETTINGS)
+    if known is None:
+        return found.set_user_attr(_SETTINGS, dict(settings))
+    other = [name for name, value in settings.items() if known.get(name) != value]
+    if other:
+        told = (f"{name}: {settings[name]} now, {known.get(name)} in the study" for name in other)
+        raise ConfigError([f"{each}; use the same, or another hydra.sweep.dir" for each in told])
 
 
 def _storage(folder: Path) -> JournalStorage:
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
-    return JournalStorage(JournalFileBackend(str(folder / STUDY)))
+    # Absolute, or a lock that a killed process has left would be waited for without end: it is a link to this path.
+    return JournalStorage(JournalFileBackend(str((folder / STUDY).absolute())))
+
+
+class TrialsFailed(CompactHydraException):
+    """Trials have failed without an error of their own."""
 
 
 class Pruning(Callback):
@@ -133,7 +181,7 @@ class Pruning(Callback):
                 record.update(Path(trainer.default_root_dir), pruned_at=trainer.global_step)
 
     def _is_hopeless(self, trainer: L.Trainer) -> bool:
-        """Rank 0 asks. What is wrong with the study must not end a run."""
+        """Only rank 0 asks, and the others wait for it: a study that can't be read or written must not end the run."""
         from optuna import load_study
 
         value, step = trainer.callback_metrics.get(self._monitor), trainer.global_step
@@ -143,11 +191,14 @@ class Pruning(Callback):
             storage = _storage(self._folder)
             study_id = storage.get_study_id_from_name(_NAME)
             trial = storage.get_trial_id_from_study_id_trial_number(study_id, self._number)
-            if storage.get_trial(trial).state.is_finished():  # the run is repeated after the search
+            if storage.get_trial(trial).state.is_finished():  # the trial is over: this run only repeats it
                 return False
             storage.set_trial_intermediate_value(trial, step, float(value))
-            found = load_study(study_name=_NAME, storage=storage)
-            return self._pruner.prune(found, storage.get_trial(trial))
-        except (OSError, LookupError) as error:
+            found, frozen = load_study(study_name=_NAME, storage=storage), copy(storage.get_trial(trial))
+            # Of a run that was started again there may be later values.
+            values = frozen.intermediate_values.items()
+            frozen.intermediate_values = {past: each for past, each in values if past <= step}
+            return self._pruner.prune(found, frozen)
+        except Exception as error:
             rank_zero_warn(f"Not pruned: {self._folder / STUDY}: {error}")
             return False

@@ -51,8 +51,8 @@ def missing() -> str:
     """What this machine lacks for a link: a reason to skip; empty for nothing."""
     if not os.access(_TUN, os.W_OK):
         return f"no {_TUN}"
-    made = _ip("netns", "add", "probe")
-    return "" if made and _ip("netns", "delete", "probe") else "network namespaces can't be made"
+    name = f"probe{os.getpid()}"
+    return "" if _ip("netns", "add", name) and _ip("netns", "delete", name) else "network namespaces can't be made"
 
 
 @contextlib.contextmanager

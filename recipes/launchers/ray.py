@@ -11,7 +11,8 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -25,7 +26,6 @@ from recipes.launchers.cluster import Cluster
 from recipes.launchers.launcher import Failure, Preempted, WorkersFailed
 
 if TYPE_CHECKING:
-    from ray.train import TrainingFailedError
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
     from recipes.launchers.ray_worker import Work
@@ -33,18 +33,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _STATE = "ray"  # a folder in the run's: what Ray keeps of it
+_UNSTARTED = 15.0  # seconds after a signal in which processes that are there have begun, or left
 _PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RayLauncher(Cluster):
-    """Lets Ray start the workers, and start them again.
+    """Lets Ray start the processes, and start them again. Ray has a worker for each machine, with room for all of its
+    processes.
 
     Args:
         address: of a cluster of Ray's, as ``ray.init`` takes it, such as ``"auto"``; None: RAY_ADDRESS, or else Ray is
             started on this machine for as long as the run.
-        gpus: of each worker; None: one where the backend is nccl.
-        resources: more that each worker needs, by Ray's names, such as ``{"memory": 64e9}``.
+        gpus: of each process; None: one where Ray has GPUs.
+        resources: more that each machine needs, by Ray's names, such as ``{"memory": 64e9}``.
     """
 
     address: str | None = None
@@ -53,59 +55,74 @@ class RayLauncher(Cluster):
 
     def launch(self, config_file: Path, processes: int) -> None:
         """As :meth:`Launcher.launch <recipes.launchers.launcher.Launcher.launch>`."""
+        from ray.exceptions import RayError
         from ray.train import TrainingFailedError
 
         from recipes.launchers.ray_worker import LEAVE, Work
 
         folder = config_file.parent
         leave = folder / LEAVE
-        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self.threads))}  # Ray sets its own
-        work = Work(config_file.absolute(), self.nodes, self.devices, {**self.variables, **threads}, Path.cwd())
+        # strategy=single and dp are one process, with as many threads as there are devices.
+        nodes, each = (self.nodes, self.devices) if processes > 1 else (1, 1)
+        work = Work(config_file.absolute(), nodes, each, self._handed_on, Path.cwd())
         leave.unlink(missing_ok=True)
-        with self._ray(processes), _told_by(leave):
+        with self._ray(nodes) as needed, _told_by(leave):
             try:
-                _wait_for(self._trainer(work, processes))
-            except TrainingFailedError as error:
-                if not leave.exists():  # else one has lost its connection to another that left
+                _wait_for(self._trainer(work, needed), leave)
+            except (TrainingFailedError, RayError, ValueError) as error:
+                if not leave.exists():  # after a signal a rank may fail only because another one has left
                     raise WorkersFailed(_first(error, folder), processes) from None
-        status = record.read(folder)["status"]
-        if status == "failed":  # refused
-            raise WorkersFailed(first_failure(folder) or Failure(0, "failed", None), processes)
-        if status != "completed":
-            raise Preempted
+            told = leave.exists()
+        status, cause = record.read(folder)["status"], first_failure(folder)
+        if status == "completed":
+            return
+        if cause is not None and (cause.is_refusal or not told):
+            raise WorkersFailed(cause, processes)
+        raise Preempted
+
+    @property
+    def _handed_on(self) -> dict[str, str]:
+        """Variables of the processes. Ray hands on none of this process's, and sets OMP_NUM_THREADS."""
+        names = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        return self.variables | {name: os.environ[name] for name in names if name in os.environ}
 
     @contextmanager
-    def _ray(self, processes: int) -> Iterator[None]:
-        """A connection to Ray, whose end ends what the run has there."""
+    def _ray(self, nodes: int) -> Iterator[dict[str, float]]:
+        """A connection to Ray, whose end ends what the run has there; what each machine needs, by Ray's names.
+
+        Raises:
+            WorkersFailed: there is no such Ray, or it can never have what is needed.
+            Preempted: a signal came before Ray had started.
+        """
         import ray
 
         elsewhere = self.address or os.environ.get("RAY_ADDRESS")
-        # On this machine alone there is no more room to wait for.
-        room = None if elsewhere else max(processes * self.threads, os.cpu_count() or 1)
+        cpus = self.threads * self.devices
+        room = None if elsewhere else max(cpus, os.cpu_count() or 1)  # of its own one, Ray needs no more than is there
         handlers = {number: signal.getsignal(number) for number in (*_PREEMPTING, signal.SIGINT)}
         runtime = {"env_vars": self.variables, "worker_process_setup_hook": "recipes.launchers.ray_worker.quiet"}
         try:
             ray.init(elsewhere or "local", runtime_env=runtime, logging_level=logging.WARNING, num_cpus=room)
+        except SystemExit:  # Ray's answer to SIGTERM
+            raise Preempted from None
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise WorkersFailed(Failure(0, f"Ray at {elsewhere or 'this machine'}: {error}", None), processes) from None
+            raise _refused(f"cluster.address={self.address}: {error}") from None
         try:
-            for name, each in self._needed.items():
-                there = ray.cluster_resources().get(name, 0)
-                if processes * each > there:  # it may grow
-                    log.warning("waits until Ray has %g of %s; it has %g", processes * each, name, there)
-            yield
+            there = ray.cluster_resources()
+            gpus = self.gpus if self.gpus is not None else int(there.get("GPU", 0) > 0)
+            needed = {"CPU": cpus, **({"GPU": gpus * self.devices} if gpus else {}), **(self.resources or {})}
+            for lacking in _lacking(nodes, needed, there):
+                if not elsewhere:
+                    raise _refused(f"{lacking}: Ray is this machine alone; ask for less, or set cluster.address")
+                log.warning("%s: it waits for them", lacking)  # the cluster may grow
+            yield needed
         finally:
             ray.shutdown()
             for number, handler in handlers.items():
-                signal.signal(number, handler)  # Ray sets its own
+                if handler is not None:  # None: it was not set from Python
+                    signal.signal(number, handler)  # Ray sets its own
 
-    @property
-    def _needed(self) -> dict[str, float]:
-        """By each worker, by Ray's names."""
-        gpus = self.gpus if self.gpus is not None else int(self.backend == "nccl")
-        return {"CPU": self.threads, **({"GPU": gpus} if gpus else {}), **(self.resources or {})}
-
-    def _trainer(self, work: Work, processes: int) -> DataParallelTrainer:
+    def _trainer(self, work: Work, needed: dict[str, float]) -> DataParallelTrainer:
         from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
         from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
@@ -119,12 +136,28 @@ class RayLauncher(Cluster):
         )
         return DataParallelTrainer(
             lambda: ray_worker.run(work),
-            backend_config=ray_worker.Processes(),
             scaling_config=ScalingConfig(
-                num_workers=processes, use_gpu="GPU" in self._needed, resources_per_worker=self._needed
+                num_workers=work.nodes,
+                use_gpu="GPU" in needed,
+                resources_per_worker=needed,
+                placement_strategy="STRICT_SPREAD",  # each on a machine of its own
             ),
             run_config=run_config,
         )
+
+
+def _refused(message: str) -> WorkersFailed:
+    return WorkersFailed(Failure(0, message, None), 1)
+
+
+def _lacking(nodes: int, needed: Mapping[str, float], there: Mapping[str, float]) -> Iterator[str]:
+    """What Ray hasn't got enough of."""
+    machines = sum(name.startswith("node:") and not name.startswith("node:__") for name in there)
+    if nodes > machines:
+        yield f"cluster.nodes={nodes}, but Ray has {machines} machine{'s' * (machines != 1)}"
+    for name, each in needed.items():
+        if nodes * each > there.get(name, 0):
+            yield f"the run needs {nodes * each:g} {name}, but Ray has {there.get(name, 0):g}"
 
 
 @contextmanager
@@ -142,11 +175,12 @@ def _told_by(leave: Path) -> Iterator[None]:
         leave.unlink(missing_ok=True)
 
 
-def _wait_for(trainer: DataParallelTrainer) -> None:
+def _wait_for(trainer: DataParallelTrainer, leave: Path) -> None:
     """Run it in a thread: in the main one it would set a handler by which Ctrl-C ends this process.
 
     Raises:
-        TrainingFailedError: of Ray's.
+        Preempted: the workers are to leave, and Ray still hasn't started any.
+        Exception: of Ray's.
     """
     errors: list[BaseException] = []
 
@@ -158,21 +192,32 @@ def _wait_for(trainer: DataParallelTrainer) -> None:
 
     thread = threading.Thread(target=fit, daemon=True)
     thread.start()
+    until = None
     while thread.is_alive():  # with a timeout it lets signals through
         thread.join(0.2)
+        if leave.exists() and until is None:
+            until = time.monotonic() + _UNSTARTED
+        late = until is not None and time.monotonic() > until
+        if late and record.read(leave.parent).get("status") == record.STARTING:
+            raise Preempted
     if errors:
         raise errors[0]
 
 
-def _first(error: TrainingFailedError, folder: Path) -> Failure:
-    """What went wrong first: an error of a worker's own, else the worker that was killed, else what Ray says."""
+def _first(error: Exception, folder: Path) -> Failure:
+    """What went wrong first: an error of a process's own, else the one that was killed, else what Ray says."""
     cause = first_failure(folder)
     if cause is not None:
         return cause
-    said = {rank: str(each) for rank, each in getattr(error, "worker_failures", {}).items()}
-    rank = next((rank for rank, message in said.items() if "killed by" in message), next(iter(said), 0))
-    message = re.sub(rf"^.*\brank {rank}: ", "", said.get(rank, str(error)).strip().splitlines()[-1])
-    return Failure(rank, message, None, record.place(folder, rank))
+    said = [str(each).strip() for each in getattr(error, "worker_failures", {}).values()] or [str(error).strip()]
+    told = [re.search(r"\brank (\d+): (.*)$", message) for message in said]
+    killed = next((each for each in told if each and each[2].startswith("killed by")), None)
+    lost = next((message for message, each in zip(said, told, strict=True) if not each), None)
+    if killed is None and lost is not None:  # a machine, or a worker of Ray's
+        return Failure(0, lost, None)
+    found = killed or told[0]
+    assert found is not None
+    return Failure(int(found[1]), found[2], None, record.place(folder, int(found[1])))
 
 
 def is_installed() -> bool:

@@ -1,14 +1,15 @@
-"""What one of Ray's workers does: it runs a worker of ours, as a process of its own, and watches over it.
+"""What one of Ray's workers does: it runs the processes of a machine, and watches over them.
 
 ::
 
-    recipes.train -> Ray's controller -> Ray's worker 0 -> python -m recipes.worker CONFIG_FILE
-                                      -> Ray's worker 1 -> python -m recipes.worker CONFIG_FILE
+    recipes.train -> Ray's controller -> Ray's worker, machine 0 -> python -m recipes.worker CONFIG_FILE   rank 0
+                                                                 -> python -m recipes.worker CONFIG_FILE   rank 1
+                                      -> Ray's worker, machine 1 -> python -m recipes.worker CONFIG_FILE   rank 2
                                          ...
 
-So a worker of ours is the same under Ray as elsewhere: it has a main thread, which signals reach, and leaves nothing in
-a process that Ray may use again. Ray starts all anew when one of its workers raises an error or dies, and a process
-dies with the worker that has started it.
+So a process of a run is the same under Ray as elsewhere: it has a main thread, which signals reach, and leaves nothing
+in a process that Ray may use again. Ray starts all anew when one of its workers raises an error or dies, and what that
+has started dies with it.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import ray
 from ray import train
-from ray.train.backend import Backend, BackendConfig
 from ray.train.collective import broadcast_from_rank_zero
 
 from recipes import record
@@ -34,7 +35,8 @@ from recipes.launchers.cause import first_failure
 from recipes.processes import LAUNCHED, REQUEUE, RESTARTS, how_it_ended
 
 LEAVE = "leave"  # a file in the run's folder: the workers are to save the run, and leave
-_LOOKS = 0.5  # seconds between two looks at the process and at that file
+_LOOKS = 0.5  # seconds between two looks at the processes and at that file
+_PATIENCE = 10.0  # seconds that the others get to end themselves when one has failed
 
 
 def quiet() -> None:
@@ -49,70 +51,65 @@ class Work:
     Attributes:
         config_file: a resolved config.
         nodes: machines.
-        devices: of each machine.
-        variables: of the environment.
+        processes: on each.
+        variables: of their environment.
         working_folder: that the config's paths start from.
     """
 
     config_file: Path
     nodes: int
-    devices: int
+    processes: int
     variables: Mapping[str, str]
     working_folder: Path
 
 
 def run(work: Work) -> None:
-    """Run one process of a run to its end.
+    """Run this machine's processes of a run to their end.
 
     Raises:
-        RuntimeError: it has failed, and may be started again.
+        RuntimeError: one has failed, and all may be started again.
     """
-    folder, rank = work.config_file.parent, train.get_context().get_world_rank()
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "recipes.worker", str(work.config_file)],
-        env={**os.environ, **work.variables, **_place(work)},
-        cwd=work.working_folder,
-    )
+    folder = work.config_file.parent
+    command = [sys.executable, "-u", "-m", "recipes.worker", str(work.config_file)]
+    processes = [
+        subprocess.Popen(command, env={**os.environ, **work.variables, **place}, cwd=work.working_folder)
+        for place in _places(work)
+    ]
     try:
-        code = _watch(process, folder / LEAVE)
+        failed = _watch(processes, folder / LEAVE)
     finally:
-        process.kill()
-    left = code in (REQUEUE, -signal.SIGTERM)  # the latter: before it listened
-    if code == 0 or (left and (folder / LEAVE).exists()):
+        for process in processes:
+            process.kill()
+    if failed is None:
         return
     failure = first_failure(folder)
     if failure is None or not failure.is_refusal:  # what was refused would be refused again
-        raise RuntimeError(f"rank {rank}: {how_it_ended(code)}")
+        rank = train.get_context().get_world_rank() * work.processes + processes.index(failed)
+        raise RuntimeError(f"rank {rank}: {how_it_ended(failed.returncode)}")
 
 
-def _place(work: Work) -> dict[str, str]:
-    """The variables that tell the process where it is, and where the others are.
-
-    Raises:
-        RuntimeError: Ray hasn't placed the workers as the config says.
-    """
-    context, folder = train.get_context(), work.config_file.parent
-    first = context.get_world_rank() == 0
+def _places(work: Work) -> Iterator[dict[str, str]]:
+    """The variables that tell each process where it is, and where the others are."""
+    machine, folder = train.get_context().get_world_rank(), work.config_file.parent
+    first = machine == 0
     if first:
         shutil.rmtree(folder / record.ERRORS, ignore_errors=True)  # of the attempt before
     again = record.read(folder).get("status") != record.STARTING
     if first and again:
         sys.stdout.write("started again, from the newest whole checkpoint\n")
     address, port, restarts = broadcast_from_rank_zero((*_meeting(work.nodes), int(again)) if first else None)
-    if context.get_local_world_size() != work.devices:
-        there = f"Ray has placed {context.get_local_world_size()} workers on a machine"
-        raise RuntimeError(f"cluster.devices={work.devices}, but {there}; use as many as each machine has room for")
-    return {
-        "RANK": str(context.get_world_rank()),
-        "WORLD_SIZE": str(context.get_world_size()),
-        "LOCAL_RANK": str(context.get_local_rank()),
-        "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
-        "GROUP_RANK": str(context.get_node_rank()),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-        LAUNCHED: str(os.getpid()),
-        RESTARTS: str(restarts),
-    }
+    for local in range(work.processes):
+        yield {
+            "RANK": str(machine * work.processes + local),
+            "WORLD_SIZE": str(work.nodes * work.processes),
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(work.processes),
+            "GROUP_RANK": str(machine),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            LAUNCHED: str(os.getpid()),
+            RESTARTS: str(restarts),
+        }
 
 
 def _meeting(nodes: int) -> tuple[str, int]:
@@ -123,25 +120,30 @@ def _meeting(nodes: int) -> tuple[str, int]:
         return address, held.getsockname()[1]
 
 
-def _watch(process: subprocess.Popen[bytes], leave: Path) -> int:
-    """Wait for the end of a process, which is told once to leave if that file appears. Its exit code."""
-    told = False
-    while True:
-        try:
-            return process.wait(_LOOKS)
-        except subprocess.TimeoutExpired:
-            if leave.exists() and not told:
+def _watch(processes: Sequence[subprocess.Popen[bytes]], leave: Path) -> subprocess.Popen[bytes] | None:
+    """Wait for the end of all processes, which are told once to leave if that file appears.
+
+    Returns:
+        The process that failed: one that was killed, or else the first. None where all are done, or have left.
+    """
+    told, until = False, None
+    failed: list[subprocess.Popen[bytes]] = []
+    while any(process.poll() is None for process in processes):
+        if leave.exists() and not told:
+            told = True
+            for process in processes:
                 process.send_signal(signal.SIGTERM)
-                told = True
+        failed += [each for each in processes if each not in failed and _has_failed(each, told)]
+        if failed and until is None:
+            until = time.monotonic() + _PATIENCE
+        if until is not None and time.monotonic() > until:
+            break
+        time.sleep(_LOOKS)
+    failed += [each for each in processes if each not in failed and _has_failed(each, told)]
+    return next((each for each in failed if each.returncode < 0), failed[0] if failed else None)
 
 
-class _AllOfAMachine(Backend):  # type: ignore[misc]
-    share_cuda_visible_devices = True  # LOCAL_RANK counts the devices of the machine, not those of a process
-
-
-class Processes(BackendConfig):  # type: ignore[misc]
-    """What Ray sets up for its workers: nothing but the devices that they see."""
-
-    @property
-    def backend_cls(self) -> type[Backend]:
-        return _AllOfAMachine
+def _has_failed(process: subprocess.Popen[bytes], told: bool) -> bool:
+    """Has it ended, and not as it was to? -SIGTERM: told to leave before it listened."""
+    code = process.poll()
+    return code is not None and code != 0 and not (told and code in (REQUEUE, -signal.SIGTERM))

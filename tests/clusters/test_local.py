@@ -14,6 +14,7 @@ from tests.clusters.disturbed import KILL, KILLED, SAVED, attempts, command, num
 REASON = "rank 1: killed by SIGKILL (out of memory?)"
 
 
+@pytest.mark.thorough
 def test_a_killed_worker_restarts_the_run(tmp_path: Path, undisturbed: dict[str, float]) -> None:
     said = train(tmp_path, "cluster.max_restarts=1", KILL)
     assert "restart 1 of 1, from the newest whole checkpoint" in said

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from recipes.launchers.ray import is_installed
@@ -35,6 +36,38 @@ def test_after_a_kill_ray_starts_the_run_again(tmp_path: Path, undisturbed: dict
     assert numbers(tmp_path) == undisturbed
 
 
+def test_on_two_machines_too(tmp_path: Path, undisturbed: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two parts of Ray on this one, as it has them in its own tests."""
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    machines = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        machines.add_node(num_cpus=1)
+        where = [f"cluster.address={machines.address}", "cluster.nodes=2", "cluster.devices=1"]
+        train(tmp_path, "cluster=ray", "cluster.max_restarts=1", *where, KILL)
+    finally:
+        machines.shutdown()
+    killed, last = attempts(tmp_path)
+    assert killed[1:3] in [(0, step) for step in (SAVED, KILLED)] and last == ("completed", SAVED, 10, 0)
+    assert numbers(tmp_path) == undisturbed
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    (["cluster.nodes=2"], "cluster.nodes=2, but Ray has 1 machine"),
+    (["cluster.gpus=1"], "the run needs 2 GPU, but Ray has 0: Ray is this machine alone"),
+])  # fmt: skip
+def test_what_ray_can_never_have_is_refused(tmp_path: Path, options: list[str], said: str) -> None:
+    program = run(tmp_path, *options)
+    printed, _ = program.communicate(timeout=100)
+    assert program.returncode == 1 and said in printed
+
+
+def test_one_process_is_enough_for_one(tmp_path: Path) -> None:
+    train(tmp_path, "cluster=ray", "strategy=single")
+    assert attempts(tmp_path) == [("completed", 0, 10, 0)]
+
+
 def test_a_worker_that_was_killed_for_good_is_named(tmp_path: Path) -> None:
     program = run(tmp_path, KILL)
     printed, _ = program.communicate(timeout=200)
@@ -60,6 +93,12 @@ def test_ctrl_c_ends_the_run_and_ray(tmp_path: Path) -> None:
     program.send_signal(signal.SIGINT)
     printed, _ = program.communicate(timeout=60)
     assert program.returncode == 130, printed
+    left = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(tmp_path) in " ".join(process.info["cmdline"] or ())
+    ]
+    assert not left
 
 
 def test_what_is_refused_is_not_started_again(tmp_path: Path) -> None:

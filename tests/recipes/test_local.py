@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from lightning_parallel.parts import process_group
+from recipes import record
 from recipes.launchers import local
-from recipes.launchers.launcher import WorkersFailed
+from recipes.launchers.launcher import Failure, WorkersFailed
+from recipes.launchers.local import LocalLauncher
 from recipes.launchers.watch import Ended
 from recipes.processes import REQUEUE
 
@@ -54,3 +57,25 @@ def test_the_first_one_is_named(tmp_path: Path, ranks: list[Any], said: str) -> 
 def test_after_a_signal_to_the_launcher_errors_are_of_those_that_were_left(tmp_path: Path) -> None:
     assert ended(tmp_path, OWN, TERMINATED, preempted=True) == "preempted"
     assert ended(tmp_path, OWN, OWN, preempted=True) == f"rank 0: {OWN}"
+
+
+@pytest.mark.parametrize(("message", "traceback", "starts"), [
+    ("killed by SIGKILL", None, [0, 1, 2]),
+    ("ValueError: stages=9", f'  File "{process_group.__file__}", line 1, in x\n', [0]),  # refused: it would be again
+])  # fmt: skip
+def test_a_failed_run_is_started_again_as_often_as_it_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str, traceback: str | None, starts: list[int]
+) -> None:
+    started = []
+
+    def fails(self: LocalLauncher, config_file: Path, processes: int, restarts: int) -> None:
+        started.append((restarts, record.read(tmp_path)["status"]))
+        raise WorkersFailed(Failure(1, message, traceback), processes)
+
+    monkeypatch.setattr(LocalLauncher, "_run", fails)
+    (tmp_path / record.RUN).write_text(json.dumps({"status": record.STARTING}))
+    with pytest.raises(WorkersFailed, match=message):
+        LocalLauncher(devices=2, max_restarts=2).launch(tmp_path / record.CONFIG, 2)
+    assert started == [(number, record.STARTING) for number in starts]
+    reasons = [each["reason"] for each in record.read(tmp_path).get("attempts", [])]
+    assert reasons == [f"rank 1: {message}"] * (len(starts) - 1)  # the last one is recorded by who called it

@@ -20,6 +20,8 @@ from tests.machines import two_machines
 from tests.pool import WorkerPool
 from tests.strategies.harness import train
 
+pytestmark = pytest.mark.thorough  # tests/clusters/test_torchrun.py has two agents too
+
 SCRIPT = """
 import json, os, sys, torch
 from tests.strategies.harness import ALL, make_trainer, Report, Witness
