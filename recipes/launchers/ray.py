@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _STATE = "ray"  # a folder in the run's: what Ray keeps of it
+_FINDING = 10.0  # seconds in which a cluster answers
 _UNSTARTED = 15.0  # seconds after a signal in which processes that are there have begun, or left
 _PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -101,6 +103,7 @@ class RayLauncher(Cluster):
         room = None if elsewhere else max(cpus, os.cpu_count() or 1)  # of its own one, Ray needs no more than is there
         handlers = {number: signal.getsignal(number) for number in (*_PREEMPTING, signal.SIGINT)}
         runtime = {"env_vars": self.variables, "worker_process_setup_hook": "recipes.launchers.ray_worker.quiet"}
+        _find(elsewhere)
         try:
             ray.init(elsewhere or "local", runtime_env=runtime, logging_level=logging.WARNING, num_cpus=room)
         except SystemExit:  # Ray's answer to SIGTERM
@@ -148,6 +151,20 @@ class RayLauncher(Cluster):
 
 def _refused(message: str) -> WorkersFailed:
     return WorkersFailed(Failure(0, message, None), 1)
+
+
+def _find(address: str | None) -> None:
+    """Ray itself would look for minutes where nobody listens.
+
+    Raises:
+        WorkersFailed: so it is.
+    """
+    host, found, port = (address or "").rpartition(":")
+    if found and port.isdigit() and "/" not in host:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_FINDING).close()
+        except OSError as error:
+            raise _refused(f"cluster.address={address}: no Ray listens there ({error})") from None
 
 
 def _lacking(nodes: int, needed: Mapping[str, float], there: Mapping[str, float]) -> Iterator[str]:
