@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     from optuna import Study
     from optuna.distributions import BaseDistribution
 
+    from recipes.problem import Problem
+
 log = logging.getLogger(__name__)
 
 # Added to each trial's command line. It is the same for all trials: what differs is filled in when the job starts.
 _PRUNING = (
-    "++callbacks.pruning={_target_:recipes.search.Pruning,folder:'${hydra:sweep.dir}',trial:${hydra:job.num},"
-    "monitor:${optimized_metric},pruner:${hydra:sweeper.pruner}}"
+    "++callbacks.pruning={{_target_:recipes.search.Pruning,folder:'{folder}',trial:${{hydra:job.num}},"
+    "monitor:${{optimized_metric}},pruner:${{hydra:sweeper.pruner}}}}"
 )
 _MOST_FAILURES = 3  # in a row: then it isn't the values that are wrong
 
@@ -43,7 +45,7 @@ class OptunaSweeper(Sweeper):
     """Optuna's ask and tell around Hydra's launcher, which may run several trials at a time.
 
     Args:
-        direction: what is to become of ``optimized_metric``: ``"minimize"`` or ``"maximize"``.
+        direction: ``"minimize"`` or ``"maximize"`` the ``optimized_metric``; None: its name tells, as of a loss.
         n_trials: of the whole search, those included that an earlier start of it has run.
         n_jobs: trials that are asked for at a time.
         sampler: what makes Optuna's sampler; None: Optuna's own.
@@ -77,8 +79,10 @@ class OptunaSweeper(Sweeper):
             WorkersFailed: several trials in a row have failed, the last with this error.
             TrialsFailed: so they have, the last with a metric that isn't finite.
         """
-        study, fixed, space = self._begin(arguments)
+        fixed, space = self._checked(arguments)
+        self._folder.mkdir(parents=True, exist_ok=True)
         with _alone(self._folder):
+            study = self._begun(fixed, space)
             failures = 0
             for trials in self._batches(study, space):
                 for (number, _), job in zip(trials, self._run(trials, fixed), strict=True):
@@ -86,50 +90,71 @@ class OptunaSweeper(Sweeper):
                     failures = 0 if error is None else failures + 1
                     if error is not None and failures >= _MOST_FAILURES:
                         raise error
-        _report(study, self._folder)
+            _report(study, self._folder)
 
     @property
     def _folder(self) -> Path:
         assert self.config is not None
         return Path(self.config.hydra.sweep.dir)
 
-    def _begin(self, arguments: list[str]) -> tuple[Study, list[str], dict[str, BaseDistribution]]:
+    def _checked(self, arguments: list[str]) -> tuple[list[str], dict[str, BaseDistribution]]:
+        """What all trials have in common, and the space.
+
+        Raises:
+            ConfigError: the search can't begin.
+        """
         from recipes.problem import ConfigError
 
         assert self.config is not None and self.hydra_context is not None
         problems = list(self._problems(self.config))
         if problems:
             raise ConfigError(problems)
-        import optuna
+        from recipes.search import split
 
-        from recipes.search import begin, split, study
-
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         try:
             fixed, space = split(parser.parse_overrides([*_lines(self._params), *arguments]))
         except ValueError as error:
             raise ConfigError([str(error)]) from None
-        self._folder.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(self.config, self._folder / "multirun.yaml")
-        sampler = None if self._sampler is None else instantiate(self._sampler)
+        pruning = [_PRUNING.format(folder=self._folder.absolute())] if self._pruner is not None else []
+        return [*fixed, *pruning], space
+
+    def _begun(self, fixed: Sequence[str], space: Mapping[str, BaseDistribution]) -> Study:
+        """The study, a new one or one that goes on.
+
+        Raises:
+            ConfigError: it was begun otherwise, or can't be read.
+        """
+        import optuna
+
+        from recipes.report import direction_of
+        from recipes.search import begin, study
+
+        assert self.config is not None
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
         metric = self.config.optimized_metric
-        direction = self._direction or _direction_of(metric)
+        direction = self._direction or direction_of(metric)
         assert direction is not None  # it would be a problem
+        sampler = None if self._sampler is None else instantiate(self._sampler)
         found = study(self._folder, direction, sampler, self._made_pruner())
-        common = [word for word in fixed if not word.startswith("hydra.")]  # how many trials, by which launcher
-        searched = {key: repr(distribution) for key, distribution in space.items()}
-        begin(found, {"direction": direction, "optimized_metric": metric, "common": common, "searched": searched})
+        settings = {
+            "direction": direction,
+            "optimized_metric": metric,
+            "common": sorted(fixed),
+            "searched": {key: repr(distribution) for key, distribution in space.items()},
+            "pruner": None if self._pruner is None else OmegaConf.to_container(self._pruner),
+        }
+        begin(found, settings)
+        OmegaConf.save(self.config, self._folder / "multirun.yaml")
         if found.get_trials(deepcopy=False):
             found.sampler.reseed_rng()  # it would choose the first values again
-        if self._pruner is not None:
-            fixed.append(_PRUNING)
-        return found, fixed, space
+        return found
 
-    def _problems(self, config: DictConfig) -> Iterator[Any]:
+    def _problems(self, config: DictConfig) -> Iterator[Problem]:
         """What keeps a search from beginning."""
         from recipes.problem import Problem
         from recipes.processes import joined
+        from recipes.report import direction_of
 
         if find_spec("optuna") is None:
             fix = 'pip install ".[recipes,optuna]"'
@@ -153,7 +178,7 @@ class OptunaSweeper(Sweeper):
         elif self._direction not in ("minimize", "maximize", None):
             fix = "give minimize or maximize"
             yield Problem("hydra.sweeper.direction", self._direction, "not a value it can have", fix)
-        elif self._direction is None and _direction_of(config.optimized_metric) is None:
+        elif self._direction is None and direction_of(config.optimized_metric) is None:
             message = f"it can't be told of {config.optimized_metric}"
             yield Problem("hydra.sweeper.direction", None, message, "give minimize or maximize")
 
@@ -198,13 +223,6 @@ def _lines(params: Mapping[str, str]) -> list[str]:
     return [f"{key}={value}" for key, value in params.items()]
 
 
-def _direction_of(metric: str) -> Literal["minimize", "maximize"] | None:
-    """What is to become of a metric, as far as its name tells."""
-    if "loss" in metric or "error" in metric or "perplexity" in metric:
-        return "minimize"
-    return "maximize" if "acc" in metric else None
-
-
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """While it is entered, no other search may work in the folder: it would run the same trials, in the same folders.
@@ -219,6 +237,8 @@ def _alone(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError([f"{folder}: another search is going on there; use another hydra.sweep.dir"]) from None
+        except OSError as error:  # a file system without such locks
+            log.warning("%s: whether another search is going on there can't be told (%s)", folder, error)
         yield
 
 

@@ -56,7 +56,7 @@ def check(overrides: Sequence[str], *, multirun: bool = False, config_dir: Path 
             return list(told)  # at once
         unsure = {_top(override) for override, _ in wrong}
         rest = list({each.key_or_group: each for each in (*searched, *rest)}.values())
-        commands = jobs(rest, one_at_a_time=searches) if multirun or searches else [_words(rest)]
+        commands = jobs(rest, one_change_each=searches) if multirun or searches else [_words(rest)]
         return [*told, *_wrong_values(commands, unsure, multirun=multirun or searches)]
 
 
@@ -86,13 +86,13 @@ def _wrong_values(commands: Sequence[Sequence[str]], unsure: Collection[str], *,
         except OmegaConfBaseException as error:
             wrong = [str(error)]
         if multirun:
-            wrong = [*several_times(config.hydra.launcher), *wrong]
+            wrong = [*started_several_times(config.hydra.launcher), *wrong]
         found.update((str(problem), problem) for problem in wrong)
     return list(found.values())
 
 
-def several_times(launcher: DictConfig) -> Iterator[Problem]:
-    """What a job is started by can start it in several processes, each of which would be a run in the same folder."""
+def started_several_times(launcher: DictConfig) -> Iterator[Problem]:
+    """Hydra's launcher may start a job in several processes. Each would run the whole recipe in the same folder."""
     for key in ("nodes", "tasks_per_node"):  # of submitit's
         if launcher.get(key, 1) != 1:
             message = "each would run the whole recipe, in one folder"
@@ -100,14 +100,17 @@ def several_times(launcher: DictConfig) -> Iterator[Problem]:
             yield Problem(f"hydra.launcher.{key}", launcher[key], message, fix)
 
 
-def jobs(parsed: Sequence[Override], *, one_at_a_time: bool = False) -> list[list[str]]:
+def jobs(parsed: Sequence[Override], *, one_change_each: bool = False) -> list[list[str]]:
     """The command lines of a sweep over lists, as Hydra's own sweeper splits them; of a long sweep, the first ones. Of
     an interval, its ends.
 
     Args:
         parsed: the command line.
-        one_at_a_time: change one value in each, the others being their lists' first, as for a search, which tries some
-            combinations only.
+        one_change_each: each command changes one value. The others keep the first of their list. A search tries only
+            some combinations, so not all are checked.
+
+    Raises:
+        HydraException: there is nothing in a list.
     """
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
@@ -116,7 +119,7 @@ def jobs(parsed: Sequence[Override], *, one_at_a_time: bool = False) -> list[lis
     firsts = [_first(each) for each in parser.parse_overrides(lists)]
     several = [place for place, word in enumerate(lists) if word != firsts[place]]
     lines = [lists]
-    if one_at_a_time and several:
+    if one_change_each and several:
         lines = [[*firsts[:place], lists[place], *firsts[place + 1 :]] for place in several]
     split = (BasicSweeper.split_arguments(parser.parse_overrides(words), None)[0] for words in lines)
     return [list(job) for each in split for job in each[:_JOBS_CHECKED]]
@@ -129,7 +132,9 @@ def _words(parsed: Sequence[Override]) -> list[str]:
 def _first(override: Override) -> str:
     if not override.is_sweep_override() or not override.is_discrete_sweep():
         return str(override.input_line)
-    return f"{override.get_key_element()}={next(override.sweep_string_iterator())}"
+    for value in override.sweep_string_iterator():
+        return f"{override.get_key_element()}={value}"
+    raise HydraException(f"{override.input_line}: there is nothing in it")
 
 
 def _with_ends(override: Override) -> str:

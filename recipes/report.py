@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from hydra.experimental.callback import Callback
@@ -74,6 +74,7 @@ def runs(folder: Path) -> list[Run]:
     found = {file.parent: record.read(file.parent) for file in sorted(folder.rglob(record.RUN), key=_in_order)}
     given = {path: _overrides(said) for path, said in found.items()}
     keys = dict.fromkeys(key for each in given.values() for key in each)
+    direction = _direction_of_search(folder)
     differing = [key for key in keys if len({each.get(key) for each in given.values()}) > 1]
     return [
         Run(
@@ -83,7 +84,7 @@ def runs(folder: Path) -> list[Run]:
             metrics=said.get("metrics", {}),
             seconds=_seconds(said),
             attempts=len(said.get("attempts", [])),
-            **_judgement(path),
+            **_judgement(path, direction),
         )
         for path, said in found.items()
         if said
@@ -112,8 +113,24 @@ def _seconds(said: Mapping[str, Any]) -> float | None:
     return (datetime.fromisoformat(said["ended"]) - datetime.fromisoformat(said["started"])).total_seconds()
 
 
-def _judgement(folder: Path) -> dict[str, Any]:
-    """By which metric a run is judged, and how, as far as its config says it."""
+def direction_of(metric: str) -> Literal["minimize", "maximize"] | None:
+    """What is to become of a metric, as far as its name tells."""
+    if any(word in metric for word in ("loss", "error", "perplexity")):
+        return "minimize"
+    return "maximize" if "acc" in metric else None
+
+
+def _direction_of_search(folder: Path) -> str | None:
+    """The one that a search was told; None for none."""
+    try:
+        sweep = yaml.safe_load((folder / "multirun.yaml").read_text())
+        return sweep["hydra"]["sweeper"].get("direction")  # type: ignore[no-any-return]
+    except (OSError, yaml.YAMLError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def _judgement(folder: Path, direction: str | None) -> dict[str, Any]:
+    """By which metric a run is judged, and how, as far as its config says it, or the search that it is of."""
     try:
         config = yaml.safe_load((folder / record.CONFIG).read_text())
     except (OSError, yaml.YAMLError):
@@ -122,7 +139,8 @@ def _judgement(folder: Path) -> dict[str, Any]:
     name = config.get("optimized_metric")
     savers = [node for node in config.get("callbacks", {}).values() if isinstance(node, dict)]
     modes = [node["mode"] for node in savers if node.get("monitor") == name and "mode" in node]
-    return {"optimized": name, "most_is_best": "max" in modes or (not modes and "acc" in str(name))}
+    told = direction or ("maximize" if "max" in modes else "minimize" if modes else direction_of(str(name)))
+    return {"optimized": name, "most_is_best": told == "maximize"}
 
 
 def report(folder: Path, console: Console | None = None) -> list[Run]:

@@ -68,8 +68,9 @@ class SameStart(Callback):
             _same("checkpoint", self._path)
 
     @override
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        _same("step", trainer.global_step)  # of one path there may be an earlier version
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        # Of one path there may be an earlier version. Later hooks aren't called where it is the last step's.
+        _same("step", checkpoint["global_step"])
 
 
 def _same(what: str, mine: str | int | None) -> None:

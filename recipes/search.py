@@ -146,7 +146,8 @@ def _storage(folder: Path) -> JournalStorage:
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
-    # Absolute, or a lock that a killed process has left would be waited for without end: it is a link to this path.
+    # Absolute: the lock is a link to this path. A dangling link has no age, so a lock left by a killed process would
+    # never be broken.
     return JournalStorage(JournalFileBackend(str((folder / STUDY).absolute())))
 
 

@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _STATE = "ray"  # a folder in the run's: what Ray keeps of it
-_FINDING = 10.0  # seconds in which a cluster answers
-_UNSTARTED = 15.0  # seconds after a signal in which processes that are there have begun, or left
+_OWN = "local"  # the address by which Ray starts one
+_ANSWER = 10.0  # seconds in which a cluster answers
+_UNANSWERED = 15.0  # seconds after a signal: a worker that hasn't told its processes by then isn't there
 _PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -47,7 +48,7 @@ class RayLauncher(Cluster):
     Args:
         address: of a cluster of Ray's, as ``ray.init`` takes it, such as ``"auto"``; None: RAY_ADDRESS, or else Ray is
             started on this machine for as long as the run.
-        gpus: of each process; None: one where Ray has GPUs.
+        gpus: of each process; None: one where the machines have so many, else they share what is there.
         resources: more that each machine needs, by Ray's names, such as ``{"memory": 64e9}``.
     """
 
@@ -67,20 +68,18 @@ class RayLauncher(Cluster):
         # strategy=single and dp are one process, with as many threads as there are devices.
         nodes, each = (self.nodes, self.devices) if processes > 1 else (1, 1)
         work = Work(config_file.absolute(), nodes, each, self._handed_on, Path.cwd())
-        leave.unlink(missing_ok=True)
+        _forget(folder)
         with self._ray(nodes) as needed, _told_by(leave):
             try:
                 _wait_for(self._trainer(work, needed), leave)
             except (TrainingFailedError, RayError, ValueError) as error:
-                if not leave.exists():  # after a signal a rank may fail only because another one has left
+                # After a signal, a rank may fail just because another one left.
+                if not leave.exists() or first_failure(folder) is not None:
                     raise WorkersFailed(_first(error, folder), processes) from None
-            told = leave.exists()
-        status, cause = record.read(folder)["status"], first_failure(folder)
-        if status == "completed":
+        if record.read(folder)["status"] == "completed":
             return
-        if cause is not None and (cause.is_refusal or not told):
-            raise WorkersFailed(cause, processes)
-        raise Preempted
+        cause = first_failure(folder)
+        raise Preempted if cause is None else WorkersFailed(cause, processes)
 
     @property
     def _handed_on(self) -> dict[str, str]:
@@ -98,25 +97,28 @@ class RayLauncher(Cluster):
         """
         import ray
 
-        elsewhere = self.address or os.environ.get("RAY_ADDRESS")
+        address = self.address or os.environ.get("RAY_ADDRESS") or _OWN
         cpus = self.threads * self.devices
-        room = None if elsewhere else max(cpus, os.cpu_count() or 1)  # of its own one, Ray needs no more than is there
+        # A Ray of its own is told enough CPUs, since processes may share cores.
+        room = max(cpus, os.cpu_count() or 1) if address == _OWN else None
         handlers = {number: signal.getsignal(number) for number in (*_PREEMPTING, signal.SIGINT)}
         runtime = {"env_vars": self.variables, "worker_process_setup_hook": "recipes.launchers.ray_worker.quiet"}
-        _find(elsewhere)
+        _check(address)
         try:
-            ray.init(elsewhere or "local", runtime_env=runtime, logging_level=logging.WARNING, num_cpus=room)
+            ray.init(address, runtime_env=runtime, logging_level=logging.WARNING, num_cpus=room)
         except SystemExit:  # Ray's answer to SIGTERM
             raise Preempted from None
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise _refused(f"cluster.address={self.address}: {error}") from None
+            raise _refused(f"Ray at {address}: {error}") from None
         try:
-            there = ray.cluster_resources()
-            gpus = self.gpus if self.gpus is not None else int(there.get("GPU", 0) > 0)
-            needed = {"CPU": cpus, **({"GPU": gpus * self.devices} if gpus else {}), **(self.resources or {})}
-            for lacking in _lacking(nodes, needed, there):
-                if not elsewhere:
-                    raise _refused(f"{lacking}: Ray is this machine alone; ask for less, or set cluster.address")
+            machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            needed = self._needed(nodes, machines)
+            fitting = _fitting(needed, machines)
+            if fitting < nodes:
+                each = ", ".join(f"{count:g} {name}" for name, count in needed.items())
+                lacking = f"the run needs {nodes} of Ray's machines with {each}; there are {fitting}"
+                if address == _OWN:
+                    raise _refused(f"{lacking}. Ray is this machine alone: ask for less, or set cluster.address")
                 log.warning("%s: it waits for them", lacking)  # the cluster may grow
             yield needed
         finally:
@@ -124,6 +126,13 @@ class RayLauncher(Cluster):
             for number, handler in handlers.items():
                 if handler is not None:  # None: it was not set from Python
                     signal.signal(number, handler)  # Ray sets its own
+
+    def _needed(self, nodes: int, machines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """What a machine has to have, by Ray's names. Without a GPU for each process they share what is there."""
+        needed = {"CPU": float(self.threads * self.devices), **(self.resources or {})}
+        with_gpus = {**needed, "GPU": float((1 if self.gpus is None else self.gpus) * self.devices)}
+        wanted = _fitting(with_gpus, machines) >= nodes if self.gpus is None else self.gpus > 0
+        return with_gpus if wanted else needed
 
     def _trainer(self, work: Work, needed: dict[str, float]) -> DataParallelTrainer:
         from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
@@ -153,28 +162,23 @@ def _refused(message: str) -> WorkersFailed:
     return WorkersFailed(Failure(0, message, None), 1)
 
 
-def _find(address: str | None) -> None:
-    """Ray itself would look for minutes where nobody listens.
+def _check(address: str) -> None:
+    """Does anything listen there? Ray itself would try for minutes.
 
     Raises:
-        WorkersFailed: so it is.
+        WorkersFailed: nothing does.
     """
-    host, found, port = (address or "").rpartition(":")
+    host, found, port = address.rpartition(":")
     if found and port.isdigit() and "/" not in host:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_FINDING).close()
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER).close()
         except OSError as error:
-            raise _refused(f"cluster.address={address}: no Ray listens there ({error})") from None
+            raise _refused(f"no Ray listens at {address} ({error}): change cluster.address or RAY_ADDRESS") from None
 
 
-def _lacking(nodes: int, needed: Mapping[str, float], there: Mapping[str, float]) -> Iterator[str]:
-    """What Ray hasn't got enough of."""
-    machines = sum(name.startswith("node:") and not name.startswith("node:__") for name in there)
-    if nodes > machines:
-        yield f"cluster.nodes={nodes}, but Ray has {machines} machine{'s' * (machines != 1)}"
-    for name, each in needed.items():
-        if nodes * each > there.get(name, 0):
-            yield f"the run needs {nodes * each:g} {name}, but Ray has {there.get(name, 0):g}"
+def _fitting(needed: Mapping[str, float], machines: Sequence[Mapping[str, float]]) -> int:
+    """How many machines have what is needed?"""
+    return sum(all(machine.get(name, 0) >= each for name, each in needed.items()) for machine in machines)
 
 
 @contextmanager
@@ -189,16 +193,25 @@ def _told_by(leave: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        leave.unlink(missing_ok=True)
+        _forget(leave.parent)
+
+
+def _forget(folder: Path) -> None:
+    from recipes.launchers.ray_worker import LEAVE, LEAVING
+
+    for name in (LEAVE, LEAVING):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _wait_for(trainer: DataParallelTrainer, leave: Path) -> None:
     """Run it in a thread: in the main one it would set a handler by which Ctrl-C ends this process.
 
     Raises:
-        Preempted: the workers are to leave, and Ray still hasn't started any.
+        Preempted: the workers are to leave, and there are none: Ray waits for room.
         Exception: of Ray's.
     """
+    from recipes.launchers.ray_worker import LEAVING
+
     errors: list[BaseException] = []
 
     def fit() -> None:
@@ -213,9 +226,8 @@ def _wait_for(trainer: DataParallelTrainer, leave: Path) -> None:
     while thread.is_alive():  # with a timeout it lets signals through
         thread.join(0.2)
         if leave.exists() and until is None:
-            until = time.monotonic() + _UNSTARTED
-        late = until is not None and time.monotonic() > until
-        if late and record.read(leave.parent).get("status") == record.STARTING:
+            until = time.monotonic() + _UNANSWERED
+        if until is not None and time.monotonic() > until and not (leave.parent / LEAVING).exists():
             raise Preempted
     if errors:
         raise errors[0]

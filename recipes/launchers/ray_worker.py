@@ -34,7 +34,8 @@ from recipes import record
 from recipes.launchers.cause import first_failure
 from recipes.processes import LAUNCHED, REQUEUE, RESTARTS, how_it_ended
 
-LEAVE = "leave"  # a file in the run's folder: the workers are to save the run, and leave
+# Files in the run's folder: the workers are to save the run, and leave; one has told its processes so.
+LEAVE, LEAVING = "leave", "leaving"
 _LOOKS = 0.5  # seconds between two looks at the processes and at that file
 _PATIENCE = 10.0  # seconds that the others get to end themselves when one has failed
 
@@ -76,7 +77,7 @@ def run(work: Work) -> None:
         for place in _places(work)
     ]
     try:
-        failed = _watch(processes, folder / LEAVE)
+        failed = _watch(processes, folder)
     finally:
         for process in processes:
             process.kill()
@@ -120,8 +121,8 @@ def _meeting(nodes: int) -> tuple[str, int]:
         return address, held.getsockname()[1]
 
 
-def _watch(processes: Sequence[subprocess.Popen[bytes]], leave: Path) -> subprocess.Popen[bytes] | None:
-    """Wait for the end of all processes, which are told once to leave if that file appears.
+def _watch(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> subprocess.Popen[bytes] | None:
+    """Wait until all processes have ended. If the file ``leave`` appears, tell them once to leave.
 
     Returns:
         The process that failed: one that was killed, or else the first. None where all are done, or have left.
@@ -129,21 +130,29 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], leave: Path) -> subproc
     told, until = False, None
     failed: list[subprocess.Popen[bytes]] = []
     while any(process.poll() is None for process in processes):
-        if leave.exists() and not told:
+        if (folder / LEAVE).exists() and not told:
             told = True
+            (folder / LEAVING).touch()
             for process in processes:
                 process.send_signal(signal.SIGTERM)
         failed += [each for each in processes if each not in failed and _has_failed(each, told)]
-        if failed and until is None:
+        if until is None and (failed or _is_refused(folder)):
             until = time.monotonic() + _PATIENCE
         if until is not None and time.monotonic() > until:
             break
         time.sleep(_LOOKS)
-    failed += [each for each in processes if each not in failed and _has_failed(each, told)]
+    told = told or (folder / LEAVE).exists()
+    failed = [each for each in (*failed, *processes) if _has_failed(each, told)]
     return next((each for each in failed if each.returncode < 0), failed[0] if failed else None)
 
 
+def _is_refused(folder: Path) -> bool:
+    """Has a rank been refused, perhaps on another machine? Ray wouldn't tell: nothing is to be started again."""
+    failure = first_failure(folder)
+    return failure is not None and failure.is_refusal
+
+
 def _has_failed(process: subprocess.Popen[bytes], told: bool) -> bool:
-    """Has it ended, and not as it was to? -SIGTERM: told to leave before it listened."""
+    """Has it ended in a way it should not have? -SIGTERM is right: it was told to leave before it listened."""
     code = process.poll()
     return code is not None and code != 0 and not (told and code in (REQUEUE, -signal.SIGTERM))

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
-from recipes.compose import check, several_times
+from recipes.compose import check, started_several_times
 from tests.recipes.test_configs import composed
 
 
@@ -58,9 +58,9 @@ def test_every_job_of_a_sweep_is_checked_before_the_first() -> None:
 
 
 def test_a_launcher_that_starts_a_job_several_times_is_refused() -> None:
-    (problem,) = several_times(OmegaConf.create({"nodes": 2, "tasks_per_node": 1}))
+    (problem,) = started_several_times(OmegaConf.create({"nodes": 2, "tasks_per_node": 1}))
     assert str(problem).startswith("hydra.launcher.nodes=2: each would run the whole recipe")
-    assert list(several_times(OmegaConf.create({"n_jobs": 2}))) == []
+    assert list(started_several_times(OmegaConf.create({"n_jobs": 2}))) == []
 
 
 def test_an_interpolation_that_leads_nowhere_is_told() -> None:

@@ -94,12 +94,11 @@ def test_weights_alone_are_not_what_a_run_goes_on_from(folder: Path) -> None:
 
 def start(paths: list[str | None], steps: list[int]) -> str:
     """What a rank says whose own checkpoint is another one."""
-    rank, trainer, model = dist.get_rank(), SimpleNamespace(global_step=0), BoringModel()
-    trainer.global_step = steps[rank]
+    rank, trainer, model = dist.get_rank(), SimpleNamespace(), BoringModel()
     same = resume.SameStart(paths[rank])
     try:
         same.setup(trainer, model, "fit")  # type: ignore[arg-type]
-        same.on_train_start(trainer, model)  # type: ignore[arg-type]
+        same.on_load_checkpoint(trainer, model, {"global_step": steps[rank]})  # type: ignore[arg-type]
     except RuntimeError as error:
         return str(error)
     return ""
