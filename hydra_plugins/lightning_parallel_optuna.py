@@ -109,11 +109,11 @@ class OptunaSweeper(Sweeper):
         problems = list(self._problems(self.config))
         if problems:
             raise ConfigError(problems)
-        from recipes.search import split
+        from recipes.search import split, words
 
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         try:
-            fixed, space = split(parser.parse_overrides([*_lines(self._params), *arguments]))
+            fixed, space = split(parser.parse_overrides([*words(self._params), *arguments]))
         except ValueError as error:
             raise ConfigError([str(error)]) from None
         pruning = [_PRUNING.format(folder=self._folder.absolute())] if self._pruner is not None else []
@@ -217,10 +217,6 @@ def _report(study: Study, folder: Path) -> None:
     if study.get_trials(deepcopy=False, states=[TrialState.COMPLETE]):
         best = study.best_trial
         log.info("best: %.4g with %s; see %s", best.value, " ".join(words(best.params)), folder / str(best.number))
-
-
-def _lines(params: Mapping[str, str]) -> list[str]:
-    return [f"{key}={value}" for key, value in params.items()]
 
 
 @contextmanager

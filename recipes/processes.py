@@ -11,6 +11,8 @@ RESTARTS = "RECIPES_RESTARTS"  # set for workers: how often their launcher has s
 _COUNTERS = (RESTARTS, "SLURM_RESTART_COUNT")
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
+PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)  # a scheduler is about to end the run, which is saved
+
 # exit codes of a worker, and of recipes.train
 INTERRUPTED = 130  # after Ctrl-C
 REFUSED = 78  # EX_CONFIG, <sysexits.h>: a worker's settings are wrong; they would be again

@@ -91,7 +91,7 @@ def _distribution(each: Override) -> BaseDistribution:
 
 
 def words(values: Mapping[str, Any]) -> list[str]:
-    """The values of a trial, for a command line."""
+    """Values by key, such as those of a trial, for a command line."""
     return [f"{key}={value}" for key, value in values.items()]
 
 

@@ -29,7 +29,7 @@ from recipes import record
 from recipes.compose import CONF, check, resolved
 from recipes.launch import launch, write
 from recipes.problem import ConfigError
-from recipes.processes import INTERRUPTED, REQUEUE, may_be_told
+from recipes.processes import INTERRUPTED, PREEMPTING, REQUEUE, may_be_told
 from recipes.worker import start
 
 log = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ def compose_and_run(args: Namespace) -> None:
             problems = []  # of a kind that Hydra explains itself, e.g. of the command line's grammar
         if problems:
             sys.exit(str(ConfigError(problems)))
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in PREEMPTING:
         signal.signal(number, lambda *_: sys.exit(REQUEUE))
     try:
         run()

@@ -24,7 +24,7 @@ from recipes import record
 from recipes.launchers.cluster import Cluster
 from recipes.launchers.launcher import Failure, Preempted, WorkersFailed
 from recipes.launchers.watch import Ended, watched, workers
-from recipes.processes import LAUNCHED, REQUEUE, RESTARTS, how_it_ended
+from recipes.processes import LAUNCHED, PREEMPTING, REQUEUE, RESTARTS, how_it_ended
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -33,8 +33,7 @@ log = logging.getLogger(__name__)
 
 _SHUTDOWN_SECONDS = 10  # what workers get to end themselves after Ctrl-C or a peer's failure
 _ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the agent ends the workers
-_PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)  # the workers save the run, and leave
-_KILLED = tuple(-number for number in _PREEMPTING)  # exit codes: before a worker listens to them
+_KILLED = tuple(-number for number in PREEMPTING)  # exit codes: before a worker listens to them
 # What to name of several workers that have ended, the first of these: killed from outside; an error of its own; left
 # after a signal; its peer was lost; had to be killed by the launcher.
 _GONE, _OWN, _LEFT, _VICTIM, _SLOW = range(5)
@@ -74,7 +73,7 @@ class LocalLauncher(Cluster):
             _quiet_agent(),
             tempfile.TemporaryDirectory(prefix="recipes-") as scratch,
         ):
-            handed_on = _hand_on(_PREEMPTING)
+            handed_on = _hand_on(PREEMPTING)
             os.environ |= {**self.variables, LAUNCHED: str(os.getpid()), RESTARTS: str(restarts)}
             agent = elastic_launch(
                 LaunchConfig(
@@ -171,7 +170,7 @@ def _signals_and_environment_restored() -> Iterator[None]:
     With its handlers, Ctrl-C would end one job of a sweep, and the sweep would go on.
     """
     environment = os.environ.copy()
-    handlers = {number: signal.getsignal(number) for number in (*_ENDING, *_PREEMPTING)}
+    handlers = {number: signal.getsignal(number) for number in (*_ENDING, *PREEMPTING)}
     try:
         yield
     finally:

@@ -25,6 +25,7 @@ from recipes import record
 from recipes.launchers.cause import first_failure
 from recipes.launchers.cluster import Cluster
 from recipes.launchers.launcher import Failure, Preempted, WorkersFailed
+from recipes.processes import PREEMPTING
 
 if TYPE_CHECKING:
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
@@ -37,7 +38,6 @@ _STATE = "ray"  # a folder in the run's: what Ray keeps of it
 _OWN = "local"  # the address by which Ray starts one
 _ANSWER = 10.0  # seconds in which a cluster answers
 _UNANSWERED = 15.0  # seconds after a signal: a worker that hasn't told its processes by then isn't there
-_PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class RayLauncher(Cluster):
         cpus = self.threads * self.devices
         # A Ray of its own is told enough CPUs, since processes may share cores.
         room = max(cpus, os.cpu_count() or 1) if address == _OWN else None
-        handlers = {number: signal.getsignal(number) for number in (*_PREEMPTING, signal.SIGINT)}
+        handlers = {number: signal.getsignal(number) for number in (*PREEMPTING, signal.SIGINT)}
         runtime = {"env_vars": self.variables, "worker_process_setup_hook": "recipes.launchers.ray_worker.quiet"}
         _check(address)
         try:
@@ -188,7 +188,7 @@ def _told_by(leave: Path) -> Iterator[None]:
     def tell(*_: Any) -> None:
         leave.touch()
 
-    for number in _PREEMPTING:
+    for number in PREEMPTING:
         signal.signal(number, tell)
     try:
         yield
