@@ -7,7 +7,7 @@ implements three private methods, by which torch's checkpoints ask a tensor for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.checkpoint import metadata
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # Walking nested containers. torch has no public pytree; transformers registers its outputs with this one.
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "VALUE_OF",
@@ -41,11 +43,18 @@ __all__ = [
     "group_by_name",
     "has_full_backward_hooks",
     "has_hooks",
+    "hooks_beside",
     "keeps_graph",
     "make_parameter",
+    "memory_is_shared",
     "modules_of",
+    "packed_tensor",
     "move_forward_hooks",
     "parameters_of",
+    "saved_hooks",
+    "saved_tensor",
+    "saved_value",
+    "saves_tensors",
     "scale_all",
     "shallow_copy",
     "subclass_functions_disabled",
@@ -153,6 +162,60 @@ def keeps_graph() -> bool:
     to keep that one's graph too, and autograd tells a node nothing of it."""
     kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
     return kept
+
+
+# -- the graph of a backward -------------------------------------------------------------------------------------
+
+
+def saved_value(node: Node, name: str) -> Any:
+    """What a node of the graph has saved that is no tensor: a shape, a factor. torch documents such attributes for
+    looking at a graph, but names them as private."""
+    return getattr(node, f"_saved_{name}")
+
+
+def saved_tensor(node: Node, name: str) -> Tensor | None:
+    """A tensor that a node of the graph has saved, if it is still what was saved. None if hooks hold it: those of
+    torch's checkpoints hand it out once in a backward, and the node asks for it too. Where torch doesn't tell, hooks
+    are taken to hold it."""
+    if getattr(getattr(node, f"_raw_saved_{name}"), "unpack_hook", "not told") is not None:
+        return None
+    saved: Tensor | None = getattr(node, f"_saved_{name}")
+    return saved
+
+
+def packed_tensor(node: Node, name: str) -> Any:
+    """What a hook has made of a tensor that a node of the graph has saved; None where torch doesn't tell."""
+    return getattr(getattr(node, f"_raw_saved_{name}"), "data", None)
+
+
+def saves_tensors(node: Node) -> bool:
+    """Does a node of the graph need tensors for its backward? Only the names of its attributes tell."""
+    return any(name.startswith(("_raw_saved", "saved_tensors")) for name in dir(node))
+
+
+def saved_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The hooks that pack and unpack what is saved now. Hooks inside others hide them; to call those, one has to know
+    them."""
+    hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = (
+        torch._C._autograd._top_saved_tensors_default_hooks(True)
+    )
+    return hooks
+
+
+def hooks_beside(handle: RemovableHandle) -> int:
+    """How many hooks of the same kind there are on a node of the graph beside the one that ``handle`` removes. The node
+    itself doesn't tell."""
+    hooks = handle.hooks_dict_ref()
+    return 0 if hooks is None else len(hooks) - 1
+
+
+def memory_is_shared(tensor: Tensor) -> bool:
+    """Do other tensors refer to this one's memory, or is that not known? Nothing public counts references."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return True
+    own = 2  # the tensor's, and that of the object by which is asked
+    shared: bool = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > own
+    return shared
 
 
 # -- modules -----------------------------------------------------------------------------------------------------

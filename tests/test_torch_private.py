@@ -187,6 +187,98 @@ def test_a_torch_dispatch_mode_sees_operators() -> None:
     assert seen == ["ones", "add"]
 
 
+# -- the graph of a backward ---------------------------------------------------------------------------------
+
+
+def test_saved_value_and_saved_tensor_are_what_weights_gradients_are_computed_from() -> None:
+    """Otherwise no backward could be split: all of it would run in its first half, or fail there."""
+    x, w = torch.ones(2, 3, requires_grad=True), torch.ones(3, 4, requires_grad=True)
+    node = (x * 2) @ w
+    product = node.grad_fn
+    assert product is not None and type(product).__name__ == "MmBackward0"
+    assert torch.equal(torch_private.saved_tensor(product, "self"), torch.full((2, 3), 2.0))  # type: ignore[arg-type]
+    assert tuple(torch_private.saved_value(product, "mat2_sym_sizes")) == (3, 4)
+    assert tuple(torch_private.saved_value(product, "mat2_sym_strides")) == (4, 1)
+    biased = torch.addmm(torch.ones(4), x, w, alpha=3).grad_fn
+    assert biased is not None and type(biased).__name__ == "AddmmBackward0"
+    assert torch_private.saved_tensor(biased, "mat1") is x and torch_private.saved_value(biased, "alpha") == 3
+    batched = torch.bmm(x[None], w[None]).grad_fn
+    assert batched is not None and type(batched).__name__ == "BmmBackward0"
+    assert torch_private.saved_tensor(batched, "self").shape == (1, 2, 3)  # type: ignore[union-attr]
+    convolved = nn.Conv1d(1, 1, 1)(x[:, None]).grad_fn
+    assert convolved is not None and type(convolved).__name__ == "ConvolutionBackward0"
+    names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    assert [torch_private.saved_value(convolved, name) for name in names] == [(1,), (0,), (1,), False, (0,), 1]
+    assert [len(torch_private.saved_tensor(convolved, name).shape) for name in ("input", "weight")] == [3, 3]  # type: ignore[union-attr]
+
+
+def test_saved_tensor_is_none_where_hooks_hold_it() -> None:
+    """Otherwise a layer of a user's that runs again would fail: its tensors are handed out once."""
+    asked = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, asked.append):
+        product = (torch.ones(2, 2, requires_grad=True) @ torch.ones(2, 2, requires_grad=True)).grad_fn
+    assert product is not None
+    assert torch_private.saved_tensor(product, "self") is None and not asked
+
+    class Silent:
+        _raw_saved_self = object()  # of a torch that doesn't tell
+
+    assert torch_private.saved_tensor(Silent(), "self") is None  # type: ignore[arg-type]
+    assert torch_private.packed_tensor(Silent(), "self") is None  # type: ignore[arg-type]
+
+
+def test_packed_tensor_and_saved_hooks_are_those_of_the_hooks_around() -> None:
+    """Otherwise no weight could wait in a layer that runs again."""
+    assert torch_private.saved_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: ("packed", x), lambda packed: packed[1]):
+        hooks = torch_private.saved_hooks()
+        assert hooks is not None
+        pack, unpack = hooks
+        x = torch.ones(2, 2, requires_grad=True)
+        product = (x @ torch.ones(2, 2, requires_grad=True)).grad_fn
+    assert unpack(pack(x)) is x and product is not None
+    word, saved = torch_private.packed_tensor(product, "self")
+    assert word == "packed" and torch.equal(saved, x)
+
+
+def test_saves_tensors_tells_which_nodes_need_some() -> None:
+    """Otherwise a layer would run again in the second half of a backward, for its weight norm."""
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+    x = torch.ones(2, 2, requires_grad=True)
+    for output in (x.t(), x.to(torch.bfloat16), x.view(4), x[0], x.chunk(2)[0], x.expand(3, 2, 2)):
+        assert output.grad_fn is not None and not torch_private.saves_tensors(output.grad_fn)
+    for output in (x * x, x.exp(), x.norm(), Own.apply(x)):
+        assert output.grad_fn is not None and torch_private.saves_tensors(output.grad_fn)
+    assert not torch_private.saves_tensors(torch.autograd.graph.get_gradient_edge(x).node)
+
+
+def test_hooks_beside_counts_the_other_hooks_on_a_node() -> None:
+    """Otherwise a hook that changes a weight's gradient would be passed over."""
+    node = (torch.ones(2, requires_grad=True) * 2).grad_fn
+    assert node is not None
+    node.register_prehook(lambda given: None)
+    handle = node.register_hook(lambda *given: None)
+    assert torch_private.hooks_beside(handle) == 0
+    other = node.register_hook(lambda *given: None)
+    assert torch_private.hooks_beside(handle) == torch_private.hooks_beside(other) == 1
+
+
+def test_memory_is_shared_with_views_and_aliases() -> None:
+    """Otherwise a gradient that waits would be written to: its memory is that of another parameter's gradient."""
+    x = torch.ones(2, 2)
+    assert not torch_private.memory_is_shared(x)
+    view = x.view(4)
+    assert torch_private.memory_is_shared(x) and torch_private.memory_is_shared(view)
+    del view
+    assert not torch_private.memory_is_shared(x)
+    assert torch_private.memory_is_shared(x.to_sparse()) and torch_private.memory_is_shared(nn.Parameter(x))
+
+
 # -- modules -------------------------------------------------------------------------------------------------
 
 

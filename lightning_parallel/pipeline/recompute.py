@@ -1,17 +1,26 @@
-"""Activation checkpointing (arXiv:1604.06174): a layer keeps only its inputs, and runs again in the backward."""
+"""Activation checkpointing (arXiv:1604.06174): a layer keeps only its inputs, and runs again in the backward.
+
+torch's own checkpoint hands out each tensor that it computes again once, to the node of the graph that needs it. A
+backward in two halves (``split_backward.py``) needs some of them for its second half too, so it may look first::
+
+    layer's forward           x --> Recalled(what the checkpoint packed)
+    split backward, a look          Recalled.look()  --> runs the layer again, if nobody has; keeps x
+    the node of the graph           Recalled.take()  --> x, which is no longer kept
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.pipeline.seeding import host_generators_from, host_generators_now
-from lightning_parallel.torch_private import buffers_of, parameters_of
+from lightning_parallel.torch_private import buffers_of, parameters_of, saved_hooks
 
 _Place = tuple[dict[str, Any], str]  # a module's dictionary of buffers or parameters, and a name in it
 
@@ -35,8 +44,9 @@ class Recomputed:
         args, kwargs = without_caches(args, kwargs)
         places = [*self._without_gradient()] if self._written is None else self._written
         again = _Again(places, host_generators_now() if self._draws_on_host else None)
+        # The first context is entered inside the checkpoint's hooks.
         output = checkpoint(
-            self._forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), again), **kwargs
+            self._forward, *args, use_reentrant=False, context_fn=lambda: (_recalled(), again), **kwargs
         )
         if self._written is None:
             self._written = again.forget_unwritten()
@@ -47,6 +57,45 @@ class Recomputed:
         for part in self._layer.modules():
             for store in (buffers_of(part), parameters_of(part)):
                 yield from ((store, name) for name, x in store.items() if x is not None and not x.requires_grad)
+
+
+class Recalled:
+    """A tensor that a node of the graph needs, and that is computed again in each backward.
+
+    Args:
+        x: the tensor. It isn't kept.
+        pack, unpack: the checkpoint's.
+
+    Attributes:
+        plain: whether ``x`` is a dense tensor of torch's own class.
+    """
+
+    __slots__ = ("_packed", "_unpack", "_x", "plain")
+
+    def __init__(self, x: Tensor, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        self.plain = type(x) is Tensor and x.layout is torch.strided
+        self._packed, self._unpack = pack(x), unpack
+        self._x: Tensor | None = None
+
+    def look(self) -> Tensor:
+        """In a backward, before the node runs."""
+        if self._x is None:
+            self._x = self._unpack(self._packed)
+        return self._x
+
+    def take(self) -> Tensor:
+        """For the node."""
+        x, self._x = self.look(), None
+        return x
+
+
+@contextmanager
+def _recalled() -> Iterator[None]:
+    """Around the first run of a layer, inside a checkpoint: what the graph saves can be looked at."""
+    hooks = saved_hooks()
+    assert hooks is not None, "the checkpoint's"
+    with saved_tensors_hooks(lambda x: Recalled(x, *hooks), Recalled.take):
+        yield
 
 
 class _Again:
