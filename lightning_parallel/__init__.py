@@ -51,6 +51,8 @@ def _register() -> None:
         "pipeline_sync": (PipelineStrategy, {"schedule": "gpipe"}),
         "pipeline_gpipe": (PipelineStrategy, {"schedule": "gpipe"}),
         "pipeline_1f1b": (PipelineStrategy, {"schedule": "1f1b"}),
+        "pipeline_interleaved": (PipelineStrategy, {"schedule": "interleaved"}),
+        "pipeline_zbv": (PipelineStrategy, {"schedule": "zbv"}),
         "pipeline_async": (AsyncPipelineStrategy, {}),
         "data_parallel": (DataParallelStrategy, {}),
         "tensor_parallel": (TensorParallelStrategy, {}),

@@ -77,6 +77,22 @@ def split(batch: Any, count: int) -> list[Any]:
     return _split(batch, sizes(batch_size(batch), count))
 
 
+def rebuilt(batch: Any, tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
+    """The same batch in containers of its own, so that what a step puts into them stays in that run of it.
+
+    Args:
+        batch: as above.
+        tensor: makes the new batch's tensors from the old one's.
+    """
+    if isinstance(batch, Tensor):
+        return tensor(batch)
+    structure = None if isinstance(batch, PackedSequence) else members(batch)
+    if structure is None:
+        return batch
+    keys, values = structure
+    return rebuild(batch, keys, [rebuilt(value, tensor) for value in values])
+
+
 def join_outputs(outputs: Sequence[Any], weights: Sequence[int]) -> Any:
     """What a step returned for each microbatch, as it would have returned it for the whole batch.
 

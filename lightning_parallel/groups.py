@@ -1,32 +1,38 @@
-"""The process groups of a layout: one for each axis, one for each copy of the model, and the pipeline's links."""
+"""The process groups of a layout: one for each axis, one for each copy of the model, and the links between chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
-from lightning_parallel.layout import Layout
+from lightning_parallel.layout import Layout, Placement
 
 
-@dataclass
+@dataclass(frozen=True)
+class Wire:
+    """A way for messages between two ranks: a process group and a tag that nothing else uses there."""
+
+    group: dist.ProcessGroup
+    tag: int
+
+
+@dataclass(frozen=True)
 class Links:
-    """The groups over which a stage exchanges messages with its neighbours; None where there is no neighbour.
+    """The wires over the cuts between chunks on different stages, as far as this rank has an end of them. Cut c is that
+    between the chunks c and c + 1.
 
     Attributes:
-        forward_in: activations from the previous stage.
-        forward_out: activations to the next stage.
-        backward_in: gradients from the next stage.
-        backward_out: gradients to the previous stage.
+        activations: by cut, towards the later chunk.
+        gradients: by cut, back from it.
     """
 
-    forward_in: dist.ProcessGroup | None = None
-    forward_out: dist.ProcessGroup | None = None
-    backward_in: dist.ProcessGroup | None = None
-    backward_out: dist.ProcessGroup | None = None
+    activations: dict[int, Wire] = field(default_factory=dict)
+    gradients: dict[int, Wire] = field(default_factory=dict)
 
 
 class Groups:
@@ -43,17 +49,16 @@ class Groups:
 
     Attributes:
         model: the group of the ranks that hold one copy of the model together: all stages and all tensor shards.
-        links: the groups of messages between neighbouring stages.
     """
 
     def __init__(self, layout: Layout, timeout: timedelta | None = None, device: torch.device | None = None) -> None:
         self._layout = layout
-        self._timeout = timeout
+        self._timeout, self._device = timeout, device
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         everyone = layout.everyone()
         self._along = {axis.name: self._own([place.peers(axis.name) for place in everyone]) for axis in layout.axes}
         self.model = self._own([place.model_peers() for place in everyone])
-        self.links = self._make_links(device)
+        self._links: dict[Placement, Links] = {}
 
     def along(self, axis: str) -> dist.ProcessGroup:
         """The group of this rank along an axis."""
@@ -78,28 +83,37 @@ class Groups:
         assert found is not None, f"rank {self._layout.rank} is in none of the groups {groups}"
         return found
 
-    def _make_links(self, device: torch.device | None) -> Links:
-        """Over gloo the links are the pipeline's own group: between any two ranks, activations and gradients run in
-        opposite directions, so they never meet.
+    def links(self, placement: Placement | None = None) -> Links:
+        """The links between chunks, made once for a placement. All ranks call it.
 
-        Over NCCL each pair and direction has a group of its own, because NCCL runs what is posted on one group in the
-        order of posting.
+        Messages over one cut and of one kind are used in the order in which they are sent, which others needn't follow.
+        So each has a wire of its own. Over gloo that is a tag of the pipeline's own group. Over NCCL, which runs what
+        is posted on a group in the order of posting, it is a group.
+
+        Args:
+            placement: the stage of each chunk; by default each stage has one.
         """
+        placement = tuple(range(self._layout.stages)) if placement is None else placement
+        if placement not in self._links:
+            self._links[placement] = self._connect(placement)
+        return self._links[placement]
+
+    def _connect(self, placement: Placement) -> Links:
         layout, pipeline = self._layout, self.along("pipeline")
-        if dist.get_backend(pipeline) != "nccl":
-            before = None if layout.is_first_stage else pipeline
-            after = None if layout.is_last_stage else pipeline
-            return Links(forward_in=before, forward_out=after, backward_in=after, backward_out=before)
         links = Links()
-        for place in layout.everyone():
-            if place.is_last_stage:
-                continue
-            earlier, later = place.rank, place.rank_at(pipeline=place.stage + 1)
-            forward, backward = self._connected(earlier, later, device), self._connected(later, earlier, device)
-            if layout.rank == earlier:
-                links.forward_out, links.backward_in = forward, backward
-            elif layout.rank == later:
-                links.forward_in, links.backward_out = forward, backward
+        crossing = [(cut, ends) for cut, ends in enumerate(pairwise(placement)) if ends[0] != ends[1]]
+        for cut, (earlier, later) in crossing:
+            for kind, wires, ends in ((0, links.activations, (earlier, later)), (1, links.gradients, (later, earlier))):
+                if dist.get_backend(pipeline) != "nccl":
+                    if layout.stage in ends:
+                        wires[cut] = Wire(pipeline, 2 * cut + kind)
+                    continue
+                for place in layout.everyone():
+                    if place.stage == earlier:
+                        ranks = [place.rank_at(pipeline=stage) for stage in ends]
+                        group = self._connected(ranks[0], ranks[1], self._device)
+                        if layout.rank in ranks:
+                            wires[cut] = Wire(group, 0)
         return links
 
     def _connected(self, sender: int, receiver: int, device: torch.device | None) -> dist.ProcessGroup:

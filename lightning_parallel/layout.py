@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Size = int | Literal["auto"]
+Placement = tuple[int, ...]  # the stage of each chunk of a pipeline (pipeline/actions.py)
 
 
 @dataclass(frozen=True)

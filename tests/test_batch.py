@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
-from lightning_parallel.batch import batch_size, join_outputs, sizes, split, weighted_mean
+from lightning_parallel.batch import batch_size, join_outputs, rebuilt, sizes, split, weighted_mean
 
 
 class Pair(NamedTuple):
@@ -227,3 +227,13 @@ def test_empty_containers_are_in_every_microbatch() -> None:
 
 def test_what_weighs_nothing_is_no_part_of_a_mean() -> None:
     assert weighted_mean([torch.tensor(2.0), torch.tensor(torch.nan)], [3, 0]).item() == 2.0
+
+
+def test_a_rebuilt_batch_has_the_same_tensors_in_containers_of_its_own() -> None:
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2)])
+    batch = {"x": torch.ones(2), "more": [torch.zeros(1), "name"], "packed": packed}
+    again = rebuilt(batch)
+    assert again is not batch and again["more"] is not batch["more"] and again["packed"] is packed
+    assert again["x"] is batch["x"] and again["more"][1] == "name"
+    cloned = rebuilt(batch, torch.clone)
+    assert cloned["x"] is not batch["x"] and torch.equal(cloned["x"], batch["x"])

@@ -25,8 +25,11 @@ def sums_over_groups(pipeline: int, data: int, tensor: int) -> dict[str, Any]:
         dist.all_reduce(bits, group=groups.along(axis))
         found[axis] = bits.item()
     found |= _over_the_links(layout, groups)
-    links = vars(groups.links).values()
-    found["links"] = len({id(link) for link in links if link is not None})
+    links = groups.links()
+    assert groups.links() is links  # made once
+    wires = [*links.activations.values(), *links.gradients.values()]
+    found["links"] = len({id(wire.group) for wire in wires})
+    assert len({wire.tag for wire in wires}) == len(wires)
     found["members"] = {axis: sorted(dist.get_process_group_ranks(groups.along(axis))) for axis in NAMES}
     return found
 
@@ -36,16 +39,20 @@ def _over_the_links(layout: Layout, groups: Groups) -> dict[str, int | None]:
     work, received = [], {}
     for name, neighbour in (("forward", 1), ("backward", -1)):
         sends_to, receives_from = layout.stage + neighbour, layout.stage - neighbour
-        group_out, group_in = getattr(groups.links, f"{name}_out"), getattr(groups.links, f"{name}_in")
-        assert (group_out is not None) == (0 <= sends_to < layout.stages)
-        assert (group_in is not None) == (0 <= receives_from < layout.stages)
+        wires = groups.links().activations if name == "forward" else groups.links().gradients
+        wire_out = wires.get(min(layout.stage, sends_to)) if 0 <= sends_to < layout.stages else None
+        wire_in = wires.get(min(layout.stage, receives_from)) if 0 <= receives_from < layout.stages else None
+        assert (wire_out is not None) == (0 <= sends_to < layout.stages)
+        assert (wire_in is not None) == (0 <= receives_from < layout.stages)
         value = torch.tensor(100 * neighbour + layout.rank)
         buffer = torch.zeros((), dtype=torch.int64)
-        if group_out is not None:
-            work.append((dist.isend(value, layout.rank_at(pipeline=sends_to), group=group_out), value))
-        if group_in is not None:
-            work.append((dist.irecv(buffer, layout.rank_at(pipeline=receives_from), group=group_in), buffer))
-        received[name] = buffer if group_in is not None else None
+        if wire_out is not None:
+            to = layout.rank_at(pipeline=sends_to)
+            work.append((dist.isend(value, to, group=wire_out.group, tag=wire_out.tag), value))
+        if wire_in is not None:
+            source = layout.rank_at(pipeline=receives_from)
+            work.append((dist.irecv(buffer, source, group=wire_in.group, tag=wire_in.tag), buffer))
+        received[name] = buffer if wire_in is not None else None
     for one, _ in work:
         assert one is not None
         one.wait()

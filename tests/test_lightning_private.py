@@ -215,7 +215,9 @@ def test_samples_predicted_are_those_of_each_batch() -> None:
 def test_reads_training_metric(given: dict[str, Any], reads: bool) -> None:
     """Otherwise a stage that doesn't have the metric would choose other checkpoints than the last stage."""
     assert lightning_private.reads_training_metric(ModelCheckpoint(monitor="loss", **given), 6) is reads
-    assert lightning_private.reads_training_metric(ModelCheckpoint(**given), 6) is False
+    named = ModelCheckpoint(filename="{epoch}-{loss:.2f}", **given)
+    assert lightning_private.reads_training_metric(named, 6) is reads
+    assert lightning_private.reads_training_metric(ModelCheckpoint(filename="{epoch}-{step}", **given), 6) is False
 
 
 def test_evaluation_outputs_and_metrics_of_no_loader_become_what_validate_returns() -> None:

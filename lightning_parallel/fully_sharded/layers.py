@@ -12,7 +12,7 @@ So between steps a rank holds its part of the parameters, and of the optimizer's
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -36,25 +36,25 @@ class FullyShardedLayers:
     def __init__(self, layers: Mapping[str, nn.Module], group: dist.ProcessGroup, device: torch.device) -> None:
         mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("data",))
         first = dist.get_global_rank(group, 0)
-        self._units: list[FSDPModule] = []
-        for layer in layers.values():
+        self._units: dict[str, FSDPModule] = {}
+        for name, layer in layers.items():
             layer.to(device)
             broadcast_tensors(layer.parameters(), first, group)  # a user's script need not seed its weights
             scalars = {parameter for parameter in layer.parameters() if parameter.dim() == 0}  # can't be divided
             fully_shard(layer, mesh=mesh, reshard_after_forward=False, ignored_params=scalars)
             assert isinstance(layer, FSDPModule)
-            self._units.append(layer)
+            self._units[name] = layer
 
     def hold_back(self) -> None:
         """From here on backwards add up their gradients, and send nothing."""
-        self._end_with(False)
+        self._end_with(False, self._units)
 
-    def release(self) -> None:
-        """The next backward is an update's last."""
-        self._end_with(True)
+    def release(self, names: Collection[str]) -> None:
+        """The next backward through these layers is their last of an update."""
+        self._end_with(True, names)
 
-    def _end_with(self, last: bool) -> None:
-        for unit in self._units:
+    def _end_with(self, last: bool, names: Collection[str]) -> None:
+        for unit in (unit for name, unit in self._units.items() if name in names):
             unit.set_is_last_backward(last)
             unit.set_reshard_after_backward(last)
             unit.set_requires_gradient_sync(last)
@@ -62,7 +62,7 @@ class FullyShardedLayers:
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Inside, all layers are gathered."""
-        for unit in self._units:
+        for unit in self._units.values():
             unit.unshard()
         try:
             yield
@@ -71,5 +71,5 @@ class FullyShardedLayers:
 
     def free(self) -> None:
         """Free the gathered parameters, after a forward that no backward follows."""
-        for unit in self._units:
+        for unit in self._units.values():
             unit.reshard()

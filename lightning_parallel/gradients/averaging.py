@@ -13,7 +13,8 @@ depended on all parameters: each bucket tells how many replicas have which gradi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -69,12 +70,14 @@ class GradientAverager:
         self._buckets: list[_Bucket] = []
         self._of: dict[str, _Bucket] = {}
         self._grown: set[str] = set()
+        self._completing: Collection[str] = ()  # what backwards complete now
         self._sent = 0  # the number of buckets on their way
         self.begun = False  # is an update's last backward under way?
 
     def begin(self) -> None:
         """Call it before the backward that completes the update's gradients: from here on :meth:`ready` counts."""
         self._buckets, self._of, self._sent, self._grown, self.begun = [], {}, 0, set(), True
+        self._completing = self._parameters.keys()
         filled = 0
         for name, parameter in reversed(self._parameters.items()):
             if not parameter.requires_grad:
@@ -89,8 +92,20 @@ class GradientAverager:
             self._of[name] = self._buckets[-1]
             filled += parameter.numel() * parameter.element_size()
 
+    @contextmanager
+    def completing(self, names: Collection[str]) -> Iterator[None]:
+        """Inside, backwards complete these parameters' gradients and no others. Where each part of a model has a last
+        backward of its own, it stands in the place of :meth:`begin`."""
+        if not self.begun:
+            self.begin()
+        self._completing = names
+        try:
+            yield
+        finally:
+            self._completing = ()
+
     def ready(self, name: str, gradient: Tensor) -> None:
-        """A backward has completed a parameter's gradient. Between updates this does nothing.
+        """A parameter's gradient has grown. If it is complete, it is averaged. Between updates this does nothing.
 
         Raises:
             RuntimeError: it was complete already in this update, so what was added to it may not have been averaged.
@@ -103,6 +118,8 @@ class GradientAverager:
                 f"it has grown. A checkpoint with use_reentrant=True around a layer that is used twice does this: set "
                 f"use_reentrant=False."
             )
+        if name not in self._completing:
+            return
         self._grown.add(name)
         self._of[name].ready[name] = gradient
         while self._sent < len(self._buckets):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,12 @@ from torch import Tensor
 
 
 def reads_training_metric(callback: Callback, global_step: int) -> bool:
-    """Does a checkpoint callback read a training metric after this step? Its triggers are kept privately."""
-    if not isinstance(callback, ModelCheckpoint) or callback.monitor is None:
+    """May a checkpoint callback read a training metric after this step, to compare it or to name a file by it? Its
+    triggers are kept privately."""
+    if not isinstance(callback, ModelCheckpoint):
+        return False
+    named = {*re.findall(r"{(\w+)", callback.filename or "")} - {"epoch", "step"}
+    if callback.monitor is None and not named:
         return False
     every = callback._every_n_train_steps
     return (every >= 1 and global_step % every == 0) or callback._train_time_interval is not None

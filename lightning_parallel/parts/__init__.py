@@ -12,11 +12,13 @@ end of their own.
     first_look.py      what crosses the cuts in a step         microbatches.py  a batch's work
     loss_means.py      what microbatches weigh                 options.py      the settings of strategies
     last_stage.py      what the last stage does for all        metric_board.py  metrics, the same on every stage
+    earlier_chunks.py  runs of a step that don't count     between_batches.py  do stages wait? (outcome_readers.py)
     evaluation.py      forward only                            logs.py          self.log inside microbatches
     asynchronous.py    updates without a flush                 late_gradients.py, optimizer_options.py
     timelines.py       what ran when                           callbacks.py     brought along, or refused
     background.py      saves beside the training               preemption.py    saved and left at a signal
     exact_resume.py    what a resumed run goes on with         saved_moment.py  when it was saved
     finite_loss.py     told and ended where the loss is NaN    notice.py        a stop that nobody waits for
+    held_stop.py       a stop that waits for all stages
     searches.py        refused in a resumed run                by_replica.py    gathered for a file
 """

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import lightning.pytorch as pl
@@ -28,9 +27,9 @@ from lightning_parallel.layout import Layout
 from lightning_parallel.local_model import LocalModel
 from lightning_parallel.parts.late_gradients import LateGradients
 from lightning_parallel.parts.optimizer_options import OptimizerOptions, Options
+from lightning_parallel.pipeline.actions import Action
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.partition import Partition
-from lightning_parallel.pipeline.schedule import Action
 from lightning_parallel.pipeline.staleness import is_second_order
 from lightning_parallel.pipeline.weights import WeightVersions
 
@@ -96,7 +95,6 @@ class AsynchronousTraining:
         self.begun = 0  # updates whose last batch has been fed
         self._fed_to_next = 0  # microbatches fed to the next update
         self._last = 0  # microbatches of the last of those begun
-        self._stop = False  # has the user's step asked for the end of training?
 
     @property
     def update_is_open(self) -> bool:
@@ -139,17 +137,6 @@ class AsynchronousTraining:
             self._last, self._fed_to_next = self._fed_to_next, 0
         return self._list.feed(count, ends_update=ends_update)
 
-    @contextmanager
-    def stop_held_back(self) -> Iterator[None]:
-        """Around a batch: hold back a ``trainer.should_stop`` that the user's step sets, until the stages next meet.
-
-        The last stage reaches a batch later than the first one does, but all have to stop after the same batch.
-        """
-        before = self._trainer.should_stop
-        yield
-        if self._layout.stages > 1 and self._trainer.should_stop and not before:
-            self._stop, self._trainer.should_stop = True, False
-
     def update(self) -> None:
         """One update of this stage: the hooks, the clipping and the step that Lightning would run, with the options
         that were in force when its batch came."""
@@ -176,11 +163,6 @@ class AsynchronousTraining:
             engine.end_stream()
         self.versions.refresh()
         self._loose.copy()
-
-    def release_stop(self) -> None:
-        """All stages meet: a stop that was held back counts from now on."""
-        self._trainer.should_stop |= self._stop
-        self._stop = False
 
 
 class _LooseParameters:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_parallel.batch import batch_size, split
 from lightning_parallel.collectives import broadcast_object, gather_objects, together
-from lightning_parallel.layout import Layout
+from lightning_parallel.layout import Layout, Placement
 from lightning_parallel.parts.first_batch import STEPS, as_in, first_step
 from lightning_parallel.parts.logs import trial
 from lightning_parallel.parts.options import StagedOptions
@@ -27,6 +27,7 @@ def agreed_partition(
     layout: Layout,
     model_group: dist.ProcessGroup,
     automatic_microbatches: Callable[[int], int],
+    placement: Placement,
 ) -> Partition:
     """The partition of a module, the same on all ranks.
 
@@ -37,6 +38,7 @@ def agreed_partition(
         layout: how many stages.
         model_group: the ranks that hold one copy of the model together.
         automatic_microbatches: their number, given a batch's size.
+        placement: the stage of each chunk.
 
     Raises:
         ValueError: the module can't be cut like this.
@@ -61,7 +63,15 @@ def agreed_partition(
                 hooks = StepHooks(trainer, module, step) if fitting else None
                 recompute = options.activation_checkpointing and fitting
                 found = partition(
-                    module, step, layout.stages, options.layers, balance, device, hooks=hooks, recompute=recompute
+                    module,
+                    step,
+                    layout.stages,
+                    options.layers,
+                    balance,
+                    device,
+                    placement=placement,
+                    hooks=hooks,
+                    recompute=recompute,
                 )
                 if hooks is not None:
                     hooks.check(found, layout.stage)

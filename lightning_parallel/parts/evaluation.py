@@ -1,7 +1,7 @@
 """Validation, test and prediction in a pipeline: batches stream through the stages, forward only.
 
-A batch is one message to the next stage, and no stage waits for the end of a batch. It is not split, so metrics see
-what they see in one process. Metrics are published at the end of the loop.
+A batch is one message to the next chunk, and with one chunk a stage no stage waits for the end of a batch. It is not
+split, so metrics see what they see in one process. Metrics are published at the end of the loop.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from lightning_parallel.batch import rebuilt
+from lightning_parallel.parts.earlier_chunks import EarlierChunks
 from lightning_parallel.parts.first_look import FirstLook
 from lightning_parallel.parts.last_stage import LastStage
 from lightning_parallel.parts.stages import Stages
@@ -26,16 +28,23 @@ class Evaluation:
         look: at the first step of each kind.
         last_stage: runs the end of the steps.
         shards: compare the losses of tensor ranks.
+        earlier: drops what runs for earlier chunks log.
     """
 
     def __init__(
-        self, engine: Engine, stages: Stages, look: FirstLook, last_stage: LastStage, shards: TensorShards
+        self,
+        engine: Engine,
+        stages: Stages,
+        look: FirstLook,
+        last_stage: LastStage,
+        shards: TensorShards,
+        earlier: EarlierChunks,
     ) -> None:
         self._engine = engine
         self._stages = stages
         self._look = look
         self._last_stage = last_stage
-        self._shards = shards
+        self._shards, self._earlier = shards, earlier
         self._batches = 0
 
     def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -49,10 +58,18 @@ class Evaluation:
             What the step returned, on the last stage; None on the others.
         """
         self._batches += 1
-        bound = partial(step, *args, **kwargs)
-        self._look.follow(f"{step.__name__} {args[2:]}", bound)  # each loader may have a step of its own
-        with self._last_stage.alone(step.__name__, *(index for index in args[1:] if isinstance(index, int))):
-            output = self._engine.evaluate(partial(self._shards.run, bound, step.__name__), self._batches)
+        # Each loader may have a step of its own.
+        self._look.follow(f"{step.__name__} {args[2:]}", partial(self._earlier.looked_at, step, args, **kwargs))
+        self._earlier.check(step.__name__)
+        several = len(self._stages.stage.chunks) > 1
+        indices = [index for index in args[1:] if isinstance(index, int)]
+
+        def alone() -> Any:
+            with self._last_stage.alone(step.__name__, *indices):
+                own, more = rebuilt((args, kwargs)) if several else (args, kwargs)
+                return self._earlier.run(partial(self._shards.run, partial(step, *own, **more), step.__name__))
+
+        output = self._engine.evaluate(alone, self._batches)
         if self._stages.fully_sharded is not None:
             self._stages.fully_sharded.free()
         return output

@@ -117,14 +117,15 @@ class FirstLook:
         """A residual sum between the layers is computed again on each stage, from all its terms: O(layers) of them."""
         if not flow.cuts:
             return
-        stage = flow.heaviest()
-        cargo = flow.out_of(stage)
+        chunk, places = flow.heaviest(), self._stages.stage.partition.placement
+        cargo = flow.out_of(chunk)
         if self._warned or tensors_of(cargo) <= MANY:
             return
         self._warned = True
         rank_zero_warn(
-            f"{tensors_of(cargo)} tensors cross the cut between stages {stage} and {stage + 1} for each microbatch, "
-            f"and their gradients come back: the outputs of {first_few([repr(item.module) for item in cargo])}. Later "
-            f"stages use them. If training_step or forward adds them up between the layers, as in `x = x + layer(x)`, "
-            f"move this into the layer's forward: then its output is all that crosses."
+            f"{tensors_of(cargo)} tensors cross the cut between stages {places[chunk]} and {places[chunk + 1]} for "
+            f"each microbatch, and their gradients come back: the outputs of "
+            f"{first_few([repr(item.module) for item in cargo])}. Later stages use them. If training_step or forward "
+            f"adds them up between the layers, as in `x = x + layer(x)`, move this into the layer's forward: then its "
+            f"output is all that crosses."
         )

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 
-from lightning_parallel.batch import batch_size, join_outputs, sizes, split, weighted_mean
+from lightning_parallel.batch import batch_size, join_outputs, rebuilt, sizes, split, weighted_mean
 from lightning_parallel.layout import Layout
+from lightning_parallel.parts.earlier_chunks import EarlierChunks
 from lightning_parallel.parts.first_look import FirstLook
 from lightning_parallel.parts.last_stage import LastStage
 from lightning_parallel.parts.loaders import check_same_batch
@@ -29,10 +30,11 @@ from lightning_parallel.parts.logs import LogRecorder, logging_through
 from lightning_parallel.parts.loss_means import LossMeans
 from lightning_parallel.parts.once_a_batch import OnceABatch
 from lightning_parallel.parts.tensor_shards import TensorShards
-from lightning_parallel.pipeline.engine import Microbatch
+from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.loss_terms import LossTerms
 from lightning_parallel.pipeline.recording import Recording
 from lightning_parallel.pipeline.seeding import mix, seed_host_generators
+from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.settings import Auto, Count
 
 
@@ -51,6 +53,8 @@ class Microbatches:
         look: at the first step.
         means: weigh the microbatches.
         last_stage: runs the end of the steps.
+        earlier: drops what runs for earlier chunks log.
+        stage: of this rank.
         model_group: the ranks that hold one copy of the model together.
         device: of this rank.
 
@@ -72,6 +76,8 @@ class Microbatches:
         look: FirstLook,
         means: LossMeans,
         last_stage: LastStage,
+        earlier: EarlierChunks,
+        stage: Stage,
         model_group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
@@ -80,6 +86,7 @@ class Microbatches:
         self._layout, self._seed = layout, seed
         self._precision, self._shards = precision, shards
         self._look, self._means, self._last_stage = look, means, last_stage
+        self._earlier, self._stage = earlier, stage
         self._model_group, self._device = model_group, device
         self.once = OnceABatch(module)
         self._is_first_batch = True
@@ -122,7 +129,7 @@ class Microbatches:
         steps: list[Callable[..., Any]] = []
         for k, part in enumerate(parts):
             seed = mix(self._seed, self._layout.index("data"), number, k)
-            step = partial(self._run, (part, *rest), recorder, counts[k], seed, k)
+            step = partial(self._run, (part, *rest), recorder, counts[k], seed)
             steps.append(step)
             work[first + k] = Microbatch(
                 step=step if terms is None else partial(self._run_watched, step, terms, k, recorder),
@@ -132,7 +139,8 @@ class Microbatches:
                 begins_update=begins_update and k == 0,
             )
         flow = self._look.follow("training_step", partial(steps[0], kind=None), len(counts))
-        self.once.follow(() if flow is None else flow.updated, len(counts))
+        self._earlier.check("training_step")
+        self.once.follow(() if flow is None else flow.updated, len(counts) * len(self._stage.chunks))
         self._is_first_batch = False
         return work, counts
 
@@ -142,19 +150,27 @@ class Microbatches:
         recorder: LogRecorder,
         size: int,
         seed: int,
-        number: int,
         kind: str | None = "training_step",
     ) -> Any:
         """The user's step on one microbatch; ``kind=None`` for a look at it."""
         recorder.weight = size
         seed_host_generators(seed)
-        if kind is not None:
-            self.once.before(number)
-        with self._precision.train_step_context():
-            return self._shards.run(partial(self._module.training_step, *arguments), kind)
+        if kind is None:
+            step = partial(self._earlier.looked_at, self._module.training_step, arguments)
+        else:
+            step = partial(self._earlier.run, partial(self._run_again, arguments, kind))
+        with self._precision.train_step_context(), nullcontext() if kind is None else self.once.run():
+            return step()
+
+    def _run_again(self, arguments: tuple[Any, ...], kind: str) -> Any:
+        """The step for one of the stage's chunks."""
+        own = rebuilt(arguments) if len(self._stage.chunks) > 1 else arguments
+        return self._shards.run(partial(self._module.training_step, *own), kind)
 
     def _run_watched(self, step: Callable[[], Any], terms: LossTerms, number: int, recorder: LogRecorder) -> Any:
         """A step on the last stage, whose loss may average over something else than samples."""
+        if not self._stage.runs_last_chunk:
+            return step()
         with self._means.watched(terms, number) as watching:
             recorder.counts_by_samples = _never if watching is None else watching.is_divided
             output = step()

@@ -1,6 +1,7 @@
 """Parameters that the step itself updates, such as a mean teacher's: once a batch, not once a microbatch.
 
-The step runs for each microbatch. Before each run but the first, these parameters get their old values back::
+The step runs for each microbatch, and on a stage with several chunks for each of them. Before each run but the first,
+these parameters get their old values back::
 
     one process           t --step--> t'
     three microbatches    t --step--> t'   back to t --step--> t'   back to t --step--> t'
@@ -8,7 +9,8 @@ The step runs for each microbatch. Before each run but the first, these paramete
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -30,32 +32,54 @@ class OnceABatch:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self.names: list[str] = []
-        self._microbatches = 1
+        self._runs = 1  # of the step in the batch
+        self._begun = 0  # of these
         self._changing: list[Tensor] = []
         self._before: list[Tensor] = []
+        self._after: dict[int, Tensor] = {}  # by index, as a run has left it
         self._frozen: list[tuple[Tensor, tuple[int, int]]] = []  # those that are not to change, and as they were
 
-    def follow(self, names: Collection[str], microbatches: int) -> None:
-        """A batch is about to run in so many microbatches, in which these parameters and buffers change. Those of other
-        stages don't matter."""
-        self.names, self._microbatches = sorted(names), microbatches
+    def follow(self, names: Collection[str], runs: int) -> None:
+        """A batch is about to take so many runs of the step, in which these parameters and buffers change. Those of
+        other stages don't matter."""
+        self.names, self._runs, self._begun = sorted(names), runs, 0
+        self._after = {}
         tensors = dict(self._module.named_parameters()) | dict(self._module.named_buffers()) if names else {}
         self._changing = [tensors[name] for name in self.names if _is_here(tensors[name])]
 
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Around a run of the step. One that is left before it changes a tensor (that of an earlier chunk) leaves it as
+        the others do: their backwards may read it."""
+        self.before()
+        try:
+            yield
+        finally:
+            self._leave()
+
     @torch.no_grad()
-    def before(self, microbatch: int) -> None:
-        """A microbatch's step is about to run: the batch's first one, or a further one.
+    def _leave(self) -> None:
+        for i, (tensor, before) in enumerate(zip(self._changing, self._before, strict=False)):
+            if not torch.equal(tensor, before):
+                self._after[i] = tensor.detach().clone()
+            elif i in self._after:
+                tensor.data.copy_(self._after[i])
+
+    @torch.no_grad()
+    def before(self) -> None:
+        """A run of the step is about to begin.
 
         Raises:
             RuntimeError: the first one has changed a frozen parameter, which the look at the step hasn't seen.
         """
-        if self._microbatches == 1:
+        self._begun += 1
+        if self._runs == 1:
             return
-        if microbatch == 0:
+        if self._begun == 1:
             self._before = [tensor.clone() for tensor in self._changing]
             frozen = [p for p in self._module.parameters() if not p.requires_grad and _is_here(p)]
             self._frozen = [(p, _state_of(p)) for p in frozen if not any(p is changing for changing in self._changing)]
-        elif microbatch == 1:
+        elif self._begun == 2:
             for parameter, state in self._frozen:
                 if _state_of(parameter) != state:
                     name = next(name for name, p in self._module.named_parameters() if p is parameter)

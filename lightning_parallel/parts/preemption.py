@@ -92,6 +92,7 @@ class Preemption(Callback):
         batch = trainer.fit_loop.total_batch_idx + 1
         number = self._notice.at(batch, self._signal) if self._notice else self._meeting.highest(self._signal)
         if number and ends_update(trainer):
+            self._meeting.highest(number)  # a rank that is ahead stays until its messages have been read
             self._save(trainer, number)
             self._leave(trainer)
 

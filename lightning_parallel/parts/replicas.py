@@ -10,7 +10,8 @@ the backward that completes an update. Then they are averaged, bucket by bucket,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 import torch.distributed as dist
@@ -79,6 +80,15 @@ class Replicas:
         """The next backward completes an update's gradients: from here on they are averaged while it runs."""
         if self._averager is not None:
             self._averager.begin()
+
+    @contextmanager
+    def completing(self, names: Collection[str] | None = None) -> Iterator[None]:
+        """Inside, a backward completes an update's gradients of these parameters, by default of all."""
+        if self._averager is None:
+            yield
+            return
+        with self._averager.completing(self._local.replicated.keys() if names is None else names):
+            yield
 
     @property
     def in_last_backward(self) -> bool:

@@ -155,15 +155,19 @@ class Stages:
 def _announce(parts: Partition, module: nn.Module, layout: Layout, describe: Callable[[int], str]) -> None:
     parameters = dict(module.named_parameters())
     for stage in range(parts.stages):
-        names = [parts.layers[i] for i in parts.layers_of(stage)]
-        outside = [name for name, stages in parts.outside.items() if stage in stages]
-        several = f"{names[0]} .. {names[-1]} ({len(names)} layers)" if names else "no layers"
-        span = names[0] if len(names) == 1 else several
+        span = " and ".join(_span([parts.layers[i] for i in parts.layers_of(c)]) for c in parts.chunks_of(stage))
+        outside = [name for name in parts.outside if stage in parts.stages_with(name)]
         besides = f" with {', '.join(outside)}" if outside else ""
         size = sum(p.numel() for name, p in parameters.items() if stage in parts.owners[name])
         rank_zero_info(
             f"{layout.describe(layout.rank_at(pipeline=stage))}: {span}{besides}, {size:,} parameters{describe(stage)}"
         )
+
+
+def _span(names: list[str]) -> str:
+    """A chunk's layers."""
+    several = f"{names[0]} .. {names[-1]} ({len(names)} layers)" if names else "no layers"
+    return names[0] if len(names) == 1 else several
 
 
 def refuse_training(module: pl.LightningModule) -> None:

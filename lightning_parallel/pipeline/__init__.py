@@ -5,11 +5,14 @@ In the order in which a batch meets them::
     trace.py          what the user's step does             tracer.py, traced.py, operations.py, timing.py
                       on tensors without values             absent.py, origins.py, absent_module.py, absent_forward.py
                       put back afterwards                   kept_state.py, own_generators.py, plain_values.py
-    partitioning.py   which layers a stage owns             candidate.py, partition.py, layers.py, balance.py
+    partitioning.py   which layers a chunk owns             candidate.py, partition.py, layers.py, balance.py
     survey.py         what crosses the cuts                 flow.py, one_sided.py
-    schedule.py       what each stage computes, in order    async_schedule.py, simulate.py
+    schedule.py       what each stage computes, in order    actions.py, schedule_checks.py, async_schedule.py
+                      drawn, and timed on paper             clock_table.py, simulate.py, drawing.py
     engine.py         runs a schedule on a stage            weights.py, timeline.py
-    stage.py          runs the user's step, cut to a stage  other_units.py, forward_pass.py, interception.py, arrival.py
+    chunk.py          what a stage runs of the step         ends.py, handover.py, recompute.py
+                      its backward in two halves            split_backward.py, matmuls.py
+    stage.py          runs the user's step, cut to a chunk other_units.py, forward_pass.py, interception.py, arrival.py
     channel.py        sends and receives                    message.py
     watching.py       divides the terms of a loss           loss_terms.py, recording.py, replay.py, averaging.py
 """

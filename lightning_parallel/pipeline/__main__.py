@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB, asynchronous
 from lightning_parallel.pipeline.clock_table import clock_table
-from lightning_parallel.pipeline.schedule import SCHEDULES, validate
+from lightning_parallel.pipeline.schedule import SCHEDULES
+from lightning_parallel.pipeline.schedule_checks import validate
 from lightning_parallel.pipeline.simulate import asynchronous_utilisation, ideal_bubble, simulate
 
 

@@ -1,4 +1,4 @@
-"""What a module that another stage owns answers: absent tensors, in the structure that the module itself returns.
+"""What a module answers that another chunk runs: absent tensors, in the structure that the module itself returns.
 
 The module's own ``forward`` is run on absent tensors. Some forwards can't run like that: they ask for values (the
 tokens of each expert), write into tensors that they made, or call a kernel that has no version without values. Such a
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_parallel.pipeline.absent import AbsentMemory, AbsentTensor, AbsentValueError, absent_like
+from lightning_parallel.pipeline.absent_module import everything_absent
 from lightning_parallel.pipeline.interception import Interception, can_intercept
 from lightning_parallel.pipeline.on_meta import meta_of
 from lightning_parallel.pipeline.origins import INPUT, origin_of
@@ -40,7 +41,7 @@ ANSWERS_KEPT = 32  # of one module, for the inputs that came last
 
 
 class AbsentForward:
-    """The ``forward`` of a module that another stage owns.
+    """The ``forward`` of a module that another chunk runs.
 
     The module is asked once for each signature of its inputs. After that, a call costs a look-up. Nothing is drawn from
     the generators that the stage's own layers use.
@@ -48,18 +49,19 @@ class AbsentForward:
     Args:
         module: whose forward it is.
         name: of the module.
+        has_values: its parameters and buffers are here, for another chunk. It is asked without them.
     """
 
-    def __init__(self, module: nn.Module, name: str) -> None:
+    def __init__(self, module: nn.Module, name: str, has_values: bool = False) -> None:
         self._module = module
         self._forward = module.forward
         self._name = name
+        self._has_values = has_values
         # By signature: the answer's leaves, tensors as meta tensors; their device; the structure.
         self._answers: OrderedDict[Any, tuple[list[Any], torch.device, Any]] = OrderedDict()
 
-    @torch.compiler.disable
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: int = 0) -> Any:
-        """What the module's call number ``call`` in a step, from 0, returns."""
+        """What the module's call number ``call`` in a step, from 0, returns. Not to be compiled."""
         # Autocast decides about the dtypes of operations, on any device.
         autocast = [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda")]
         key = (_signature(args), _signature(kwargs), self._module.training, *autocast)
@@ -78,7 +80,10 @@ class AbsentForward:
         # Parameters were made absent outside of inference mode, where torch can't divide them into views.
         generators = TorchGenerators(torch.device("cpu"))
         with torch.inference_mode(False), torch.no_grad(), generators.kept(), host_generators_kept():
-            with _parts_asked(self._module):
+            absent: AbstractContextManager[Any] = nullcontext()
+            if self._has_values:
+                absent = everything_absent(self._module, [self._module])
+            with absent, _parts_asked(self._module):
                 out = asked(self._module, self._forward, args, kwargs, INPUT)
         leaves, structure = tree_flatten(out)
         tensors = [x for x in tree_leaves((args, kwargs, leaves)) if isinstance(x, Tensor)]

@@ -26,11 +26,15 @@ class Arrival:
     Args:
         tensors: the values. The buffers may be filled later, as long as nothing reads them before.
         format: of the message, which says of each tensor whether the sender wants a gradient.
+
+    Attributes:
+        anchor: the leaf at which a backward has computed the gradients to send back; None if there are none.
     """
 
     def __init__(self, tensors: list[Tensor], format: Format) -> None:
         self.format = format
         self._tensors = tensors
+        self.anchor: Tensor | None = None
         self._gradients: list[Tensor] | None = None
 
     def receive(self) -> list[Tensor]:
@@ -42,8 +46,8 @@ class Arrival:
         wanted = [requires_grad for _, _, requires_grad in self.format]
         if not (any(wanted) and torch.is_grad_enabled()):
             return tensors
-        anchor = torch.empty((), requires_grad=True)
-        live = iter(_Receive.apply(anchor, self, [t for t, w in zip(tensors, wanted, strict=True) if w]))  # type: ignore[no-untyped-call]
+        self.anchor = torch.empty((), requires_grad=True)
+        live = iter(_Receive.apply(self.anchor, self, [t for t, w in zip(tensors, wanted, strict=True) if w]))  # type: ignore[no-untyped-call]
         return [next(live) if w else t for t, w in zip(tensors, wanted, strict=True)]
 
     def gradients(self, device: torch.device) -> list[Tensor]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from lightning_parallel.pipeline.schedule import Action, Backward, Forward, Schedule, Step, check_sizes
+from lightning_parallel.pipeline.actions import Action, Backward, Forward, Schedule, Step
+from lightning_parallel.pipeline.schedule import check_sizes
 
 
 class AsyncOneFOneB:

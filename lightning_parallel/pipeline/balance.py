@@ -13,18 +13,18 @@ Balance = str | Sequence[int]
 def bounds_of(
     costs: Sequence[int],
     trainable: Sequence[bool],
-    stages: int,
+    chunks: int,
     balance: Balance,
     allowed: Sequence[bool] | None = None,
 ) -> list[int]:
-    """The bounds between stages: stage s gets the layers ``[bounds[s], bounds[s + 1])``.
+    """The bounds between chunks: chunk c gets the layers ``[bounds[c], bounds[c + 1])``.
 
     Args:
         costs: of each layer in the chain, with what goes with it.
         trainable: which layers learn.
-        stages: at most as many as layers.
+        chunks: at most as many as layers.
         balance: ``"parameters"``, ``"operations"`` or ``"time"``, whichever the costs are, ``"layers"``, or the number
-            of layers of each stage.
+            of layers of each chunk.
         allowed: after which layers a bound may be, besides the last; by default after all.
 
     Raises:
@@ -34,11 +34,12 @@ def bounds_of(
     allowed = allowed or [True] * len(costs)
     if not isinstance(balance, str):
         counts = list(balance)
-        if len(counts) != stages or sum(counts) != len(costs) or min(counts) < 1:
+        if len(counts) != chunks or sum(counts) != len(costs) or min(counts) < 1:
             raise ValueError(
-                f"balance={counts}: give {stages} positive layer counts, one a stage, that sum to {len(costs)}."
+                f"balance={counts}: give {chunks} positive layer counts, one a stage (or a chunk of one), that sum to "
+                f"{len(costs)}."
             )
-        bounds = [sum(counts[:stage]) for stage in range(stages + 1)]
+        bounds = [sum(counts[:chunk]) for chunk in range(chunks + 1)]
         if not all(allowed[bound - 1] for bound in bounds[1:-1]):
             raise ValueError(
                 f"balance={counts}: a cut would fall between two calls of a module that collects statistics of its "
@@ -46,60 +47,60 @@ def bounds_of(
             )
         return bounds
     if balance == "layers" and all(allowed):
-        return [round(stage * len(costs) / stages) for stage in range(stages + 1)]
+        return [round(chunk * len(costs) / chunks) for chunk in range(chunks + 1)]
     if balance == "layers":
         costs = [1] * len(costs)
     elif balance not in ("parameters", "operations", "time"):
         raise ValueError(
             f"balance={balance!r}: use 'parameters', 'operations', 'time', 'layers', or a list of layer counts."
         )
-    return balanced(costs, trainable, stages, allowed)
+    return balanced(costs, trainable, chunks, allowed)
 
 
 def balanced(
-    costs: Sequence[int], trainable: Sequence[bool], stages: int, allowed: Sequence[bool] | None = None
+    costs: Sequence[int], trainable: Sequence[bool], chunks: int, allowed: Sequence[bool] | None = None
 ) -> list[int]:
-    """The contiguous split whose largest stage is smallest; among those, the one with the least sum of squares. A stage
+    """The contiguous split whose largest chunk is smallest; among those, the one with the least sum of squares. A chunk
     without a trainable parameter is taken only where there is no other way.
 
-    Dynamic programming over (stages used, layers used), with the choices of a round side by side in matrices
-    ``[end, start]``: 400 layers over 32 stages take 50 ms. The first pass finds the size of the largest stage, the
-    second one the split among the stages that are no larger. Squares are summed in float64, so splits whose sums agree
+    Dynamic programming over (chunks used, layers used), with the choices of a round side by side in matrices
+    ``[end, start]``: 400 layers over 32 chunks take 50 ms. The first pass finds the size of the largest chunk, the
+    second one the split among the chunks that are no larger. Squares are summed in float64, so splits whose sums agree
     to 16 digits count as equal.
     """
     prefix = torch.tensor([0, *costs], dtype=torch.float64).cumsum(0)
     learns = torch.tensor([0, *trainable]).cumsum(0)
-    size = prefix[:, None] - prefix[None, :]  # of a stage with the layers [start, end)
+    size = prefix[:, None] - prefix[None, :]  # of a chunk with the layers [start, end)
     idle = (learns[:, None] == learns[None, :]).double()
     possible = torch.ones_like(size, dtype=torch.bool).tril(-1)  # start < end
     if allowed is not None:
         inner = torch.tensor([True, *allowed[:-1], True])
         possible &= inner[:, None] & inner[None, :]
-    _, largest = _best_split(possible, idle, size, torch.maximum, stages)
-    bounds, _ = _best_split(possible & (size <= largest), idle, size.square(), torch.add, stages)
+    _, largest = _best_split(possible, idle, size, torch.maximum, chunks)
+    bounds, _ = _best_split(possible & (size <= largest), idle, size.square(), torch.add, chunks)
     return bounds
 
 
 def _best_split(
-    possible: Tensor, idle: Tensor, cost: Tensor, joined: Callable[[Tensor, Tensor], Tensor], stages: int
+    possible: Tensor, idle: Tensor, cost: Tensor, joined: Callable[[Tensor, Tensor], Tensor], chunks: int
 ) -> tuple[list[int], float]:
-    """The split with the fewest idle stages; among those, the one with the least cost. Its bounds, and that cost.
+    """The split with the fewest idle chunks; among those, the one with the least cost. Its bounds, and that cost.
 
     Args:
-        possible: ``[end, start]``, the stages that may be.
-        idle: 1 for stages that learn nothing.
-        cost: of each stage.
-        joined: the cost of a split, from that of its first stages and that of its last one.
-        stages: how many.
+        possible: ``[end, start]``, the chunks that may be.
+        idle: 1 for chunks that learn nothing.
+        cost: of each chunk.
+        joined: the cost of a split, from that of its first chunks and that of its last one.
+        chunks: how many.
     """
     count = len(possible) - 1
     fewest, least = (torch.full((count + 1,), torch.inf, dtype=torch.float64) for _ in range(2))
-    fewest[0] = least[0] = 0  # of the best split of the layers before each end, so far into no stage
+    fewest[0] = least[0] = 0  # of the best split of the layers before each end, so far into no chunk
     starts = []
-    for _ in range(stages):
-        idle_stages = torch.where(possible, fewest + idle, torch.inf)
-        fewest = idle_stages.amin(1)
-        costs = torch.where(possible & (idle_stages == fewest[:, None]), joined(least, cost), torch.inf)
+    for _ in range(chunks):
+        idle_chunks = torch.where(possible, fewest + idle, torch.inf)
+        fewest = idle_chunks.amin(1)
+        costs = torch.where(possible & (idle_chunks == fewest[:, None]), joined(least, cost), torch.inf)
         least, start = costs.min(1)
         starts.append(start)
     bounds = [count]

@@ -1,16 +1,17 @@
 """One way to cut a module: where the chain of layers is cut, and who holds what then.
 
 The look (``trace.py``) tells the order in which units are called. The calls of layers (``layers.py``) form the *chain*,
-and a stage owns a piece of it. A layer that is called twice is in it twice. The calls of other units go with the next
+and a chunk owns a piece of it. A layer that is called twice is in it twice. The calls of other units go with the next
 layer that is called after them, or with the last one::
 
     called      embed  blocks.0  blocks.1 | blocks.2  blocks.3  norm  head
-    stage                0                |             1
+    chunk                0                |             1
 
-- A unit that is called on both sides of a cut is held by both stages: each runs its own calls, and its gradients are
-  summed, like those of a tied weight. So a shared embedding, two towers with the same weights, or one layer called
-  twelve times can be cut. Where a cut elsewhere is nearly as even, it is taken instead. No cut falls between the calls
-  of a unit that collects statistics (BatchNorm): two copies would differ.
+- A unit that is called on both sides of a cut is held by the stages of both chunks: each runs its own calls, and its
+  gradients are summed, like those of a tied weight. A stage that has both chunks holds it once. So a shared embedding,
+  two towers with the same weights, or one layer called twelve times can be cut. Where a cut elsewhere is nearly as
+  even, it is taken instead. No cut falls between the calls of a unit that collects statistics (BatchNorm): two copies
+  would differ, and chunks see microbatches in another order.
 - A parameter that is read outside its module, as in ``F.linear(x, embed.weight)``, is held where it is read, too.
 - So is one that a parameter is updated from outside the modules, as a mean teacher's is from the student's.
 - A *loose* parameter hangs directly on an open module (a position embedding made with ``nn.Parameter``, or a list of
@@ -29,34 +30,36 @@ from itertools import pairwise
 
 from torch import nn
 
+from lightning_parallel.layout import Placement
 from lightning_parallel.pipeline.balance import Balance, bounds_of
 from lightning_parallel.pipeline.layers import Layers, enumerated
 from lightning_parallel.pipeline.origins import origin_of_parameter, parameter_of
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.traced import Trace
 
-TOGETHER = 1.1  # the calls of a unit stay together if the largest stage grows by no more than this
-UNEVEN = 1.4  # the largest stage may be this much larger than the mean before layers are opened for a better cut
+TOGETHER = 1.1  # the calls of a unit stay together if the largest chunk grows by no more than this
+UNEVEN = 1.4  # the largest chunk may be this much larger than the mean before layers are opened for a better cut
 
 
 class Candidate:
-    """A trace cut into stages.
+    """A trace cut into chunks.
 
     Attributes:
         seen: the trace.
         is_unit: tells which modules were taken as a whole.
         bounds: between the chain's calls; None if there are too few.
-        largest: the cost of the largest stage, as a multiple of the mean.
+        largest: the cost of the largest chunk, as a multiple of the mean.
     """
 
     def __init__(
-        self, module: nn.Module, units: Layers, seen: Trace, stages: int, balance: Balance, keep_together: bool
+        self, module: nn.Module, units: Layers, seen: Trace, placement: Placement, balance: Balance, keep_together: bool
     ) -> None:
         self.seen = seen
-        self._module, self._stages, self._balance = module, stages, balance
+        self._module, self._placement, self._balance = module, placement, balance
+        self._chunks = chunks = len(placement)
         self.is_unit = units.frozen()
         called = [call.unit for call in seen.calls]
-        among = units.among(list(dict.fromkeys(called)), stages)
+        among = units.among(list(dict.fromkeys(called)), chunks)
         self._chain = [i for i, name in enumerate(called) if name in among]  # indices of calls of layers
         self._positions = self._positions_of_calls()
         self._uncalled = list(units.uncalled(set(called)))
@@ -65,21 +68,21 @@ class Candidate:
         allowed = self._allowed(keep_together)
         self.bounds: list[int] | None = None
         self.largest = float("inf")
-        if stages == 1:
+        if chunks == 1:
             self.bounds, self.largest = [0, len(self._chain)], 1.0
-        elif 1 + sum(allowed[:-1]) >= stages and self._chain:
-            self.bounds = bounds_of(self._cost, trainable, stages, balance, allowed)
+        elif 1 + sum(allowed[:-1]) >= chunks and self._chain:
+            self.bounds = bounds_of(self._cost, trainable, chunks, balance, allowed)
             sizes = self._sizes()
-            self.largest = stages * max(sizes) / max(sum(sizes), 1)
+            self.largest = chunks * max(sizes) / max(sum(sizes), 1)
 
     @classmethod
-    def best(cls, module: nn.Module, units: Layers, seen: Trace, stages: int, balance: Balance) -> Candidate:
-        """The better of two: the one that keeps the calls of each unit on one stage, unless its largest stage is much
+    def best(cls, module: nn.Module, units: Layers, seen: Trace, placement: Placement, balance: Balance) -> Candidate:
+        """The better of two: the one that keeps the calls of each unit in one chunk, unless its largest chunk is much
         larger."""
         if not isinstance(balance, str):  # the user has said where the cuts are
-            return cls(module, units, seen, stages, balance, keep_together=False)
-        together = cls(module, units, seen, stages, balance, keep_together=True)
-        apart = cls(module, units, seen, stages, balance, keep_together=False)
+            return cls(module, units, seen, placement, balance, keep_together=False)
+        together = cls(module, units, seen, placement, balance, keep_together=True)
+        apart = cls(module, units, seen, placement, balance, keep_together=False)
         return together if together.largest <= TOGETHER * apart.largest else apart
 
     def worth_opening(self, units: Layers) -> str | None:
@@ -88,28 +91,32 @@ class Candidate:
         if self.bounds is not None and (by_hand or self.largest <= UNEVEN):
             return None
         costs: dict[str, float] = {}
-        largest = [] if self.bounds is None else self._largest_stages()
+        largest = [] if self.bounds is None else self._largest_chunks()
         for i, call in enumerate(self.seen.calls):
-            if self.bounds is None or self._stage(self._positions[i]) in largest:
+            if self.bounds is None or self._chunk(self._positions[i]) in largest:
                 costs[call.unit] = costs.get(call.unit, 0) + self._cost_of(i)
         inside = {call.unit: call.inside for call in self.seen.calls}
-        worth = [n for n in costs if units.can_open(n, inside[n]) and 2 * self._stages * costs[n] > sum(self._cost)]
+        worth = [n for n in costs if units.can_open(n, inside[n]) and 2 * self._chunks * costs[n] > sum(self._cost)]
         if self.bounds is None and not worth:
             worth = [n for n in costs if units.can_open(n, inside[n])]
         return max(worth, key=lambda name: costs[name], default=None)
 
     def refusal(self) -> Exception:
         """Why there is no cut."""
-        if self.seen.stopped is not None and len(self._chain) < self._stages:
+        if self.seen.stopped is not None and len(self._chain) < self._chunks:
             return self.seen.stopped
         calls = self.seen.calls
         names = list(dict.fromkeys(calls[i].unit for i in self._chain))
         most = 1 + sum(self._allowed(keep_together=False)[:-1]) if self._chain else 1
         advice = "name finer layers with `layers`" if self._named else "other axes"
         calls_of = "" if most <= len(names) else "calls of "
+        stages = max(self._placement) + 1
+        each = self._chunks // stages
+        several = "" if each == 1 else f" with {each} chunks each"
+        fewer = f"at most {most} stages" if each == 1 else f"at most {most // each} stages, or one chunk each ('1f1b')"
         return ValueError(
-            f"stages={self._stages}, but the model has only {max(most, len(names))} {calls_of}layers to share out "
-            f"({enumerated(names)}): use at most {most} stages, or {advice}."
+            f"stages={stages}{several}, but the model has only {max(most, len(names))} {calls_of}layers to share out "
+            f"({enumerated(names)}): use {fewer}, or {advice}."
         )
 
     # -- along the chain -----------------------------------------------------------------------------------------
@@ -124,22 +131,22 @@ class Candidate:
                 passed += 1
         return positions
 
-    def _stage(self, position: int) -> int:
+    def _chunk(self, position: int) -> int:
         assert self.bounds is not None
-        return next(s for s, end in enumerate(self.bounds[1:]) if position < end)
+        return next(c for c, end in enumerate(self.bounds[1:]) if position < end)
 
     def _sizes(self) -> list[int]:
-        """The cost of each stage."""
+        """The cost of each chunk."""
         assert self.bounds is not None
         return [sum(self._cost[a:b]) for a, b in pairwise(self.bounds)]
 
-    def _largest_stages(self) -> list[int]:
+    def _largest_chunks(self) -> list[int]:
         sizes = self._sizes()
-        return [s for s, size in enumerate(sizes) if size == max(sizes)]
+        return [c for c, size in enumerate(sizes) if size == max(sizes)]
 
     def _cost_of(self, call: int) -> int:
         """The cost of the call with this index. A unit that is called again costs nothing more in parameters, unless it
-        is a layer: then its calls are what the stages share."""
+        is a layer: then its calls are what the chunks share."""
         traced = self.seen.calls[call]
         if self._balance == "operations":
             return traced.operations
@@ -181,36 +188,39 @@ class Candidate:
         """What follows from the bounds, which exist."""
         calls, bounds = self.seen.calls, self.bounds
         assert bounds is not None
-        last = self._stages - 1
-        stage_of = [self._stage(position) for position in self._positions]
-        holders: dict[str, set[int]] = {}
-        for call, stage in zip(calls, stage_of, strict=True):
-            holders.setdefault(call.unit, set()).add(stage)
-        read = self._read_outside(stage_of)
+        chunk_of = [self._chunk(position) for position in self._positions]
+        running: dict[str, set[int]] = {}  # the chunks that call a unit
+        for call, chunk in zip(calls, chunk_of, strict=True):
+            running.setdefault(call.unit, set()).add(chunk)
+        read = self._read_outside(chunk_of)
         for name in self._uncalled:
             names = {f"{name}.{key}" for key, _ in self._module.get_submodule(name).named_parameters()}
-            holders[name] = set().union(*(read.get(n, set()) for n in names)) or {last}
+            running[name] = set().union(*(read.get(n, set()) for n in names)) or {self._chunks - 1}
 
         first_names: dict[int, str] = {}
         tensors = dict(self._module.named_parameters(remove_duplicate=False))
         aliases = {name: first_names.setdefault(id(parameter), name) for name, parameter in tensors.items()}
         # By identity, since a module may have several names, of which one lies in a unit and one doesn't.
-        places = {id(p): stages for name, stages in holders.items() for p in self._module.get_submodule(name).modules()}
-        everywhere = set(range(self._stages))
-        held: dict[str, set[int]] = {}
+        places = {id(p): chunks for name, chunks in running.items() for p in self._module.get_submodule(name).modules()}
+        everywhere = set(range(self._chunks))
+        uses: dict[str, set[int]] = {}
         loose: set[str] = set()
         for name in tensors:
-            stages = places.get(id(self._module.get_submodule(name.rpartition(".")[0])))
-            if stages is None:
+            chunks = places.get(id(self._module.get_submodule(name.rpartition(".")[0])))
+            if chunks is None:
                 loose.add(aliases[name])
-            held.setdefault(aliases[name], set()).update(everywhere if stages is None else stages, read.get(name, ()))
+            wanted = {*(everywhere if chunks is None else chunks), *read.get(name, ())}
+            uses.setdefault(aliases[name], set()).update(wanted)
+        held = {name: {self._placement[chunk] for chunk in chunks} for name, chunks in uses.items()}
         self._hold_where_updated(held)
         return Partition(
             layers=tuple(calls[i].unit for i in self._chain),
             bounds=tuple(bounds),
-            units={name: tuple(sorted(stages)) for name, stages in holders.items()},
-            calls={(call.unit, call.call): stage for call, stage in zip(calls, stage_of, strict=True)},
+            placement=self._placement,
+            units={name: tuple(sorted(chunks)) for name, chunks in running.items()},
+            calls={(call.unit, call.call): chunk for call, chunk in zip(calls, chunk_of, strict=True)},
             owners={name: tuple(sorted(held[aliases[name]])) for name in tensors},
+            uses={name: frozenset(chunks) for name, chunks in uses.items()},
             aliases=aliases,
             loose=frozenset(loose),
             direct=frozenset(call.unit for call in calls if call.direct),
@@ -229,14 +239,14 @@ class Candidate:
             for name, source in sources:
                 held[source] |= held[name]
 
-    def _read_outside(self, stage_of: Sequence[int]) -> Mapping[str, set[int]]:
-        """The stages at which the code around the units reads a parameter, by its name."""
+    def _read_outside(self, chunk_of: Sequence[int]) -> Mapping[str, set[int]]:
+        """The chunks in which the code around the units reads a parameter, by its name."""
         names = {origin_of_parameter(name): name for name, _ in self._module.named_parameters(remove_duplicate=False)}
         read: dict[str, set[int]] = {}
-        reads = [*zip((call.needs for call in self.seen.calls), stage_of, strict=True)]
-        for needs, stage in [*reads, (self.seen.end, self._stages - 1)]:
+        reads = [*zip((call.needs for call in self.seen.calls), chunk_of, strict=True)]
+        for needs, chunk in [*reads, (self.seen.end, self._chunks - 1)]:
             for origin in needs & names.keys():
-                read.setdefault(names[origin], set()).add(stage)
+                read.setdefault(names[origin], set()).add(chunk)
         return read
 
 

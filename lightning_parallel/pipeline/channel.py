@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel.collectives import PeerLostError
+from lightning_parallel.groups import Wire
 from lightning_parallel.pipeline.arrival import Arrival
 from lightning_parallel.pipeline.message import Format, Packet, decode, encode, format_of
 from lightning_parallel.pipeline.posting import PostsDirectly, PostsFromThread
@@ -48,30 +49,30 @@ class Link:
     one GPU. Where it is NCCL they travel directly.
 
     Args:
-        group: its process group. Nothing else may be sent in it from the one rank to the other with the default tag.
+        wire: its process group and tag.
         peer: the neighbour's global rank.
         peer_name: how errors name it.
         device: where this stage computes.
     """
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, peer_name: str, device: torch.device) -> None:
-        self._group = group
-        self._peer = dist.get_group_rank(group, peer)  # dist.isend and irecv would look it up for each message
+    def __init__(self, wire: Wire, peer: int, peer_name: str, device: torch.device) -> None:
+        self._group, self._tag = wire.group, wire.tag
+        self._peer = dist.get_group_rank(wire.group, peer)  # dist.isend and irecv would look it up for each message
         self._peer_name = peer_name
         self.device = device
-        self.through_host = device.type != "cpu" and dist.get_backend(group) == "gloo"
+        self.through_host = device.type != "cpu" and dist.get_backend(wire.group) == "gloo"
 
     def isend(self, buffer: Tensor) -> dist.Work:
         """Post a send of a flat buffer."""
         try:
-            return self._group.send([buffer], self._peer, 0)
+            return self._group.send([buffer], self._peer, self._tag)
         except RuntimeError as error:
             raise self._lost() from error
 
     def irecv(self, buffer: Tensor) -> dist.Work:
         """Post a receive into a flat buffer."""
         try:
-            return self._group.recv([buffer], self._peer, 0)
+            return self._group.recv([buffer], self._peer, self._tag)
         except RuntimeError as error:
             raise self._lost() from error
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-from lightning_parallel.pipeline.schedule import Forward, Schedule, Step
+from lightning_parallel.pipeline.actions import Action, Backward, BackwardInput, Forward, Schedule, Step
 from lightning_parallel.pipeline.simulate import Simulation, simulate
 
 
@@ -12,7 +13,7 @@ def clock_table(schedule: Schedule | Simulation, *, column: float | None = None,
     """Draw a schedule.
 
     `F2` starts the forward and `B2` the backward of microbatch 2, `=` continues it, `.` is waiting, and `|` ends a
-    step.
+    step. `I2` and `W2` are the halves of a backward. With several chunks a stage, `F2a` is that of its first chunk.
 
     Args:
         schedule: a simulation, or a schedule to be simulated with `simulate`'s defaults.
@@ -23,21 +24,29 @@ def clock_table(schedule: Schedule | Simulation, *, column: float | None = None,
     computed = [t for row in simulation.rows for t in row if not isinstance(t.action, Step)]
     if column is None:
         column = min(t.end - t.start for t in computed)
-    digits = len(str(max(t.action.microbatch for t in computed if not isinstance(t.action, Step))))
+    chunks = [sorted({t.action.chunk for t in row if not isinstance(t.action, Step)}) for row in simulation.rows]
+    wide = max(len(_label(t.action, own)) for own, row in zip(chunks, simulation.rows, strict=True) for t in row)
     columns = max(1, math.ceil(simulation.makespan / column - 1e-6))
     lines = []
-    for s, row in enumerate(simulation.rows):
+    for s, (own, row) in enumerate(zip(chunks, simulation.rows, strict=True)):
         cells, separators = ["."] * columns, [" "] * columns
         for t in row:
             # A column shows what runs at its middle: this action runs in the columns from first to beyond - 1.
             first, beyond = (max(0, math.ceil(time / column - 0.5 - 1e-6)) for time in (t.start, t.end))
+            label = _label(t.action, own)
             if isinstance(t.action, Step):
-                label = "S"
                 separators[max(0, beyond - 1)] = "|"
-            else:
-                label = f"{'F' if isinstance(t.action, Forward) else 'B'}{t.action.microbatch}"
             cells[first:beyond] = ([label] + ["=" * len(label)] * columns)[: beyond - first]
-        body = "".join(f"{cell:>{digits + 1}}{end}" for cell, end in zip(cells, separators, strict=True))
+        body = "".join(f"{cell:>{wide}}{end}" for cell, end in zip(cells, separators, strict=True))
         line = f"stage {s:<{len(str(len(simulation.rows) - 1))}} | {body}".rstrip()
         lines.append(line if width is None or len(line) <= width else line[: width - 4] + " ...")
     return "\n".join(lines)
+
+
+def _label(action: Action, chunks: Sequence[int]) -> str:
+    """An action of a stage with these chunks."""
+    if isinstance(action, Step):
+        return "S"
+    kinds = {Forward: "F", Backward: "B", BackwardInput: "I"}
+    chunk = "abcdefgh"[chunks.index(action.chunk) % 8] if len(chunks) > 1 else ""
+    return f"{kinds.get(type(action), 'W')}{action.microbatch}{chunk}"

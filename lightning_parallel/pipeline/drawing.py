@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_parallel.pipeline.timeline import COMPUTE, Span, report
+from lightning_parallel.pipeline.timeline import COMPUTE, PASSES, Span, report
 from lightning_parallel.pipeline.trace_file import row_labels
 
 if TYPE_CHECKING:
@@ -18,11 +18,16 @@ _LOOKS: dict[str, dict[str, Any]] = {
     "begin": {"facecolor": "#0072B2"},
     "forward": {"facecolor": "#0072B2", "edgecolor": "white", "linewidth": 0.4},
     "backward": {"facecolor": "#E69F00", "edgecolor": "white", "linewidth": 0.4},
+    "backward input": {"facecolor": "#D55E00", "edgecolor": "white", "linewidth": 0.4},
+    "backward weight": {"facecolor": "#009E73", "edgecolor": "white", "linewidth": 0.4},
     "step": {"facecolor": "#222222"},
     "evaluate": {"facecolor": "#56B4E9", "edgecolor": "white", "linewidth": 0.4},
     "receive": {"facecolor": "#F7F7F7", "edgecolor": "#CCCCCC", "hatch": "/////", "linewidth": 0},
 }
-_TEXT_COLOURS = {"forward": "white", "backward": "black", "evaluate": "black"}
+_TEXT_COLOURS = {
+    "forward": "white", "backward": "black", "backward input": "white", "backward weight": "white", "evaluate": "black"
+}  # fmt: skip
+_LIGHTER = 0.45  # of a later chunk: so much of its colour is white, and its numbers are black
 _WHOLE = 100  # forwards and backwards that a row can show legibly
 _EACH_END = 32  # of a longer run, that many of its first and of its last are shown
 
@@ -37,7 +42,8 @@ def write_png(
 ) -> None:
     """Draw the timeline: a row for each stage, a box for each span, with the number of its microbatch where it fits.
 
-    Of a long run the beginning and the end are drawn, side by side.
+    Of a long run the beginning and the end are drawn, side by side. Where a stage has several chunks, later ones are
+    lighter.
 
     Args:
         rows: one for each stage.
@@ -86,7 +92,7 @@ def write_png(
 
 def _windows(rows: Sequence[Sequence[Span]]) -> list[tuple[float, float]]:
     """The times to draw: the whole run, or the beginning and the end of a long one, cut between updates."""
-    passes = [[span for span in row if span.kind in ("forward", "backward")] for row in rows]
+    passes = [[span for span in row if span.kind in PASSES] for row in rows]
     if not any(passes):
         raise ValueError("The timeline has no forward or backward: record at least one training step.")
     computed = [span for row in rows for span in row if span.kind in COMPUTE]
@@ -119,10 +125,25 @@ def _draw(panel: Axes, rows: Sequence[Sequence[Span]], begin: float, end: float,
         size = min(9.0, sizes[len(sizes) // 10]) if sizes else 0.0
         for s, row in enumerate(shown):
             spans = [span for span in row if span.kind == kind]
-            bars = [((span.start - zero) * 1e3, (span.end - span.start) * 1e3) for span in spans]
-            panel.broken_barh(bars, (s - 0.4, 0.8), zorder=1 if kind == "receive" else 2, **look)
+            for chunk in sorted({span.chunk for span in spans}):
+                bars = [(_ms(span.start - zero), _ms(span.end - span.start)) for span in spans if span.chunk == chunk]
+                shaded = look if chunk == 0 or kind == "receive" else {**look, "facecolor": _lighter(look, chunk)}
+                panel.broken_barh(bars, (s - 0.4, 0.8), zorder=1 if kind == "receive" else 2, **shaded)
             for span in spans if kind in _TEXT_COLOURS and size >= 5 else ():
                 if fitting_size(span) >= 0.9 * size:
                     middle = ((max(span.start, begin) + min(span.end, end)) / 2 - zero) * 1e3
-                    style: dict[str, Any] = {"fontsize": size, "color": _TEXT_COLOURS[kind]}
+                    colour = "black" if span.chunk else _TEXT_COLOURS[kind]
+                    style: dict[str, Any] = {"fontsize": size, "color": colour}
                     panel.text(middle, s, str(span.microbatch), ha="center", va="center_baseline", **style)
+
+
+def _ms(seconds: float) -> float:
+    return 1e3 * seconds
+
+
+def _lighter(look: dict[str, Any], chunk: int) -> tuple[float, ...]:
+    """The colour of a stage's later chunk."""
+    from matplotlib.colors import to_rgb
+
+    kept = (1 - _LIGHTER) ** chunk
+    return tuple(1 - kept * (1 - part) for part in to_rgb(look["facecolor"]))

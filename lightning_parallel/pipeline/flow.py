@@ -1,20 +1,20 @@
-"""What crosses the cuts between stages in a step: the outputs of units that a later stage needs.
+"""What crosses the cuts between chunks in a step: the outputs of units that a later chunk needs.
 
 Where each layer needs the output of the layer before it and nothing else, that output crosses. Many models hand on
 more: an encoder's output that every decoder layer attends to, a second embedding, a U-Net's skip connections. A look at
-the step (``trace.py``) shows what is needed where. If a unit on stage 2 gets the output of a unit on stage 0, that
+the step (``trace.py``) shows what is needed where. If a unit in chunk 2 gets the output of a unit in chunk 0, that
 output crosses the cuts 0|1 and 1|2, and its gradient comes back the same way::
 
-    stage 0          stage 1          stage 2
+    chunk 0          chunk 1          chunk 2
     down.0 ----------------------------> up.1
     down.1 --------> middle -----------> up.0
 
-What the user's code computes between units is computed again on each stage that needs it. The end of the step, its loss
-and its logs, belongs to the last stage: whatever they were computed from is needed there (a penalty on an early layer's
+What the user's code computes between units is computed again in each chunk that needs it. The end of the step, its loss
+and its logs, belongs to the last chunk: whatever they were computed from is needed there (a penalty on an early layer's
 output, a variational autoencoder's divergence).
 
 A value that *escapes* from inside a unit (a hook that collects the router's logits, ``self.attention = weights``) and
-is needed on a later stage crosses too. There the unit is *transparent*: its own code runs on absent tensors, so that
+is needed in a later chunk crosses too. There the unit is *transparent*: its own code runs on absent tensors, so that
 the hooks inside fire, and the modules inside that the value comes from answer with what arrived.
 """
 
@@ -43,11 +43,11 @@ class Cargo:
 
 @dataclass(frozen=True)
 class Flow:
-    """What crosses each cut s | s+1, and where each stage leaves the step.
+    """What crosses each cut c | c+1, and where each chunk leaves the step.
 
     Attributes:
         cuts: the cargo of each cut, in the order in which it is computed.
-        last: for each stage its last call; None if it has none.
+        last: for each chunk its last call; None if it has none.
         transparent: units whose own code runs where they are absent, for what escapes from them.
         inside: the modules inside these whose outputs cross.
         updated: the parameters that the step's own code changes, from parameters alone: a teacher's, by the student's.
@@ -61,15 +61,15 @@ class Flow:
     updated: frozenset[str] = frozenset()
     carried: frozenset[str] = frozenset()
 
-    def into(self, stage: int) -> tuple[Cargo, ...]:
-        return self.cuts[stage - 1] if stage > 0 else ()
+    def into(self, chunk: int) -> tuple[Cargo, ...]:
+        return self.cuts[chunk - 1] if chunk > 0 else ()
 
-    def out_of(self, stage: int) -> tuple[Cargo, ...]:
-        return self.cuts[stage] if stage < len(self.cuts) else ()
+    def out_of(self, chunk: int) -> tuple[Cargo, ...]:
+        return self.cuts[chunk] if chunk < len(self.cuts) else ()
 
     def heaviest(self) -> int:
-        """The stage before the cut that most tensors cross."""
-        return max(range(len(self.cuts)), key=lambda stage: tensors_of(self.cuts[stage]))
+        """The chunk before the cut that most tensors cross."""
+        return max(range(len(self.cuts)), key=lambda chunk: tensors_of(self.cuts[chunk]))
 
 
 def tensors_of(cargo: Iterable[Cargo]) -> int:
@@ -78,4 +78,4 @@ def tensors_of(cargo: Iterable[Cargo]) -> int:
 
 
 class FlowError(RuntimeError):
-    """A step needs something on a stage that can't have it."""
+    """A step needs something in a chunk that can't have it."""

@@ -1,7 +1,7 @@
-"""One forward pass of the user's step through a stage: which units are called, what arrives, what departs.
+"""One forward pass of the user's step through a chunk: which units are called, what arrives, what departs.
 
-A stage's hooks (``stage.py``) tell it of each call. It knows of which calls the previous stage has sent the output,
-waits for the message when the first of them is made, and keeps what later stages need.
+A stage's hooks (``stage.py``) tell it of each call. It knows of which calls the previous chunk has sent the output,
+waits for the message when the first of them is made, and keeps what later chunks need.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ class ArrivalFailedError(BaseException):
 
 @dataclass(frozen=True)
 class Cuts:
-    """What crosses the cuts around one stage.
+    """What crosses the cuts around one chunk.
 
     Attributes:
-        partition: says which stage runs a call.
-        stage: whose cuts they are.
+        partition: says which chunk runs a call.
+        chunk: whose cuts they are.
         cargo_in: what arrives, in the order of the message.
         cargo_out: what departs.
         due: the calls whose output arrives.
-        wanted: the calls whose output a later stage needs.
-        last: the call after which the stage leaves the step; None if it makes none, or is the last stage.
+        wanted: the calls whose output a later chunk needs.
+        last: the call after which the chunk leaves the step; None if it makes none, or is the last chunk.
     """
 
     partition: Partition
-    stage: int
+    chunk: int
     cargo_in: tuple[Cargo, ...]
     cargo_out: tuple[Cargo, ...]
     due: frozenset[Call]
@@ -51,12 +51,17 @@ class Cuts:
     last: Call | None
 
     @classmethod
-    def of(cls, flow: Flow, partition: Partition, stage: int) -> Cuts:
-        """Those of a stage in a step with this flow."""
-        cargo_in, cargo_out = flow.into(stage), flow.out_of(stage)
+    def of(cls, flow: Flow, partition: Partition, chunk: int) -> Cuts:
+        """Those of a chunk in a step with this flow."""
+        cargo_in, cargo_out = flow.into(chunk), flow.out_of(chunk)
         due, wanted = (frozenset((item.module, item.call) for item in cargo) for cargo in (cargo_in, cargo_out))
-        last = flow.last[stage] if stage < partition.stages - 1 else None
-        return cls(partition, stage, cargo_in, cargo_out, due, wanted, last)
+        last = flow.last[chunk] if chunk < partition.chunks - 1 else None
+        return cls(partition, chunk, cargo_in, cargo_out, due, wanted, last)
+
+    @property
+    def stage(self) -> int:
+        """The stage that runs the chunk."""
+        return self.partition.placement[self.chunk]
 
 
 @dataclass
@@ -65,7 +70,6 @@ class Underway:
 
     Attributes:
         flow: what crosses the cuts in the step.
-        cuts: those around this stage.
         generators: that the step draws from.
         draw_on_host: units that draw from Python's or NumPy's generator.
         forward: the pass that runs; None outside a step.
@@ -73,7 +77,6 @@ class Underway:
     """
 
     flow: Flow
-    cuts: Cuts
     generators: TorchGenerators
     draw_on_host: frozenset[str]
     forward: ForwardPass | None = None
@@ -95,8 +98,8 @@ class ForwardPass:
     """A pass begins with the gradient and inference modes that hold when it is made.
 
     Args:
-        cuts: around the stage.
-        arrive: gives what the previous stage sent; called once. None on the first stage.
+        cuts: around the chunk.
+        arrive: gives what the previous chunk sent; called once. None for the first chunk.
         expect: gives what ``arrive`` will most likely give, before its values have come, or None.
 
     Attributes:
@@ -110,8 +113,8 @@ class ForwardPass:
         self.grad = torch.is_grad_enabled()
         self.lost: BaseException | None = None
         self._inference = torch.is_inference_mode_enabled()
-        self._cuts = cuts
-        self._reached = 0  # the latest stage of which a call has been made
+        self.cuts = cuts
+        self._reached = 0  # the latest chunk of which a call has been made
         self._calls: Counter[str] = Counter()
         self._arrive = arrive  # None once it has given what it gives
         self._unloaded: Arrival | None = None
@@ -122,23 +125,27 @@ class ForwardPass:
         if expected is not None and len(expected.format) == tensors_of(cuts.cargo_in):
             self._unload(expected)  # with another number it would be that of another step, with another flow
 
-    def stage_of(self, name: str) -> int:
-        """The stage that runs the next call of a unit."""
-        return self._cuts.partition.stage_of((name, self._calls[name]), self._reached)
+    def runs_here(self, name: str) -> bool:
+        """Does the chunk run the next call of a unit?"""
+        return self.chunk_of(name) == self.cuts.chunk
+
+    def chunk_of(self, name: str) -> int:
+        """The chunk that runs the next call of a unit."""
+        return self.cuts.partition.chunk_of((name, self._calls[name]), self._reached)
 
     def called(self, name: str) -> Call:
         """Note the call of a unit, or of a module inside one."""
-        if name in self._cuts.partition.units:
-            self._reached = max(self._reached, self.stage_of(name))
+        if name in self.cuts.partition.units:
+            self._reached = max(self._reached, self.chunk_of(name))
         self._calls[name] += 1
         return name, self._calls[name] - 1
 
     # -- what arrives --------------------------------------------------------------------------------------------
 
     def arrived(self, call: Call) -> list[Tensor] | None:
-        """The output of a call that the previous stage sent, or None if it sent none. The first call of which it sent
+        """The output of a call that the previous chunk sent, or None if it sent none. The first call of which it sent
         something waits for the message."""
-        if call not in self._cuts.due:
+        if call not in self.cuts.due:
             return None
         self.wait()
         return self._arrived[call]
@@ -163,7 +170,7 @@ class ForwardPass:
 
     def _unload(self, arrival: Arrival) -> None:
         """Share out what arrived over the calls that it comes from."""
-        cuts = self._cuts
+        cuts = self.cuts
         received = arrival.receive()
         if len(received) != tensors_of(cuts.cargo_in):
             raise RuntimeError(
@@ -181,7 +188,7 @@ class ForwardPass:
     # -- what departs --------------------------------------------------------------------------------------------
 
     def keep(self, call: Call, output: Any, *, copied: bool = True) -> None:
-        """Keep a call's output for later stages as it is now: the step may go on to change it in place, and will do so
+        """Keep a call's output for later chunks as it is now: the step may go on to change it in place, and will do so
         on the others too.
 
         Args:
@@ -192,8 +199,8 @@ class ForwardPass:
         self._kept[call] = [t.clone() if copied else t for t in _tensors_in(output)]
 
     def departure(self) -> Departure:
-        """What the stage sends on."""
-        cuts = self._cuts
+        """What the chunk sends on."""
+        cuts = self.cuts
         tensors: list[Tensor] = []
         for cargo in cuts.cargo_out:
             kept = self._kept.get((cargo.module, cargo.call))

@@ -1,8 +1,9 @@
-"""Units that other stages run: what is returned in their place here (``stage.py``)."""
+"""Units that other chunks run: what is returned in their place (``stage.py``)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.pipeline.absent import AbsentValueError
 from lightning_parallel.pipeline.absent_forward import AbsentForward
+from lightning_parallel.pipeline.absent_module import everything_absent
 from lightning_parallel.pipeline.forward_pass import Underway
 from lightning_parallel.pipeline.interception import LeaveStep
 from lightning_parallel.pipeline.seeding import draw_seed
@@ -21,32 +23,36 @@ class OtherUnits:
 
     Args:
         units: all units of the module, by name.
-        index: of this stage.
+        own: the names of those that this stage holds. While another chunk runs, they are asked without their values.
         underway: the step that runs.
     """
 
-    def __init__(self, units: Mapping[str, nn.Module], index: int, underway: Underway) -> None:
-        self._absent = {name: AbsentForward(unit, name) for name, unit in units.items()}
-        self._index = index
+    def __init__(self, units: Mapping[str, nn.Module], own: Collection[str], underway: Underway) -> None:
+        self._absent = {name: AbsentForward(unit, name, has_values=name in own) for name, unit in units.items()}
+        self._units, self._own = units, own
         self._underway = underway
 
-    @torch.compiler.disable
     def answer(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The forward of a unit whose call another stage runs: what arrived of it, or absent tensors."""
+        """The forward of a unit whose call another chunk runs: what arrived of it, or absent tensors. Not to be
+        compiled."""
         if self._underway.forward is None:
             return self._absent[name].answer(args, kwargs)
-        # The next stage's turn already: the step makes fewer calls here than in the look, or none.
-        if self._underway.forward.stage_of(name) > self._index:
+        # The next chunk's turn already: the step makes fewer calls here than in the look, or none.
+        if self._underway.forward.chunk_of(name) > self._underway.forward.cuts.chunk:
             raise LeaveStep
         seed = draw_seed()
         call = self._underway.forward.called(name)
         if name in self._underway.flow.transparent:
-            answer = self._openly(self._absent[name], forward, args, kwargs, call[1])
+            with self._without_values(name):
+                answer = self._openly(self._absent[name], forward, args, kwargs, call[1])
         else:
             answer = self._answer_alone(self._absent[name], args, kwargs, call[1])
         self._underway.seed_after(name, seed)
         live = self._underway.forward.arrived(call)
         return answer if live is None else _filled(answer, live, name)
+
+    def _without_values(self, name: str) -> AbstractContextManager[Any]:
+        return everything_absent(self._units[name], [self._units[name]]) if name in self._own else nullcontext()
 
     def _answer_alone(self, absent: AbsentForward, args: tuple[Any, ...], kwargs: dict[str, Any], call: int) -> Any:
         """Answer for a module as a whole. Calls that it makes meanwhile are no calls of the step."""
@@ -60,7 +66,7 @@ class OtherUnits:
     def answer_inside(
         self, name: str, absent: AbsentForward, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """The forward of a module inside a transparent unit that isn't here."""
+        """The forward of a module inside a transparent unit that doesn't run."""
         if self._underway.forward is None:
             return forward(*args, **kwargs)
         call = self._underway.forward.called(name)

@@ -1,9 +1,14 @@
-"""Who holds which part of a module, by names: the result of cutting it (``candidate.py``). ``stage.py`` acts on it."""
+"""Who holds which part of a module, by names: the result of cutting it (``candidate.py``). ``stage.py`` acts on it.
+
+The calls of a step are cut into *chunks*, and each chunk is placed on a stage. With one chunk a stage they are the
+same. What is run is told by chunks, what is held by stages.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_parallel.layout import Placement
 from lightning_parallel.pipeline.traced import Call
 
 
@@ -13,11 +18,13 @@ class Partition:
 
     Attributes:
         layers: the chain: the names of layers in the order of their calls. A layer that is called twice is in it twice.
-        bounds: stage s owns ``layers[bounds[s]:bounds[s + 1]]``; ``len(bounds) == stages + 1``.
-        units: the stages that hold each unit, by name, in the order of their first calls. The last are modules that the
+        bounds: chunk c owns ``layers[bounds[c]:bounds[c + 1]]``; ``len(bounds) == chunks + 1``.
+        placement: the stage of each chunk.
+        units: the chunks that call each unit, by name, in the order of their first calls. The last are modules that the
             step doesn't call.
-        calls: the stage of each call of a unit in the step that was looked at.
+        calls: the chunk of each call of a unit in the step that was looked at.
         owners: for every parameter name, tied names included, the stages that hold the parameter.
+        uses: for every parameter by its first name, the chunks that may add to its gradient.
         aliases: for every parameter name, the first name of the same parameter. Tied names share one.
         loose: the first names of the parameters that lie in no unit.
         direct: units whose ``forward`` the step calls past their hooks.
@@ -26,44 +33,69 @@ class Partition:
 
     layers: tuple[str, ...]
     bounds: tuple[int, ...]
+    placement: Placement
     units: dict[str, tuple[int, ...]]
     calls: dict[Call, int]
     owners: dict[str, tuple[int, ...]]
+    uses: dict[str, frozenset[int]]
     aliases: dict[str, str]
     loose: frozenset[str]
     direct: frozenset[str]
     draw_on_host: frozenset[str]
 
     @property
-    def stages(self) -> int:
-        return len(self.bounds) - 1
+    def chunks(self) -> int:
+        """Their number, on all stages."""
+        return len(self.placement)
 
-    def layers_of(self, stage: int) -> range:
-        """The indices in ``layers`` of the calls that ``stage`` owns."""
-        return range(self.bounds[stage], self.bounds[stage + 1])
+    @property
+    def stages(self) -> int:
+        return max(self.placement) + 1
+
+    def chunks_of(self, stage: int) -> list[int]:
+        """The chunks that a stage runs."""
+        return [chunk for chunk, place in enumerate(self.placement) if place == stage]
+
+    def layers_of(self, chunk: int) -> range:
+        """The indices in ``layers`` of the calls that a chunk owns."""
+        return range(self.bounds[chunk], self.bounds[chunk + 1])
 
     @property
     def outside(self) -> dict[str, tuple[int, ...]]:
-        """The stages of the units that are no layers."""
-        return {name: stages for name, stages in self.units.items() if name not in self.layers}
+        """The chunks of the units that are no layers."""
+        return {name: chunks for name, chunks in self.units.items() if name not in self.layers}
 
-    def stage_of(self, call: Call, reached: int) -> int:
-        """The stage that runs a call of a unit.
+    def chunk_of(self, call: Call, reached: int) -> int:
+        """The chunk that runs a call of a unit.
 
         Args:
             call: perhaps one that the step that was looked at doesn't make.
-            reached: the latest stage that has run a call in this step so far.
+            reached: the latest chunk that has run a call in this step so far.
         """
         planned = self.calls.get(call, -1)
         if planned >= reached:
             return planned
-        return next((stage for stage in self.units[call[0]] if stage >= reached), self.units[call[0]][-1])
+        return next((chunk for chunk in self.units[call[0]] if chunk >= reached), self.units[call[0]][-1])
+
+    def name_of(self, chunk: int) -> str:
+        """How errors name a chunk: by its stage, if that has no other."""
+        stage = self.placement[chunk]
+        return f"stage {stage}" if len(self.chunks_of(stage)) == 1 else f"stage {stage} (chunk {chunk})"
+
+    def stages_with(self, unit: str) -> tuple[int, ...]:
+        """The stages that hold a unit."""
+        return tuple(sorted({self.placement[chunk] for chunk in self.units[unit]}))
 
     def holders_of(self, name: str) -> tuple[int, ...]:
         """The stages that hold a parameter or a buffer."""
         if name in self.owners:
             return self.owners[name]
-        return next((self.units[unit] for unit in self.units if name.startswith(f"{unit}.")), tuple(range(self.stages)))
+        return next((self.stages_with(unit) for unit in self.units if name.startswith(f"{unit}.")), self.everywhere)
+
+    @property
+    def everywhere(self) -> tuple[int, ...]:
+        """All stages."""
+        return tuple(range(self.stages))
 
     def shared(self) -> dict[str, tuple[int, ...]]:
         """The parameters (by first name) that several stages hold, whose gradients must be summed over these stages."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_parallel.layout import Placement
 from lightning_parallel.pipeline.balance import Balance
 from lightning_parallel.pipeline.candidate import Candidate
 from lightning_parallel.pipeline.layers import Layers, enumerated, named_layers
@@ -25,10 +26,11 @@ def partition(
     balance: Balance = "parameters",
     device: torch.device | None = None,
     *,
+    placement: Placement | None = None,
     hooks: Callable[[Any], Any] | None = None,
     recompute: bool = False,
 ) -> Partition:
-    """Candidate ``module`` into ``stages``.
+    """Cut ``module`` into chunks, and place them on ``stages``.
 
     Args:
         module: the whole model.
@@ -37,10 +39,11 @@ def partition(
         stages: how many stages.
         layers: names or patterns of the layers between which a cut may fall. ``*`` stands for one part of a dotted
             name, as in ``"net.blocks.*"``. None to find them.
-        balance: ``"parameters"`` (the largest stage is as small as can be), ``"operations"`` (the same, by the
+        balance: ``"parameters"`` (the largest chunk is as small as can be), ``"operations"`` (the same, by the
             floating-point operations of the forward), ``"time"`` (the same, by measured times), ``"layers"`` (equal
-            counts), or the number of layers of each stage.
+            counts), or the number of layers of each chunk.
         device: where times are measured; by default on the CPU.
+        placement: the stage of each chunk. By default each stage has one chunk.
         hooks: runs the module's hooks around a step, given what it returns.
         recompute: layers run again in the backward.
 
@@ -50,6 +53,7 @@ def partition(
             that is to run again would do something else.
         Exception: the step's own, if it has called too few layers by then.
     """
+    placement = tuple(range(stages)) if placement is None else placement
     units = Layers(module, named_layers(module, layers))
     timed_on = (device or torch.device("cpu")) if balance == "time" else None
     cuts: list[Candidate] = []
@@ -60,7 +64,7 @@ def partition(
             continue
         if seen.stopped is None:
             _check_called(units.named, seen)
-        cut = Candidate.best(module, units, seen, stages, balance)
+        cut = Candidate.best(module, units, seen, placement, balance)
         cuts.append(cut)
         too_large = cut.worth_opening(units)
         if too_large is None:
@@ -134,16 +138,17 @@ def _check_recomputable(again: Trace) -> None:
 
 
 def _exits(parts: Partition) -> dict[Call, int]:
-    """The calls after which stages leave the step, and which stages: all but the last one."""
-    last = {stage: call for call, stage in parts.calls.items()}
-    return {call: stage for stage, call in last.items() if stage < parts.stages - 1}
+    """The calls after which chunks leave the step, and which chunks: all but the last one."""
+    last = {chunk: call for call, chunk in parts.calls.items()}
+    return {call: chunk for chunk, call in last.items() if chunk < parts.chunks - 1}
 
 
-def _check_independent(parts: Partition, second: Trace, stages: Collection[int]) -> None:
-    """What the code around the units stores after these stages have left the step, they don't have. What it deletes
-    after that, they still have."""
+def _check_independent(parts: Partition, second: Trace, chunks: Collection[int]) -> None:
+    """What the code around the units stores after these chunks have left the step, their stages don't have, and of what
+    it stores before, another chunk on the stage has another. What it deletes after that, they still have."""
+    stages = {parts.placement[chunk] for chunk in chunks}
     for call in second.calls:
-        stage = parts.calls[call.unit, call.call]
+        stage = parts.placement[parts.calls[call.unit, call.call]]
         if FROM_EARLIER_STEP in call.needs and stage in stages:
             raise ValueError(
                 f"'{call.unit}' on stage {stage} gets what an earlier step has computed and kept on a module (a "
@@ -155,8 +160,9 @@ def _check_independent(parts: Partition, second: Trace, stages: Collection[int])
 def _check_trainable(parts: Partition, trainable: set[str]) -> None:
     for stage in range(parts.stages):
         if not any(stage in parts.owners[name] for name in trainable):
-            owned = [parts.layers[i] for i in parts.layers_of(stage)]
+            example = [2] * (parts.chunks - 1) + [3]
+            owned = [parts.layers[i] for chunk in parts.chunks_of(stage) for i in parts.layers_of(chunk)]
             raise ValueError(
                 f"Stage {stage} of {parts.stages} has no trainable parameter: it owns {enumerated(owned)}. Use fewer "
-                f"stages, or move the cuts with `balance`, e.g. balance=[2, 3, 3]."
+                f"stages, or move the cuts with `balance`, e.g. balance={example}."
             )

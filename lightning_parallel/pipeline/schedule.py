@@ -1,12 +1,14 @@
 """Pipeline schedules: for each stage, the list of what it computes, in order.
 
-A schedule is data. The generators here are pure functions of two integers. The same lists are checked
-(:func:`validate`), simulated and drawn (``simulate.py``), and run (``engine.py``). Messages are implied: the forward of
-a microbatch on stage s needs the activation that its forward on stage s - 1 sent, and its backward needs the gradient
-that its backward on stage s + 1 sent.
+A schedule is data. The generators here are pure functions of integers. The same lists are checked
+(``schedule_checks.py``), simulated and drawn (``simulate.py``), and run (``engine.py``). Messages are implied: the
+forward of a microbatch on chunk c needs the activation that its forward on chunk c - 1 sent, and its backward needs the
+gradient that its backward on chunk c + 1 sent (``actions.py``).
 
 In the clock tables below time runs to the right and a row is a stage. ``F2`` is the forward and ``B2`` the backward of
-microbatch 2, both drawn one clock long; ``.`` is a clock without work, and ``|`` the optimizer step.
+microbatch 2; ``.`` is a clock without work, and ``|`` the optimizer step. With several chunks a stage, ``F2b`` is that
+of the stage's second chunk. A forward is one clock long, and so is a whole backward. Where backwards are in halves,
+each half is, and ``=`` continues a whole one.
 
 ``python -m lightning_parallel.pipeline 1f1b --stages 4 --microbatches 8`` draws one for other sizes.
 
@@ -16,39 +18,23 @@ name too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from collections import Counter
+from collections.abc import Callable, Mapping
+from itertools import pairwise
 from types import MappingProxyType
 from typing import TypeAlias
 
+from lightning_parallel.pipeline.actions import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    OnChunk,
+    Schedule,
+    Step,
+)
 
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """Run this stage's layers on a microbatch. Its activations are held until its `Backward`."""
-
-    stage: int
-    microbatch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Backward:
-    """Run the backward of a microbatch. Its gradients are added to those of the update under way."""
-
-    stage: int
-    microbatch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Update this stage's parameters with the gradients of the backwards since its last `Step`."""
-
-    stage: int
-    update: int
-
-
-Action: TypeAlias = Forward | Backward | Step
-Schedule: TypeAlias = list[list[Action]]  # the index is the stage
 Generator: TypeAlias = Callable[[int, int], Schedule]  # of a number of stages and a number of microbatches
 
 
@@ -132,7 +118,116 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     return schedule
 
 
-SCHEDULES: Mapping[str, Generator] = MappingProxyType({"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b})
+def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """Interleaved 1F1B (Megatron-LM, arXiv:2104.04473): stage s runs the chunks s, s + stages, s + 2 stages, ...
+
+    A microbatch passes all stages `chunks` times. So a stage starts its work after a fraction of a whole stage's
+    forward, and the bubble is about 1 / `chunks` of that of `one_f_one_b`. Microbatches go in rounds of `stages` or a
+    few more: all of a round through the first chunks, then all of them through the second ones. A stage begins with
+    forwards until the first gradient is back. It then holds (chunks - 1) rounds and 2 (stages - 1 - s) + 1 more
+    microbatches, each of one chunk: more than with `one_f_one_b`. The last stage sends to the first one.
+
+    2 stages, 4 microbatches, 2 chunks a stage; ``a`` is a stage's first chunk:
+
+        stage 0 | F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a   . B2b   . B3b B2a B3a|
+        stage 1 |   . F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a|  .
+
+    Raises:
+        ValueError: a number is less than one.
+    """
+    check_sizes(stages, microbatches)
+    if chunks < 1:
+        raise ValueError(f"chunks={chunks}: give at least one chunk a stage.")
+    rounds = _rounds(stages, microbatches)
+    forwards = [(chunk, k) for numbers in rounds for chunk in range(chunks) for k in numbers]
+    backwards = [(chunk, k) for numbers in rounds for chunk in reversed(range(chunks)) for k in numbers]
+    schedule: Schedule = []
+    for s in range(stages):
+        ahead = min((chunks - 1) * len(rounds[0]) + 2 * (stages - 1 - s), len(forwards))
+        f: list[Action] = [Forward(s + chunk * stages, k) for chunk, k in forwards]
+        b: list[Action] = [Backward(s + chunk * stages, k) for chunk, k in backwards]
+        actions = f[:ahead]  # warm-up
+        for pair in zip(f[ahead:], b, strict=False):  # steady state
+            actions += pair
+        actions += b[len(f) - ahead :]  # cool-down
+        schedule.append([*actions, Step(s, 0)])
+    return schedule
+
+
+def _rounds(stages: int, microbatches: int) -> list[range]:
+    """The microbatches in rounds of nearly equal size. In a round shorter than the number of stages, the first stage
+    would wait until the round's first microbatch comes back from the last stage."""
+    count = max(1, microbatches // stages)
+    size, larger = divmod(microbatches, count)
+    starts = [i * size + min(i, larger) for i in range(count + 1)]
+    return [range(begin, end) for begin, end in pairwise(starts)]
+
+
+def zbv(stages: int, microbatches: int) -> Schedule:
+    """ZB-V (zero bubble: arXiv:2401.10241; V: arXiv:2405.15362): two chunks a stage in a V, backwards in two halves.
+
+    A microbatch goes from the last stage to the first one and back, so the stage with the loss has the input too. The
+    last stage begins first; each other one begins a clock after the stage that follows it, and ends a clock after it
+    too: the lists of a batch form a parallelogram. So the next batch fills the time in which a stage waits at a batch's
+    end, if nothing makes all stages wait for each other. Second halves of backwards, for which nobody waits, fill the
+    other gaps. Where forward, first and second half take equal times, no stage waits in the middle. Every stage holds
+    the activations of at most 2 `stages` microbatches, of half a stage each: what the first stage of `one_f_one_b`
+    holds.
+
+    2 stages, 4 microbatches; ``a`` is a stage's first chunk, ``I`` and ``W`` the halves of a backward:
+
+        stage 0 |   . F0a F0b F1a F1b I0b W0b F2a I0a W0a F2b I1b W1b F3a I1a W1a F3b I2b W2b I2a I3b I3a W2a W3b W3a|
+        stage 1 | F0a F1a F2a F0b I0b W0b F1b I1b W1b F3a B0a === F2b I2b W2b B1a === F3b I3b W3b B2a === B3a ===|  .
+
+    With fewer than 2 `stages` - 1 microbatches the lists are those for that number, without the microbatches that don't
+    exist.
+
+    Raises:
+        ValueError: a number is less than one.
+    """
+    check_sizes(stages, microbatches)
+    count = max(microbatches, 2 * stages - 1)
+    schedule: Schedule = []
+    for s in range(stages):
+        down, up = _Numbered(stages - 1 - s), _Numbered(stages + s)  # the stage's chunks before and after the turn
+        # Nobody waits for the first half of chunk 0's backward.
+        backward = (Backward,) if s == stages - 1 else (BackwardInput, BackwardWeight)
+        actions: list[OnChunk] = []
+        for _ in range(2 * s + 1):  # until the first microbatch is back from the turn
+            actions += down(Forward)
+        for _ in range(stages - 1 - s):  # until its gradient is back from the last chunk
+            actions += up(Forward) + down(Forward)
+        for _ in range(s + 1):  # until its gradient is back from the turn
+            actions += up(Forward, BackwardInput, BackwardWeight)
+        while up.made[Forward] < count:  # steady state
+            actions += down(Forward) if down.made[Forward] < count else []
+            actions += down(*backward) + up(Forward, BackwardInput, BackwardWeight)
+        for _ in range(stages - 1 - s):  # first halves first: the stages before wait for them
+            actions += down(BackwardInput) + up(BackwardInput)
+        for _ in range(s + 1):
+            actions += down(*backward)
+        for chunk in (up, down):
+            while chunk.made[BackwardWeight] < chunk.made[BackwardInput]:
+                actions += chunk(BackwardWeight)
+        schedule.append([*(action for action in actions if action.microbatch < microbatches), Step(s, 0)])
+    return schedule
+
+
+class _Numbered:
+    """Makes the actions of a chunk, each kind for the microbatches 0, 1, 2, ... in turn."""
+
+    def __init__(self, chunk: int) -> None:
+        self._chunk = chunk
+        self.made: Counter[type[OnChunk]] = Counter()
+
+    def __call__(self, *kinds: type[OnChunk]) -> list[OnChunk]:
+        self.made.update(kinds)
+        return [kind(self._chunk, self.made[kind] - 1) for kind in kinds]
+
+
+SCHEDULES: Mapping[str, Generator] = MappingProxyType(
+    {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zbv": zbv}
+)
 
 
 def check_sizes(stages: int, microbatches: int) -> None:
@@ -141,131 +236,3 @@ def check_sizes(stages: int, microbatches: int) -> None:
         raise ValueError(f"stages={stages}: give at least one stage.")
     if microbatches < 1:
         raise ValueError(f"microbatches={microbatches}: give at least one microbatch.")
-
-
-# -- checks ------------------------------------------------------------------------------------------------------
-
-
-def of_one_update(generator: Generator, stages: int, microbatches: int) -> Schedule:
-    """The lists that a generator makes, checked: each microbatch once, in order, and one step at the end.
-
-    Raises:
-        ValueError: it names the generator, and what is wrong with its lists.
-    """
-    name = getattr(generator, "__name__", repr(generator))
-    try:
-        made = generator(stages, microbatches)
-        if len(made) != stages:
-            raise ValueError(f"there are {len(made)} lists for {stages} stages.")
-        validate(made)
-        for stage, actions in enumerate(made):
-            forwards = [action.microbatch for action in actions if isinstance(action, Forward)]
-            if forwards != list(range(microbatches)):
-                raise ValueError(
-                    f"stage {stage}: the forwards are of {forwards}, not of microbatches 0 to {microbatches - 1} in "
-                    f"this order."
-                )
-            if sum(isinstance(action, Step) for action in actions) != 1 or not isinstance(actions[-1], Step):
-                raise ValueError(f"stage {stage}: an update has one Step, at its end.")
-    except ValueError as error:
-        raise ValueError(f"schedule={name}, {stages} stages, {microbatches} microbatches: {error}") from None
-    return made
-
-
-def validate(schedule: Schedule) -> None:
-    """Check that a schedule can run and counts every microbatch once.
-
-    On every stage, each forward has one backward, and backwards run in the order of the forwards. Steps are numbered 0,
-    1, 2, ...; the backwards between two of them are the same microbatches on all stages, and none is left after the
-    last. Between neighbours, messages are used in the order in which they are sent. Together, no stage waits for what
-    will never come.
-
-    Raises:
-        ValueError: it names the stage and the action.
-    """
-    if not schedule:
-        raise ValueError("The schedule has no stages.")
-    orders = [_validate_stage(s, actions) for s, actions in enumerate(schedule)]
-    kinds = ("forward of microbatch", "backward of microbatch", "update by microbatches")
-    for s in range(1, len(schedule)):
-        for kind, here, before in zip(kinds, orders[s], orders[s - 1], strict=True):
-            for mine, theirs in zip_longest(here, before, fillvalue="none"):
-                if mine != theirs:
-                    raise ValueError(f"stage {s}: {kind} {mine} comes where stage {s - 1} has {theirs}.")
-    for _ in dependency_order(schedule):
-        pass
-
-
-def _validate_stage(stage: int, actions: Sequence[Action]) -> tuple[Sequence[object], ...]:
-    """What neighbours must agree on: the orders of forwards and of backwards, and the microbatches of each update."""
-    forwards: dict[int, Action] = {}
-    backwards: dict[int, Action] = {}
-    updates: list[list[int]] = []
-    pending: list[int] = []  # backwards since the last step
-    for action in actions:
-        where = f"stage {stage}: {action}"
-        if action.stage != stage:
-            raise ValueError(f"{where} belongs to another stage.")
-        if isinstance(action, Step):
-            if action.update != len(updates):
-                raise ValueError(f"{where} comes where update {len(updates)} is due.")
-            if not pending:
-                raise ValueError(f"{where} has no backward before it.")
-            updates.append(sorted(pending))
-            pending.clear()
-            continue
-        done = forwards if isinstance(action, Forward) else backwards
-        if action.microbatch in done:
-            raise ValueError(f"{where} comes twice.")
-        if isinstance(action, Backward):
-            if action.microbatch not in forwards:
-                raise ValueError(f"{where} comes before its forward.")
-            pending.append(action.microbatch)
-        done[action.microbatch] = action
-    for microbatch, action in forwards.items():
-        if microbatch not in backwards:
-            raise ValueError(f"stage {stage}: {action} has no backward.")
-    if list(forwards) != list(backwards):
-        raise ValueError(f"stage {stage}: backwards run in the order {list(backwards)}, forwards {list(forwards)}.")
-    if pending or not updates:
-        raise ValueError(f"stage {stage}: after {actions[-1] if actions else 'no action'} a Step is missing.")
-    return list(forwards), list(backwards), updates
-
-
-def source(action: Action, stages: int) -> Action | None:
-    """The action on a neighbouring stage whose message `action` needs; None if it needs none."""
-    if isinstance(action, Forward) and action.stage > 0:
-        return Forward(action.stage - 1, action.microbatch)
-    if isinstance(action, Backward) and action.stage < stages - 1:
-        return Backward(action.stage + 1, action.microbatch)
-    return None
-
-
-def dependency_order(schedule: Schedule) -> Iterator[Action]:
-    """All actions in an order in which the stages can run them: each after its predecessor and its :func:`source`.
-
-    Raises:
-        ValueError: there is none: every unfinished stage waits for a message that is never sent.
-    """
-    done: set[Action] = set()
-    position = [0] * len(schedule)
-    progress = True
-    while progress:
-        progress = False
-        for s, actions in enumerate(schedule):
-            while position[s] < len(actions):
-                action = actions[position[s]]
-                needed = source(action, len(schedule))
-                if needed is not None and needed not in done:
-                    break
-                done.add(action)
-                position[s] += 1
-                progress = True
-                yield action
-    waiting = [
-        f"stage {s}: {actions[i]} waits for {source(actions[i], len(schedule))}"
-        for s, (actions, i) in enumerate(zip(schedule, position, strict=True))
-        if i < len(actions)
-    ]
-    if waiting:
-        raise ValueError("The schedule deadlocks: " + "; ".join(waiting) + ".")

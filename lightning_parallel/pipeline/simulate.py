@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from lightning_parallel.pipeline.schedule import Action, Backward, Forward, Schedule, Step, dependency_order, source
+from lightning_parallel.pipeline.actions import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Message,
+    Schedule,
+    Step,
+    needed,
+    placement,
+    sent,
+)
+from lightning_parallel.pipeline.schedule_checks import dependency_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +57,13 @@ class Simulation:
 
     @property
     def peak_activations(self) -> list[int]:
-        """The most microbatches whose activations each stage holds at once: forward begun, backward not done."""
+        """The most microbatches whose activations each stage holds at once: forward begun, backward not done. On a
+        stage with several chunks they count for each chunk."""
         peaks = []
         for row in self.rows:
             held = peak = 0
             for timed in row:
-                held += isinstance(timed.action, Forward) - isinstance(timed.action, Backward)
+                held += isinstance(timed.action, Forward) - isinstance(timed.action, Backward | BackwardWeight)
                 peak = max(peak, held)
             peaks.append(peak)
         return peaks
@@ -62,7 +76,7 @@ class Simulation:
         asynchronous schedule between its fill and its drain. It is None where a stage runs out of forwards before
         another starts its backwards, as in one round of a synchronous schedule.
         """
-        begin = max(next(t.start for t in row if isinstance(t.action, Backward)) for row in self.rows)
+        begin = max(next(t.start for t in row if isinstance(t.action, Backward | BackwardInput)) for row in self.rows)
         end = min(next(t.end for t in reversed(row) if isinstance(t.action, Forward)) for row in self.rows)
         return (begin, end) if begin < end else None
 
@@ -78,59 +92,98 @@ def simulate(
     backward: float | Sequence[float] = 2.0,
     step: float | Sequence[float] = 0.0,
     latency: float = 0.0,
+    second_half: float = 0.5,
 ) -> Simulation:
     """Run a schedule on paper: every action starts as soon as its stage is free and its message is there.
 
     Args:
         schedule: a list of actions for each stage.
-        forward: the duration of a forward, for all stages or for each, in any unit of time.
-        backward: the duration of a backward, in the same unit.
-        step: the duration of an update, in the same unit.
-        latency: the time from the end of an action until the neighbour can use its message. Messages overlap with
+        forward: the duration of a chunk's forward, for all chunks or for each, in any unit of time.
+        backward: the duration of a chunk's whole backward, in the same unit.
+        step: the duration of an update, for all stages or for each, in the same unit.
+        latency: the time from the end of an action until another stage can use its message. Messages overlap with
             computing and with each other.
+        second_half: the part of a backward that its second half takes, from 0 to 1.
 
     Raises:
         ValueError: a duration is not positive (`step`, `latency`: negative), there is a wrong number of them, or the
             schedule deadlocks.
     """
-    durations = {
-        Forward: _durations("forward", forward, schedule),
-        Backward: _durations("backward", backward, schedule),
-        Step: _durations("step", step, schedule, allow_zero=True),
-    }
+    places = placement(schedule)
+    forwards, backwards = (
+        _durations(name, value, len(places), "chunks") for name, value in (("forward", forward), ("backward", backward))
+    )
+    steps = _durations("step", step, len(schedule), "stages", allow_zero=True)
     if latency < 0:
         raise ValueError(f"latency={latency}: give 0 or more.")
+    if not 0 <= second_half <= 1:
+        raise ValueError(f"second_half={second_half}: give a part from 0 to 1.")
+    shares = {Backward: 1.0, BackwardInput: 1 - second_half, BackwardWeight: second_half}
     rows: list[list[Timed]] = [[] for _ in schedule]
-    ends: dict[Action, float] = {}
+    arrivals: dict[Message, tuple[int, float]] = {}  # from which stage, and when it was sent
     for action in dependency_order(schedule):
-        row = rows[action.stage]
+        if isinstance(action, Step):
+            stage, duration = action.stage, steps[action.stage]
+        elif isinstance(action, Forward):
+            stage, duration = places[action.chunk], forwards[action.chunk]
+        else:
+            stage, duration = places[action.chunk], backwards[action.chunk] * shares[type(action)]
+        row = rows[stage]
         start = row[-1].end if row else 0.0
-        message = source(action, len(schedule))
+        message = needed(action, len(places))
         if message is not None:
-            start = max(start, ends[message] + latency)
-        ends[action] = start + durations[type(action)][action.stage]
-        row.append(Timed(action, start, ends[action]))
+            source, time = arrivals[message]
+            start = max(start, time if source == stage else time + latency)
+        row.append(Timed(action, start, start + duration))
+        message = sent(action, len(places))
+        if message is not None:
+            arrivals[message] = stage, start + duration
     return Simulation(rows)
 
 
 def _durations(
-    name: str, value: float | Sequence[float], schedule: Schedule, *, allow_zero: bool = False
+    name: str, value: float | Sequence[float], count: int, of: str, *, allow_zero: bool = False
 ) -> Sequence[float]:
-    values = [float(value)] * len(schedule) if isinstance(value, (int, float)) else value
-    if len(values) != len(schedule):
-        raise ValueError(f"{name}={value}: give one number, or one for each of the {len(schedule)} stages.")
+    values = [float(value)] * count if isinstance(value, (int, float)) else value
+    if len(values) != count:
+        raise ValueError(f"{name}={value}: give one number, or one for each of the {count} {of}.")
     if any(v < 0 or (v == 0 and not allow_zero) for v in values):
         raise ValueError(f"{name}={value}: durations must be {'0 or more' if allow_zero else 'above 0'}.")
     return values
 
 
 def ideal_bubble(schedule: Schedule) -> float:
-    """The bubble of a schedule by theory: equal stages, backwards of twice the forwards, messages that take no time.
+    """The bubble of a schedule by theory: equal chunks, backwards of twice the forwards, messages that take no time.
 
     For p stages and m microbatches it is (p - 1) / (m + p - 1) for GPipe and 1F1B, and (p - 1) / p for the naive
     schedule. An asynchronous schedule has none in its steady state.
     """
     return simulate(schedule).bubble
+
+
+_BATCHES, _FILL = 5, 2  # batches, and those until the period is steady
+
+
+def repeated(schedule: Schedule, batches: int) -> Schedule:
+    """The lists of several batches, where each stage goes on to the next one as soon as its own update is done."""
+    count = 1 + max(a.microbatch for actions in schedule for a in actions if not isinstance(a, Step))
+    return [
+        [
+            replace(a, update=batch) if isinstance(a, Step) else replace(a, microbatch=a.microbatch + batch * count)
+            for batch in range(batches)
+            for a in actions
+        ]
+        for actions in schedule
+    ]
+
+
+def busy_across_batches(schedule: Schedule, latency: float = 0.0) -> float:
+    """The fraction of the stages' time in which they compute if none waits for the others between batches, for equal
+    chunks and backwards of twice the forwards. `latency` is in forwards of a chunk."""
+    simulation = simulate(repeated(schedule, _BATCHES), latency=latency)
+    ends = [timed.end for timed in simulation.rows[-1] if isinstance(timed.action, Step)]
+    period = (ends[-1] - ends[_FILL - 1]) / (_BATCHES - _FILL)
+    return sum(simulation.busy) / _BATCHES / (len(schedule) * period)
 
 
 def asynchronous_utilisation(

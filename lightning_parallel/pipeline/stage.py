@@ -1,10 +1,10 @@
-"""What runs on this rank: the user's own step, up to the stage's last call of a unit.
+"""What runs on this rank: the user's own step, up to a chunk's last call of a unit.
 
-The step (``training_step``, any callable) runs on every stage, from its first line. The units of earlier stages return
-absent tensors (``absent.py``), for the cost of a look-up. Where the output of such a call is needed on this stage or
-later (``flow.py``), it returns what arrived from the previous stage, in the structure that the unit itself returns. So
-the code between the units (unpacking tuples, masks, residual scaling) runs as written, on live values. The stage's last
-call doesn't return: the user's step is left there. On the last stage it goes on to the loss. ``forward_pass.py``
+The step (``training_step``, any callable) runs on every stage, from its first line. The units of other chunks return
+absent tensors (``absent.py``), for the cost of a look-up. Where the output of such a call is needed in this chunk or
+later (``flow.py``), it returns what arrived from the previous chunk, in the structure that the unit itself returns. So
+the code between the units (unpacking tuples, masks, residual scaling) runs as written, on live values. The chunk's last
+call doesn't return: the user's step is left there. In the last chunk it goes on to the loss. ``forward_pass.py``
 remembers what happens in one such pass::
 
         stage 0                stage 1                stage 2
@@ -18,6 +18,9 @@ remembers what happens in one such pass::
                                                       layer 4
                                                       layer 5
                                                       head, loss
+
+A stage may run several chunks of the step, one after the other (``actions.py``). Each is a run of the step of its own:
+while one of them runs, the units of the stage's other chunks are as absent as those of other stages.
 """
 
 from __future__ import annotations
@@ -58,29 +61,29 @@ class Stage:
 
     Attributes:
         layers: the names of this stage's layers, in the order of their first calls here, each once.
-        is_first, is_last: its place in the pipeline.
+        chunks: the chunks that it runs.
     """
 
     def __init__(self, module: nn.Module, partition: Partition, index: int, device: torch.device) -> None:
         self.module = module
         self.partition = partition
         self.index = index
-        self.layers = list(dict.fromkeys(partition.layers[i] for i in partition.layers_of(index)))
-        self.is_first, self.is_last = index == 0, index == partition.stages - 1
+        self.chunks = partition.chunks_of(index)
+        self.layers = list(dict.fromkeys(partition.layers[i] for c in self.chunks for i in partition.layers_of(c)))
         self._units = {name: module.get_submodule(name) for name in partition.units}
         self._on_units, self._inside_units = Interception(), Interception()
-        flow = Flow(((),) * (partition.stages - 1), (None,) * partition.stages)
-        cuts = Cuts.of(flow, partition, index)
-        self._underway = Underway(flow, cuts, TorchGenerators(device), partition.draw_on_host)
-        self._others = OtherUnits(self._units, index, self._underway)
+        flow = Flow(((),) * (partition.chunks - 1), (None,) * partition.chunks)
+        self._underway = Underway(flow, TorchGenerators(device), partition.draw_on_host)
+        self._cuts = {chunk: Cuts.of(flow, partition, chunk) for chunk in self.chunks}
+        self._own = {name for name in partition.units if index in partition.stages_with(name)}
+        self._others = OtherUnits(self._units, self._own, self._underway)
         # By name, for each unit that runs: the seed to set after it, and its call.
         self._running: dict[str, tuple[int, Call | None]] = {}
         self._announced: Counter[str] = Counter()  # calls of wrapped units that have passed their hooks
         held = {id(p) for name, p in module.named_parameters() if index in partition.owners[name]}
-        for name, stages in partition.units.items():
-            if index not in stages:
-                origin = partial(_name_of_parameter, name)
-                make_absent(self._units[name], origin, device, kept=held)
+        for name, unit in self._units.items():
+            if name not in self._own:
+                make_absent(unit, partial(_name_of_parameter, name), device, kept=held)
         self._recompute: bool | None = None  # None while no hooks are installed
 
     @property
@@ -91,10 +94,22 @@ class Stage:
     @flow.setter
     def flow(self, flow: Flow) -> None:
         changed = (flow.transparent, flow.inside) != (self.flow.transparent, self.flow.inside)
-        self._underway.flow, self._underway.cuts = flow, Cuts.of(flow, self.partition, self.index)
+        self._underway.flow = flow
+        self._cuts = {chunk: Cuts.of(flow, self.partition, chunk) for chunk in self.chunks}
         if changed and self._recompute is not None:
             self._inside_units.remove()
             self._install_inside()
+
+    @property
+    def has_last_chunk(self) -> bool:
+        """Does it run the end of steps?"""
+        return self.partition.chunks - 1 in self.chunks
+
+    @property
+    def runs_last_chunk(self) -> bool:
+        """Does it run it now?"""
+        forward = self._underway.forward
+        return forward is not None and forward.cuts.chunk == self.partition.chunks - 1
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters held here, under their original (first) names; tied ones once."""
@@ -103,6 +118,11 @@ class Stage:
             for name, parameter in self.module.named_parameters()
             if not isinstance(parameter, AbsentTensor)
         }
+
+    def used_only_in(self, chunk: int) -> list[str]:
+        """The parameters held here, by their first names, to whose gradients no other chunk of this stage adds."""
+        uses, own = self.partition.uses, frozenset(self.chunks)
+        return [name for name in self.named_parameters() if uses[name] & own == {chunk}]
 
     def named_buffers(self) -> dict[str, Tensor]:
         """The buffers held here that belong in a checkpoint."""
@@ -134,17 +154,18 @@ class Stage:
                 backward, where ``Weights.backward`` gives them the weights of their forward.
         """
         for name, unit in self._units.items():
-            stages = self.partition.units[name]
-            if self.index not in stages:
+            if name not in self._own:
                 # Not a hook: it can't keep the forward from running.
-                self._on_units.instead(unit, partial(self._others.answer, name, unit.forward))
+                answer = torch.compiler.disable(partial(self._others.answer, name, unit.forward))
+                self._on_units.instead(unit, answer)
                 continue
             if recompute and name in self.layers and any(True for _ in unit.parameters()):
                 # Inside the hooks, which a second run doesn't pass. Layers without parameters are small, and may work
                 # in place (nn.ReLU(inplace=True)), which can't be run twice.
                 draws_on_host = name in self.partition.draw_on_host
                 self._on_units.instead(unit, Recomputed(unit, unit.forward, draws_on_host))
-            if len(stages) > 1 or name in self.partition.direct:
+            several = len(self.partition.units[name]) > 1 or len(self.chunks) > 1
+            if several or name in self.partition.direct:
                 self._on_units.before(unit, partial(self._announce, name))
                 self._on_units.instead(unit, partial(self._wrapped, name, unit.forward))
             else:
@@ -157,16 +178,15 @@ class Stage:
     def _install_inside(self) -> None:
         """Hook what is inside transparent units."""
         for name in self.flow.transparent & self._units.keys():
-            here = self.index in self.partition.units[name]
             for short, part in self._units[name].named_modules():
                 inner = f"{name}.{short}"
                 if not short or not can_intercept(part):
                     continue
-                if here and inner in self.flow.inside:
-                    self._inside_units.after(part, partial(self._returned_inside, inner), first=True)
-                elif not here:
-                    absent = AbsentForward(part, inner)
-                    self._inside_units.instead(part, partial(self._others.answer_inside, inner, absent, part.forward))
+                if name not in self._own or len(self.chunks) > 1:
+                    answer = partial(self._others.answer_inside, inner, AbsentForward(part, inner), part.forward)
+                    self._inside_units.instead(part, partial(self._inside, name, answer, part.forward))
+                if name in self._own and inner in self.flow.inside:
+                    self._inside_units.after(part, partial(self._returned_inside, name, inner), first=True)
 
     def remove(self) -> None:
         """Take the hooks off. Absent parameters stay absent."""
@@ -183,12 +203,13 @@ class Stage:
 
     @torch.compiler.disable
     def _wrapped(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The forward of a unit that several stages hold, or that the step calls past its hooks."""
+        """The forward of a unit that several chunks call, or one among others of the stage, or that the step calls past
+        its hooks."""
         hooked = self._announced[name] > 0
         self._announced[name] -= hooked
         if self._underway.is_idle:
             return forward(*args, **kwargs)
-        if self._underway.forward is not None and self._underway.forward.stage_of(name) != self.index:
+        if self._underway.forward is not None and not self._underway.forward.runs_here(name):
             return self._others.answer(name, forward, *args, **kwargs)
         unit = self._units[name]
         self._enter(name, unit, args, kwargs)
@@ -226,28 +247,35 @@ class Stage:
         come after it, and run on the other stages too."""
         if self._underway.forward is None or name not in self._running:
             return
-        call = self._running[name][1]
-        if call not in self._underway.cuts.wanted:
+        call, cuts = self._running[name][1], self._underway.forward.cuts
+        if call not in cuts.wanted:
             return
         # Two hooks are this stage's. The user's come after this one, and may write to the output.
-        self._underway.forward.keep(call, output, copied=call != self._underway.cuts.last or forward_hooks(unit) > 2)
+        self._underway.forward.keep(call, output, copied=call != cuts.last or forward_hooks(unit) > 2)
 
     @torch.compiler.disable
     def _leave(self, name: str, unit: nn.Module, args: Any, output: Any) -> None:
-        """After the forward of a unit of this stage, and the user's hooks: after the stage's last call, leave."""
+        """After the forward of a unit of this stage, and the user's hooks: after the chunk's last call, leave."""
         if self._underway.is_idle or name not in self._running:
             return
         seed, call = self._running.pop(name)
         self._underway.seed_after(name, seed)
-        if self._underway.forward is not None and call is not None and call == self._underway.cuts.last:
+        if self._underway.forward is not None and call is not None and call == self._underway.forward.cuts.last:
             raise LeaveStep
 
     @torch.compiler.disable
-    def _returned_inside(self, name: str, part: nn.Module, args: Any, output: Any) -> None:
+    def _inside(
+        self, unit: str, answer: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """The forward of a module inside a transparent unit."""
+        return (forward if unit in self._running else answer)(*args, **kwargs)
+
+    @torch.compiler.disable
+    def _returned_inside(self, unit: str, name: str, part: nn.Module, args: Any, output: Any) -> None:
         """After the forward of a module inside a transparent unit of this stage."""
-        if self._underway.forward is not None:
+        if self._underway.forward is not None and unit in self._running:
             call = self._underway.forward.called(name)
-            if call in self._underway.cuts.wanted:
+            if call in self._underway.forward.cuts.wanted:
                 self._underway.forward.keep(call, output)
 
     # -- running -------------------------------------------------------------------------------------------------
@@ -257,24 +285,27 @@ class Stage:
         step: Callable[[], Any],
         arrive: Callable[[], Arrival] | None,
         expect: Callable[[], Arrival | None] | None = None,
+        chunk: int | None = None,
     ) -> Any:
-        """Run ``step`` on this stage.
+        """Run a chunk of ``step``.
 
         Args:
             step: the user's step with its arguments bound.
-            arrive: gives what the previous stage sent; called once, when the step needs it. None on the first stage.
+            arrive: gives what the previous chunk sent; called once, when the step needs it. None for the first chunk.
             expect: gives what ``arrive`` will most likely give, if that is known already; its values may be on their
                 way.
+            chunk: which one; None for the only one of this stage.
 
         Returns:
-            What ``step`` returned, on the last stage; a :class:`.arrival.Departure` on the others.
+            What ``step`` returned, for the last chunk; a :class:`.arrival.Departure` for the others.
 
         Raises:
             RuntimeError: units were called otherwise than in the look at the step, so that the flow doesn't fit; or
                 what the step makes here depends on a value that only another stage has.
         """
-        assert (arrive is None) == self.is_first
-        self._underway.forward = forward = ForwardPass(self._underway.cuts, arrive, expect)
+        chunk = self.chunks[0] if chunk is None else chunk
+        assert (arrive is None) == (chunk == 0)
+        self._underway.forward = forward = ForwardPass(self._cuts[chunk], arrive, expect)
         left = False
         try:
             try:
@@ -297,10 +328,10 @@ class Stage:
                 del lost  # or its traceback would hold this frame, and this frame the links of the stage
         if left:
             return output
-        if not self.is_last:
+        if chunk < self.partition.chunks - 1:
             raise RuntimeError(
-                f"The step has ended on stage {self.index} of {self.partition.stages}, before it called what the "
-                f"later stages own, as it did in the first step: the order of calls must not change from batch to "
+                f"The step has ended on {self.partition.name_of(chunk)} of {self.partition.stages}, before it called "
+                f"what later ones own, as it did in the first step: the order of calls must not change from batch to "
                 f"batch."
             )
         absent = first_absent(output)

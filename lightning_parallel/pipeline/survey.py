@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_parallel.pipeline.absent import TakesGradientsError
 from lightning_parallel.pipeline.flow import Cargo, Flow, FlowError
-from lightning_parallel.pipeline.one_sided import check_one_sided, stages_running
+from lightning_parallel.pipeline.one_sided import TWICE, check_one_sided, chunks_running
 from lightning_parallel.pipeline.origins import origin_of_parameter, parameter_of
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.trace import names_of, trace
@@ -19,9 +19,9 @@ from lightning_parallel.torch_private import has_full_backward_hooks
 
 
 def survey(module: nn.Module, partition: Partition, step: Callable[[], Any], logged: Sequence[Any] = ()) -> Flow:
-    """Watch one step, and tell what crosses the cuts. What it returns, logs and leaves on modules is needed on the last
-    stage. So is the first value that it asks for after the last stage's first call: the survey ends there, but the last
-    stage itself will have the value.
+    """Watch one step, and tell what crosses the cuts. What it returns, logs and leaves on modules is needed in the last
+    chunk. So is the first value that it asks for after the last chunk's first call: the survey ends there, but that
+    chunk itself will have the value.
 
     Args:
         module: the module whose parts ``step`` calls.
@@ -30,21 +30,21 @@ def survey(module: nn.Module, partition: Partition, step: Callable[[], Any], log
         logged: a list in which ``step`` leaves what it logs.
 
     Raises:
-        FlowError: a stage needs what a later stage computes, what a stage computes after it has left the step, or a
-            parameter that it doesn't hold; or stages would draw, count or update differently from one process.
-        Exception: the step's own, if it came before the last stage's first call. An ``AbsentValueError`` says that the
+        FlowError: a chunk needs what a later one computes, what a chunk computes after it has left the step, or a
+            parameter that its stage doesn't hold; or stages would draw, count or update differently from one process.
+        Exception: the step's own, if it came before the last chunk's first call. An ``AbsentValueError`` says that the
             code before or between the layers asks for values that only one stage has.
     """
     units = partition.units
     names = names_of(module) | {id(module.get_submodule(name)): name for name in units}
     seen = trace(module, units.__contains__, step, names=names, logged=logged, plain_values=True)
     placed = _placed(seen.calls, partition)
-    # Later errors are the last stage's: what the loss can't do with absent values, it may do with real ones.
-    if seen.stopped is not None and max(placed, default=0) < partition.stages - 1:
+    # Later errors are the last chunk's: what the loss can't do with absent values, it may do with real ones.
+    if seen.stopped is not None and max(placed, default=0) < partition.chunks - 1:
         raise seen.stopped
     flow = _Flows(seen, partition, placed).flow()
     _check_backward_hooks(module, flow)
-    _check_gradients(module, flow, {(call.unit, call.call) for call in seen.calls if call.detached})
+    _check_gradients(module, partition, flow, {(call.unit, call.call) for call in seen.calls if call.detached})
     return flow
 
 
@@ -57,63 +57,65 @@ def _check_backward_hooks(module: nn.Module, flow: Flow) -> None:
             )
 
 
-def _check_gradients(module: nn.Module, flow: Flow, detached: Container[Call]) -> None:
-    for stage, cut in enumerate(flow.cuts):
+def _check_gradients(module: nn.Module, partition: Partition, flow: Flow, detached: Container[Call]) -> None:
+    for chunk, cut in enumerate(flow.cuts):
         for cargo in cut:
             trains = any(p.requires_grad for p in module.get_submodule(cargo.module).parameters())
             if trains and (cargo.module, cargo.call) in detached:
                 raise RuntimeError(
-                    f"'{cargo.module}' hands its output from stage {stage} to a later one, but runs under "
-                    f"torch.no_grad() or in a checkpoint with use_reentrant=True, so no gradient would come back: use "
-                    f"use_reentrant=False, or freeze it with requires_grad_(False)."
+                    f"'{cargo.module}' hands its output from {partition.name_of(chunk)} to a later one, but "
+                    f"runs under torch.no_grad() or in a checkpoint with use_reentrant=True, so no gradient would come "
+                    f"back: use use_reentrant=False, or freeze it with requires_grad_(False)."
                 )
 
 
 def _placed(calls: Sequence[TracedCall], partition: Partition) -> list[int]:
-    """The stage of each call. If that is before a stage that has been reached already, the call comes too late."""
+    """The chunk of each call. If that is before a chunk that has been reached already, the call comes too late."""
     placed: list[int] = []
     reached = 0
     for call in calls:
-        placed.append(partition.stage_of((call.unit, call.call), reached))
+        placed.append(partition.chunk_of((call.unit, call.call), reached))
         reached = max(reached, placed[-1])
     return placed
 
 
 class _Flows:
-    """Follows each value from the call that computes it to the last stage that needs it."""
+    """Follows each value from the call that computes it to the last chunk that needs it."""
 
-    def __init__(self, seen: Trace, partition: Partition, stages: Sequence[int]) -> None:
+    def __init__(self, seen: Trace, partition: Partition, chunks: Sequence[int]) -> None:
         self._seen, self._partition = seen, partition
-        self._stages = stages  # of each call
+        self._chunks = chunks  # of each call
+        self._last = partition.chunks - 1
         self._position = seen.position()
         # A value inside a unit (0) is computed before the unit's output (1).
         self._order = {origin: (escape.within, 0, i) for i, (origin, escape) in enumerate(seen.escapes.items())}
         self._order |= {origin: (index, 1, 0) for origin, index in self._position.items()}
-        self._needed: dict[str, int] = {}  # by origin: the last stage that needs it
+        self._needed: dict[str, int] = {}  # by origin: the last chunk that needs it
         self._transparent: set[str] = set()
-        self._late: set[int] = set()  # indices of calls whose stage has left the step by then
+        self._late: set[int] = set()  # indices of calls whose chunk has left the step by then
         reached = 0
-        for i, stage in enumerate(self._stages):
-            if stage < reached:
+        for i, chunk in enumerate(self._chunks):
+            if chunk < reached:
                 self._late.add(i)
-            reached = max(reached, stage)
+            reached = max(reached, chunk)
 
     def flow(self) -> Flow:
         self._check_gradients_taken()
-        check_one_sided(self._seen, self._stages, self._partition.stages)
+        check_one_sided(self._seen, self._chunks, self._partition.placement)
         for index in self._seen.overwriting:
-            if self._stages[index] < self._partition.stages - 1:
+            if self._chunks[index] < self._last:
                 raise FlowError(
-                    f"'{self._seen.calls[index].unit}' on stage {self._stages[index]} changes a tensor of the batch in "
-                    f"place. Later stages still have the old values: set inplace=False there, or hand it a clone."
+                    f"'{self._seen.calls[index].unit}' on {self._name(self._chunks[index])} changes a tensor of "
+                    f"the batch in place. Later stages still have the old values: set inplace=False there, or hand it "
+                    f"a clone."
                 )
         for i, call in enumerate(self._seen.calls):
             if i not in self._late:
-                self._need(call.needs, f"'{call.unit}'", self._stages[i])
-        self._need(self._seen.end, "the end of the step", self._partition.stages - 1)
+                self._need(call.needs, f"'{call.unit}'", self._chunks[i])
+        self._need(self._seen.end, "the end of the step", self._last)
         for update in self._seen.updates:
             self._need_update(update)
-        cuts: list[list[Cargo]] = [[] for _ in range(self._partition.stages - 1)]
+        cuts: list[list[Cargo]] = [[] for _ in range(self._last)]
         inside: set[str] = set()
         for origin in sorted(self._needed, key=self._order.__getitem__):
             if origin in self._position:
@@ -125,12 +127,12 @@ class _Flows:
                 index = escape.within
                 cargo = Cargo(*escape.module, escape.tensors or 0)
                 inside.add(cargo.module)
-            for cut in range(self._stages[index], self._needed[origin]):
+            for cut in range(self._chunks[index], self._needed[origin]):
                 cuts[cut].append(cargo)
-        last: list[Call | None] = [None] * self._partition.stages
-        for i, (call, stage) in enumerate(zip(self._seen.calls, self._stages, strict=True)):
+        last: list[Call | None] = [None] * self._partition.chunks
+        for i, (call, chunk) in enumerate(zip(self._seen.calls, self._chunks, strict=True)):
             if i not in self._late:
-                last[stage] = (call.unit, call.call)
+                last[chunk] = (call.unit, call.call)
         in_step = [update for update in self._seen.updates if update.place is not None]
         by_layers = {update.name for update in in_step if any(parameter_of(origin) is None for origin in update.needs)}
         return Flow(
@@ -143,55 +145,55 @@ class _Flows:
         )
 
     def _check_gradients_taken(self) -> None:
-        """Of what the last stage computes, it may take gradients by itself, by what it has computed or holds."""
-        error, last = self._seen.stopped, self._partition.stages - 1
-        if not isinstance(error, TakesGradientsError) or last == 0:
+        """Of what the last chunk computes, it may take gradients by itself, by what it has computed or holds."""
+        error, stage = self._seen.stopped, self._stage(self._last)
+        if not isinstance(error, TakesGradientsError) or self._last == 0:
             return
-        own = {call.origin for call, stage in zip(self._seen.calls, self._stages, strict=True) if stage == last}
-        own |= {origin_of_parameter(name) for name, stages in self._partition.owners.items() if stages == (last,)}
+        own = {call.origin for call, chunk in zip(self._seen.calls, self._chunks, strict=True) if chunk == self._last}
+        own |= {origin_of_parameter(name) for name, stages in self._partition.owners.items() if stages == (stage,)}
         if error.present or not error.origins <= own:
             raise error
 
-    def _need(self, origins: Iterable[str], consumer: str, stage: int) -> None:
+    def _need(self, origins: Iterable[str], consumer: str, chunk: int) -> None:
         for origin in origins:
             if origin in self._position:
-                self._need_output(origin, self._position[origin], consumer, stage)
+                self._need_output(origin, self._position[origin], consumer, chunk)
             elif origin in self._seen.escapes:
-                self._need_escape(origin, consumer, stage)
+                self._need_escape(origin, consumer, chunk)
             elif origin in self._seen.writes:
-                self._need_written(origin, consumer, stage)
+                self._need_written(origin, consumer, chunk)
             elif (parameter := parameter_of(origin)) is not None:
-                self._need_parameter(parameter, consumer, stage)
+                self._need_parameter(parameter, consumer, chunk)
 
-    def _need_output(self, origin: str, index: int, consumer: str, stage: int) -> None:
-        self._check_order(index, consumer, stage)
-        if stage > self._stages[index]:
-            self._needed[origin] = max(stage, self._needed.get(origin, 0))
+    def _need_output(self, origin: str, index: int, consumer: str, chunk: int) -> None:
+        self._check_order(index, consumer, chunk)
+        if chunk > self._chunks[index]:
+            self._needed[origin] = max(chunk, self._needed.get(origin, 0))
 
-    def _need_escape(self, origin: str, consumer: str, stage: int) -> None:
+    def _need_escape(self, origin: str, consumer: str, chunk: int) -> None:
         """What was computed inside a unit, by a module or by the unit's own code from its inputs."""
         escape = self._seen.escapes[origin]
         call = self._seen.calls[escape.within]
-        self._check_order(escape.within, consumer, stage)
-        if stage == self._stages[escape.within]:
+        self._check_order(escape.within, consumer, chunk)
+        if chunk == self._chunks[escape.within]:
             return
         self._transparent.add(call.unit)
         if escape.tensors is None:
-            self._need(escape.needs, consumer, stage)
+            self._need(escape.needs, consumer, chunk)
         else:
-            self._needed[origin] = max(stage, self._needed.get(origin, 0))
+            self._needed[origin] = max(chunk, self._needed.get(origin, 0))
 
-    def _need_written(self, origin: str, consumer: str, stage: int) -> None:
-        """What a call has changed in place is as it was before on stages where the call is absent."""
-        owner = self._stages[self._seen.writes[origin]]
-        if stage > owner:
+    def _need_written(self, origin: str, consumer: str, chunk: int) -> None:
+        """What a call has changed in place is as it was before in chunks where the call is absent."""
+        owner = self._chunks[self._seen.writes[origin]]
+        if chunk > owner:
             raise FlowError(
-                f"{consumer} on stage {stage} uses {origin}, on stage {owner}. Later stages still have the old values: "
-                f"set inplace=False there, or hand it a clone."
+                f"{consumer} on {self._name(chunk)} uses {origin}, on {self._name(owner)}. Later ones "
+                f"still have the old values: set inplace=False there, or hand it a clone."
             )
 
-    def _need_parameter(self, name: str, consumer: str, stage: int) -> None:
-        holders = self._partition.holders_of(name)
+    def _need_parameter(self, name: str, consumer: str, chunk: int) -> None:
+        holders, stage = self._partition.holders_of(name), self._stage(chunk)
         if stage not in holders:
             raise FlowError(
                 f"{consumer} on stage {stage} reads parameter '{name}', which is on stage {holders[0]}. The pipeline "
@@ -200,27 +202,43 @@ class _Flows:
             )
 
     def _need_update(self, update: Update) -> None:
-        """A parameter that the code around the units changes must be changed on each stage that holds it."""
-        reached = 0 if update.place is None else min(stages_running(update.place, self._stages, self._partition.stages))
+        """A parameter that the code around the units changes must be changed on each stage that holds it: in each of
+        the stage's chunks that run this code, all of which change it from the same old value."""
+        running = chunks_running(update.place, self._chunks, self._last + 1) if update.place else range(self._last + 1)
+        by_layers = update.place is not None and any(parameter_of(origin) is None for origin in update.needs)
         for stage in self._partition.holders_of(update.name):
-            if stage < reached:
+            chunks = [chunk for chunk in self._partition.chunks_of(stage) if chunk in running]
+            if not chunks:
                 raise FlowError(
                     f"The step changes '{update.name}', which is on stage {stage}, after that stage has left it: "
                     f"change it at the beginning of training_step, or in on_train_batch_end."
                 )
-            self._need(update.needs, f"the update of '{update.name}'", stage)
+            if by_layers and len(chunks) > 1:
+                raise FlowError(
+                    f"The step changes '{update.name}', on stage {stage}, by what layers return. {TWICE} change it in "
+                    f"on_train_batch_end, or take a schedule with one chunk a stage ('1f1b')."
+                )
+            for chunk in chunks:
+                self._need(update.needs, f"the update of '{update.name}'", chunk)
 
-    def _check_order(self, index: int, consumer: str, stage: int) -> None:
-        unit, owner = self._seen.calls[index].unit, self._stages[index]
+    def _check_order(self, index: int, consumer: str, chunk: int) -> None:
+        unit, owner = self._seen.calls[index].unit, self._chunks[index]
         if index in self._late:
-            before = next(c.unit for c, s in zip(self._seen.calls, self._stages, strict=True) if s > owner)
+            calls = zip(self._seen.calls, self._chunks, strict=True)
+            before = next(call.unit for call, its_chunk in calls if its_chunk > owner)
             raise FlowError(
-                f"'{unit}' is on stage {owner}, which leaves the step before this call, made after '{before}'. The "
-                f"pipeline was cut by another step, in which '{unit}' comes earlier: call layers in the same order in "
-                f"every kind of step."
+                f"'{unit}' is on {self._name(owner)}, which leaves the step before this call, made after "
+                f"'{before}'. The pipeline was cut by another step, in which '{unit}' comes earlier: call layers in "
+                f"the same order in every kind of step."
             )
-        if owner > stage:
+        if owner > chunk:
             raise FlowError(
-                f"{consumer} is on stage {stage}, but needs the output of '{unit}' on stage {owner}: call them in the "
-                f"same order in every step."
+                f"{consumer} is on {self._name(chunk)}, but needs the output of '{unit}' on "
+                f"{self._name(owner)}: call them in the same order in every step."
             )
+
+    def _name(self, chunk: int) -> str:
+        return self._partition.name_of(chunk)
+
+    def _stage(self, chunk: int) -> int:
+        return self._partition.placement[chunk]

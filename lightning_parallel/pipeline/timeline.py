@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
-from lightning_parallel.pipeline.schedule import Step
+from lightning_parallel.pipeline.actions import Action, Backward, BackwardInput, BackwardWeight, Forward, Step
 from lightning_parallel.pipeline.simulate import Simulation
 
-COMPUTE = frozenset({"begin", "forward", "backward", "step"})
+PASSES = frozenset({"forward", "backward", "backward input", "backward weight"})
+COMPUTE = PASSES | {"begin", "step"}
 _NOTHING = nullcontext()
 
 
@@ -28,13 +29,14 @@ class Span:
     Computing spans of a row don't overlap.
 
     Attributes:
-        kind: "forward", "backward" or "step" (computing); "begin" (the part of a forward before it needs a message);
-            "receive" (waiting for a message); "evaluate" (validation, test, prediction); or "omitted" (recording that
-            was dropped).
+        kind: "forward", "backward", "backward input" and "backward weight" (its halves) or "step" (computing); "begin"
+            (the part of a forward before it needs a message); "receive" (waiting for a message); "evaluate"
+            (validation, test, prediction); or "omitted" (recording that was dropped).
         microbatch: its number; for a step, that of the update.
         start: in seconds.
         end: in seconds.
         version: of an asynchronous pipeline's forward, the number of updates that made its weights.
+        chunk: which of the stage's chunks, from 0.
     """
 
     kind: str
@@ -42,6 +44,7 @@ class Span:
     start: float
     end: float
     version: int | None = None
+    chunk: int = 0
 
 
 class Timeline:
@@ -65,9 +68,11 @@ class Timeline:
         self._last: deque[Span] = deque(maxlen=limit)
         self._omitted_from: float | None = None
 
-    def span(self, kind: str, microbatch: int, version: int | None = None) -> AbstractContextManager[None]:
+    def span(
+        self, kind: str, microbatch: int, version: int | None = None, *, chunk: int = 0
+    ) -> AbstractContextManager[None]:
         """Record what runs in the `with` block, also if it raises. It costs next to nothing when disabled."""
-        return _Recording(self, kind, microbatch, version) if self.enabled else _NOTHING
+        return _Recording(self, kind, microbatch, version, chunk) if self.enabled else _NOTHING
 
     @property
     def spans(self) -> list[Span]:
@@ -88,10 +93,11 @@ class Timeline:
 class _Recording:
     """One `with timeline.span(...)`. It is a class, since `contextlib.contextmanager` costs several times more."""
 
-    __slots__ = ("_kind", "_microbatch", "_start", "_timeline", "_version")
+    __slots__ = ("_chunk", "_kind", "_microbatch", "_start", "_timeline", "_version")
 
-    def __init__(self, timeline: Timeline, kind: str, microbatch: int, version: int | None) -> None:
-        self._timeline, self._kind, self._microbatch, self._version = timeline, kind, microbatch, version
+    def __init__(self, timeline: Timeline, kind: str, microbatch: int, version: int | None, chunk: int) -> None:
+        self._timeline, self._kind, self._microbatch = timeline, kind, microbatch
+        self._version, self._chunk = version, chunk
 
     def __enter__(self) -> None:
         self._start = time.monotonic()
@@ -99,7 +105,20 @@ class _Recording:
     def __exit__(
         self, error: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._timeline._add(Span(self._kind, self._microbatch, self._start, time.monotonic(), self._version))
+        self._timeline._add(
+            Span(self._kind, self._microbatch, self._start, time.monotonic(), self._version, self._chunk)
+        )
+
+
+_KINDS: Mapping[type[Action], str] = MappingProxyType(
+    {
+        Forward: "forward",
+        Backward: "backward",
+        BackwardInput: "backward input",
+        BackwardWeight: "backward weight",
+        Step: "step",
+    }
+)
 
 
 def from_simulation(simulation: Simulation, unit: float = 1e-3) -> list[list[Span]]:
@@ -107,13 +126,15 @@ def from_simulation(simulation: Simulation, unit: float = 1e-3) -> list[list[Spa
     rows: list[list[Span]] = []
     for timed_row in simulation.rows:
         row: list[Span] = []
+        chunks = sorted({timed.action.chunk for timed in timed_row if not isinstance(timed.action, Step)})
         free = 0.0
         for timed in timed_row:
             action = timed.action
             number = action.update if isinstance(action, Step) else action.microbatch
             if timed.start > free:
                 row.append(Span("receive", number, free * unit, timed.start * unit))
-            row.append(Span(type(action).__name__.lower(), number, timed.start * unit, timed.end * unit))
+            chunk = 0 if isinstance(action, Step) else chunks.index(action.chunk)
+            row.append(Span(_KINDS[type(action)], number, timed.start * unit, timed.end * unit, chunk=chunk))
             free = timed.end
         rows.append(row)
     return rows
@@ -151,7 +172,7 @@ def measured_bubble(rows: Sequence[Sequence[Span]]) -> float:
     """
     busy = total = 0.0
     for phase in _phases(rows):
-        passes = [span for row in phase for span in row if span.kind in ("forward", "backward")]
+        passes = [span for row in phase for span in row if span.kind in PASSES]
         if passes:
             begin, end = min(span.start for span in passes), max(span.end for span in passes)
             busy += sum(_busy(row, begin, end) for row in phase)
@@ -170,7 +191,7 @@ def utilisation(rows: Sequence[Sequence[Span]], skip: int = 0) -> float | None:
     busy = total = 0.0
     for phase in _phases(rows):
         forwards = [[span.end for span in row if span.kind == "forward"] for row in phase]
-        backwards = [[span.start for span in row if span.kind == "backward"] for row in phase]
+        backwards = [[span.start for span in row if span.kind in ("backward", "backward input")] for row in phase]
         if any(len(column) <= skip for column in (*forwards, *backwards)):
             continue
         begin, end = max(column[skip] for column in backwards), min(column[-1 - skip] for column in forwards)

@@ -25,6 +25,8 @@ def write_trace(rows: Sequence[Sequence[Span]], path: str | Path, *, labels: Seq
         events.append({"ph": "M", "name": "thread_sort_index", "args": {"sort_index": s}, **thread})
         for span in row:
             arguments = {"update" if span.kind == "step" else "microbatch": span.microbatch}
+            if span.chunk:
+                arguments["chunk"] = span.chunk
             if span.version is not None:
                 arguments["version"] = span.version
             events.append(

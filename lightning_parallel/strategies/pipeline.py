@@ -14,23 +14,32 @@ usual::
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_parallel.collectives import gather_objects
 from lightning_parallel.gradients.swapping import Gradients, swap_gradients
+from lightning_parallel.parts.between_batches import gained, reasons_to_wait
 from lightning_parallel.parts.logs import LogRecorder
 from lightning_parallel.parts.microbatches import loss_scale
 from lightning_parallel.parts.options import StagedOptions
-from lightning_parallel.pipeline.schedule import SCHEDULES, Generator, Schedule, of_one_update
-from lightning_parallel.pipeline.simulate import ideal_bubble
-from lightning_parallel.settings import takes
+from lightning_parallel.pipeline.actions import Schedule, placement
+from lightning_parallel.pipeline.schedule import SCHEDULES, Generator, interleaved, naive
+from lightning_parallel.pipeline.schedule_checks import check_placement, of_one_update
+from lightning_parallel.pipeline.simulate import busy_across_batches, ideal_bubble
+from lightning_parallel.settings import Auto, Count, takes
 from lightning_parallel.strategies.staged import StagedStrategy
 
 
@@ -43,19 +52,46 @@ class PipelineOptions(StagedOptions):
             ``"gpipe"`` (all forwards, then all backwards: the same bubble and numbers, more memory), ``"naive"`` (the
             model split, one stage at work at a time), or a function that makes one from a number of stages and a number
             of microbatches (:mod:`lightning_parallel.pipeline.schedule`). The bubble of the first two is
-            (stages - 1) / (microbatches + stages - 1). ``microbatches="auto"`` is four a stage, as GPipe advises, or as
-            many as the batch has samples; one with ``"naive"``.
+            (stages - 1) / (microbatches + stages - 1). ``"interleaved"``: 1F1B with several chunks of layers a stage:
+            a bubble smaller by their number, for more messages and activations. ``"zbv"``: two chunks a stage, and
+            backwards in two halves: the smallest bubble; every stage holds what the first one does in 1F1B.
+            ``microbatches="auto"`` is four a stage, as GPipe advises, or as many as the batch has samples; one with
+            ``"naive"``.
+        chunks: the number of chunks of layers in each stage, with ``"interleaved"``; ``"auto"``: 2.
 
     Raises:
-        ValueError: a value that its setting doesn't take, or several microbatches with ``"naive"``.
+        ValueError: a value that its setting doesn't take, several microbatches with ``"naive"``, or ``chunks`` with
+            another schedule than ``"interleaved"``.
     """
 
-    schedule: Literal["naive", "gpipe", "1f1b"] | Callable[[int, int], Schedule] = "1f1b"
+    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zbv"] | Callable[[int, int], Schedule] = "1f1b"
+    chunks: Count | Auto = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.schedule == "naive" and self.microbatches not in ("auto", 1):
             raise ValueError(f"microbatches={self.microbatches!r}: the naive schedule has one; use '1f1b' for more.")
+        if self.chunks != "auto" and self.schedule != "interleaved":
+            raise ValueError(
+                f"chunks={self.chunks}: only schedule='interleaved' takes their number, of layers in a stage. Leave it "
+                f"out, or take that. The parts of a batch are `microbatches`."
+            )
+
+    @property
+    def generator(self) -> Generator:
+        """Makes the schedule's lists."""
+        if callable(self.schedule):
+            return self.schedule
+        if self.schedule == "interleaved" and self.chunks != "auto":
+            return partial(interleaved, chunks=self.chunks)
+        return SCHEDULES[self.schedule]
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule's name, for banners and titles."""
+        if self.schedule == "interleaved":
+            return f"interleaved, {2 if self.chunks == 'auto' else self.chunks} chunks a stage"
+        return self.schedule if isinstance(self.schedule, str) else getattr(self.schedule, "__name__", "schedule")
 
 
 class PipelineStrategy(StagedStrategy):
@@ -70,30 +106,73 @@ class PipelineStrategy(StagedStrategy):
     @takes(PipelineOptions)
     def __init__(self, options: PipelineOptions) -> None:
         super().__init__(options)
-        if callable(options.schedule):
-            self._schedule, self._schedule_name = options.schedule, getattr(options.schedule, "__name__", "schedule")
-        else:
-            self._schedule, self._schedule_name = SCHEDULES[options.schedule], options.schedule
+        self._schedule, self._schedule_name = options.generator, options.schedule_name
+        self._is_own = callable(options.schedule)  # the user's
         self._count = 1  # microbatches of the last batch
         self._gradients: Gradients = {}  # from training_step to backward
         self._ends_update = False  # does an update follow the batch that runs?
         self._accumulates = False  # do gradients of earlier batches wait for that update?
+        self._goes_on = False  # do stages not wait for each other between batches?
+        self._alone_in: dict[int, list[str]] = {}  # by chunk, the parameters that no other chunk here uses
+        self._incomplete: dict[str, set[int]] = {}  # by layer, the chunks whose gradients of the update are to come
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        self._ends_update = self._accumulates = False
+        for count in range(self._usual_microbatches() if self._is_own else 0, 0, -1):
+            _lists(self._schedule, self.layout.stages, count)  # of an epoch's last batch, which may be smaller
+        self._ends_update = self._accumulates = self._goes_on = False
         self.set_up(
             trainer,
             automatic_microbatches=self._automatic_microbatches,
             completing=self._complete_gradients,
+            before_meeting=self._before_meeting,
+            placement=placement(_lists(self._schedule, self.layout.stages, self._usual_microbatches())),
             norm_group=self.groups.model,
             counts=lambda name: self._shards.counts(name) and self._stages.counts(name),
         )
+        self._alone_in = {chunk: self.stage.used_only_in(chunk) for chunk in self.stage.chunks}
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._goes_on = self._decide_to_go_on(trainer)
+
+    def _decide_to_go_on(self, trainer: pl.Trainer) -> bool:
+        """Do stages go on to the next batch without waiting for each other? The banner says why not."""
+        gain = gained(_lists(self._schedule, self.layout.stages, self._usual_microbatches()))
+        module = self.lightning_module
+        assert module is not None
+        if not gain:
+            return False
+        trained = {name for name, p in module.named_parameters() if p.requires_grad}
+        shared = [name for name in self.stage.partition.shared() if name in trained]
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        own = list(reasons_to_wait(trainer, module, self.precision_plugin, shared, schedulers))
+        # Ranks may have callbacks of their own. One that has to wait makes all wait.
+        reasons = [reason for rank in gather_objects(own, dist.group.WORLD) for reason in rank]
+        if reasons:
+            count = len(set(reasons))
+            more = f" and {count - 1} more" if count > 1 else ""
+            rank_zero_info(
+                f"{self._schedule_name}: stages wait for each other at the end of each batch, which costs {gain:.0%} "
+                f"of their time by theory, because of {reasons[0]}{more}."
+            )
+        else:
+            rank_zero_info(f"{self._schedule_name}: each stage goes on to the next batch when its own update is done.")
+        return not reasons
+
+    @property
+    @override
+    def batches_ahead(self) -> int:
+        return int(self._goes_on)
+
+    def _usual_microbatches(self) -> int:
+        """The microbatches of a batch that has the samples."""
+        if self.options.microbatches != "auto":
+            return self.options.microbatches
+        return 1 if self._schedule is naive else 4 * self.layout.stages
 
     def _automatic_microbatches(self, batch_size: int) -> int:
-        return 1 if self._schedule_name == "naive" else min(batch_size, 4 * self.layout.stages)
+        return min(batch_size, self._usual_microbatches())
 
     # -- a batch -------------------------------------------------------------------------------------------------
 
@@ -115,14 +194,19 @@ class PipelineStrategy(StagedStrategy):
         arguments, begins_update = (*args, *kwargs.values()), not self._accumulates
         work, sizes = self._microbatches.of(arguments, recorder, scale=scale, begins_update=begins_update)
         self._count = len(sizes)
-        actions = _lists(self._schedule, layout.stages, self._count)[layout.stage]
+        lists = _lists(self._schedule, layout.stages, self._count)
+        check_placement(lists, self.stage.partition.placement, f"schedule={self._schedule_name}")
+        actions = lists[layout.stage]
 
         # zero_grad runs later: set aside what `p.grad` still holds of the last update.
         earlier = {} if self._accumulates else swap_gradients(parameters, {})
         if self._stages.fully_sharded is not None:
             self._stages.fully_sharded.hold_back()
-        with self._microbatches.recorded(recorder):
-            outputs = self.engine.run(actions, work)
+            own = {*self.stage.chunks}
+            self._incomplete = {name: own & {*self.stage.partition.units[name]} for name in self.stage.layers}
+        hold = self.held_stop.around_batch() if self._goes_on else nullcontext()
+        with self._microbatches.recorded(recorder), hold:
+            outputs = self.engine.run(actions, work, endless=self._goes_on)
         gradients = swap_gradients(parameters, earlier)
         if self._ends_update:
             gradients = self._shards.completed(self.replicas.averaged(gradients))
@@ -130,18 +214,26 @@ class PipelineStrategy(StagedStrategy):
         self._gradients, self._accumulates = gradients, True
 
         if not layout.is_last_stage:
-            return self.last_stage.publish_step(None)
+            return torch.zeros((), device=self.root_device) if self._goes_on else self.last_stage.publish_step(None)
         output = self._microbatches.joined(outputs, sizes, recorder)
-        if layout.stages > 1:
+        if layout.stages > 1 and not self._goes_on:
             self.last_stage.publish_step(output["loss"] if isinstance(output, dict) else output)
         return output
 
-    def _complete_gradients(self) -> None:
-        """Before the last backward of a batch. If an update follows it, gradients are averaged while it runs."""
-        if self._ends_update:
-            self.replicas.begin_last_backward()
-            if self._stages.fully_sharded is not None:
-                self._stages.fully_sharded.release()
+    @contextmanager
+    def _complete_gradients(self, chunk: int) -> Iterator[None]:
+        """Around the last backward of a chunk in a batch. If an update follows the batch, gradients are averaged while
+        it runs."""
+        if not self._ends_update:
+            yield
+            return
+        layers = self._stages.fully_sharded
+        if layers is not None:
+            layers.release([name for name, chunks in self._incomplete.items() if chunks <= {chunk}])
+            for chunks in self._incomplete.values():
+                chunks.discard(chunk)
+        with self.replicas.completing(self._alone_in[chunk]):
+            yield
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -156,15 +248,41 @@ class PipelineStrategy(StagedStrategy):
         self.post_backward(closure_loss)
         return closure_loss
 
+    # -- where stages meet again -----------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Answer the receives that stages have posted for a batch that isn't coming. Every rank calls it after the same
+        batch."""
+        if self._goes_on and self._engine is not None:
+            with torch.inference_mode(False):  # validation, where this is called too, runs in it
+                self._engine.end_stream()
+
+    def _before_meeting(self, hook: str) -> None:
+        if hook in ("on_train_batch_end", "on_train_epoch_end"):
+            self.drain()
+        self.held_stop.release()
+
+    @override
+    def on_validation_start(self) -> None:
+        self.drain()
+        super().on_validation_start()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.drain()  # the first call of a save, on all ranks
+        return super().lightning_module_state_dict()
+
     # -- the end -------------------------------------------------------------------------------------------------
 
     @override
     def theoretical_bubble(self) -> float:
         """The fraction of time that the schedule leaves stages idle, with the microbatches of the last batch."""
-        return ideal_bubble(_lists(self._schedule, self.layout.stages, self._count))
+        lists = _lists(self._schedule, self.layout.stages, self._count)
+        return 1 - busy_across_batches(lists) if self._goes_on else ideal_bubble(lists)
 
     @override
     def on_train_end(self) -> None:
+        self.drain()
         title = f"{self._schedule_name}, {self.layout.stages} stages, {self._count} microbatches"
         self.write_timeline(title, self.theoretical_bubble())
 

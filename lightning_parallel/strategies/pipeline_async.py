@@ -111,7 +111,7 @@ class AsyncPipelineStrategy(StagedStrategy):
         self.set_up(
             trainer,
             automatic_microbatches=self._automatic_microbatches,
-            completing=lambda: self.replicas.begin_last_backward(),
+            completing=lambda chunk: self.replicas.completing(),
             before_meeting=self._before_meeting,
             check=_refuse_ties,
             describe=self._describe,
@@ -215,7 +215,7 @@ class AsyncPipelineStrategy(StagedStrategy):
                 f"batches are under way at once: change it in on_train_batch_end, or use PipelineStrategy."
             )
         actions = self.training.feed(self.engine, len(sizes), ends_update)
-        with self._microbatches.recorded(recorder), self.training.stop_held_back():
+        with self._microbatches.recorded(recorder), self.held_stop.around_batch():
             outputs = self.engine.run(actions, work, update=self.training.update, endless=True)
         if not self.layout.is_last_stage:
             return torch.zeros((), device=self.root_device)  # the loss is not waited for
@@ -238,7 +238,7 @@ class AsyncPipelineStrategy(StagedStrategy):
     def _before_meeting(self, hook: str) -> None:
         if hook in ("on_train_batch_end", "on_train_epoch_end"):
             self.drain()
-        self.training.release_stop()
+        self.held_stop.release()
 
     @override
     def on_validation_start(self) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,16 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from typing_extensions import override
 
+from lightning_parallel.layout import Placement
 from lightning_parallel.lightning_private import trainer_of
 from lightning_parallel.parts.afterwards import PartOfModel
 from lightning_parallel.parts.clipping import install_clipping, share_overflows
 from lightning_parallel.parts.cutting import agreed_partition
+from lightning_parallel.parts.earlier_chunks import EarlierChunks
 from lightning_parallel.parts.evaluation import Evaluation
 from lightning_parallel.parts.first_batch import trial_of
 from lightning_parallel.parts.first_look import FirstLook
+from lightning_parallel.parts.held_stop import HeldStop
 from lightning_parallel.parts.last_stage import LastStage
 from lightning_parallel.parts.loss_means import LossMeans
 from lightning_parallel.parts.manual import SEVERAL_OPTIMIZERS, refuse_manual_optimization
@@ -70,6 +74,13 @@ class StagedStrategy(LayoutStrategy):
         self._engine: Engine | None = None
         self._evaluation: Evaluation | None = None
         self._microbatches: Microbatches | None = None
+        self._held_stop: HeldStop | None = None
+
+    @property
+    def held_stop(self) -> HeldStop:
+        """A stop that waits for all stages."""
+        assert self._held_stop is not None, "made in Trainer.fit, validate, test and predict"
+        return self._held_stop
 
     @property
     def stage(self) -> Stage:
@@ -100,7 +111,8 @@ class StagedStrategy(LayoutStrategy):
         trainer: pl.Trainer,
         *,
         automatic_microbatches: Callable[[int], int],
-        completing: Callable[[], None],
+        completing: Callable[[int], AbstractContextManager[None]],
+        placement: Placement | None = None,
         before_meeting: Callable[[str], None] = lambda hook: None,
         check: Callable[[Partition], None] = lambda parts: None,
         describe: Callable[[int], str] = lambda stage: "",
@@ -114,8 +126,9 @@ class StagedStrategy(LayoutStrategy):
         Args:
             trainer: of the run.
             automatic_microbatches: the number for ``microbatches="auto"``, given a batch's size.
-            completing: called before the last backward of an update.
-            before_meeting: called before the stages exchange metrics, with the name of the hook that ends then.
+            completing: given a chunk, a context around what completes its gradients of an update.
+            placement: the stage of each chunk; by default each stage has one.
+        before_meeting: called before the stages exchange metrics, with the name of the hook that ends then.
             check: raises for a partition that can't be trained.
             describe: text that the start banner adds for a stage, after its layers.
             weights: makes what the engine's forwards read; None for the module's own parameters.
@@ -124,6 +137,7 @@ class StagedStrategy(LayoutStrategy):
             gradients_on_parameters: backwards add to ``p.grad``.
         """
         layout, groups, device = self.layout, self.groups, self.root_device
+        placement = tuple(range(layout.stages)) if placement is None else placement
         training = trainer.state.fn == TrainerFn.FITTING
         self._part.end()
         module = self.prepare(trainer)
@@ -137,7 +151,9 @@ class StagedStrategy(LayoutStrategy):
             module,
             layout,
             device,
-            cut=lambda: agreed_partition(trainer, module, self.options, layout, groups.model, automatic_microbatches),
+            cut=lambda: agreed_partition(
+                trainer, module, self.options, layout, groups.model, automatic_microbatches, placement
+            ),
             check=check,
             describe=describe,
             divide=partial(
@@ -165,6 +181,7 @@ class StagedStrategy(LayoutStrategy):
             self.replicas.begin(watch=gradients_on_parameters)
 
         # What runs a batch.
+        self._held_stop = HeldStop(trainer, several=layout.stages > 1)
         self._timeline = Timeline(enabled=self._timeline.enabled)  # of this run alone
         if self._timeline.enabled and training:
             warn_without_pictures()
@@ -183,16 +200,19 @@ class StagedStrategy(LayoutStrategy):
         self._engine = Engine(
             self.stage,
             layout,
-            groups.links,
+            groups.links(placement),
             device,
             loss_of=loss_of,
             weights=weights(),
             timeline=self._timeline,
+            # Layers that are gathered for a backward are freed at the end of its first half.
+            halves=self._stages.fully_sharded is None,
             completing=completing,
         )
-        self._evaluation = Evaluation(self._engine, self._stages, look, self._last_stage, self._shards)
+        earlier = EarlierChunks(module, self.stage)
+        self._evaluation = Evaluation(self._engine, self._stages, look, self._last_stage, self._shards, earlier)
         parts = self.stage.partition
-        elsewhere = (name for name, stages in parts.outside.items() if layout.stage not in stages)
+        elsewhere = (name for name, chunks in parts.outside.items() if parts.chunks - 1 not in chunks)
         means = LossMeans(
             module,
             [module.get_submodule(name) for name in dict.fromkeys((*parts.layers, *elsewhere))],
@@ -212,6 +232,8 @@ class StagedStrategy(LayoutStrategy):
             look=look,
             means=means,
             last_stage=self._last_stage,
+            earlier=earlier,
+            stage=self.stage,
             model_group=groups.model,
             device=device,
         )

@@ -104,3 +104,39 @@ def test_a_gradient_that_grows_after_it_was_complete_is_refused(pool: WorkerPool
     for failure in pool.run(grow_twice, 2, expect_errors=True):
         assert "RuntimeError: The gradient of 'a' grew twice in one backward" in failure
         assert "use_reentrant=False" in failure
+
+
+def by_parts() -> list[dict[str, Tensor | None]]:
+    """Two updates, in which some parameters' last backward comes before that of others, which grow meanwhile."""
+    rank = dist.get_rank()
+    averager = GradientAverager(parameters(), dist.group.WORLD, 1)
+    results = []
+    for update in range(2):
+        gradients = {name: gradient(name, rank, update) for name in SHAPES}
+        for part in (["c", "d"], ["a", "b", "rare"]):
+            with averager.completing(part):
+                for name in SHAPES:
+                    value = gradients[name]
+                    if value is not None and (name in part or name in ("a", "b")):
+                        averager.ready(name, value if name in part else value + 100)
+        results.append(averager.finish(gradients))
+    return results
+
+
+def test_each_part_of_a_model_may_have_a_last_backward_of_its_own(pool: WorkerPool) -> None:
+    for results in pool.run(by_parts, 2):
+        for update, averages in enumerate(results):
+            for name in ("a", "b", "c", "d"):
+                expected = torch.stack([gradient(name, rank, update) for rank in range(2)]).mean(0)  # type: ignore[misc]
+                torch.testing.assert_close(averages[name], expected)
+
+
+def test_what_grows_after_it_was_complete_is_refused() -> None:
+    trained = {name: torch.zeros(2, requires_grad=True) for name in "ab"}
+    averager = GradientAverager(trained, None)  # type: ignore[arg-type]
+    with averager.completing(["b"]):
+        averager.ready("a", torch.ones(2))  # not yet complete
+    with averager.completing(["a"]):
+        averager.ready("a", torch.ones(2))
+    with pytest.raises(RuntimeError, match="'a' grew twice"):
+        averager.ready("a", torch.ones(2))

@@ -12,10 +12,10 @@ from lightning_parallel.parts.once_a_batch import OnceABatch
 def test_each_microbatch_finds_what_the_batch_would_find() -> None:
     module = nn.Linear(1, 1, bias=False)
     once = OnceABatch(module)
-    once.follow({"weight"}, 3)
     for expected in (2.0, 4.0):  # two batches
-        for microbatch in range(3):
-            once.before(microbatch)
+        once.follow({"weight"}, 3)
+        for _ in range(3):
+            once.before()
             with torch.no_grad():
                 module.weight.copy_(torch.full((1, 1), expected) if expected == 2 else module.weight * 2)
         assert module.weight.item() == expected
@@ -26,9 +26,9 @@ def test_the_others_are_left_alone() -> None:
     once = OnceABatch(module)
     once.follow((), 2)
     nn.init.ones_(module.weight)
-    once.before(0)
+    once.before()
     nn.init.zeros_(module.weight)
-    once.before(1)
+    once.before()
     assert module.weight.item() == 0
 
 
@@ -36,10 +36,28 @@ def test_a_frozen_parameter_that_changes_unseen_is_refused_before_the_second_mic
     module = nn.Linear(1, 1).requires_grad_(False)
     once = OnceABatch(module)
     once.follow({"weight"}, 2)
-    once.before(0)
+    once.before()
     nn.init.zeros_(module.weight)
-    once.before(1)
-    once.before(0)
+    once.before()
+    once.follow({"weight"}, 2)
+    once.before()
     nn.init.ones_(module.bias)
     with pytest.raises(RuntimeError, match="training_step has changed 'bias' inside a layer, or not in the first step"):
-        once.before(1)
+        once.before()
+
+
+def test_a_run_that_is_left_before_the_change_leaves_what_the_others_leave() -> None:
+    module = nn.Linear(1, 1, bias=False).requires_grad_(False)
+    nn.init.ones_(module.weight)
+    once = OnceABatch(module)
+    once.follow({"weight"}, 3)
+    with torch.no_grad():
+        with once.run():
+            pass  # an earlier chunk
+        assert module.weight.item() == 1
+        with once.run():
+            assert module.weight.item() == 1
+            module.weight.mul_(2)
+        with once.run():
+            assert module.weight.item() == 1
+        assert module.weight.item() == 2

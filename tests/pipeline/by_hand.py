@@ -50,7 +50,7 @@ def forward(stages: list[Stage], step: Step, expected: bool = False) -> tuple[An
     output: Any = None
     for stage in stages:
         bound = partial(step, stage.module)
-        if stage.is_first:
+        if 0 in stage.chunks:
             output = stage.run(bound, None)
         else:
             values = [t.detach() for t in departures[-1].tensors]
@@ -58,7 +58,7 @@ def forward(stages: list[Stage], step: Step, expected: bool = False) -> tuple[An
             arrivals.append(Arrival(buffers, format_of(departures[-1].tensors)))
             arrive = partial(_come, arrivals[-1], buffers, values)
             output = stage.run(bound, arrive, partial(arrivals.__getitem__, -1) if expected else None)
-        if not stage.is_last:
+        if not stage.has_last_chunk:
             assert isinstance(output, Departure)
             departures.append(output)
     return output, departures, arrivals

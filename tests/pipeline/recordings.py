@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_parallel.pipeline.schedule import Schedule
+from lightning_parallel.pipeline.actions import Schedule
 from lightning_parallel.pipeline.simulate import simulate
 from lightning_parallel.pipeline.timeline import Span, from_simulation
 

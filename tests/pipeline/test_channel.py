@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel.collectives import PeerLostError
+from lightning_parallel.groups import Wire
 from lightning_parallel.pipeline import channel
 from lightning_parallel.pipeline.channel import Link, Receiver, Sender
 from lightning_parallel.pipeline.message import Packet, format_of
@@ -32,7 +33,7 @@ DTYPES = [
 def link(timeout: float = 60.0) -> Link:
     peer = 1 - dist.get_rank()
     group = dist.new_group([0, 1], timeout=timedelta(seconds=timeout))
-    return Link(group, peer, f"stage {peer} (rank {peer})", CPU)
+    return Link(Wire(group, 0), peer, f"stage {peer} (rank {peer})", CPU)
 
 
 def tensor(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -439,7 +440,7 @@ def test_tensors_on_one_gpu_travel_through_pinned_memory(pool: WorkerPool) -> No
 def sends_from_the_gpu() -> list[Any] | None:
     device = torch.device("cuda", 0)
     group = dist.new_group([0, 1])
-    connection = Link(group, 1 - dist.get_rank(), "the peer", device)
+    connection = Link(Wire(group, 0), 1 - dist.get_rank(), "the peer", device)
     tensors = [tensor(0, 5).to(device), tensor(1, 2).to(device)]
     if dist.get_rank() == 0:
         sender = Sender(connection)

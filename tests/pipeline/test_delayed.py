@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_parallel.gradients.swapping import swap_gradients
+from lightning_parallel.pipeline.actions import Action, Backward, Forward
 from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB, asynchronous, version
 from lightning_parallel.pipeline.delayed import Delayed, Reading
-from lightning_parallel.pipeline.schedule import Action, Backward, Forward
 from lightning_parallel.pipeline.staleness import Correction, Stashing, copies, correction_weight, is_second_order
 from lightning_parallel.pipeline.weights import WeightVersions
 from tests.pipeline.nets import LAYERS

@@ -20,17 +20,22 @@ from torch import Tensor, nn
 from lightning_parallel.collectives import PeerLostError
 from lightning_parallel.groups import Groups
 from lightning_parallel.layout import Layout
+from lightning_parallel.pipeline.actions import Forward, Step
 from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB, version
-from lightning_parallel.pipeline.engine import Engine, Microbatch
+from lightning_parallel.pipeline.channel import Sender
+from lightning_parallel.pipeline.chunk import Microbatch
+from lightning_parallel.pipeline.ends import Ends
+from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.partitioning import partition
-from lightning_parallel.pipeline.schedule import SCHEDULES, Forward, Step
+from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.timeline import Timeline
 from lightning_parallel.pipeline.weights import CurrentWeights, WeightVersions
 from tests.pipeline import nets
 from tests.pipeline.nets import BLOCKS, Net
 from tests.pool import WorkerPool
+from tests.thorough import thorough
 
 CPU = torch.device("cpu")
 ADAMW = {"lr": 0.05, "eps": 1e-3}  # with a small eps, gradients that are zero but for rounding become updates
@@ -53,6 +58,7 @@ class Rank:
     kind: str
     asynchronous: str | None = None
     options: dict[str, Any] = field(default_factory=lambda: dict(BLOCKS))
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         torch.set_default_dtype(torch.float64)
@@ -60,7 +66,7 @@ class Rank:
         self.model = model_of(self.kind)
         self.partition = partition(self.model, lambda: self.model.step(rows(2)), self.layout.stages, **self.options)
         self.stage = Stage(self.model, self.partition, self.layout.stage, CPU)
-        self.stage.install()
+        self.stage.install(self.recompute)
         self.stage.flow = self.stage.survey(lambda: self.model.step(rows(2)))
         self.parameters = self.stage.named_parameters()
         self.optimizer = torch.optim.AdamW(self.parameters.values(), **ADAMW)
@@ -68,7 +74,8 @@ class Rank:
             WeightVersions(self.model, self.parameters, self.asynchronous) if self.asynchronous else None  # type: ignore[arg-type]
         )
         self.engine = Engine(
-            self.stage, self.layout, Groups(self.layout).links, CPU, loss_of=lambda loss: loss,
+            self.stage, self.layout, Groups(self.layout).links(self.partition.placement), CPU,
+            loss_of=lambda loss: loss,
             weights=self.versions, timeline=Timeline(enabled=True),
         )  # fmt: skip
         self.held: list[int] = []  # activations held at each forward, its own included
@@ -90,6 +97,11 @@ class Rank:
             self.used.append(self.versions.updates)
             self.copies.append(self.versions.copies())
         return self.model.step(part)
+
+    @property
+    def ends(self) -> Ends:
+        """Of the stage's first chunk."""
+        return self.engine._chunks[self.stage.chunks[0]]._ends
 
     def gradients(self) -> dict[str, Tensor]:
         found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
@@ -174,7 +186,7 @@ def whole_batch(model: Any, sizes: list[int], seed: int, *, split: bool) -> tupl
     return losses, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("stages", [2, 3, *thorough(4)])
 @pytest.mark.parametrize("kind", NETS)
 def test_gradients_equal_those_of_the_whole_batch(pool: WorkerPool, kind: str, stages: int) -> None:
     options = {**BLOCKS, "balance": getattr(nets, kind).balance(stages)}
@@ -309,7 +321,9 @@ def asynchronous(
     kinds = {span.kind for span in engine._timeline.spans}
     assert {"forward", "backward", "step"} <= kinds
     unconfirmed = max(
-        len(sender._unconfirmed) for sender in (engine._activations_out, engine._gradients_out) if sender is not None
+        len(sender._unconfirmed)  # type: ignore[union-attr]
+        for sender in (rank.ends.activations_out, rank.ends.gradients_out)
+        if sender is not None
     )
     return {
         "weights": rank.state(), "losses": losses, "evaluated": evaluated, "held": max(rank.held), "used": rank.used,
@@ -444,8 +458,8 @@ def runs_ahead(kind: str) -> tuple[int, int]:
     most = 0
     for k in range(30):
         rank.engine.run(actions.feed(1), rank.work(rows(2), [2], k), update=rank.update, endless=True)
-        if rank.engine._activations_out is not None:
-            most = max(most, len(rank.engine._activations_out._unconfirmed))
+        if isinstance(rank.ends.activations_out, Sender):
+            most = max(most, len(rank.ends.activations_out._unconfirmed))
     rank.engine.run(actions.drain(), {}, update=rank.update, endless=True)
     rank.engine.end_stream()
     assert rank.versions is not None
@@ -643,7 +657,7 @@ def test_receives_are_posted_ahead(pool: WorkerPool) -> None:
 def posts_ahead() -> list[bool]:
     """When a microbatch's layers have run: is the receive of the next one under way?"""
     rank = Rank("Net")
-    receiver = rank.engine._activations_in
+    receiver: Any = rank.ends.activations_in
     posted: list[bool] = []
     step: Callable[[Tensor], Any] = rank.model.step
 
@@ -687,7 +701,7 @@ def prepares_ahead() -> list[str]:
     """What the receivers do, of activations on the last stage, of gradients on the first."""
     rank = Rank("Net")
     events: list[str] = []
-    receiver = rank.engine._gradients_in or rank.engine._activations_in
+    receiver: Any = rank.ends.gradients_in or rank.ends.activations_in
     link = receiver._link
 
     def noting(owner: Any, name: str, event: str) -> None:
@@ -728,7 +742,7 @@ def gradient_in_halves(count: int, batches: int) -> tuple[float, float]:
     (weight,) = stage.named_parameters().values()
     grown: list[float] = []
     weight.register_hook(lambda gradient: grown.append(float(gradient)))
-    engine = Engine(stage, layout, Groups(layout).links, CPU, loss_of=lambda loss: loss)
+    engine = Engine(stage, layout, Groups(layout).links(), CPU, loss_of=lambda loss: loss)
 
     def microbatch(number: int, place: int) -> Microbatch:
         return Microbatch(

@@ -146,6 +146,6 @@ def test_calls_are_numbered_and_run_where_they_were_planned() -> None:
     forward = begun(PARTS, CHAIN, 0, None)
     assert [forward.called("0") for _ in range(2)] == [("0", 0), ("0", 1)]
     assert forward.called("an inner module") == ("an inner module", 0)
-    assert forward.stage_of("2") == 2
+    assert forward.chunk_of("2") == 2
     forward.called("2")
-    assert forward.stage_of("1") == 1  # whose stage has left the step
+    assert forward.chunk_of("1") == 1  # whose stage has left the step

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_parallel.pipeline.flow import Flow, FlowError
-from lightning_parallel.pipeline.one_sided import stages_running
+from lightning_parallel.pipeline.one_sided import chunks_running
 from lightning_parallel.pipeline.partitioning import partition
 from lightning_parallel.pipeline.survey import survey
 from lightning_parallel.pipeline.traced import Place
@@ -25,20 +25,20 @@ from tests.pipeline.nets import Net
 X = torch.linspace(-1, 1, 15).view(5, 3)
 
 
-def flow_of(model: Any, stages: int = 2) -> Flow:
+def flow_of(model: Any, stages: int = 2, placement: tuple[int, ...] | None = None) -> Flow:
     def step() -> Any:
         return model.step(X)
 
-    return survey(model, partition(model, step, stages), step)
+    return survey(model, partition(model, step, stages, placement=placement), step)
 
 
-def test_code_runs_on_the_stages_that_have_not_left() -> None:
-    stages_of_calls = [0, 0, 1, 2, 2]
-    code = [stages_running(Place(index), stages_of_calls, 3) for index in range(6)]
+def test_code_runs_in_the_chunks_that_have_not_left() -> None:
+    chunks_of_calls = [0, 0, 1, 2, 2]
+    code = [chunks_running(Place(index), chunks_of_calls, 3) for index in range(6)]
     assert [list(each) for each in code] == [[0, 1, 2], [0, 1, 2], [1, 2], [2], [2], [2]]
-    hooks = [stages_running(Place(index, "hooks"), stages_of_calls, 3) for index in range(5)]
+    hooks = [chunks_running(Place(index, "hooks"), chunks_of_calls, 3) for index in range(5)]
     assert [list(each) for each in hooks] == [[0, 1, 2], [0, 1, 2], [1, 2], [2], [2]]
-    assert list(stages_running(Place(2, "call"), stages_of_calls, 3)) == [1]
+    assert list(chunks_running(Place(2, "call"), chunks_of_calls, 3)) == [1]
 
 
 class Draws(Net):
@@ -327,3 +327,53 @@ def test_what_is_set_to_the_same_value_does_not_change() -> None:
         model.scale = float("nan")
 
     assert flow_of(Does(set_again, float("nan"))).carried == frozenset()
+
+
+# -- several chunks a stage: the code around the layers runs once in each of them --------------------------------------
+
+PLACEMENTS = [(0, 1, 0, 1), (1, 0, 0, 1)]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_generator_is_drawn_from_once_a_stage(placement: tuple[int, ...]) -> None:
+    flow_of(Draws("inside 1"), placement=placement)
+    flow_of(Draws("after"), placement=placement)
+    with pytest.raises(FlowError, match=r"would draw several times on stage 0\. A stage with several chunks .*'1f1b'"):
+        flow_of(Draws("before"), placement=placement)
+    with pytest.raises(FlowError, match="would draw several times on stage"):  # as many as places, but not each
+        flow_of(Draws("before", "inside 0", "inside 1"), placement=placement)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_what_is_counted_is_counted_once_a_stage(placement: tuple[int, ...]) -> None:
+    flow_of(Counts("end", "end"), placement=placement)
+    with pytest.raises(FlowError, match=r"changes 'steps', and would change it several times on stage \d.*'1f1b'"):
+        flow_of(Counts("beginning", "beginning"), placement=placement)
+
+
+class Teacher(Net):
+    """A copy of the first block follows it, or follows what it returns."""
+
+    def __init__(self, by_output: bool) -> None:
+        super().__init__()
+        self.by_output = by_output
+        self.teacher = nn.Linear(6, 6).requires_grad_(False)
+
+    def step(self, x: Tensor) -> Tensor:
+        x = first = self.blocks[0](self.stem(x))
+        with torch.no_grad():
+            if self.by_output:
+                self.teacher.bias.add_(first.mean(0))
+            else:
+                self.teacher.bias.lerp_(self.blocks[0][0].bias, 0.5)
+        for block in self.blocks[1:]:
+            x = block(x)
+        return (self.head(x).square().mean() + self.teacher(x).square().mean()).mean()
+
+
+def test_a_parameter_may_follow_parameters_in_each_chunk_but_not_what_layers_return() -> None:
+    for placement in PLACEMENTS:
+        assert flow_of(Teacher(by_output=False), placement=placement).updated == {"teacher.bias"}
+    flow_of(Teacher(by_output=True), placement=(1, 0, 0, 1))  # in the last chunk alone: the first one has left
+    with pytest.raises(FlowError, match="changes 'teacher.bias', on stage 1, by what layers return. A stage with"):
+        flow_of(Teacher(by_output=True), placement=(0, 1, 0, 1))

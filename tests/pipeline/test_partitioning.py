@@ -511,10 +511,10 @@ def test_a_unit_that_collects_statistics_stays_together() -> None:
 
 def test_a_call_that_was_not_seen_runs_on_the_next_stage_that_holds_its_unit() -> None:
     parts = cut(EncoderDecoder(), 2)
-    assert parts.stage_of(("encoder.embed", 0), 0) == 0
-    assert parts.stage_of(("encoder.embed", 0), 1) == 1  # called for the first time after the encoder
-    assert parts.stage_of(("encoder.embed", 2), 0) == 0 and parts.stage_of(("encoder.embed", 2), 1) == 1
-    assert parts.stage_of(("encoder.layers.0", 1), 1) == 0  # too late
+    assert parts.chunk_of(("encoder.embed", 0), 0) == 0
+    assert parts.chunk_of(("encoder.embed", 0), 1) == 1  # called for the first time after the encoder
+    assert parts.chunk_of(("encoder.embed", 2), 0) == 0 and parts.chunk_of(("encoder.embed", 2), 1) == 1
+    assert parts.chunk_of(("encoder.layers.0", 1), 1) == 0  # too late
 
 
 # -- the settings ------------------------------------------------------------------------------------------------------

@@ -1,30 +1,28 @@
-"""pipeline/schedule.py: lists that can run, count every microbatch once and hold what they promise."""
+"""Schedules: lists that can run, count every microbatch once and hold what they promise."""
 
 from __future__ import annotations
 
 import itertools
 import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
-from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB, asynchronous, version
-from lightning_parallel.pipeline.clock_table import clock_table
-from lightning_parallel.pipeline.schedule import (
-    SCHEDULES,
+from lightning_parallel.pipeline.actions import (
     Action,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
-    Generator,
     Schedule,
     Step,
-    dependency_order,
-    gpipe,
-    naive,
-    of_one_update,
-    one_f_one_b,
-    validate,
+    placement,
 )
+from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB, asynchronous, version
+from lightning_parallel.pipeline.clock_table import clock_table
+from lightning_parallel.pipeline.schedule import SCHEDULES, Generator, gpipe, interleaved, naive, one_f_one_b, zbv
+from lightning_parallel.pipeline.schedule_checks import check_placement, dependency_order, of_one_update, validate
 from lightning_parallel.pipeline.simulate import simulate
 
 STAGES = range(1, 6)
@@ -68,15 +66,20 @@ def test_synchronous_schedules_are_valid_with_one_step_at_the_end(name: str, sta
     validate(schedule)
     assert len(schedule) == stages
     for s, actions in enumerate(schedule):
-        assert len(actions) == 2 * microbatches + 1
         assert [a for a in actions if isinstance(a, Step)] == [actions[-1]] == [Step(s, 0)]
+        chunks = 2 if name in ("interleaved", "zbv") else 1
+        assert sum(isinstance(a, Forward) for a in actions) == chunks * microbatches
+        assert sum(isinstance(a, Backward | BackwardInput) for a in actions) == chunks * microbatches
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_synchronous_backwards_run_in_the_order_of_the_microbatches(name: str) -> None:
     # The order of summation, hence the rounding, of the gradients is the same in all of them.
-    for actions in SCHEDULES[name](4, 6):
-        assert [a.microbatch for a in actions if isinstance(a, Backward)] == list(range(6))
+    schedule = SCHEDULES[name](4, 6)
+    for chunk, stage in enumerate(placement(schedule)):
+        own = [a for a in schedule[stage] if not isinstance(a, Step) and a.chunk == chunk]
+        for halves in ((Backward, BackwardInput), (Backward, BackwardWeight)):
+            assert [a.microbatch for a in own if isinstance(a, halves)] == list(range(6))
 
 
 @pytest.mark.parametrize("microbatches", MICROBATCHES)
@@ -210,19 +213,19 @@ def test_bad_sizes_are_refused_by_name(make: Callable[[], object], setting: str)
 @pytest.mark.parametrize(
     ("stage_1", "message"),
     [
-        ("F0 B0 F1 S0", r"stage 1: Forward\(stage=1, microbatch=1\) has no backward"),
-        ("F0 F0 B0 F1 B1 S0", r"stage 1: Forward\(stage=1, microbatch=0\) comes twice"),
-        ("F0 B0 B0 F1 B1 S0", r"stage 1: Backward\(stage=1, microbatch=0\) comes twice"),
-        ("B0 F0 F1 B1 S0", r"stage 1: Backward\(stage=1, microbatch=0\) comes before its forward"),
-        ("F0 B0 F1 B1", r"stage 1: after Backward\(stage=1, microbatch=1\) a Step is missing"),
-        ("F0 B0 S0 F1 B1", r"stage 1: after Backward\(stage=1, microbatch=1\) a Step is missing"),
+        ("F0 B0 F1 S0", r"stage 1: Forward\(chunk=1, microbatch=1\) has no backward"),
+        ("F0 F0 B0 F1 B1 S0", r"stage 1: Forward\(chunk=1, microbatch=0\) comes twice"),
+        ("F0 B0 B0 F1 B1 S0", r"stage 1: Backward\(chunk=1, microbatch=0\) comes twice"),
+        ("B0 F0 F1 B1 S0", r"stage 1: Backward\(chunk=1, microbatch=0\) comes before its forward"),
+        ("F0 B0 F1 B1", r"stage 1: after Backward\(chunk=1, microbatch=1\) a Step is missing"),
+        ("F0 B0 S0 F1 B1", r"stage 1: after Backward\(chunk=1, microbatch=1\) a Step is missing"),
         ("", "stage 1: after no action a Step is missing"),
         ("F0 B0 F1 B1 S0 S1", r"stage 1: Step\(stage=1, update=1\) has no backward"),
         ("F0 B0 S0 F1 B1 S0", r"stage 1: Step\(stage=1, update=0\) comes where update 1 is due"),
-        ("F0 B0 S0 F1 B1 S1", r"stage 1: update by microbatches \[0\] comes where stage 0 has \[0, 1\]"),
-        ("F1 F0 B1 B0 S0", "stage 1: forward of microbatch 1 comes where stage 0 has 0"),
-        ("F0 F1 B1 B0 S0", r"stage 1: backwards run in the order \[1, 0\], forwards \[0, 1\]"),
-        ("F0 B0 S0", "stage 1: forward of microbatch none comes where stage 0 has 1"),
+        ("F0 B0 S0 F1 B1 S1", r"chunk 1: update by microbatches \[0\] comes where chunk 0 has \[0, 1\]"),
+        ("F1 F0 B1 B0 S0", "chunk 1: forward of microbatch 1 comes where chunk 0 has 0"),
+        ("F0 F1 B1 B0 S0", r"chunk 1: backwards run in the order \[1, 0\], forwards \[0, 1\]"),
+        ("F0 B0 S0", "chunk 1: forward of microbatch none comes where chunk 0 has 1"),
     ],
 )
 def test_validate_names_stage_and_action(stage_1: str, message: str) -> None:
@@ -231,16 +234,19 @@ def test_validate_names_stage_and_action(stage_1: str, message: str) -> None:
         validate([stage(0, "F0 F1 B0 B1 S0"), stage(1, stage_1)])
 
 
-def test_validate_refuses_actions_of_another_stage_and_no_stages() -> None:
-    with pytest.raises(ValueError, match=r"stage 0: Forward\(stage=1, .* belongs to another stage"):
-        validate([stage(1, "F0 B0 S0")])
+def test_validate_refuses_steps_of_another_stage_and_no_stages() -> None:
+    with pytest.raises(ValueError, match=r"stage 0: Step\(stage=1, .* belongs to another stage"):
+        validate([[Forward(0, 0), Backward(0, 0), Step(1, 0)]])
     with pytest.raises(ValueError, match="no stages"):
         validate([])
 
 
 def test_validate_finds_deadlock() -> None:
     # Stage 0 wants microbatch 0 back before it sends microbatch 1; stage 1 wants both first.
-    waits = r"deadlocks: stage 0: Backward\(.*=0\) waits for Backward\(.*=0\); stage 1: Forward\(.*=1\) waits"
+    waits = (
+        r"deadlocks: stage 0: Backward\(.*=0\) waits for the gradient of microbatch 0 over cut 0 \| 1; "
+        r"stage 1: Forward\(.*=1\) waits for the activation of microbatch 1 over cut 0 \| 1"
+    )
     with pytest.raises(ValueError, match=waits):
         validate([stage(0, "F0 B0 F1 B1 S0"), stage(1, "F0 F1 B0 B1 S0")])
 
@@ -248,7 +254,8 @@ def test_validate_finds_deadlock() -> None:
 def test_dependency_order_keeps_every_stage_in_order_and_messages_before_their_use() -> None:
     schedule = asynchronous(4, 2, 6)
     order = list(dependency_order(schedule))
-    assert sorted(order, key=lambda action: action.stage) == [a for actions in schedule for a in actions]
+    by_stage = sorted(order, key=lambda action: action.stage if isinstance(action, Step) else action.chunk)
+    assert by_stage == [a for actions in schedule for a in actions]
     position = {action: i for i, action in enumerate(order)}
     for k in range(12):
         for s in range(1, 4):
@@ -262,12 +269,18 @@ def test_dependency_order_keeps_every_stage_in_order_and_messages_before_their_u
         (naive, naive(3, 2)),
         (gpipe, gpipe(3, 4)),
         (one_f_one_b, one_f_one_b(3, 4)),
+        (interleaved, interleaved(2, 4)),
         (AsyncOneFOneB, asynchronous(3, 1, updates=6)),
     ],
 )
 def test_documented_clock_tables_are_what_the_generators_yield(documented: object, schedule: Schedule) -> None:
     documented_rows = re.findall(r"stage \d \|.*", documented.__doc__ or "")
     assert documented_rows == clock_table(simulate(schedule, backward=1.0)).splitlines()
+
+
+def test_the_documented_clock_table_in_halves_is_what_the_generator_yields() -> None:
+    documented_rows = re.findall(r"stage \d \|.*", zbv.__doc__ or "")
+    assert documented_rows == clock_table(zbv(2, 4)).splitlines()
 
 
 def last_first(stages: int, count: int) -> Schedule:
@@ -304,3 +317,59 @@ def test_a_generator_that_is_not_of_one_update_is_refused_by_name(made: Generato
 def test_every_named_schedule_is_of_one_update(generator: Generator) -> None:
     for stages, count in itertools.product(range(1, 5), range(1, 7)):
         assert of_one_update(generator, stages, count) == generator(stages, count)
+
+
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_interleaved_and_v_lists_are_of_one_update_for_any_sizes(stages: int) -> None:
+    for count in range(1, 4 * stages + 2):
+        of_one_update(zbv, stages, count)
+        for chunks in (1, 2, 3, 4):
+            of_one_update(partial(interleaved, chunks=chunks), stages, count)
+
+
+def test_one_chunk_a_stage_is_placed_in_order_a_loop_goes_round_and_a_v_comes_back() -> None:
+    assert placement(one_f_one_b(3, 4)) == (0, 1, 2)
+    assert placement(interleaved(3, 4, chunks=3)) == (0, 1, 2) * 3
+    assert placement(zbv(3, 4)) == (2, 1, 0, 0, 1, 2)
+
+
+@pytest.mark.parametrize(("stages", "count"), [(2, 4), (4, 8), (4, 16), (8, 16), (8, 17)])
+def test_activations_held_with_several_chunks(stages: int, count: int) -> None:
+    assert simulate(zbv(stages, count)).peak_activations == [2 * stages] * stages
+    for chunks in (2, 3):
+        size = -(-count // max(1, count // stages))  # of the first round
+        expected = [(chunks - 1) * size + 2 * (stages - 1 - s) + 1 for s in range(stages)]
+        assert simulate(interleaved(stages, count, chunks)).peak_activations == expected
+
+
+@pytest.mark.parametrize(
+    ("lists", "said"),
+    [
+        ([["F0", "B0"], ["F0", "B0", "F1", "B1"]], "chunk 0 is on the stages 0 and 1"),
+        ([["F0", "B0"], ["F2", "B2"]], r"the chunks are \[0, 2\]: number them"),
+        ([["F1", "B1"], ["F0", "B0"]], "the last chunk, 1, is on stage 0 of 2: put it on the last stage"),
+        ([["F0", "I0"], ["F1", "B1"]], r"BackwardInput\(chunk=0, microbatch=0\) has no BackwardWeight"),
+        ([["F0", "W0", "I0"], ["F1", "B1"]], r"BackwardWeight\(chunk=0, microbatch=0\) comes before its BackwardInput"),
+        ([["F0", "I0", "B0", "W0"], ["F1", "B1"]], "comes twice, whole and in halves"),
+    ],
+)
+def test_lists_with_misplaced_chunks_or_halves_are_refused(lists: list[list[str]], said: str) -> None:
+    kinds = {"F": Forward, "B": Backward, "I": BackwardInput, "W": BackwardWeight}
+    schedule: Schedule = [
+        [*(kinds[word[0]](int(word[1]), 0) for word in words), Step(stage, 0)] for stage, words in enumerate(lists)
+    ]
+    with pytest.raises(ValueError, match=said):
+        validate(schedule)
+
+
+def test_second_halves_run_in_the_order_of_first_halves() -> None:
+    forwards: list[Action] = [Forward(0, 0), Forward(0, 1)]
+    halves: list[Action] = [BackwardInput(0, 0), BackwardInput(0, 1), BackwardWeight(0, 1), BackwardWeight(0, 0)]
+    with pytest.raises(ValueError, match=r"second halves of backwards run in the order \[1, 0\]"):
+        validate([[*forwards, *halves, Step(0, 0)]])
+
+
+def test_a_schedule_whose_chunks_move_with_the_number_of_microbatches_is_refused() -> None:
+    check_placement(zbv(2, 3), (1, 0, 0, 1), "mine")
+    with pytest.raises(ValueError, match=r"mine: its chunks are on the stages \(1, 0, 0, 1\) .* cut for \(0, 1\)"):
+        check_placement(zbv(2, 3), (0, 1), "mine")

@@ -7,13 +7,17 @@ from collections.abc import Callable
 
 import pytest
 
+from lightning_parallel.pipeline.actions import Backward, Forward, Schedule, Step
 from lightning_parallel.pipeline.async_schedule import asynchronous
-from lightning_parallel.pipeline.schedule import SCHEDULES, Backward, Forward, Schedule, Step, gpipe, naive, one_f_one_b
+from lightning_parallel.pipeline.schedule import SCHEDULES, gpipe, interleaved, naive, one_f_one_b, zbv
+from lightning_parallel.pipeline.schedule_checks import validate
 from lightning_parallel.pipeline.simulate import (
     Simulation,
     Timed,
     asynchronous_utilisation,
+    busy_across_batches,
     ideal_bubble,
+    repeated,
     simulate,
 )
 
@@ -36,7 +40,7 @@ def test_the_simulated_bubble_is_the_formula_s(stages: int, microbatches: int) -
         "gpipe": (stages - 1) / (microbatches + stages - 1),
         "1f1b": (stages - 1) / (microbatches + stages - 1),
     }
-    assert formulas.keys() == SCHEDULES.keys()
+    assert formulas.keys() == SCHEDULES.keys() - {"interleaved", "zbv"}
     for name, formula in formulas.items():
         schedule = SCHEDULES[name](stages, microbatches)
         assert simulate(schedule, forward=20.0, backward=40.0).bubble == pytest.approx(formula)
@@ -118,7 +122,7 @@ def test_one_round_of_a_synchronous_schedule_has_no_steady_state() -> None:
     [
         ({"forward": 0.0}, "forward=0.0"),
         ({"backward": [1.0, -1.0]}, "backward="),
-        ({"forward": [1.0]}, "one for each of the 2 stages"),
+        ({"forward": [1.0]}, "one for each of the 2 chunks"),
         ({"step": -1.0}, "step=-1.0"),
         ({"latency": -0.1}, "latency=-0.1"),
     ],
@@ -126,3 +130,38 @@ def test_one_round_of_a_synchronous_schedule_has_no_steady_state() -> None:
 def test_bad_durations_are_refused_by_name(arguments: dict[str, float], setting: str) -> None:
     with pytest.raises(ValueError, match=re.escape(setting)):
         simulate(gpipe(2, 2), **arguments)
+
+
+# Latency 0.05, forward = first half = second half of the backward = 1 for a whole stage.
+@pytest.mark.parametrize(
+    ("stages", "count", "chunks", "busy"),
+    [(4, 8, 2, 0.822), (4, 8, 4, 0.865), (8, 16, 2, 0.800), (8, 16, 4, 0.852), (16, 32, 2, 0.789)],
+)
+def test_interleaving_divides_the_bubble(stages: int, count: int, chunks: int, busy: float) -> None:
+    simulation = simulate(interleaved(stages, count, chunks), 1 / chunks, 2 / chunks, latency=0.05)
+    assert 1 - simulation.bubble == pytest.approx(busy, abs=5e-4)
+    without_latency = simulate(interleaved(stages, count, chunks), 1 / chunks, 2 / chunks)
+    assert without_latency.makespan == pytest.approx(3 * count + 3 * (stages - 1) / chunks)
+
+
+@pytest.mark.parametrize(
+    ("stages", "count", "alone", "following"),
+    [(4, 8, 0.918, 0.968), (4, 16, 0.957, 0.983), (8, 16, 0.903, 0.960), (8, 32, 0.949, 0.980), (4, 4, 0.769, 0.769)],
+)
+def test_a_v_keeps_stages_busy_and_more_so_across_batches(
+    stages: int, count: int, alone: float, following: float
+) -> None:
+    assert 1 - simulate(zbv(stages, count), 0.5, 1.0, latency=0.05).bubble == pytest.approx(alone, abs=1e-3)
+    validate(repeated(zbv(stages, count), 3))
+    if count >= 2 * stages - 1:  # in forwards of a whole stage
+        assert simulate(zbv(stages, count), 0.5, 1.0).makespan == pytest.approx(3 * (count + (stages - 1) / 6))
+        assert busy_across_batches(zbv(stages, count)) == pytest.approx(1)
+    assert busy_across_batches(zbv(stages, count), latency=0.1) == pytest.approx(following, abs=1e-3)
+    assert busy_across_batches(one_f_one_b(stages, count)) == pytest.approx(count / (count + stages - 1))
+
+
+def test_the_halves_of_a_backward_share_its_time() -> None:
+    row = simulate(zbv(1, 1), 1.0, 4.0, second_half=0.25).rows[0]
+    assert [timed.end - timed.start for timed in row] == [1.0, 1.0, 3.0, 1.0, 4.0, 0.0]
+    with pytest.raises(ValueError, match=r"second_half=1\.5"):
+        simulate(zbv(1, 1), second_half=1.5)

@@ -457,7 +457,7 @@ def test_a_step_that_ends_before_its_stage_was_left_is_named() -> None:
 
     made = stages_of(Shortens(), step, 2, **BLOCKS)
     made[0].module.short = True  # type: ignore[assignment]
-    with pytest.raises(RuntimeError, match="The step has ended on stage 0 of 2, before it called what the later"):
+    with pytest.raises(RuntimeError, match="The step has ended on stage 0 of 2, before it called what later ones own"):
         made[0].run(lambda: step(made[0].module), None)
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_parallel.pipeline.actions import Backward, Forward, Step
 from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB, asynchronous, version
-from lightning_parallel.pipeline.schedule import Backward, Forward, Step
 from lightning_parallel.pipeline.staleness import (
     Correction,
     copies,

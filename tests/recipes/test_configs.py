@@ -42,6 +42,7 @@ def test_the_groups_are_those_of_the_design() -> None:
     assert set(GROUPS["model"]) == {"gpt", "mlp", "lenet"}
     assert set(GROUPS["data"]) == {"stdlib", "digits", "text"}
     pipelines = {"pipeline_naive", "pipeline_sync", "pipeline_1f1b", "pipeline_async"}
+    pipelines |= {"pipeline_interleaved", "pipeline_zbv"}
     others = {"single", "dp", "ddp", "fsdp", "tensor_parallel", "tensor_pipeline", "hybrid"}
     assert set(GROUPS["strategy"]) == others | pipelines
     assert set(GROUPS["optimizer"]) == {"adamw", "adam", "sgd", "muon", "nadamw"}
@@ -88,6 +89,8 @@ def test_help_names_every_option_of_every_group() -> None:
 CHOSEN = {
     "pipeline_naive": {"schedule": "naive", "microbatches": 1},
     "pipeline_sync": {"schedule": "gpipe"},
+    "pipeline_interleaved": {"schedule": "interleaved"},
+    "pipeline_zbv": {"schedule": "zbv"},
     "tensor_pipeline": {"tensor_parallel": 2},
     "hybrid": {"tensor_parallel": 2, "data_parallel": 2},
 }

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from lightning_parallel import PipelineStrategy
-from lightning_parallel.pipeline.schedule import Action, Backward, Forward, Schedule, Step, one_f_one_b
+from lightning_parallel.pipeline.actions import Action, Backward, Forward, Schedule, Step
+from lightning_parallel.pipeline.schedule import one_f_one_b
 from tests.pool import WorkerPool
 from tests.strategies.harness import ACCUMULATION_AND_CLIPPING, Report, joined, largest_difference, train
 from tests.strategies.models import MODELS
@@ -92,7 +93,7 @@ def test_a_schedule_of_one_s_own_is_a_function_that_makes_lists(pool: WorkerPool
 def test_a_schedule_of_one_s_own_is_checked_before_it_runs(pool: WorkerPool) -> None:
     options = {"schedule": forgetful, "microbatches": 4}
     for failure in pool.run(train, 2, "LeNet", "sync", options, init=False, expect_errors=True):
-        assert "ValueError: schedule=forgetful, 2 stages, 4 microbatches: stage 0: the forwards are of" in failure
+        assert "ValueError: schedule=forgetful, 2 stages, 4 microbatches: chunk 0: the forwards are of" in failure
 
 
 # -- the timeline ----------------------------------------------------------------------------------------------------

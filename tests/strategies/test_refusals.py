@@ -404,7 +404,7 @@ def fit_by_name(name: str) -> tuple[str, int, int]:
 
 @pytest.mark.parametrize(("name", "schedule"), [
     ("pipeline_naive", "naive"), ("pipeline_sync", "gpipe"), ("pipeline_gpipe", "gpipe"), ("pipeline_1f1b", "1f1b"),
-    ("pipeline_async", "asynchronous"),
+    ("pipeline_interleaved", "interleaved"), ("pipeline_zbv", "zbv"), ("pipeline_async", "asynchronous"),
 ])  # fmt: skip
 def test_strategies_can_be_given_by_name(pool: WorkerPool, name: str, schedule: str) -> None:
     assert pool.run(fit_by_name, 2, name, init=False) == [(schedule, 2, 3)] * 2

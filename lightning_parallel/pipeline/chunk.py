@@ -1,0 +1,286 @@
+"""A chunk of the step on this rank: its messages, its forwards and backwards, and what is in flight between them.
+
+::
+
+    chunk c, 1F1B:      F(k)                                B(k - w)
+                        begin the user's step               set up the weights
+                        take activation k      <-- c-1      take gradient k - w          <-- c+1
+                        post activation k + 1               post gradient k - w + 1
+                        run this chunk's layers             run autograd
+                        send the output        --> c+1      send the input's gradient    --> c-1
+
+A forward waits inside the user's step, at the first absent layer whose output the message holds. The code before that
+layer runs while the message is on its way: in a deep model, a millisecond for the absent layers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from lightning_parallel.pipeline.arrival import Arrival, Departure
+from lightning_parallel.pipeline.channel import Receiver
+from lightning_parallel.pipeline.ends import Ends
+from lightning_parallel.pipeline.message import Format, gradient_format
+from lightning_parallel.pipeline.seeding import TorchGenerators
+from lightning_parallel.pipeline.split_backward import WeightGradients, begin_backward
+from lightning_parallel.pipeline.stage import Stage
+from lightning_parallel.pipeline.timeline import Timeline
+from lightning_parallel.pipeline.weights import Weights
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """The work of one microbatch.
+
+    Attributes:
+        step: the user's step, bound to this microbatch. What it returns in the last chunk is given to ``loss_of``.
+        weight: the factor of its loss in the update: its part of the batch, accumulation, and loss scale.
+        place: its index within its batch: the place in the schedule for which formats of messages are remembered.
+        seed: of the random numbers that its forward draws.
+        begins_update: it is the first of an update.
+    """
+
+    step: Callable[[], Any]
+    weight: float
+    place: int
+    seed: int
+    begins_update: bool
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """What a forward leaves for its backward: edges of the graph, not tensors, so an output's memory is free once sent.
+
+    Attributes:
+        number: of the microbatch.
+        edges: where the backward begins.
+        seeds: in the last chunk, what it begins with: the weight of the loss.
+        gradients: elsewhere, the format of what it begins with, which the next chunk will send.
+        sent: the number of activation messages sent, this one included.
+        arrival: what arrived.
+        token: for ``Weights.backward``.
+    """
+
+    number: int
+    edges: list[GradientEdge]
+    seeds: list[Tensor]
+    gradients: Format
+    sent: int
+    arrival: Arrival | None
+    token: Any
+
+
+class Chunk:
+    """One of this rank's chunks.
+
+    Args:
+        index: of the chunk.
+        stage: that runs it.
+        ends: of its ways of messages.
+        device: of this rank.
+        generators: that forwards draw from.
+        loss_of: takes the loss out of what the user's step returned, in the last chunk.
+        weights: which weights a forward uses.
+        timeline: records what ran when.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        stage: Stage,
+        ends: Ends,
+        device: torch.device,
+        *,
+        generators: TorchGenerators,
+        loss_of: Callable[[Any], Tensor],
+        weights: Weights,
+        timeline: Timeline,
+    ) -> None:
+        self._index, self._stage, self._ends, self._device = index, stage, ends, device
+        self._generators, self._loss_of, self._weights = generators, loss_of, weights
+        self._span = partial(timeline.span, chunk=stage.chunks.index(index))
+        self._in_flight: deque[_InFlight] = deque()
+        self._second_halves: deque[tuple[int, WeightGradients]] = deque()
+        self._gradients_taken = 0  # gradient messages, empty ones included
+        self._is_unanswered = False  # do no gradients come back?
+        self._rounded_off = 0.0  # of the weights of the update's losses
+
+    @property
+    def held(self) -> int:
+        """The microbatches whose forward has run and whose backward hasn't, or not to its end."""
+        return len(self._in_flight) + len(self._second_halves)
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def hold_back(self) -> None:
+        """Before a list: where no gradients come back to confirm messages and to hold this chunk back, wait until the
+        next one has read nearly all of them. Not within a list, in whose order it may come to that later."""
+        if self._is_unanswered and self._ends.activations_out is not None:
+            self._ends.activations_out.flush(keep=1)
+
+    def post(self, place: int) -> None:
+        """Post the receive of the next activation, which is that of ``place``, unless one is posted."""
+        if self._ends.activations_in is not None:
+            self._ends.activations_in.post(place)
+
+    def forward(self, number: int, microbatch: Microbatch, next_place: int | None) -> list[Any]:
+        """Run the forward of a microbatch.
+
+        Args:
+            number: of the microbatch.
+            microbatch: its work.
+            next_place: the place of the forward after it, whose activation is posted; None to post nothing.
+
+        Returns:
+            What the user's step returned, in the last chunk; nothing in the others.
+        """
+        self._generators.seed(microbatch.seed)
+        run = partial(self._run, "forward", number, microbatch.step, next_place)
+        (output, arrival), token = self._weights.forward(run)
+        tensors = output.tensors if isinstance(output, Departure) else [self._loss_of(output)]
+        seeds: list[Tensor] = []
+        gradients: Format = ()
+        sent = 0
+        out = self._ends.activations_out
+        if out is None:
+            seeds = [self._loss_weight(tensors[0], microbatch)]
+        else:  # before all else, since the next chunk may be waited for
+            gradients = gradient_format(out.send(tensors, microbatch.place, self._gradients_taken))
+            sent = out.sent
+            self._is_unanswered = not gradients
+        edges = [get_gradient_edge(t) for t in tensors if t.requires_grad]
+        self._in_flight.append(_InFlight(number, edges, seeds, gradients, sent, arrival, token))
+        self._post_gradients()
+        return [output] if out is None else []
+
+    def _loss_weight(self, loss: Tensor, microbatch: Microbatch) -> Tensor:
+        """The weight of a loss, as a gradient of its dtype.
+
+        In bf16, 1/24 is rounded up by 0.2 %, and every gradient would be too large by as much. So the rounding error of
+        one microbatch's weight is added to the next one's weight. The weights of an update then have the right sum.
+        """
+        weight = microbatch.weight
+        if torch.finfo(loss.dtype).bits < 32:
+            weight += 0.0 if microbatch.begins_update else self._rounded_off
+            self._rounded_off = weight - torch.tensor(weight, dtype=loss.dtype).item()
+        return torch.full_like(loss, weight)
+
+    def _run(
+        self, kind: str, number: int, step: Callable[[], Any], next_place: int | None
+    ) -> tuple[Any, Arrival | None]:
+        """Run a step. Returns what came of it, and what had arrived."""
+        span, receiver = self._span, self._ends.activations_in
+        version = self._weights.reading if kind == "forward" else None
+        if receiver is None:
+            with span(kind, number, version):
+                return self._stage.run(step, None, chunk=self._index), None
+        arrived: list[Arrival] = []
+        with ExitStack() as recording:
+            recording.enter_context(span("begin" if kind == "forward" else kind, number))
+
+            def arrive() -> Arrival:
+                recording.close()
+                with span("receive", number):
+                    arrival = receiver.take(then=next_place)
+                assert arrival is not None, "a stream ends between batches"
+                arrived.append(arrival)
+                recording.enter_context(span(kind, number, version))
+                return arrival
+
+            output = self._stage.run(step, arrive, receiver.expected, self._index)
+        return output, arrived[0]
+
+    def evaluate(self, step: Callable[[], Any], number: int) -> Any:
+        """Forward only: one message a batch. It returns when the output has arrived: messages of a process that has
+        ended would be lost.
+
+        Args:
+            step: the user's step, bound to a batch.
+            number: of the batch, for the timeline.
+
+        Returns:
+            What the step returned, in the last chunk; None in the others.
+        """
+        if self._ends.activations_in is not None:
+            self._ends.activations_in.post("evaluation")
+        output, _ = self._run("evaluate", number, step, next_place=None)
+        if not isinstance(output, Departure):
+            return output
+        assert self._ends.activations_out is not None
+        self._ends.activations_out.send(output.tensors, "evaluation")
+        self._ends.activations_out.flush()
+        return None
+
+    # -- backward ------------------------------------------------------------------------------------------------
+
+    def backward(self, number: int, *, in_halves: bool = False) -> None:
+        """Run the backward of a microbatch.
+
+        Args:
+            number: of the microbatch.
+            in_halves: leave for :meth:`second_half` what nobody waits for.
+        """
+        ends, flight = self._ends, self._in_flight[0]
+        assert flight.number == number, "schedules run backwards in the order of the forwards"
+        with self._weights.backward(flight.token), self._stage.backward():  # before it waits
+            gradients = flight.seeds
+            if ends.gradients_in is not None and ends.activations_out is not None:
+                if flight.gradients:
+                    following = self._in_flight[1].gradients if len(self._in_flight) > 1 else ()
+                    with self._span("receive", number):
+                        gradients = ends.gradients_in.take_gradients(then=following)
+                    ends.activations_out.confirm(flight.sent)
+                self._gradients_taken += 1
+            self._in_flight.popleft()
+            self._post_gradients()
+            with self._span("backward input" if in_halves else "backward", number):
+                if in_halves:
+                    anchor = None if flight.arrival is None else flight.arrival.anchor
+                    inputs = [] if anchor is None else [anchor]
+                    self._second_halves.append((number, begin_backward(flight.edges, gradients, inputs)))
+                elif flight.edges:
+                    torch.autograd.backward(flight.edges, gradients)
+            if ends.gradients_out is not None and ends.activations_in is not None:
+                assert flight.arrival is not None
+                ends.gradients_out.send_gradients(flight.arrival.gradients(self._device))
+                ends.gradients_out.confirm(ends.activations_in.acknowledged)
+
+    def second_half(self, number: int) -> None:
+        """Run the second half of the backward of a microbatch."""
+        begun, gradients = self._second_halves.popleft()
+        assert begun == number, "second halves run in the order of the first ones"
+        with self._span("backward weight", number), self._stage.backward():
+            gradients.run()
+
+    def _post_gradients(self) -> None:
+        """Post the receive for the next backward, if its forward has run."""
+        if self._ends.gradients_in is not None and self._in_flight and self._in_flight[0].gradients:
+            self._ends.gradients_in.post_gradients(self._in_flight[0].gradients)
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Wait until every message has arrived. Messages of a process that ends before that are lost."""
+        for sender in (self._ends.activations_out, self._ends.gradients_out):
+            if sender is not None:
+                sender.flush()
+
+    def end_stream(self) -> None:
+        """Answer the receive that the next chunk has posted on speculation."""
+        if self._ends.activations_out is not None:
+            self._ends.activations_out.end(0, self._gradients_taken)
+
+    def take_end(self) -> None:
+        """Take the answer to this chunk's own receive."""
+        if isinstance(self._ends.activations_in, Receiver):
+            arrival = self._ends.activations_in.take()
+            assert arrival is None, "the previous chunk ends its stream at the same microbatch"

@@ -1,0 +1,55 @@
+"""The ends of a chunk's ways of messages: over links to other stages, or handed over on the same one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_parallel.groups import Links, Wire
+from lightning_parallel.layout import Layout, Placement
+from lightning_parallel.pipeline.channel import Link, Receiver, Sender
+from lightning_parallel.pipeline.handover import Handover
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The ends of a chunk's four ways of messages; None where there is no neighbour."""
+
+    activations_in: Receiver | Handover | None
+    activations_out: Sender | Handover | None
+    gradients_in: Receiver | Handover | None
+    gradients_out: Sender | Handover | None
+
+
+def ends_of(placement: Placement, layout: Layout, links: Links, device: torch.device) -> dict[int, Ends]:
+    """The ends of this rank's chunks, by chunk.
+
+    Args:
+        placement: the stage of each chunk.
+        layout: which stage this rank is.
+        links: between chunks on different stages.
+        device: of this rank.
+    """
+    activations: dict[int, Handover] = {}
+    gradients: dict[int, Handover] = {}
+
+    def over(cut: int, neighbour: int, wires: dict[int, Wire], inside: dict[int, Handover], kind: type[Any]) -> Any:
+        if not 0 <= neighbour < len(placement):
+            return None
+        if placement[neighbour] == layout.stage:
+            return inside.setdefault(cut, Handover())
+        peer = layout.rank_at(pipeline=placement[neighbour])
+        return kind(Link(wires[cut], peer, layout.describe(peer), device))
+
+    return {
+        chunk: Ends(
+            activations_in=over(chunk - 1, chunk - 1, links.activations, activations, Receiver),
+            activations_out=over(chunk, chunk + 1, links.activations, activations, Sender),
+            gradients_in=over(chunk, chunk + 1, links.gradients, gradients, Receiver),
+            gradients_out=over(chunk - 1, chunk - 1, links.gradients, gradients, Sender),
+        )
+        for chunk, stage in enumerate(placement)
+        if stage == layout.stage
+    }

@@ -1,0 +1,87 @@
+"""What a step logs, counts and draws before its layers counts once, however many chunks the last stage has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric, SumMetric
+
+import lightning_parallel as lp
+from tests.pool import WorkerPool
+
+
+class Net(L.LightningModule):
+    """Logs, updates metrics and draws noise before the first layer, and after the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.seen, self.mean = SumMetric(), MeanMetric()
+
+    def loss(self, x: Tensor) -> Tensor:
+        self.seen.update(x.shape[0])
+        self.log("size", float(x.shape[0]), reduce_fx="sum", on_epoch=True, on_step=False, batch_size=len(x))
+        noise = torch.rand(len(x), 1)
+        x = x + noise
+        for layer in self.layers:
+            x = layer(x).tanh()
+        loss = (x - noise).square().mean()
+        self.mean.update(loss.detach(), len(x))
+        return loss
+
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+        loss = self.loss(self.changed(batch))
+        self.log("seen", self.seen, on_step=False, on_epoch=True)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor]) -> None:
+        self.log("val_loss", self.loss(self.changed(batch)))
+
+    def changed(self, batch: dict[str, Tensor]) -> Tensor:
+        batch["x"] = batch["x"] * 0.5
+        return batch["x"]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class InPlace(Net):
+    def changed(self, batch: dict[str, Tensor]) -> Tensor:
+        return batch["x"].mul_(0.5)
+
+
+def metrics(schedule: str, stages: int, kind: type[Net] = Net) -> dict[str, float]:
+    torch.set_default_dtype(torch.float64)
+    data = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    samples = [{"x": row} for row in data]
+    strategy: Any = lp.PipelineStrategy(schedule=schedule, microbatches=2, layers=["layers.*"])  # type: ignore[arg-type]
+    trainer = L.Trainer(
+        accelerator="cpu", devices=stages, strategy=strategy, max_epochs=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+    )  # fmt: skip
+    trainer.fit(kind(), *(DataLoader(samples, batch_size=4) for _ in range(2)))  # type: ignore[arg-type]
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_runs_for_earlier_chunks_leave_no_trace(pool: WorkerPool, schedule: str) -> None:
+    expected = pool.run(metrics, 2, "1f1b", 2, init=False)
+    found = pool.run(metrics, 2, schedule, 2, init=False)
+    assert expected[0].keys() >= {"seen", "mean", "size", "loss", "val_loss"}
+    assert expected[0]["seen"] == 16  # in training and in validation
+    for theirs, ours in zip(expected, found, strict=True):
+        assert ours == pytest.approx(theirs, rel=0, abs=1e-12)
+
+
+def test_a_step_that_changes_its_batch_in_place_is_refused_with_several_chunks_only(pool: WorkerPool) -> None:
+    pool.run(metrics, 2, "1f1b", 2, InPlace, init=False)
+    for failure in pool.run(metrics, 2, "zbv", 2, InPlace, init=False, expect_errors=True):
+        assert "training_step changes a tensor of its batch in place. A stage with several chunks" in failure

@@ -1,0 +1,31 @@
+"""What one chunk of a stage hands to the next is its own, in order, and comes back as gradients."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_parallel.pipeline.handover import Handover
+
+
+def test_activations_are_copies_in_the_order_in_which_they_were_sent() -> None:
+    ways = Handover()
+    first, second = torch.ones(2, requires_grad=True) * 1, torch.zeros(3)
+    assert ways.send([first], place=0) == (((2,), torch.float32, True),)
+    ways.send([second], place=1)
+    expected = ways.expected()
+    arrival = ways.take()
+    assert arrival is expected and ways.sent == 2
+    (received,) = arrival.receive()
+    assert received.requires_grad and arrival.anchor is not None
+    with torch.no_grad():
+        received.mul_(5)
+    assert torch.equal(first, torch.ones(2))
+    (received,) = ways.take().receive()
+    assert not received.requires_grad and received.shape == (3,)
+
+
+def test_gradients_come_back_and_none_where_there_are_none() -> None:
+    ways = Handover()
+    ways.send_gradients([])  # nobody takes them
+    ways.send_gradients([torch.ones(2)])
+    assert [g.tolist() for g in ways.take_gradients()] == [[1.0, 1.0]]

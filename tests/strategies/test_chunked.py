@@ -1,0 +1,112 @@
+"""Schedules with several chunks a stage, with all else that pipelines do: the numbers of a single process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_parallel import PipelineStrategy
+from lightning_parallel.pipeline.actions import Action, Backward, Forward, Schedule, Step, placement
+from tests.pool import WorkerPool
+from tests.strategies.harness import Report, joined, largest_difference, train
+from tests.strategies.models import BATCH, MODELS
+from tests.thorough import thorough
+
+EXACT = 1e-12  # float64
+ALL_AT_ONCE = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+FULLY = {"stages": 2, "data_parallel": 2, "data_parallel_kind": "fully_shard"}
+RANKS_OF = {"Shardable": {"stages": 2, "tensor_parallel": 2, "sequence_parallel": True}}
+
+
+def assert_equal(reports: list[Report], reference: Report, replicas: int = 1) -> None:
+    losses = [report.losses for report in reports[:replicas]]  # of the last stages
+    mean = [sum(step) / replicas for step in zip(*losses, strict=True)]
+    assert mean == pytest.approx(reference.losses, rel=0, abs=EXACT)
+    for update in range(len(reference.gradients)):
+        found = joined(reports, "gradients", update)
+        assert largest_difference(found, reference.gradients[update]) < EXACT, f"update {update}"
+    assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
+    if replicas == 1:
+        for report in reports:
+            assert report.metrics == pytest.approx(reference.metrics, rel=0, abs=EXACT)
+            assert report.validation == [pytest.approx(reference.validation[0], rel=0, abs=EXACT)]
+
+
+@pytest.mark.parametrize(
+    ("model", "stages", "schedule"),
+    [
+        ("GPT2", 3, "interleaved"),
+        ("Autoencoder", 2, "zbv"),
+        ("DemoTransformer", 2, "zbv"),
+        *thorough(*((model, 2, schedule) for model in MODELS for schedule in ("interleaved", "zbv"))),
+    ],
+)
+def test_unmodified_models_train_as_in_one_process(
+    pool: WorkerPool, single: Any, model: str, stages: int, schedule: str
+) -> None:
+    reports = pool.run(train, stages, model, "sync", {"schedule": schedule, "microbatches": 4}, init=False)
+    assert_equal(reports, single(model))
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "options", "schedule", "trainer_options"),
+    [
+        ("Blocks", 4, {"stages": 2, "data_parallel": 2}, "zbv", ALL_AT_ONCE),
+        ("Llama", 4, {**FULLY, "activation_checkpointing": True}, "interleaved", ALL_AT_ONCE),
+        ("ShardableLlama", 4, RANKS_OF["Shardable"], "zbv", ALL_AT_ONCE),
+        *thorough(
+            ("Blocks", 4, {"stages": 2, "data_parallel": 2}, "interleaved", ALL_AT_ONCE),
+            ("GPT2", 4, FULLY, "zbv", {}),
+            ("Blocks", 4, FULLY, "interleaved", {}),
+            ("ShardableGPT2", 4, RANKS_OF["Shardable"], "interleaved", {}),
+            ("Blocks", 2, {"activation_checkpointing": True}, "zbv", ALL_AT_ONCE),
+        ),
+    ],
+)
+def test_other_axes_and_settings_with_chunks_equal_one_process(
+    pool: WorkerPool,
+    single: Any,
+    model: str,
+    ranks: int,
+    options: dict[str, Any],
+    schedule: str,
+    trainer_options: dict[str, Any],
+) -> None:
+    given, replicas = {"microbatches": 2, **options, "schedule": schedule}, options.get("data_parallel", 1)
+    share = BATCH // replicas
+    reports = pool.run(train, ranks, model, "sync", given, init=False, batch_size=share, **trainer_options)
+    assert_equal(reports, single(model, **trainer_options), replicas)
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_chunks_are_a_setting_of_the_interleaved_schedule() -> None:
+    made = PipelineStrategy(schedule="interleaved", chunks=3).options.generator(2, 4)
+    assert placement(made) == (0, 1, 0, 1, 0, 1)
+    assert placement(PipelineStrategy(schedule="interleaved").options.generator(2, 4)) == (0, 1, 0, 1)
+    with pytest.raises(ValueError, match="chunks=2: only schedule='interleaved' takes their number"):
+        PipelineStrategy(schedule="zbv", chunks=2)
+
+
+def test_a_model_with_fewer_layers_than_chunks_is_refused_before_training(pool: WorkerPool) -> None:
+    options = {"schedule": "interleaved", "chunks": 40}
+    for failure in pool.run(train, 2, "LeNet", "sync", options, init=False, expect_errors=True):
+        assert "stages=2 with 40 chunks each, but the model has only" in failure
+
+
+def there_and_back(stages: int, microbatches: int) -> Schedule:
+    """Chunks in a V, one microbatch after the other."""
+    lists: Schedule = [[] for _ in range(stages)]
+    places = [*reversed(range(stages)), *range(stages)]
+    for k in range(microbatches):
+        forwards: list[Action] = [Forward(chunk, k) for chunk in range(2 * stages)]
+        for chunk, action in [*enumerate(forwards), *((c, Backward(c, k)) for c in reversed(range(2 * stages)))]:
+            lists[places[chunk]].append(action)
+    return [[*actions, Step(stage, 0)] for stage, actions in enumerate(lists)]
+
+
+def test_a_schedule_of_one_s_own_may_have_several_chunks(pool: WorkerPool, single: Any) -> None:
+    options = {"schedule": there_and_back, "microbatches": 2}
+    assert_equal(pool.run(train, 2, "LeNet", "sync", options, init=False), single("LeNet"))
