@@ -171,11 +171,20 @@ def _stages(config: Config, strategy: Config, stages: int) -> Iterator[Problem]:
     """Each stage of an example model gets something that learns."""
     model = config["model"]
     most = schema.MOST_STAGES.get(_name(model))
-    limit = most(model.get("layers", 0)) if most is not None else stages
+    chunks = _chunks(strategy)
+    limit = most(model.get("layers", 0)) // chunks if most is not None else stages
     if stages > limit:
-        message = f"{stages} stages, but model={model['name']} can be cut into {limit} at most"
+        each = "" if chunks == 1 else f" with {chunks} chunks each"
+        message = f"{stages} stages{each}, but model={model['name']} can be cut into {limit} at most"
         more = ", or more model.layers" if "layers" in model else ""
         yield Problem("strategy.stages", strategy["stages"], message, f"use fewer stages{more}")
+
+
+def _chunks(strategy: Config) -> int:
+    """Of layers, in each stage."""
+    several = strategy.get("schedule") in ("interleaved", "zbv")
+    wanted = strategy.get("chunks", "auto")
+    return (2 if several else 1) if wanted == "auto" else int(wanted)
 
 
 def _microbatches(config: Config) -> Iterator[Problem]:

@@ -6,67 +6,115 @@ layers, and that every message has the shape of a microbatch.
 
 from __future__ import annotations
 
-from collections import deque
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_parallel.pipeline.schedule import SCHEDULES, Backward, Forward
+from lightning_parallel.pipeline.actions import (
+    Backward,
+    BackwardInput,
+    Forward,
+    Message,
+    OnChunk,
+    Step,
+    needed,
+    placement,
+    sent,
+)
+from lightning_parallel.pipeline.schedule import SCHEDULES
 from recipes.bench.contestants import Synchronous, place
 from recipes.bench.layers import MakeOptimizer, loss_of, sgd
 
 
 class Bare(Synchronous):
-    """A synchronous schedule. All receives of a batch are posted before it begins, into buffers that are kept."""
+    """A synchronous schedule. All receives of a batch are posted before it begins, into buffers that are kept. For
+    backwards in halves autograd is asked twice, which costs nothing more where a chunk is one sleeping layer."""
 
     def __init__(
         self, layers: nn.Sequential, schedule: str, batch: Tensor, microbatches: int, optimizer: MakeOptimizer = sgd
     ) -> None:
         layout, groups = place()
-        self._links = groups.links
-        self.is_first, self.is_last = layout.is_first_stage, layout.is_last_stage
-        each = len(layers) // layout.stages
-        self._stage = layers[layout.stage * each : (layout.stage + 1) * each]
-        self._optimizer = optimizer(self._stage.parameters())
-        self._actions = SCHEDULES[schedule](layout.stages, microbatches)[layout.stage]
+        lists = SCHEDULES[schedule](layout.stages, microbatches)
+        self._group, self._rank = groups.along("pipeline"), layout.rank
+        self._actions, places = lists[layout.stage], placement(lists)
+        self._ranks = [layout.rank_at(pipeline=stage) for stage in places]  # of each chunk
+        own = [chunk for chunk, stage in enumerate(places) if stage == layout.stage]
+        self._last = len(places) - 1
+        self.is_first, self.is_last = 0 in own, self._last in own
+        each = len(layers) // len(places)
+        self._chunks = {chunk: layers[chunk * each : (chunk + 1) * each] for chunk in own}
+        self._optimizer = optimizer(p for chunk in self._chunks.values() for p in chunk.parameters())
         self._parts = torch.tensor_split(batch, microbatches)
-        self._before = 0 if self.is_first else layout.rank_at(pipeline=layout.stage - 1)
-        self._after = 0 if self.is_last else layout.rank_at(pipeline=layout.stage + 1)
-        self._activations = [] if self.is_first else [torch.empty_like(part) for part in self._parts]
-        self._gradients = [] if self.is_last else [torch.empty_like(part) for part in self._parts]
+        self._buffers = {
+            message: torch.empty_like(self._parts[message.microbatch])
+            for action in self._actions
+            if (message := needed(action, len(places))) is not None
+        }
+        self._flight: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # input and output of a forward
+        self._sent: list[tuple[dist.Work, Tensor]] = []
 
     def step(self) -> None:
-        links = self._links
-        activations = [_work(dist.irecv(x, self._before, group=links.forward_in)) for x in self._activations]
-        gradients = [_work(dist.irecv(g, self._after, group=links.backward_in)) for g in self._gradients]
-        in_flight: deque[tuple[Tensor, Tensor]] = deque()
-        sent: list[tuple[dist.Work, Tensor]] = []
+        works = {message: self._receive(message) for message in self._buffers}
         for action in self._actions:
-            if isinstance(action, Forward):
-                number = action.microbatch
-                x = self._parts[number]
-                if not self.is_first:
-                    activations[number].wait()
-                    x = self._activations[number].detach().requires_grad_()
-                output = self._stage(x)
-                if self.is_last:
-                    output = loss_of(output) / len(self._parts)
-                else:
-                    sent.append(_sent(output.detach(), self._after, links.forward_out))
-                in_flight.append((x, output))
-            elif isinstance(action, Backward):
-                x, output = in_flight.popleft()
-                if not self.is_last:
-                    gradients[action.microbatch].wait()
-                torch.autograd.backward(output, None if self.is_last else self._gradients[action.microbatch])
-                if not self.is_first:
-                    assert x.grad is not None
-                    sent.append(_sent(x.grad, self._before, links.backward_out))
+            if isinstance(action, Step):
+                continue
+            message = needed(action, len(self._ranks))
+            if message is not None and (work := works[message]) is not None:
+                work.wait()
+            result = self._run(action, None if message is None else self._buffers[message])
+            message = sent(action, len(self._ranks))
+            if message is not None and result is not None:
+                self._send(message, result)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        for work, _ in sent:
-            work.wait()
+        for one, _ in self._sent:
+            one.wait()
+        self._sent.clear()
+
+    def _run(self, action: OnChunk, incoming: Tensor | None) -> Tensor | None:
+        """What an action hands on."""
+        place = action.chunk, action.microbatch
+        if isinstance(action, Forward):
+            x = self._parts[action.microbatch] if incoming is None else incoming.detach().requires_grad_()
+            output = self._chunks[action.chunk](x)
+            if action.chunk == self._last:
+                output = loss_of(output) / len(self._parts)
+            self._flight[place] = x, output
+            return output.detach()
+        if isinstance(action, BackwardInput):
+            x, output = self._flight[place]
+            (gradient,) = torch.autograd.grad(output, x, incoming, retain_graph=True)
+            return gradient
+        x, output = self._flight.pop(place)
+        if isinstance(action, Backward):
+            torch.autograd.backward(output, incoming)
+            return x.grad
+        key = Message("gradient", action.chunk, action.microbatch)  # the second half needs it again
+        parameters = [p for name, p in self._chunks[action.chunk].named_parameters() if name.endswith("weight")]
+        for parameter, found in zip(
+            parameters, torch.autograd.grad(output, parameters, self._buffers.get(key)), strict=True
+        ):
+            parameter.grad = found if parameter.grad is None else parameter.grad.add_(found)
+        return None
+
+    def _ends(self, message: Message) -> tuple[int, int, int]:
+        """The ranks that send and receive a message, and its tag."""
+        before, after = self._ranks[message.cut], self._ranks[message.cut + 1]
+        forward = message.kind == "activation"
+        return (before, after, 2 * message.cut) if forward else (after, before, 2 * message.cut + 1)
+
+    def _receive(self, message: Message) -> dist.Work | None:
+        source, _, tag = self._ends(message)
+        if source == self._rank:
+            return None
+        return _work(dist.irecv(self._buffers[message], source, group=self._group, tag=tag))
+
+    def _send(self, message: Message, tensor: Tensor) -> None:
+        _, to, tag = self._ends(message)
+        if to == self._rank:
+            self._buffers[message].copy_(tensor)
+        else:
+            self._sent.append((_work(dist.isend(tensor, to, group=self._group, tag=tag)), tensor))
 
 
 def _sent(tensor: Tensor, to: int, group: dist.ProcessGroup | None) -> tuple[dist.Work, Tensor]:

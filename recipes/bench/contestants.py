@@ -11,18 +11,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
 
 from lightning_parallel.gradients.swapping import swap_gradients
 from lightning_parallel.groups import Groups
-from lightning_parallel.layout import Layout
+from lightning_parallel.layout import Layout, Placement
+from lightning_parallel.pipeline.actions import placement
 from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB
-from lightning_parallel.pipeline.engine import Engine, Microbatch
+from lightning_parallel.pipeline.chunk import Microbatch
+from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.partitioning import partition
 from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.pipeline.stage import Stage
@@ -30,7 +38,8 @@ from lightning_parallel.pipeline.weights import WeightVersions
 from recipes.bench.layers import MakeOptimizer, intervals, loss_of, sgd
 
 CPU = torch.device("cpu")
-COMPARED = ("gpipe", "1f1b")  # the schedules that both this package and torch have
+COMPARED = ("gpipe", "1f1b")  # the schedules with one chunk a stage that both this package and torch have
+CHUNKED = ("interleaved", "zbv")  # those with two
 
 
 class Contestant(Protocol):
@@ -66,11 +75,12 @@ def place() -> tuple[Layout, Groups]:
     return layout, Groups(layout)
 
 
-def _stage(layers: nn.Sequential, layout: Layout, batch: Tensor) -> Stage:
+def _stage(layers: nn.Sequential, layout: Layout, batch: Tensor, places: Placement | None = None) -> Stage:
     def step() -> Tensor:
         return loss_of(layers(batch))
 
-    stage = Stage(layers, partition(layers, step, layout.stages, balance="layers"), layout.stage, CPU)
+    parts = partition(layers, step, layout.stages, balance="layers", placement=places)
+    stage = Stage(layers, parts, layout.stage, CPU)
     stage.flow = stage.survey(step)
     stage.install()
     return stage
@@ -94,10 +104,12 @@ class Ours(Synchronous):
     ) -> None:
         layout, groups = place()
         self.is_first, self.is_last = layout.is_first_stage, layout.is_last_stage
-        stage = _stage(layers, layout, batch)
-        self.engine = Engine(stage, layout, groups.links, CPU, loss_of=lambda loss: loss)
+        lists = SCHEDULES[schedule](layout.stages, microbatches)
+        places = placement(lists)
+        stage = _stage(layers, layout, batch, places)
+        self.engine = Engine(stage, layout, groups.links(places), CPU, loss_of=lambda loss: loss)
         self._optimizer = optimizer(stage.named_parameters().values())
-        self._actions = SCHEDULES[schedule](layout.stages, microbatches)[layout.stage]
+        self._actions = lists[layout.stage]
         self._work = dict(enumerate(_work(layers, batch, microbatches)))
 
     def step(self) -> None:
@@ -124,7 +136,7 @@ class OursAsync:
         stage = _stage(layers, layout, batch)
         self._parameters = stage.named_parameters()
         self.versions = WeightVersions(layers, self._parameters)
-        self.engine = Engine(stage, layout, groups.links, CPU, loss_of=lambda loss: loss, weights=self.versions)
+        self.engine = Engine(stage, layout, groups.links(), CPU, loss_of=lambda loss: loss, weights=self.versions)
         self._optimizer = optimizer(self._parameters.values())
         self._list = AsyncOneFOneB(layout.stages, layout.stage, extra_in_flight)
         self._work = _work(layers, batch, microbatches)
@@ -156,16 +168,27 @@ class Torch(Synchronous):
     def __init__(
         self, layers: nn.Sequential, schedule: str, batch: Tensor, microbatches: int, optimizer: MakeOptimizer = sgd
     ) -> None:
-        stages, index = dist.get_world_size(), dist.get_rank()
-        self.is_first, self.is_last = index == 0, index == stages - 1
-        each = len(layers) // stages
-        module = layers[index * each : (index + 1) * each]
-        kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule]
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        # By rank, the chunks that torch wants there, which it calls stages.
+        indices = {"interleaved": [rank, ranks + rank], "zbv": [rank, 2 * ranks - 1 - rank]}.get(schedule, [rank])
+        count = ranks * len(indices)
+        each = len(layers) // count
+        parts = [layers[index * each : (index + 1) * each] for index in indices]
+        made: list[Any] = [PipelineStage(part, index, count, CPU) for part, index in zip(parts, indices, strict=True)]
+        self.is_first, self.is_last = 0 in indices, count - 1 in indices
+
+        def loss_fn(output: Tensor, _: Tensor) -> Tensor:
+            return loss_of(output)
+
         # Our weights of the losses, 1 / microbatches, are its scaling of the gradients.
-        self._schedule = kind(
-            PipelineStage(module, index, stages, CPU), microbatches, loss_fn=lambda output, _: loss_of(output)
-        )
-        self._optimizer = optimizer(module.parameters())
+        self._schedule: Any
+        if schedule in CHUNKED:
+            several = {"interleaved": ScheduleInterleaved1F1B, "zbv": ScheduleZBVZeroBubble}[schedule]
+            self._schedule = several(made, microbatches, loss_fn=loss_fn)
+        else:
+            one = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule]
+            self._schedule = one(made[0], microbatches, loss_fn=loss_fn)
+        self._optimizer = optimizer(parameter for part in parts for parameter in part.parameters())
         self._inputs = (batch,) if self.is_first else ()
         self._target = batch if self.is_last else None
 
@@ -198,14 +221,16 @@ Times = dict[str, list[float]]  # seconds of each batch, by contestant
 
 
 def timed_steps(contestant: Contestant, count: int) -> list[float]:
-    """Seconds of synchronous steps, on the first stage, which begins each and ends it; empty elsewhere."""
+    """Seconds of synchronous steps, as all ranks see them: the longest of each."""
     times: list[float] = []
     for _ in range(count):
         dist.barrier()
         start = time.perf_counter()
         contestant.step()
         times.append(time.perf_counter() - start)
-    return times if contestant.is_first else []
+    longest = torch.tensor(times)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return longest.tolist() if dist.get_rank() == 0 else []
 
 
 def timed_stream(contestant: Contestant, count: int, skip: int) -> list[float]:

@@ -18,31 +18,43 @@ from torch.utils.data import DataLoader
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: tuple[float, float]) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, seconds: tuple[float, float]) -> Tensor:  # type: ignore[override]
         ctx.seconds = seconds[1]
         time.sleep(seconds[0])
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         time.sleep(ctx.seconds)
-        return gradient.contiguous(), gradient.new_zeros(1), None  # that of a mean is one number, expanded
+        return gradient.contiguous(), None  # that of a mean is one number, expanded
 
 
 class SleepingLayer(nn.Module):
-    """Takes ``forward`` and ``backward`` seconds and no CPU, so that two cores are enough for many stages."""
+    """Takes ``forward`` and ``backward`` seconds and no CPU, so that two cores are enough for many stages. Half of the
+    backward is the gradient of its input, half that of the weight of a small matmul. The first layer takes as long as
+    the others: a shift before it has a gradient."""
 
     def __init__(self, forward: float, backward: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-        self._seconds = (forward, backward)
+        self.weight = nn.Parameter(torch.zeros(4, 4))
+        self.shift = nn.Parameter(torch.zeros(1))
+        self._seconds = (forward, backward / 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Sleep.apply(x, self.weight, self._seconds)  # type: ignore[no-untyped-call]
+        if not x.requires_grad:
+            x = x + self.shift
+        slept: Tensor = _Sleep.apply(x, self._seconds)  # type: ignore[no-untyped-call]
+        weight = self.weight * 1  # of the parameter, or of what an asynchronous pipeline reads in its place
+        if weight.requires_grad:
+            weight.register_hook(self._sleep)
+        return slept + nn.functional.linear(slept[..., :1, :4], weight).sum()
+
+    def _sleep(self, gradient: Tensor) -> None:
+        time.sleep(self._seconds[1])
 
 
-def sleeping(stages: int, forward: float, backward: float) -> nn.Sequential:
-    return nn.Sequential(*(SleepingLayer(forward, backward) for _ in range(stages)))
+def sleeping(layers: int, forward: float, backward: float) -> nn.Sequential:
+    return nn.Sequential(*(SleepingLayer(forward, backward) for _ in range(layers)))
 
 
 def blocks(count: int, width: int) -> nn.Sequential:

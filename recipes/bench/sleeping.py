@@ -5,16 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from lightning_parallel import AsyncPipelineStrategy
+from lightning_parallel import AsyncPipelineStrategy, PipelineStrategy
+from lightning_parallel.pipeline.actions import placement
 from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.pipeline.simulate import asynchronous_utilisation, simulate
+from lightning_parallel.strategies.staged import StagedStrategy
 from recipes.bench import processes
 from recipes.bench.by_hand import Bare
-from recipes.bench.contestants import COMPARED, Ours, Times, Torch, alternate, merge, timed_steps
+from recipes.bench.contestants import CHUNKED, COMPARED, Ours, Times, Torch, alternate, merge, timed_steps
 from recipes.bench.layers import fit, sleeping
 from recipes.bench.report import Cell, Table, spread
 
@@ -27,6 +31,7 @@ class Sizes:
 
     Attributes:
         synchronous: pairs of stages and microbatches. One stage: what the processor loses by sleeping, and no messages.
+        chunked: the same, for schedules with two chunks a stage.
         asynchronous: numbers of stages.
         forward, backward: seconds that a stage sleeps.
         width: a microbatch is a float32 matrix of this many rows and columns; 512 makes 1 MiB.
@@ -35,6 +40,7 @@ class Sizes:
     """
 
     synchronous: tuple[tuple[int, int], ...] = ((1, 8), (4, 8), (8, 8), (8, 16))
+    chunked: tuple[tuple[int, int], ...] = ((4, 8), (8, 16))
     asynchronous: tuple[int, ...] = (4, 8)
     forward: float = 0.020
     backward: float = 0.040
@@ -46,64 +52,63 @@ class Sizes:
 
 
 QUICK = Sizes(
-    synchronous=((4, 8),), asynchronous=(4,), forward=0.004, backward=0.008, rounds=2, steps=2, fits=1, batches=30
+    synchronous=((4, 8),),
+    chunked=((4, 8),),
+    asynchronous=(4,),
+    forward=0.004,
+    backward=0.008,
+    rounds=2,
+    steps=2,
+    fits=1,
+    batches=30,
 )
 
 
 def measure(sizes: Sizes) -> list[Table]:
-    return [_synchronous(sizes), _asynchronous(sizes)]
+    return [_synchronous(sizes), _inside(sizes), _asynchronous(sizes)]
 
 
 def _synchronous(sizes: Sizes) -> Table:
     rows: list[list[Cell]] = []
-    for stages, microbatches in sizes.synchronous:
-        times = merge(processes.run(_steps, stages, microbatches, sizes))
-        work = sizes.forward + sizes.backward
-        ideal = (microbatches + stages - 1) * work
-        for name, seconds in times.items():
-            simulation = simulate(
-                SCHEDULES[name.split(", ")[0]](stages, microbatches), sizes.forward, sizes.backward, latency=LATENCY
-            )
-            step = median(seconds)
-            rows.append(
-                [
-                    stages,
-                    microbatches,
-                    name,
-                    step * 1e3,
-                    step / ideal,
-                    spread([s / ideal for s in seconds]),
-                    simulation.makespan / ideal,
-                    microbatches * work / step,
-                ]
-            )
+    for names, places in ((COMPARED, sizes.synchronous), (CHUNKED, sizes.chunked)):
+        for stages, microbatches in places:
+            times = merge(processes.run(_steps, stages, names, microbatches, sizes))
+            rows += (_row(name, stages, microbatches, seconds, sizes) for name, seconds in times.items())
     columns = {
         "stages": "d",
         "microbatches": "d",
         "schedule": "",
         "step (ms)": ".1f",
-        "step / ideal": ".3f",
         "range": "",
-        "theory": ".3f",
         "utilisation": ".3f",
+        "theory": ".3f",
     }
     return Table(
         f"Synchronous step, stages that sleep {sizes.forward * 1e3:g} + {sizes.backward * 1e3:g} ms",
         columns,
         rows,
-        f"Ideal: (m + p - 1)(f + b), no message takes time. Theory: simulated with {LATENCY * 1e3:g} ms a message. "
+        f"Utilisation: m(f + b) / step, which begins and ends for all stages at once. Theory: simulated with "
+        f"{LATENCY * 1e3:g} ms a message. Half of a backward is the gradient of the input, half that of a weight. "
         f"Medians of {sizes.rounds * sizes.steps} steps, in turn; messages of {_size(sizes)}. By hand: all receives "
-        "posted before the batch, plain autograd.",
+        f"posted before the batch, plain autograd.",
     )
 
 
-def _steps(microbatches: int, sizes: Sizes) -> Times:
+def _row(name: str, stages: int, microbatches: int, seconds: list[float], sizes: Sizes) -> list[Cell]:
+    """Of a contestant, named by its schedule and whose it is."""
+    lists = SCHEDULES[name.split(", ")[0]](stages, microbatches)
+    chunks = len(placement(lists)) // stages
+    simulation = simulate(lists, sizes.forward / chunks, sizes.backward / chunks, latency=LATENCY)
+    work, step = microbatches * (sizes.forward + sizes.backward), median(seconds)
+    scatter = spread([each * 1e3 for each in seconds])
+    return [stages, microbatches, name, step * 1e3, scatter, work / step, work / simulation.makespan]
+
+
+def _steps(names: tuple[str, ...], microbatches: int, sizes: Sizes) -> Times:
     batch = torch.randn(microbatches, sizes.width, sizes.width)
     contestants = {
-        f"{schedule}, {whose}": kind(
-            sleeping(dist.get_world_size(), sizes.forward, sizes.backward), schedule, batch, microbatches
-        )
-        for schedule in COMPARED
+        f"{schedule}, {whose}": kind(_layers(schedule, sizes), schedule, batch, microbatches)
+        for schedule in names
         for whose, kind in (("ours", Ours), ("torch", Torch), ("by hand", Bare))
     }
     for contestant in contestants.values():
@@ -111,6 +116,57 @@ def _steps(microbatches: int, sizes: Sizes) -> Times:
     return alternate(
         {name: partial(timed_steps, contestant, sizes.steps) for name, contestant in contestants.items()}, sizes.rounds
     )
+
+
+def _layers(schedule: str, sizes: Sizes) -> nn.Sequential:
+    """A layer for each chunk; a stage's sleep as long with two as with one."""
+    chunks = 2 if schedule in CHUNKED else 1
+    return sleeping(chunks * dist.get_world_size(), sizes.forward / chunks, sizes.backward / chunks)
+
+
+def _inside(sizes: Sizes) -> Table:
+    rows: list[list[Cell]] = []
+    for stages, microbatches in sizes.chunked:
+        times = merge(processes.run(_trained, stages, microbatches, sizes))
+        work = microbatches * (sizes.forward + sizes.backward)
+        for name, seconds in times.items():
+            each = len(seconds) // sizes.fits
+            fits = [median(seconds[i * each : (i + 1) * each]) for i in range(sizes.fits)]
+            period = median(fits)
+            rows.append([stages, microbatches, name, period * 1e3, work / period, spread([work / fit for fit in fits])])
+    columns = {
+        "stages": "d",
+        "microbatches": "d",
+        "schedule": "",
+        "batch (ms)": ".1f",
+        "utilisation": ".3f",
+        "range": "",
+    }
+    return Table(
+        "Inside Trainer.fit, schedules side by side",
+        columns,
+        rows,
+        f"Utilisation: m(f + b) / time from batch to batch on the last stage, the median of {_COUNTED} batches after "
+        f"{_SKIPPED}, none logged; the median of {sizes.fits} trainings, in turn.",
+    )
+
+
+_SKIPPED, _COUNTED = 4, 8  # batches
+
+
+def _trained(microbatches: int, sizes: Sizes) -> Times:
+    batch = torch.randn(microbatches, sizes.width, sizes.width)
+
+    def run(schedule: Any) -> list[float]:
+        strategy: StagedStrategy
+        if schedule == "async":
+            strategy = AsyncPipelineStrategy(microbatches=microbatches, correction=None, balance="layers")
+        else:
+            strategy = PipelineStrategy(schedule=schedule, microbatches=microbatches, balance="layers")
+        seconds = fit(_layers(schedule, sizes), strategy, batch, _SKIPPED + _COUNTED + 1)
+        return seconds[-_COUNTED:] if dist.get_rank() == 0 else []  # the last stage
+
+    return alternate({name: partial(run, name) for name in ("1f1b", *CHUNKED, "async")}, sizes.fits)
 
 
 def _asynchronous(sizes: Sizes) -> Table:

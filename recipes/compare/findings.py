@@ -9,6 +9,7 @@ from recipes.compare.rows import Row
 
 MIB = 2**20
 _CALM = 0.1  # share of time without a core that step times can still be compared at
+SYNCHRONOUS = ("pipeline_sync", "pipeline_1f1b", "pipeline_interleaved", "pipeline_zbv")
 Rows = Mapping[str, Row]
 
 
@@ -22,6 +23,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
         _sharded_and_replicated,
         _naive_and_gpipe,
         _gpipe_and_1f1b,
+        _fewer_bubbles,
         _synchronous_and_asynchronous,
         _same_losses,
         _balance,
@@ -117,11 +119,28 @@ def _gpipe_and_1f1b(rows: Rows) -> Iterator[str]:
         )
 
 
-def _synchronous_and_asynchronous(rows: Rows) -> Iterator[str]:
-    """Speed, and what it costs in loss."""
-    due = rows.get("pipeline_1f1b") or rows.get("pipeline_sync")
-    if "pipeline_async" not in rows or due is None:
+def _fewer_bubbles(rows: Rows) -> Iterator[str]:
+    """Schedules with several chunks a stage, beside 1F1B."""
+    if "pipeline_1f1b" not in rows:
         return
+    plain = rows["pipeline_1f1b"]
+    for name in ("pipeline_interleaved", "pipeline_zbv"):
+        if name in rows:
+            row = rows[name]
+            yield (
+                f"{name} is {_times(plain, row)} 1F1B: its stages are without compute {_percent(row.bubble)} of the "
+                f"time (by theory {_percent(row.theory)}), 1F1B's {_percent(plain.bubble)} "
+                f"({_percent(plain.theory)}). It sends {row.total_sent / plain.total_sent:.1f} times as much, and its "
+                f"fullest rank peaks at {row.peak / MIB:.1f} MiB, 1F1B's at {plain.peak / MIB:.1f} MiB."
+            )
+
+
+def _synchronous_and_asynchronous(rows: Rows) -> Iterator[str]:
+    """Speed, beside the fastest synchronous schedule, and what it costs in loss."""
+    synchronous = [rows[name] for name in SYNCHRONOUS if name in rows]
+    if "pipeline_async" not in rows or not synchronous:
+        return
+    due = min(synchronous, key=lambda row: row.step)
     late = rows["pipeline_async"]
     yield (
         f"Without a flush, pipeline_async is {_times(due, late)} {due.strategy} ({_ms(late.step)} against "

@@ -68,11 +68,13 @@ class Expected:
         for part in self._module.modules():
             if isinstance(part, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)):
                 self._hooks.append(part.register_forward_hook(self._divided_layer))
-        if isinstance(self._strategy, StagedStrategy) and not self._strategy.stage.is_first:
+        if isinstance(self._strategy, StagedStrategy):
             parts = self._strategy.stage.partition
-            first = parts.layers[parts.layers_of(self._strategy.stage.index).start]
-            # Called after the stage's own hook, when what came in is this layer's input.
-            self._hooks.append(self._module.get_submodule(first).register_forward_pre_hook(self._first_layer))
+            for chunk in self._strategy.stage.chunks:
+                if chunk > 0 and parts.placement[chunk - 1] != self._strategy.stage.index:
+                    first = self._module.get_submodule(parts.layers[parts.layers_of(chunk).start])
+                    # Called after the stage's own hook, when what came in is this layer's input.
+                    self._hooks.append(first.register_forward_pre_hook(self._first_layer))
 
     def stop(self) -> None:
         for hook in self._hooks:
@@ -138,4 +140,5 @@ class Expected:
         self._activations[kind] += round(wire_bytes(kind, nbytes, layer.group.size()))
 
     def _first_layer(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
-        self.incoming += sum(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+        live = (leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and not isinstance(leaf, AbsentTensor))
+        self.incoming += sum(leaf.nbytes for leaf in live)

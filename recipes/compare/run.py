@@ -27,6 +27,8 @@ STRATEGIES = (
     "pipeline_naive",
     "pipeline_sync",
     "pipeline_1f1b",
+    "pipeline_interleaved",
+    "pipeline_zbv",
     "pipeline_async",
 )
 _WARMUP, _COUNTED = 5, 2  # updates, of a run that is long enough

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,8 @@ WIDTH = 512  # a microbatch is a float32 matrix of 1 MiB
 
 
 def draw(directory: Path = PICTURES, stages: int = STAGES) -> None:
-    """Write gpipe.png and async.png into ``directory``."""
-    for name in ("gpipe", "async"):
+    """Write a picture of each schedule into ``directory``."""
+    for name in ("gpipe", "interleaved", "zbv", "async"):
         with TemporaryDirectory() as scratch:
             processes.run(_train, stages, name, scratch)
             shutil.copy(Path(scratch) / "timeline.png", directory / f"{name}.png")
@@ -31,10 +32,12 @@ def draw(directory: Path = PICTURES, stages: int = STAGES) -> None:
 
 
 def _train(name: str, scratch: str) -> None:
-    layers = sleeping(dist.get_world_size(), FORWARD, BACKWARD)
+    chunks = 2 if name in ("interleaved", "zbv") else 1
+    layers = sleeping(chunks * dist.get_world_size(), FORWARD / chunks, BACKWARD / chunks)
     strategy: StagedStrategy
-    if name == "gpipe":
-        strategy = PipelineStrategy(microbatches=8, balance="layers", timeline=True)
+    if name != "async":
+        schedule: Any = name
+        strategy = PipelineStrategy(schedule=schedule, microbatches=8, balance="layers", timeline=True)
         batch, batches = torch.randn(8, WIDTH, WIDTH), 2
     else:
         strategy = AsyncPipelineStrategy(microbatches=1, correction=None, balance="layers", timeline=True)
