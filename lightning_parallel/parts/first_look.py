@@ -115,9 +115,10 @@ class FirstLook:
 
     def _warn_of_cargo(self, flow: Flow) -> None:
         """A residual sum between the layers is computed again on each stage, from all its terms: O(layers) of them."""
-        if not flow.cuts:
+        places = self._stages.stage.partition.placement
+        chunk = flow.heaviest(places)
+        if chunk is None:
             return
-        chunk, places = flow.heaviest(), self._stages.stage.partition.placement
         cargo = flow.out_of(chunk)
         if self._warned or tensors_of(cargo) <= MANY:
             return

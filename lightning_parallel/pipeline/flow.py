@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from lightning_parallel.layout import Placement
 from lightning_parallel.pipeline.traced import Call
 
 
@@ -67,9 +68,10 @@ class Flow:
     def out_of(self, chunk: int) -> tuple[Cargo, ...]:
         return self.cuts[chunk] if chunk < len(self.cuts) else ()
 
-    def heaviest(self) -> int:
-        """The chunk before the cut that most tensors cross."""
-        return max(range(len(self.cuts)), key=lambda chunk: tensors_of(self.cuts[chunk]))
+    def heaviest(self, placement: Placement) -> int | None:
+        """The chunk before the cut that most tensors cross, of those between two stages; None if there is none."""
+        between = [cut for cut in range(len(self.cuts)) if placement[cut] != placement[cut + 1]]
+        return max(between, key=lambda cut: tensors_of(self.cuts[cut]), default=None)
 
 
 def tensors_of(cargo: Iterable[Cargo]) -> int:

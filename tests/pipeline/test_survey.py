@@ -199,9 +199,11 @@ def test_flow_of_a_stage() -> None:
 def test_the_heaviest_cut_is_told_by_tensors() -> None:
     many, one = Cargo("many", 0, 3), Cargo("one", 0, 1)
     assert [tensors_of(cut) for cut in ((), (one,), (one, many))] == [0, 1, 4]
-    assert Flow(((one, one), (many,), ()), (None,) * 4).heaviest() == 1
-    assert Flow(((one, one), (one, many), (many,)), (None,) * 4).heaviest() == 1
-    assert Flow(((), ()), (None,) * 3).heaviest() == 0
+    assert Flow(((one, one), (many,), ()), (None,) * 4).heaviest((0, 1, 2, 3)) == 1
+    assert Flow(((one, one), (one, many), (many,)), (None,) * 4).heaviest((0, 1, 2, 3)) == 1
+    assert Flow(((one, one), (one, many), (many,)), (None,) * 4).heaviest((1, 0, 0, 1)) == 2  # not at the turn
+    assert Flow(((), ()), (None,) * 3).heaviest((0, 1, 2)) == 0
+    assert Flow((), (None,)).heaviest((0,)) is None
 
 
 def test_each_stage_leaves_after_the_last_call_that_it_runs() -> None:

@@ -49,12 +49,14 @@ def column(table: Table, name: str) -> list[object]:
 
 def test_sleeping_stages() -> None:
     few = {"rounds": 1, "steps": 1, "fits": 1, "batches": 5}
-    sizes = sleeping.Sizes(((2, 3),), (2,), forward=1e-3, backward=2e-3, width=4, **few)
-    synchronous, asynchronous = sleeping.measure(sizes)
+    sizes = sleeping.Sizes(((2, 3),), ((2, 4),), (2,), forward=1e-3, backward=2e-3, width=4, **few)
+    synchronous, inside, asynchronous = sleeping.measure(sizes)
     assert column(synchronous, "schedule") == [
-        f"{s}, {w}" for s in ("gpipe", "1f1b") for w in ("ours", "torch", "by hand")
+        f"{s}, {w}" for s in ("gpipe", "1f1b", "interleaved", "zbv") for w in ("ours", "torch", "by hand")
     ]
-    assert all(isinstance(ratio, float) and ratio >= 1 for ratio in column(synchronous, "step / ideal"))
+    assert all(isinstance(part, float) and 0 < part <= 1 for part in column(synchronous, "utilisation"))
+    assert column(inside, "schedule") == ["1f1b", "interleaved", "zbv", "async"]
+    assert all(isinstance(part, float) and 0 < part <= 1 for part in column(inside, "utilisation"))
     assert column(asynchronous, "schedule") == ["async, 0 extra in flight", "async, 1 extra in flight"]
     assert all(isinstance(part, float) and 0 < part <= 1 for part in column(asynchronous, "utilisation"))
 

@@ -96,6 +96,7 @@ def test_every_job_of_a_sweep_gets_workers_and_a_world_of_its_own(tmp_path: Path
     assert processes_of(tmp_path) == []
 
 
+@pytest.mark.thorough  # a run's own interruption is tested beside its launcher
 def test_interrupting_a_sweep_ends_all_of_it(tmp_path: Path) -> None:
     program = train(tmp_path, "strategy=ddp", "seed=1,2", "cluster.devices=1", "trainer.max_steps=100000", sweep=True)
     deadline = time.monotonic() + 120
@@ -194,5 +195,5 @@ def test_a_config_with_problems_starts_nothing(tmp_path: Path) -> None:
     output, _ = program.communicate()
     assert program.returncode == 1
     assert output.startswith("2 problems in the config, nothing was started:")
-    assert "did you mean pipeline_1f1b?" in output or "did you mean pipeline_sync?" in output
+    assert "no such strategy; did you mean pipeline_" in output
     assert list(tmp_path.iterdir()) == []

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tests.pool import WorkerPool
 from tests.strategies.harness import ALL, complete, here, joined, largest_difference, make_trainer
+from tests.thorough import thorough
 
 EXACT = 1e-12  # float64
 
@@ -81,20 +82,20 @@ def assert_same(runs: list[Run], expected: Run, ahead: int) -> None:
     assert largest_difference(joined(runs, "weights"), expected.weights) < EXACT  # type: ignore[arg-type]
 
 
+CLIPPED = {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}
+
+
 @pytest.mark.parametrize(
     ("model", "stages", "options", "trainer_options"),
     [
-        ("LeNet", 2, {}, {}),
+        ("LeNet", 2, {}, {"accumulate_grad_batches": 2, "max_epochs": 8}),
         ("GPT2", 2, {}, {}),  # whose tied embeddings are on one stage
-        ("Llama", 3, {"microbatches": 6}, {"accumulate_grad_batches": 2, "max_epochs": 8}),
-        (
-            "Llama",
-            2,
-            {"activation_checkpointing": True},
-            {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
+        *thorough(
+            ("LeNet", 2, {}, {}),
+            ("Llama", 3, {"microbatches": 6}, {"accumulate_grad_batches": 2, "max_epochs": 8}),
+            ("Llama", 2, {"activation_checkpointing": True}, CLIPPED),
         ),
     ],
-    ids=["plain", "tied", "accumulation", "checkpointing-clip-value"],
 )
 def test_updates_across_batches_are_those_of_one_process(
     pool: WorkerPool, model: str, stages: int, options: dict[str, Any], trainer_options: dict[str, Any]
@@ -104,6 +105,7 @@ def test_updates_across_batches_are_those_of_one_process(
     assert_same(runs, expected, ahead=1)
 
 
+@pytest.mark.thorough
 def test_dropout_across_batches_is_that_of_any_schedule(pool: WorkerPool) -> None:
     runs = pool.run(trained, 2, "DroppingGPT2", V, init=False)
     expected = pool.run(trained, 2, "DroppingGPT2", V | {"schedule": "1f1b"}, init=False)
@@ -116,9 +118,8 @@ def test_dropout_across_batches_is_that_of_any_schedule(pool: WorkerPool) -> Non
     [
         ("Llama", 2, None, {"gradient_clip_val": 0.05}),
         ("Llama", 2, Loss, {}),
-        ("Blocks", 2, None, {}),
+        *thorough(("Blocks", 2, None, {})),  # with a parameter on both stages
     ],
-    ids=["norm", "reader", "loose"],
 )
 def test_stages_wait_where_they_must(
     pool: WorkerPool, model: str, stages: int, callback: type[Callback] | None, trainer_options: dict[str, Any]

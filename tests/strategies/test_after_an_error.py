@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.pool import WorkerPool
 from tests.strategies.harness import Report, Witness, joined, largest_difference, make_trainer, train
 from tests.strategies.shardable import Mixed
+from tests.thorough import thorough
 
 SCRIPT = """
 import json, os, sys
@@ -78,7 +79,7 @@ def train_after(first: str, second: str) -> Report:
     return train("Mixed", second, max_epochs=1)
 
 
-@pytest.mark.parametrize(("first", "second"), [("async", "sync"), ("fsdp", "fsdp"), ("sync", "async")])
+@pytest.mark.parametrize(("first", "second"), [("async", "sync"), *thorough(("fsdp", "fsdp"), ("sync", "async"))])
 def test_the_next_trainer_has_the_numbers_that_it_has_alone(pool: WorkerPool, first: str, second: str) -> None:
     after = pool.run(train_after, 2, first, second, init=False)
     alone = pool.run(train, 2, "Mixed", second, max_epochs=1, init=False)

@@ -38,7 +38,6 @@ def assert_equal(reports: list[Report], reference: Report, replicas: int = 1) ->
     [
         ("GPT2", 3, "interleaved"),
         ("Autoencoder", 2, "zbv"),
-        ("DemoTransformer", 2, "zbv"),
         *thorough(*((model, 2, schedule) for model in MODELS for schedule in ("interleaved", "zbv"))),
     ],
 )
