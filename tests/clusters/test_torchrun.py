@@ -32,6 +32,7 @@ def run_agents(folder: Path, *options: str) -> list[str]:
     return run_beside([*program, *command(folder, "cluster=torchrun", *options)], [{}, {}])
 
 
+@pytest.mark.thorough  # the sample of clusters in `make test` is a SLURM of this machine
 def test_after_a_kill_two_agents_go_on_where_the_run_was_saved(tmp_path: Path, undisturbed: dict[str, float]) -> None:
     run_agents(tmp_path, KILL)
     killed, last = attempts(tmp_path)

@@ -24,7 +24,7 @@ MAKE: dict[str, Any] = {
     "EMAWeightAveraging": lambda: EMAWeightAveraging(decay=0.9),
     "StochasticWeightAveraging": lambda: StochasticWeightAveraging(0.05, swa_epoch_start=1),
     "BatchSizeFinder": lambda: BatchSizeFinder(max_trials=2),
-    "LearningRateFinder": lambda: LearningRateFinder(min_lr=1e-4, num_training_steps=60),
+    "LearningRateFinder": lambda: LearningRateFinder(min_lr=1e-4, num_training_steps=30),
 }
 
 

@@ -32,6 +32,7 @@ from lightning_parallel.parts import preemption
 from tests.pool import Failure, WorkerPool
 from tests.strategies.harness import complete, here
 from tests.strategies.saves import SavesIn
+from tests.thorough import thorough
 
 BATCHES, EPOCHS, EVERY = 6, 2, 3  # batches an epoch, epochs, batches between validations
 SIGNALS = [signal.SIGTERM, signal.SIGUSR1]
@@ -161,7 +162,7 @@ WORLDS = {"single": 1, "threads": 1, "ddp": 2, "fully sharded": 2, "tensor": 2, 
 BATCHES_OF_SIGNALS = [1, 2, BATCHES - 1, EPOCHS * BATCHES - 1]
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", ["single", "ddp", "pipeline", *thorough("threads", "fully sharded", "tensor")])
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(pool: WorkerPool, name: str) -> None:
     world = WORLDS[name]
     for batch, number in zip(BATCHES_OF_SIGNALS, 2 * SIGNALS, strict=True):

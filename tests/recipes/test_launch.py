@@ -72,6 +72,7 @@ def processes_of(folder: Path) -> list[str]:
     return [line for line in listing.splitlines() if str(folder) in line]
 
 
+@pytest.mark.thorough  # the sweeps on the pages run in `make test`
 def test_every_job_of_a_sweep_gets_workers_and_a_world_of_its_own(tmp_path: Path) -> None:
     program = train(tmp_path, "strategy=pipeline_sync", "cluster.devices=1,2", "test=true", sweep=True)
     output, _ = program.communicate()

@@ -138,6 +138,7 @@ def distance(_: int, lr: float) -> float:
     return abs(math.log10(lr) + 3)  # best at 0.001
 
 
+@pytest.mark.thorough  # `make test` has searches that fail, end and go on
 def test_a_search_comes_closer(search: Search, tmp_path: Path) -> None:
     launched = search(distance, n_trials=20)
     assert [number for number, _ in launched] == list(range(20))
@@ -228,6 +229,7 @@ def test_a_damaged_study_is_named(search: Search, tmp_path: Path) -> None:
         search(distance)
 
 
+@pytest.mark.thorough
 def test_a_killed_process_leaves_no_lock_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Optuna waits half a minute for one, if it finds the file that the lock is a link to."""
     (tmp_path / "sweep").mkdir()

@@ -56,6 +56,7 @@ def go_on() -> tuple[int, list[str], list[float]]:
     return trainer.global_rank, caught, report.losses
 
 
+@pytest.mark.thorough  # a pool's processes show the same in `make test`
 def test_a_script_goes_on_after_errors(tmp_path: Path, pool: WorkerPool) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "RES_OPTIONS") if name in os.environ}

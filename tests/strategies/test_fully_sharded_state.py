@@ -84,7 +84,7 @@ def test_shards_continue_under_another_layout(
     assert largest_difference(joined(resumed, "weights"), weights) < EXACT
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("sync", 3)])
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), *thorough(("sync", 3))])
 def test_other_layouts_continue_in_shards(pool: WorkerPool, tmp_path: Path, strategy: str, ranks: int) -> None:
     whole = pool.run(fit, ranks, "Blocks", strategy, {}, tmp_path / "a", init=False)
     path = tmp_path / "a" / "epoch=0.ckpt"

@@ -9,6 +9,7 @@ import torch
 
 from tests.pool import WorkerPool
 from tests.strategies.harness import Report, joined, largest_difference, train
+from tests.thorough import thorough
 
 STAGES = 3
 
@@ -34,7 +35,7 @@ def assert_same_run(pool: WorkerPool, devices: list[str], model: str, tolerance:
         assert largest_difference(joined(reports, "weights"), reference.weights) < tolerance
 
 
-@pytest.mark.parametrize("model", ["GPT2", "Blocks", "LeNet"])
+@pytest.mark.parametrize("model", ["Blocks", *thorough("GPT2", "LeNet")])
 def test_ranks_run_on_the_devices_that_they_are_given(pool: WorkerPool, model: str) -> None:
     assert_same_run(pool, ["cpu"] * STAGES, model, 1e-12)
 

@@ -128,7 +128,7 @@ def experts_train_as_the_whole(index: int) -> None:
 
 
 NAMES = [make.__name__ for make in MODELS]
-USUAL = ["mixtral", "deepseek_v3", "llama4", "gpt_oss"]  # each has experts, or their choice, in a way of its own
+USUAL = ["deepseek_v3", "gpt_oss"]  # the two that differ most
 
 
 @pytest.mark.parametrize("name", [*USUAL, *thorough(*(name for name in NAMES if name not in USUAL))])
