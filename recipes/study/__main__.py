@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import time
@@ -12,29 +11,32 @@ from dataclasses import replace
 from pathlib import Path
 
 from recipes import ROOT
-from recipes.data.stdlib import build
 from recipes.study import work
-from recipes.study.arms import OPTIMIZERS, STAGES, Run, Setting, arms
+from recipes.study.arms import OPTIMIZERS, STAGES, Run
 from recipes.study.store import Store
+from recipes.study.studies import STUDIES, Study
 
-STUDIES = ROOT / "docs" / "studies"
+FOLDER = ROOT / "docs" / "studies"
 
 
-def main(arguments: Sequence[str] | None = None, setting: Setting | None = None, text: Path | None = None) -> None:
-    """The study, or with ``--report`` what is to be said of it.
+def main(arguments: Sequence[str] | None = None, study: Study | None = None, text: Path | None = None) -> None:
+    """A study, or with ``--report`` what is to be said of it.
 
     Args:
-        setting: other sizes than the study's, for a small form of it; its ``data`` is overwritten.
-        text: folder of a text, in the form of :mod:`recipes.data.stdlib`; default: the standard library.
+        study: in the place of the one that is named: a small form of it.
+        text: folder of a text, in the form of :mod:`recipes.data.sources`; default: the study's.
     """
     options = _parser().parse_args(arguments)
-    plan = list(arms(options.optimizers, options.stages))
-    folder = text if text is not None else build(ROOT / "data")
-    setting = setting if setting is not None else Setting("")
+    study = study if study is not None else STUDIES[options.what]
+    sources, setting = study.sources(), study.setting
+    folder = text if text is not None else sources.build(ROOT / "data")
     updates = setting.updates if options.updates is None else options.updates
     warmup = updates * setting.warmup // setting.updates
-    setting = replace(setting, data=_fingerprint(folder), updates=updates, warmup=warmup)
-    store = Store(options.output)
+    setting = replace(setting, data=sources.fingerprint(folder), updates=updates, warmup=warmup)
+    plan = [arm for arm in study.plan if arm.optimizer in (options.optimizers or [arm.optimizer])]
+    plan = [arm for arm in plan if arm.synchronous or arm.stages in (options.stages or [arm.stages])]
+    output = options.output if options.output is not None else FOLDER / study.name
+    store = Store(output)
     if not options.report:
         begin = time.monotonic()
 
@@ -51,12 +53,7 @@ def main(arguments: Sequence[str] | None = None, setting: Setting | None = None,
             work.perform(setting, plan, options.seeds, store, folder, jobs=options.jobs, until=options.until, done=done)
     from recipes.study import page  # here: it draws, which runs need not wait for
 
-    page.write(options.output, setting, plan, options.seeds, store)
-
-
-def _fingerprint(folder: Path) -> str:
-    meta = json.loads((folder / "meta.json").read_text())
-    return f"stdlib sha256:{meta['content']}"
+    page.write(output, study, setting, plan, options.seeds, store)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,15 +62,13 @@ def _parser() -> argparse.ArgumentParser:
         description="Train small models by synchronous and asynchronous pipelines' rules, and compare what they reach. "
         "It can be interrupted: a second start goes on, and loses the runs that were under way.",
     )
-    parser.add_argument("what", choices=["asynchrony"])
-    parser.add_argument(
-        "--output", type=Path, metavar="DIR", default=STUDIES / "asynchrony", help="default: %(default)s"
-    )
+    parser.add_argument("what", choices=list(STUDIES))
+    parser.add_argument("--output", type=Path, metavar="DIR", help="default: docs/studies/WHAT")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, a thread each (default: %(default)s)")
-    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
-    parser.add_argument("--stages", nargs="+", type=int, choices=STAGES, default=list(STAGES))
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, help="default: all of the study")
+    parser.add_argument("--stages", nargs="+", type=int, choices=STAGES, help="default: all of the study")
     parser.add_argument("--seeds", type=int, default=3, help="of each arm (default: %(default)s)")
-    parser.add_argument("--updates", type=int, help=f"of each run (default: {Setting('').updates})")
+    parser.add_argument("--updates", type=int, help="of each run (default: the study's)")
     parser.add_argument("--until", type=float, metavar="MINUTES", help="start no more runs after so many")
     parser.add_argument("--report", action="store_true", help="only write tables, pictures and page anew")
     return parser

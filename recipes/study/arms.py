@@ -35,6 +35,7 @@ class Setting:
             what a stage could do alone, whatever its number of blocks, so that all arms clip alike.
         every: updates between validations.
         windows: fixed ones that a validation reads, evenly spaced over its text.
+        choice: windows of a third text, by whose loss learning rates are chosen; 0: by the validation loss itself.
     """
 
     data: str
@@ -50,6 +51,7 @@ class Setting:
     clip: float = 1.0
     every: int = 50
     windows: int = 512
+    choice: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Run:
         return {"setting": asdict(self.setting), "arm": asdict(self.arm), "rate": self.rate, "seed": self.seed}
 
 
-Losses = Mapping[Run, float]  # final validation loss of the runs that are done; inf: it diverged
+Losses = Mapping[Run, float]  # by which rates are chosen, of the runs that are done; inf: it diverged
 
 
 def arms(optimizers: Sequence[str], stages: Sequence[int]) -> Iterator[Arm]:

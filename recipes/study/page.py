@@ -14,6 +14,7 @@ from recipes.study.arms import EXTENSIONS, RATES, TIE, Arm, Setting
 from recipes.study.findings import findings
 from recipes.study.rows import Row, progress, rows
 from recipes.study.store import FILE, Store
+from recipes.study.studies import Study
 
 PAGE = "index.md"
 _WIDTH = 120
@@ -35,13 +36,18 @@ _ARMS = """\
 
 _DISTANCES = "Distances of the final loss to the synchronous arm's at equal updates, the mean over the seeds:"
 
-_NOT_SHOWN = """\
-- One small model, short contexts, one text, few updates. How a gap goes on with size and with the length of training is
-  not known from here. The rate's warm-up is long, a fifth of the updates, for all arms.
+_CHOSEN_ON_IT = """\
 - Rates are a factor of two apart, and chosen by the validation loss that is reported, on the seeds that are reported.
   The choice is alike for every arm, the synchronous one included, so gaps compare like with like; the losses themselves
   are lower than on text that nothing was chosen on. Differences of some tenths of a percent can come from the grid of
-  rates.
+  rates."""
+
+_CHOSEN_APART = """\
+- Rates are a factor of two apart. Differences of some tenths of a percent can come from that grid."""
+
+_NOT_SHOWN = """\
+- One small model, short contexts, one text, few updates. How a gap goes on with size and with the length of training is
+  not known from here. The rate's warm-up is long, a fifth of the updates, for all arms.
 - Other settings (betas, weight decay, warm-up, clipping, batch) are the same for all arms and were tuned for none in
   this study. That the warm-up is long was found to help asynchronous arms most, on this model.
 - Few seeds: a standard deviation of three numbers is a rough guess, and so is a mean. Rounding alone moves a run: two
@@ -55,39 +61,7 @@ _NOT_SHOWN = """\
   and smaller where a batch is cut into more of them."""
 
 
-# Measured with forerunners of this study; what they found is in the rules above.
-_TRIED = """\
-Before the study, on the same model: AdamW, 8 stages, 1000 updates, one seed, other text of the same kind, a warm-up of
-50 updates where nothing else is said. The synchronous loss was 1.959 at rate 0.003, and 1.941 at 0.006.
-
-| forwards read, at rate 0.003 | m=16 | m=8 |
-|---|--:|--:|
-| the parameters | 2.070 | 2.240 |
-| error feedback: one term of the series in `staleness.py` | 1.989 | 2.042 |
-| two terms, from the last two updates: a copy more | **1.965** | **1.989** |
-| two terms, the second 1.5 times as large | | 1.999 |
-| second order, but with b = c up to 0.5 only | 1.982 | 2.002 |
-| b = c / (1 - c) up to 0.7, where it is the whole series | 1.990 | 2.056 |
-| two terms chosen for stability alone, c u / 2 + c (u - u_earlier) | 1.983 | |
-
-- The first 100 updates synchronous, to spare the early phase: 2.103 at rate 0.006 where second order alone had 2.122.
-- A longer warm-up of the rate, 200 updates: 1.902 at rate 0.006 in place of 2.122. The synchronous arm gained too,
-  1.901 (at 0.012) in place of 1.941; so all arms have it here.
-- Without clipping, then, both were worse: 1.936, and 2.085 (synchronous, at 0.012).
-
-In the study's own setting two terms, c u + c^2 (u - u_earlier), came out as second order does, for one more copy of the
-weights: AdamW -0.15 % (m=16) and +0.87 % (m=8) from the synchronous loss, Muon +0.25 and +0.33 %, 8 stages, 3 seeds, by
-the same rule for rates. Only for 2BW they were better: 2.050 with AdamW, first seed, where second order had 2.113
-and error feedback 2.109. Other b, AdamW, m=8, rate 0.006, first seed: second order 2.037; b = c / (1 + c) 2.056,
-b = c / 2 2.067, b = c / (1 - c) up to 0.5 2.065, up to 0.7 2.071.
-
-Why it does what it does: on a quadratic, with momentum 0.9, gradient descent is stable up to a product of rate and
-curvature of 38. With c = 0.44 (the first of 8 stages, m=16) that falls to 2.3; error feedback makes it 6.7, second
-order 12.5, two terms 13.1, three 18; with c = 0.88 (m=8) it is 1.1, 3.1, 5.7, 6.1 and 5.6. More terms
-amplify noise."""
-
-
-def write(directory: Path, setting: Setting, plan: Sequence[Arm], seeds: int, store: Store) -> None:
+def write(directory: Path, study: Study, setting: Setting, plan: Sequence[Arm], seeds: int, store: Store) -> None:
     """The page and its pictures; what has not been run is left out, and counted."""
     directory.mkdir(parents=True, exist_ok=True)
     found = rows(setting, plan, seeds, store)
@@ -98,9 +72,9 @@ def write(directory: Path, setting: Setting, plan: Sequence[Arm], seeds: int, st
     begun = {p: [name for name in optimizers if tables.of(found, name, p)] for p in stages}
     shown = "\n".join(fill(f"- {line}", _WIDTH, subsequent_indent="  ") for line in findings(found, optimizers, stages))
     parts = ["# What late gradients cost", _QUESTION, _state(setting, plan, seeds, store, found)]
-    parts += ["    python -m recipes.study asynchrony"]
+    parts += [f"    python -m recipes.study {study.name}"]
     parts += ["## What this shows", *([_DISTANCES, shown] if shown else ["Nothing yet: too few runs are done."])]
-    parts += ["## What this does not show", _NOT_SHOWN]
+    parts += ["## What this does not show", f"{_NOT_SHOWN}\n{_CHOSEN_APART if setting.choice else _CHOSEN_ON_IT}"]
     deepest = next((p for p in stages if begun[p]), None)
     if deepest is not None:
         picture.gaps(found, optimizers, directory / "gaps.png")
@@ -110,8 +84,9 @@ def write(directory: Path, setting: Setting, plan: Sequence[Arm], seeds: int, st
         parts += [f"![Loss over updates and over simulated time, {deepest} stages](curves.png)"]
     parts += ["## Results", tables.READING]
     parts += [tables.results(found, name, p).markdown() for p in stages for name in begun[p]]
-    parts += ["## Tried, and left", _TRIED, "## Arms", _ARMS, "## Setting", *_setting(setting, seeds, store)]
-    parts += ["## Rates", _rates(), *(tables.rates(found, name).markdown() for name in optimizers)]
+    parts += ["## Tried, and left", study.tried] if study.tried else []
+    parts += ["## Arms", _ARMS, "## Setting", *_setting(study, setting, seeds, store)]
+    parts += ["## Rates", _rates(setting), *(tables.rates(found, name).markdown() for name in optimizers)]
     parts += ["## Simulated time", _time()]
     (directory / PAGE).write_text("\n\n".join(parts) + "\n")
 
@@ -133,15 +108,14 @@ def _state(setting: Setting, plan: Sequence[Arm], seeds: int, store: Store, foun
     )
 
 
-def _setting(setting: Setting, seeds: int, store: Store) -> list[str]:
+def _setting(study: Study, setting: Setting, seeds: int, store: Store) -> list[str]:
     mine = [result for run, result in store.results.items() if run.setting == setting]
     values = ", ".join(f"{field.name} {getattr(setting, field.name)}" for field in fields(setting))
     versions = ", ".join(sorted({str(result["torch"]) for result in mine}))
     hours = sum(result["seconds"] for result in mine) / 3600
     return [
         fill(
-            f"`recipes.models.gpt.GPT` on the bytes of Python's standard library (`recipes.data.stdlib`), float32 on "
-            f"CPUs, a thread a run: {values}.",
+            f"`recipes.models.gpt.GPT` on the bytes of {study.text}, float32 on CPUs, a thread a run: {values}.",
             _WIDTH,
         ),
         fill(
@@ -158,15 +132,20 @@ def _setting(setting: Setting, seeds: int, store: Store) -> list[str]:
     ]
 
 
-def _rates() -> str:
+def _rates(setting: Setting) -> str:
     given = "; ".join(f"{name} {', '.join(f'{rate:g}' for rate in rates)}" for name, rates in RATES.items())
     return fill(
-        f"For each arm, on the first seed, by final validation loss, the synchronous one included: {given}. As long "
+        f"For each arm, on the first seed, by the final loss on {_chosen_on(setting)}, the synchronous one included: "
+        f"{given}. As long "
         f"as the best was the least or the greatest tried, the next by a factor of two was tried too, {EXTENSIONS} "
         f"more at most. The other seeds ran at the best, and at each that was within {TIE:.0%} of it; of those the "
         f"lowest mean over the seeds chose the arm's rate, in bold.",
         _WIDTH,
     )
+
+
+def _chosen_on(setting: Setting) -> str:
+    return f"{setting.choice} windows of other files than those of the validation" if setting.choice else "validation"
 
 
 def _time() -> str:

@@ -20,7 +20,7 @@ class Row:
     """An arm at the rate chosen for it.
 
     Attributes:
-        rates: tried, and their final losses on the first seed.
+        rates: tried, and the losses on the first seed by which one was chosen.
         finals: final validation loss by seed, of the seeds that are done; inf: diverged.
         read: the same of the weights that forwards read, rather than of the parameters.
         curves: by seed.
@@ -110,7 +110,7 @@ def rows(setting: Setting, plan: Iterable[Arm], seeds: int, store: Store) -> dic
         runs = {seed: Run(setting, arm, rate, seed) for seed in range(seeds)}
         done = {seed: store.results[run] for seed, run in runs.items() if run in store.results}
         by_rate = {each: losses[Run(setting, arm, each, 0)] for each in rates}
-        finals = {seed: losses[runs[seed]] for seed in done}
+        finals = {seed: store.finals[runs[seed]] for seed in done}
         read = {seed: inf if result["final_read"] is None else result["final_read"] for seed, result in done.items()}
         curves = {seed: [(point[0], point[1]) for point in result["curve"]] for seed, result in done.items()}
         found[arm] = Row(arm, rate, by_rate, finals, read, curves)

@@ -35,6 +35,12 @@ class Store:
 
     @property
     def losses(self) -> dict[Run, float]:
+        """By which rates are chosen; inf where a run diverged."""
+        found = {run: result["choice" if run.setting.choice else "final"] for run, result in self.results.items()}
+        return {run: inf if loss is None else loss for run, loss in found.items()}
+
+    @property
+    def finals(self) -> dict[Run, float]:
         """Final validation losses; inf where a run diverged."""
         return {run: inf if result["final"] is None else result["final"] for run, result in self.results.items()}
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_parallel.pipeline.delayed import Delayed, Reading
-from recipes.data.tokens import TokenWindows
+from recipes.data.tokens import Tokens, TokenWindows
 from recipes.models.gpt import GPT
 from recipes.models.muon import MuonAdamW
 from recipes.models.optimizer import warmup_cosine
@@ -137,11 +137,12 @@ def execute(run: Run, folder: Path) -> dict[str, Any]:
     """Train and validate.
 
     Args:
-        folder: of the text, from :func:`recipes.data.stdlib.build`.
+        folder: of the text, from :meth:`recipes.data.sources.Sources.build`.
 
     Returns:
-        ``curve``: [updates, validation loss] pairs, of the parameters themselves; ``final``: the last; and
-        ``final_read``: that of the weights that the next microbatch's forward would read. None where it was not finite.
+        ``curve``: [updates, validation loss] pairs, of the parameters themselves; ``final``: the last; ``choice``:
+        that on the text by which rates are chosen; and ``final_read``: the validation loss of the weights that the
+        next microbatch's forward would read. None where it was not finite.
     """
     setting, arm = run.setting, run.arm
     torch.set_flush_denormal(True)  # Adam's second moments get there, and the processor slows down tenfold
@@ -156,11 +157,10 @@ def execute(run: Run, folder: Path) -> dict[str, Any]:
             nn.utils.clip_grad_norm_(block, setting.clip, foreach=True)
         optimizers[stage].step()
 
-    text = {split: np.memmap(folder / f"{split}.bin", dtype=np.uint8, mode="r") for split in ("train", "val")}
-    held_out = TokenWindows(text["val"], setting.context, setting.windows)
-    inputs, targets = (torch.stack(side) for side in zip(*map(held_out.__getitem__, range(len(held_out))), strict=True))
+    validation = _windows(_text(folder, "val"), setting.context, setting.windows)
 
-    def validate(weights: Sequence[Mapping[str, Tensor]]) -> float:
+    def validate(weights: Sequence[Mapping[str, Tensor]], windows: tuple[Tensor, Tensor] = validation) -> float:
+        inputs, targets = windows
         total = 0.0
         with torch.inference_mode():
             for begin in range(0, len(inputs), _VALIDATED):
@@ -171,7 +171,7 @@ def execute(run: Run, folder: Path) -> dict[str, Any]:
         return total / len(inputs)
 
     curve: list[list[float]] = []
-    tokens = torch.from_numpy(np.array(text["train"]))
+    tokens = torch.from_numpy(np.array(_text(folder, "train")))
     for update, (x, y) in enumerate(batches(setting, tokens, run.seed)):
         factor = warmup_cosine(update, warmup_steps=setting.warmup, total_steps=setting.updates, floor=setting.floor)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
@@ -185,9 +185,24 @@ def execute(run: Run, folder: Path) -> dict[str, Any]:
         if (update + 1) % setting.every == 0 or update + 1 == setting.updates:
             curve.append([update + 1, validate(names)])
     else:
-        read = late.feed(1)[0].stages
-        return {"curve": curve, "final": _finite(curve[-1][1]), "final_read": _finite(validate(read))}
-    return {"curve": curve, "final": None, "final_read": None}
+        final = curve[-1][1]
+        choice = final
+        if setting.choice:
+            choice = validate(names, _windows(_text(folder, "test"), setting.context, setting.choice))
+        read = validate(late.feed(1)[0].stages)
+        return {"curve": curve, "final": _finite(final), "choice": _finite(choice), "final_read": _finite(read)}
+    return {"curve": curve, "final": None, "choice": None, "final_read": None}
+
+
+def _text(folder: Path, split: str) -> Tokens:
+    return np.memmap(folder / f"{split}.bin", dtype=np.uint8, mode="r")
+
+
+def _windows(text: Tokens, context: int, count: int) -> tuple[Tensor, Tensor]:
+    """Fixed ones, evenly spaced: inputs and targets, [count, context] each."""
+    found = TokenWindows(text, context, count)
+    inputs, targets = zip(*map(found.__getitem__, range(len(found))), strict=True)
+    return torch.stack(inputs), torch.stack(targets)
 
 
 def _finite(loss: float) -> float | None:

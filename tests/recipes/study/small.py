@@ -15,10 +15,10 @@ TINY = Setting("none", layers=4, width=8, heads=2, context=8, batch=8, updates=6
 
 
 def write_text(folder: Path) -> None:
-    """In the form of recipes.data.stdlib."""
+    """In the form of recipes.data.sources."""
     folder.mkdir(exist_ok=True)
     random = np.random.default_rng(0)
-    for split, length in (("train", 600), ("val", 200)):
+    for split, length in (("train", 600), ("val", 200), ("test", 200)):
         random.integers(97, 105, length, dtype=np.uint8).tofile(folder / f"{split}.bin")
     (folder / "meta.json").write_text(json.dumps({"content": "of the tests"}))
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from recipes.study import page
 from recipes.study.__main__ import main
-from recipes.study.arms import Arm, Run, arms
+from recipes.study.arms import OPTIMIZERS, STAGES, Arm, Run, arms
 from recipes.study.store import FILE, Store
+from recipes.study.studies import STUDIES
 from tests.recipes.study.small import TINY, fill, write_text
 
 PLAN = list(arms(["adamw", "muon"], [8, 4]))
+STUDY = replace(STUDIES["asynchrony"], setting=TINY, plan=tuple(arms(OPTIMIZERS, STAGES)))
 
 
 def made_up(run: Run) -> float | None:
@@ -27,7 +30,7 @@ def made_up(run: Run) -> float | None:
 def test_a_finished_study_s_page_has_every_arm_and_its_figures(tmp_path: Path) -> None:
     store = Store(tmp_path)
     fill(store, TINY, PLAN, 2, made_up)
-    page.write(tmp_path, TINY, PLAN, 2, store)
+    page.write(tmp_path, STUDY, TINY, PLAN, 2, store)
     text = (tmp_path / page.PAGE).read_text()
     assert f"All {len(store.results)} runs are done" in text
     assert text.count("| synchronous |") == 2 * 2 + 2  # in each table of results, and in each of rates
@@ -43,7 +46,7 @@ def test_a_finished_study_s_page_has_every_arm_and_its_figures(tmp_path: Path) -
 def test_the_page_counts_and_names_what_is_missing(tmp_path: Path) -> None:
     store = Store(tmp_path)
     fill(store, TINY, [arm for arm in PLAN if arm.stages != 4 and arm.optimizer == "adamw"], 2, made_up)
-    page.write(tmp_path, TINY, PLAN, 3, store)
+    page.write(tmp_path, STUDY, TINY, PLAN, 3, store)
     text = (tmp_path / page.PAGE).read_text()
     missing = len(PLAN) * 5 - len(store.results)
     assert missing > 0 and f"**{len(store.results)} of " in text
@@ -53,7 +56,7 @@ def test_the_page_counts_and_names_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_a_study_without_runs_has_a_page_that_says_so(tmp_path: Path) -> None:
-    page.write(tmp_path, TINY, PLAN, 3, Store(tmp_path))
+    page.write(tmp_path, STUDY, TINY, PLAN, 3, Store(tmp_path))
     text = (tmp_path / page.PAGE).read_text()
     assert f"**0 of {5 * len(PLAN)} runs done**" in text and "Nothing yet" in text and ".png" not in text
 
@@ -61,7 +64,7 @@ def test_a_study_without_runs_has_a_page_that_says_so(tmp_path: Path) -> None:
 def test_arms_without_their_synchronous_one_are_left_out(tmp_path: Path) -> None:
     store = Store(tmp_path)
     fill(store, TINY, [Arm("adamw"), Arm("muon", 4, 8)], 2, made_up)
-    page.write(tmp_path, TINY, PLAN, 2, store)
+    page.write(tmp_path, STUDY, TINY, PLAN, 2, store)
     text = (tmp_path / page.PAGE).read_text()
     assert "### AdamW, first seed" in text and "### Muon" not in text
 
@@ -69,11 +72,11 @@ def test_arms_without_their_synchronous_one_are_left_out(tmp_path: Path) -> None
 def test_the_command_runs_a_small_study_and_reports_it_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_text(tmp_path / "text")
     options = ["asynchrony", "--output", str(tmp_path), "--optimizers", "adamw", "--stages", "2"]
-    main([*options, "--seeds", "1", "--until", "0.05"], TINY, tmp_path / "text")
+    main([*options, "--seeds", "1", "--until", "0.05"], STUDY, tmp_path / "text")
     assert (tmp_path / FILE).exists() and "adamw synchronous" in capfd.readouterr().out
     before = (tmp_path / page.PAGE).read_text()
     (tmp_path / page.PAGE).unlink()
-    main([*options, "--seeds", "1", "--report"], TINY, tmp_path / "text")
+    main([*options, "--seeds", "1", "--report"], STUDY, tmp_path / "text")
     assert (tmp_path / page.PAGE).read_text() == before
     assert "data stdlib sha256:of the tests" in before
 
@@ -83,3 +86,23 @@ def test_fewer_updates_keep_the_share_of_the_warm_up(tmp_path: Path) -> None:
     main(["asynchrony", "--output", str(tmp_path), "--report", "--updates", "50"], text=tmp_path / "text")
     text = (tmp_path / page.PAGE).read_text()
     assert "updates 50," in text and "linearly over 10 updates" in " ".join(text.split())
+
+
+def test_rates_may_be_chosen_on_text_that_is_not_reported(tmp_path: Path) -> None:
+    write_text(tmp_path / "text")
+    apart = replace(STUDY, name="apart", setting=replace(TINY, choice=4))
+    options = ["asynchrony", "--output", str(tmp_path), "--optimizers", "adamw", "--stages", "2", "--seeds", "1"]
+    main([*options, "--until", "0.05"], apart, tmp_path / "text")
+    for result in Store(tmp_path).results.values():
+        assert result["choice"] != result["final"]
+    text = " ".join((tmp_path / page.PAGE).read_text().split())
+    assert "python -m recipes.study apart" in text and "4 windows of other files than those of the validation" in text
+    assert "chosen by the validation loss that is reported" not in text and "Tried, and left" in text
+
+
+def test_every_study_has_a_synchronous_arm_before_the_others_and_a_folder_of_its_own() -> None:
+    assert all(name == study.name for name, study in STUDIES.items())
+    for study in STUDIES.values():
+        assert len(set(study.plan)) == len(study.plan)
+        for name in {arm.optimizer for arm in study.plan}:
+            assert next(arm for arm in study.plan if arm.optimizer == name).synchronous

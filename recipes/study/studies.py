@@ -1,0 +1,96 @@
+"""The studies that there are, by name: a text, and which arms train on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from recipes.data import sources
+from recipes.study.arms import OPTIMIZERS, STAGES, Arm, Setting, arms
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is compared, and on what.
+
+    Attributes:
+        name: of the study, and of its folder.
+        sources: makes its text.
+        text: what that is, for the page.
+        setting: what all arms share; its ``data`` is filled in.
+        plan: the arms, in the order in which they run.
+        tried: what its page tells of earlier attempts.
+    """
+
+    name: str
+    sources: Callable[[], sources.Sources]
+    text: str
+    setting: Setting
+    plan: tuple[Arm, ...]
+    tried: str = ""
+
+
+def _on_headers() -> tuple[Arm, ...]:
+    """Eight stages, where late gradients cost most, and what forwards read."""
+    plan = []
+    for optimizer in ("adamw", "muon"):
+        plan += [Arm(optimizer), Arm(optimizer, 8, 16, "stash", "second_order"), Arm(optimizer, 8, 16)]
+    for optimizer in ("adamw", "muon"):
+        plan += [Arm(optimizer, 8, 8, "stash", "second_order"), Arm(optimizer, 8, 16, "stash", "error_feedback")]
+    return tuple(plan)
+
+
+# Measured with forerunners of the study; what they found is in its rules.
+_TRIED = """\
+Before the study, on the same model: AdamW, 8 stages, 1000 updates, one seed, other text of the same kind, a warm-up of
+50 updates where nothing else is said. The synchronous loss was 1.959 at rate 0.003, and 1.941 at 0.006.
+
+| forwards read, at rate 0.003 | m=16 | m=8 |
+|---|--:|--:|
+| the parameters | 2.070 | 2.240 |
+| error feedback: one term of the series in `staleness.py` | 1.989 | 2.042 |
+| two terms, from the last two updates: a copy more | **1.965** | **1.989** |
+| two terms, the second 1.5 times as large | | 1.999 |
+| second order, but with b = c up to 0.5 only | 1.982 | 2.002 |
+| b = c / (1 - c) up to 0.7, where it is the whole series | 1.990 | 2.056 |
+| two terms chosen for stability alone, c u / 2 + c (u - u_earlier) | 1.983 | |
+
+- The first 100 updates synchronous, to spare the early phase: 2.103 at rate 0.006 where second order alone had 2.122.
+- A longer warm-up of the rate, 200 updates: 1.902 at rate 0.006 in place of 2.122. The synchronous arm gained too,
+  1.901 (at 0.012) in place of 1.941; so all arms have it here.
+- Without clipping, then, both were worse: 1.936, and 2.085 (synchronous, at 0.012).
+
+In the study's own setting two terms, c u + c^2 (u - u_earlier), came out as second order does, for one more copy of the
+weights: AdamW -0.15 % (m=16) and +0.87 % (m=8) from the synchronous loss, Muon +0.25 and +0.33 %, 8 stages, 3 seeds, by
+the same rule for rates. Only for 2BW they were better: 2.050 with AdamW, first seed, where second order had 2.113
+and error feedback 2.109. Other b, AdamW, m=8, rate 0.006, first seed: second order 2.037; b = c / (1 + c) 2.056,
+b = c / 2 2.067, b = c / (1 - c) up to 0.5 2.065, up to 0.7 2.071.
+
+Why it does what it does: on a quadratic, with momentum 0.9, gradient descent is stable up to a product of rate and
+curvature of 38. With c = 0.44 (the first of 8 stages, m=16) that falls to 2.3; error feedback makes it 6.7, second
+order 12.5, two terms 13.1, three 18; with c = 0.88 (m=8) it is 1.1, 3.1, 5.7, 6.1 and 5.6. More terms
+amplify noise."""
+
+STUDIES: Mapping[str, Study] = MappingProxyType(
+    {
+        study.name: study
+        for study in (
+            Study(
+                "asynchrony",
+                sources.stdlib,
+                "Python's standard library (`recipes.data.sources.stdlib`)",
+                Setting(""),
+                tuple(arms(OPTIMIZERS, STAGES)),
+                _TRIED,
+            ),
+            Study(
+                "asynchrony_on_headers",
+                sources.headers,
+                "the C and C++ headers that torch brings (`recipes.data.sources.headers`)",
+                Setting("", choice=512),
+                _on_headers(),
+            ),
+        )
+    }
+)
