@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -11,13 +12,18 @@ import torch.distributed as dist
 from lightning_parallel.batch import batch_size, split
 from lightning_parallel.collectives import broadcast_object, gather_objects, together
 from lightning_parallel.layout import Layout, Placement
+from lightning_parallel.parts.earlier_chunks import BatchWatch
 from lightning_parallel.parts.first_batch import STEPS, as_in, first_step
 from lightning_parallel.parts.logs import trial
 from lightning_parallel.parts.options import StagedOptions
 from lightning_parallel.parts.step_hooks import StepHooks
 from lightning_parallel.pipeline.absent import AbsentValueError
+from lightning_parallel.pipeline.flow import FlowError
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.partitioning import partition
+from lightning_parallel.pipeline.survey import survey
+
+Views: TypeAlias = dict[Placement, Partition | str]  # the partition for a placement, or why there is none
 
 
 def agreed_partition(
@@ -27,7 +33,8 @@ def agreed_partition(
     layout: Layout,
     model_group: dist.ProcessGroup,
     automatic_microbatches: Callable[[int], int],
-    placement: Placement,
+    placements: Sequence[Placement],
+    choose: Callable[[Views, int], Partition],
 ) -> Partition:
     """The partition of a module, the same on all ranks.
 
@@ -38,19 +45,23 @@ def agreed_partition(
         layout: how many stages.
         model_group: the ranks that hold one copy of the model together.
         automatic_microbatches: their number, given a batch's size.
-        placement: the stage of each chunk.
+        placements: the stage of each chunk: of the schedules that may run, the plainest first.
+        choose: takes one of the partitions for them, given the first batch's number of microbatches; what stands in the
+            place of one says why it isn't possible. The first always is.
 
     Raises:
         ValueError: the module can't be cut like this.
         RuntimeError: ranks that get the same batch see different calls.
     """
+    count = 1  # of microbatches
 
     def first_microbatch(batch: Any) -> Any:
+        nonlocal count
         size = batch_size(batch)
-        count = automatic_microbatches(size) if options.microbatches == "auto" else options.microbatches
-        return split(batch, min(count, size))[0]
+        count = min(automatic_microbatches(size) if options.microbatches == "auto" else options.microbatches, size)
+        return split(batch, count)[0]
 
-    def look() -> Partition:
+    def look() -> Views:
         assert trainer.state.fn is not None
         fitting = STEPS[trainer.state.fn] == "training_step"
         step = first_step(trainer, module, first_microbatch if fitting else lambda batch: batch)
@@ -62,19 +73,31 @@ def agreed_partition(
                 device = trainer.strategy.root_device
                 hooks = StepHooks(trainer, module, step) if fitting else None
                 recompute = options.activation_checkpointing and fitting
-                found = partition(
-                    module,
-                    step,
-                    layout.stages,
-                    options.layers,
-                    balance,
-                    device,
-                    placement=placement,
-                    hooks=hooks,
-                    recompute=recompute,
-                )
-                if hooks is not None:
-                    hooks.check(found, layout.stage)
+
+                def cut(placement: Placement) -> Partition:
+                    found = partition(
+                        module,
+                        step,
+                        layout.stages,
+                        options.layers,
+                        balance,
+                        device,
+                        placement=placement,
+                        hooks=hooks,
+                        recompute=recompute,
+                    )
+                    if hooks is not None:
+                        hooks.check(found, layout.stage)
+                    return found
+
+                found: Views = {placements[0]: cut(placements[0])}
+                for placement in placements[1:]:
+                    try:
+                        parts = cut(placement)
+                        _check_flow(module, parts, step)
+                        found[placement] = parts
+                    except (ValueError, FlowError) as error:
+                        found[placement] = str(error)
                 return found
         except AbsentValueError as error:
             error.add_note(
@@ -94,10 +117,33 @@ def agreed_partition(
     world = dist.group.WORLD
     assert world is not None, "the ranks have met"
     mine = together(world, look)
+    if len(placements) > 1:  # what one rank refuses, none takes
+        for refused in gather_objects({place: text for place, text in mine.items() if isinstance(text, str)}, world):
+            mine |= refused
     if options.balance != "time":
-        check_equal(mine, model_group)
+        for parts in mine.values():
+            if isinstance(parts, Partition):
+                check_equal(parts, model_group)
     # Replicas see batches of their own, perhaps of other shapes: the first one decides.
-    return broadcast_object(mine, 0, world, trainer.strategy.root_device)
+    return broadcast_object(choose(mine, count), 0, world, trainer.strategy.root_device)
+
+
+def first_of(found: Views) -> Partition:
+    """The partition for the plainest schedule."""
+    parts = next(iter(found.values()))
+    assert isinstance(parts, Partition), "if the first is not possible, the run is refused"
+    return parts
+
+
+def _check_flow(module: pl.LightningModule, parts: Partition, step: partial[Any]) -> None:
+    """Check that a step can be run in these chunks.
+
+    Raises:
+        FlowError: it can't.
+    """
+    watch = BatchWatch()
+    survey(module, parts, partial(watch.look, step.func, step.args))
+    watch.check("training_step", parts)
 
 
 def check_equal(mine: Partition, group: dist.ProcessGroup) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lightning_parallel.batch import rebuilt
 from lightning_parallel.parts.earlier_chunks import EarlierChunks
 from lightning_parallel.parts.first_look import FirstLook
 from lightning_parallel.parts.last_stage import LastStage
@@ -59,15 +58,13 @@ class Evaluation:
         """
         self._batches += 1
         # Each loader may have a step of its own.
-        self._look.follow(f"{step.__name__} {args[2:]}", partial(self._earlier.looked_at, step, args, **kwargs))
-        self._earlier.check(step.__name__)
-        several = len(self._stages.stage.chunks) > 1
+        self._look.follow(f"{step.__name__} {args[2:]}", partial(self._earlier.watch.look, step, args, **kwargs))
+        self._earlier.watch.check(step.__name__, self._stages.stage.partition)
         indices = [index for index in args[1:] if isinstance(index, int)]
 
         def alone() -> Any:
             with self._last_stage.alone(step.__name__, *indices):
-                own, more = rebuilt((args, kwargs)) if several else (args, kwargs)
-                return self._earlier.run(partial(self._shards.run, partial(step, *own, **more), step.__name__))
+                return self._shards.run(partial(self._earlier.run, step, *args, **kwargs), step.__name__)
 
         output = self._engine.evaluate(alone, self._batches)
         if self._stages.fully_sharded is not None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 
-from lightning_parallel.batch import batch_size, join_outputs, rebuilt, sizes, split, weighted_mean
+from lightning_parallel.batch import batch_size, join_outputs, sizes, split, weighted_mean
 from lightning_parallel.layout import Layout
 from lightning_parallel.parts.earlier_chunks import EarlierChunks
 from lightning_parallel.parts.first_look import FirstLook
@@ -139,7 +139,7 @@ class Microbatches:
                 begins_update=begins_update and k == 0,
             )
         flow = self._look.follow("training_step", partial(steps[0], kind=None), len(counts))
-        self._earlier.check("training_step")
+        self._earlier.watch.check("training_step", self._stage.partition)
         self.once.follow(() if flow is None else flow.updated, len(counts) * len(self._stage.chunks))
         self._is_first_batch = False
         return work, counts
@@ -155,17 +155,12 @@ class Microbatches:
         """The user's step on one microbatch; ``kind=None`` for a look at it."""
         recorder.weight = size
         seed_host_generators(seed)
+        step = self._module.training_step
         if kind is None:
-            step = partial(self._earlier.looked_at, self._module.training_step, arguments)
-        else:
-            step = partial(self._earlier.run, partial(self._run_again, arguments, kind))
-        with self._precision.train_step_context(), nullcontext() if kind is None else self.once.run():
-            return step()
-
-    def _run_again(self, arguments: tuple[Any, ...], kind: str) -> Any:
-        """The step for one of the stage's chunks."""
-        own = rebuilt(arguments) if len(self._stage.chunks) > 1 else arguments
-        return self._shards.run(partial(self._module.training_step, *own), kind)
+            with self._precision.train_step_context():
+                return self._earlier.watch.look(step, arguments)
+        with self._precision.train_step_context(), self.once.run():
+            return self._shards.run(partial(self._earlier.run, step, *arguments), kind)
 
     def _run_watched(self, step: Callable[[], Any], terms: LossTerms, number: int, recorder: LogRecorder) -> Any:
         """A step on the last stage, whose loss may average over something else than samples."""

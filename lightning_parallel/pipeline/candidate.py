@@ -184,8 +184,12 @@ class Candidate:
 
     # -- who owns what -------------------------------------------------------------------------------------------
 
-    def partition(self) -> Partition:
-        """What follows from the bounds, which exist."""
+    def partition(self, recompute: bool) -> Partition:
+        """What follows from the bounds, which exist.
+
+        Args:
+            recompute: layers run again in the backward.
+        """
         calls, bounds = self.seen.calls, self.bounds
         assert bounds is not None
         chunk_of = [self._chunk(position) for position in self._positions]
@@ -225,7 +229,16 @@ class Candidate:
             loose=frozenset(loose),
             direct=frozenset(call.unit for call in calls if call.direct),
             draw_on_host=frozenset(call.unit for call in calls if call.draws_on_host),
+            work=self._summed(chunk_of, [call.nanoseconds or call.operations for call in calls]),
+            held=self._summed(chunk_of, [call.returned if recompute else call.computed for call in calls]),
         )
+
+    def _summed(self, chunk_of: Sequence[int], values: Sequence[int]) -> tuple[int, ...]:
+        """What calls have, by chunk."""
+        sums = [0] * self._chunks
+        for chunk, value in zip(chunk_of, values, strict=True):
+            sums[chunk] += value
+        return tuple(sums)
 
     def _hold_where_updated(self, held: dict[str, set[int]]) -> None:
         """A stage that holds a parameter also holds what it is updated from."""

@@ -16,6 +16,7 @@ class OperationsNoted(TorchDispatchMode):
 
     Attributes:
         flops: their floating-point operations, by torch's formulas.
+        nbytes: of their results, but for views: about what a backward needs, if nothing runs again in it.
         names: of the operations, with what each is given: shape, dtype and requires_grad of tensors, and plain values;
             only with ``named``.
         saved: shape and dtype of the tensors that are saved for the backward, as a checkpoint compares them; only with
@@ -25,6 +26,7 @@ class OperationsNoted(TorchDispatchMode):
     def __init__(self, *, named: bool = False) -> None:
         super().__init__()
         self.flops = 0
+        self.nbytes = 0
         self.names: list[tuple[str, tuple[Any, ...]]] = []
         self.saved: list[tuple[torch.Size, torch.dtype]] = []
         self._named = named
@@ -46,6 +48,8 @@ class OperationsNoted(TorchDispatchMode):
         formula = flop_registry.get(func.overloadpacket)
         if formula is not None:
             self.flops += formula(*args, **(kwargs or {}), out_val=output)
+        if not func.is_view:
+            self.nbytes += nbytes_of(output)
         if self._named:
             self.names.append((str(func), tuple(map(_described, tree_leaves((args, kwargs))))))
         return output
@@ -53,6 +57,11 @@ class OperationsNoted(TorchDispatchMode):
     def _save(self, tensor: Tensor) -> Tensor:
         self.saved.append((tensor.shape, tensor.dtype))
         return tensor
+
+
+def nbytes_of(output: Any) -> int:
+    """The memory that the tensors in an output take."""
+    return sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
 
 
 def _described(value: Any) -> Any:

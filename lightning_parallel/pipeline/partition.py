@@ -29,6 +29,8 @@ class Partition:
         loose: the first names of the parameters that lie in no unit.
         direct: units whose ``forward`` the step calls past their hooks.
         draw_on_host: units that draw from Python's or NumPy's generator.
+        work: of each chunk, in any unit: its time, if that was measured, or else the operations of its forward.
+        held: the bytes that each chunk holds of a microbatch from its forward to its backward: an estimate.
     """
 
     layers: tuple[str, ...]
@@ -42,6 +44,8 @@ class Partition:
     loose: frozenset[str]
     direct: frozenset[str]
     draw_on_host: frozenset[str]
+    work: tuple[int, ...]
+    held: tuple[int, ...]
 
     @property
     def chunks(self) -> int:

@@ -73,7 +73,7 @@ def partition(
     best = min(cuts, key=lambda cut: round(cut.largest, 2))  # the first of nearly equal ones has larger units
     if best.bounds is None:
         raise best.refusal()
-    result = best.partition()
+    result = best.partition(recompute)
     _check_updates(result, best.seen)
     exits = _exits(result)
     second = trace(module, best.is_unit, step, names=units.names, seed=1, exits=exits)

@@ -20,6 +20,8 @@ class TracedCall:
         needs: the origins of its inputs, and of the parameters of other modules that it reads.
         tensors: the number of tensors in its output.
         operations: the floating-point operations of its forward: those of matrix products and convolutions.
+        computed: the bytes of all that it computes: about what its backward needs.
+        returned: the bytes of its output.
         nanoseconds: the time that its forward and backward take; 0 if that wasn't asked for.
         inside: the modules that its own code calls, by name.
         plain: the numbers and texts in its output, and the shapes of the tensors.
@@ -33,6 +35,8 @@ class TracedCall:
     needs: frozenset[str]
     tensors: int
     operations: int
+    computed: int
+    returned: int
     nanoseconds: int
     inside: frozenset[str]
     plain: tuple[Any, ...]

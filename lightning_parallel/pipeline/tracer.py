@@ -20,7 +20,7 @@ from lightning_parallel.pipeline.absent import AbsentMemory, AbsentTensor
 from lightning_parallel.pipeline.absent_forward import asked
 from lightning_parallel.pipeline.interception import Interception, LeaveStep, can_intercept
 from lightning_parallel.pipeline.kept_state import StateKept
-from lightning_parallel.pipeline.operations import OperationsNoted
+from lightning_parallel.pipeline.operations import OperationsNoted, nbytes_of
 from lightning_parallel.pipeline.origins import (
     FROM_EARLIER_STEP,
     changed_by,
@@ -172,6 +172,8 @@ class Tracer:
                 needs=needs,
                 tensors=sum(isinstance(leaf, Tensor) for leaf in tree_leaves(output)),
                 operations=noted.flops,
+                computed=noted.nbytes,
+                returned=nbytes_of(output),
                 nanoseconds=self._time(part, forward, args, kwargs),
                 inside=frozenset(self._inside),
                 plain=_plain_parts(output),

@@ -14,7 +14,7 @@ usual::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -31,11 +31,15 @@ from typing_extensions import override
 
 from lightning_parallel.collectives import gather_objects
 from lightning_parallel.gradients.swapping import Gradients, swap_gradients
+from lightning_parallel.layout import Placement
 from lightning_parallel.parts.between_batches import gained, reasons_to_wait
+from lightning_parallel.parts.cutting import Views, first_of
 from lightning_parallel.parts.logs import LogRecorder
 from lightning_parallel.parts.microbatches import loss_scale
 from lightning_parallel.parts.options import StagedOptions
+from lightning_parallel.parts.schedule_choice import chosen, memory_for_activations
 from lightning_parallel.pipeline.actions import Schedule, placement
+from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.schedule import SCHEDULES, Generator, interleaved, naive
 from lightning_parallel.pipeline.schedule_checks import check_placement, of_one_update
 from lightning_parallel.pipeline.simulate import busy_across_batches, ideal_bubble
@@ -55,6 +59,8 @@ class PipelineOptions(StagedOptions):
             (stages - 1) / (microbatches + stages - 1). ``"interleaved"``: 1F1B with several chunks of layers a stage:
             a bubble smaller by their number, for more messages and activations. ``"zbv"``: two chunks a stage, and
             backwards in two halves: the smallest bubble; every stage holds what the first one does in 1F1B.
+            ``"auto"``: one of ``"1f1b"``, ``"interleaved"`` and ``"zbv"``: the fastest by a simulation with this
+            model's layers, of those whose activations fit in memory; a banner says which, and why.
             ``microbatches="auto"`` is four a stage, as GPipe advises, or as many as the batch has samples; one with
             ``"naive"``.
         chunks: the number of chunks of layers in each stage, with ``"interleaved"``; ``"auto"``: 2.
@@ -64,7 +70,7 @@ class PipelineOptions(StagedOptions):
             another schedule than ``"interleaved"``.
     """
 
-    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zbv"] | Callable[[int, int], Schedule] = "1f1b"
+    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zbv"] | Auto | Callable[[int, int], Schedule] = "1f1b"
     chunks: Count | Auto = "auto"
 
     def __post_init__(self) -> None:
@@ -78,20 +84,17 @@ class PipelineOptions(StagedOptions):
             )
 
     @property
-    def generator(self) -> Generator:
-        """Makes the schedule's lists."""
+    def candidates(self) -> Mapping[str, Generator]:
+        """What makes the lists of the schedule, or of those that may run, by their names in banners and titles. The
+        plainest comes first."""
         if callable(self.schedule):
-            return self.schedule
-        if self.schedule == "interleaved" and self.chunks != "auto":
-            return partial(interleaved, chunks=self.chunks)
-        return SCHEDULES[self.schedule]
-
-    @property
-    def schedule_name(self) -> str:
-        """The schedule's name, for banners and titles."""
+            return {getattr(self.schedule, "__name__", "schedule"): self.schedule}
+        if self.schedule == "auto":
+            return {name: SCHEDULES[name] for name in ("1f1b", "interleaved", "zbv")}
         if self.schedule == "interleaved":
-            return f"interleaved, {2 if self.chunks == 'auto' else self.chunks} chunks a stage"
-        return self.schedule if isinstance(self.schedule, str) else getattr(self.schedule, "__name__", "schedule")
+            chunks = 2 if self.chunks == "auto" else self.chunks
+            return {f"interleaved, {chunks} chunks a stage": partial(interleaved, chunks=chunks)}
+        return {self.schedule: SCHEDULES[self.schedule]}
 
 
 class PipelineStrategy(StagedStrategy):
@@ -106,7 +109,8 @@ class PipelineStrategy(StagedStrategy):
     @takes(PipelineOptions)
     def __init__(self, options: PipelineOptions) -> None:
         super().__init__(options)
-        self._schedule, self._schedule_name = options.generator, options.schedule_name
+        self._makes = options.candidates  # what makes a schedule's lists, by name
+        self._schedule_name, self._schedule = next(iter(self._makes.items()))  # until one is chosen
         self._is_own = callable(options.schedule)  # the user's
         self._count = 1  # microbatches of the last batch
         self._gradients: Gradients = {}  # from training_step to backward
@@ -123,18 +127,47 @@ class PipelineStrategy(StagedStrategy):
         for count in range(self._usual_microbatches() if self._is_own else 0, 0, -1):
             _lists(self._schedule, self.layout.stages, count)  # of an epoch's last batch, which may be smaller
         self._ends_update = self._accumulates = self._goes_on = False
+        names = self._names_by_placement()
         self.set_up(
             trainer,
             automatic_microbatches=self._automatic_microbatches,
             completing=self._complete_gradients,
-            before_meeting=self._before_meeting,
-            placement=placement(_lists(self._schedule, self.layout.stages, self._usual_microbatches())),
+            placements=[*names],
+            choose=partial(self._choose, trainer, names),
             norm_group=self.groups.model,
             counts=lambda name: self._shards.counts(name) and self._stages.counts(name),
         )
+        self._schedule_name = names[self.stage.partition.placement]
+        self._schedule = self._makes[self._schedule_name]
         self._alone_in = {chunk: self.stage.used_only_in(chunk) for chunk in self.stage.chunks}
         if trainer.state.fn == TrainerFn.FITTING:
             self._goes_on = self._decide_to_go_on(trainer)
+
+    def _names_by_placement(self) -> dict[Placement, str]:
+        """The schedules that may run, by where their chunks are. On one stage all are alike."""
+        stages, usual = self.layout.stages, self._usual_microbatches()
+        makes = [*self._makes.items()][: 1 if stages == 1 else None]
+        return {placement(_lists(make, stages, usual)): name for name, make in makes}
+
+    def _choose(
+        self, trainer: pl.Trainer, names: Mapping[Placement, str], found: Views, microbatches: int
+    ) -> Partition:
+        """One of the partitions that are possible for these schedules."""
+        if len(found) == 1 or trainer.state.fn != TrainerFn.FITTING:
+            return first_of(found)
+        module, layout = self.lightning_module, self.layout
+        assert module is not None
+        shards_layers = self.options.data_parallel_kind == "fully_shard" and layout.size("data") > 1
+        return chosen(
+            found,
+            names,
+            {place: _lists(self._makes[name], layout.stages, microbatches) for place, name in names.items()},
+            halves=not shards_layers,
+            free=memory_for_activations(
+                module, layout, self.root_device, trainer.num_devices, fully_sharded=shards_layers
+            ),
+            microbatches=microbatches,
+        )
 
     def _decide_to_go_on(self, trainer: pl.Trainer) -> bool:
         """Do stages go on to the next batch without waiting for each other? The banner says why not."""
@@ -195,7 +228,8 @@ class PipelineStrategy(StagedStrategy):
         work, sizes = self._microbatches.of(arguments, recorder, scale=scale, begins_update=begins_update)
         self._count = len(sizes)
         lists = _lists(self._schedule, layout.stages, self._count)
-        check_placement(lists, self.stage.partition.placement, f"schedule={self._schedule_name}")
+        if self._is_own:
+            check_placement(lists, self.stage.partition.placement, f"schedule={self._schedule_name}")
         actions = lists[layout.stage]
 
         # zero_grad runs later: set aside what `p.grad` still holds of the last update.
@@ -250,27 +284,13 @@ class PipelineStrategy(StagedStrategy):
 
     # -- where stages meet again -----------------------------------------------------------------------------------
 
+    @override
     def drain(self) -> None:
         """Answer the receives that stages have posted for a batch that isn't coming. Every rank calls it after the same
         batch."""
         if self._goes_on and self._engine is not None:
             with torch.inference_mode(False):  # validation, where this is called too, runs in it
                 self._engine.end_stream()
-
-    def _before_meeting(self, hook: str) -> None:
-        if hook in ("on_train_batch_end", "on_train_epoch_end"):
-            self.drain()
-        self.held_stop.release()
-
-    @override
-    def on_validation_start(self) -> None:
-        self.drain()
-        super().on_validation_start()
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        self.drain()  # the first call of a save, on all ranks
-        return super().lightning_module_state_dict()
 
     # -- the end -------------------------------------------------------------------------------------------------
 

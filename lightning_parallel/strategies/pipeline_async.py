@@ -112,7 +112,6 @@ class AsyncPipelineStrategy(StagedStrategy):
             trainer,
             automatic_microbatches=self._automatic_microbatches,
             completing=lambda chunk: self.replicas.completing(),
-            before_meeting=self._before_meeting,
             check=_refuse_ties,
             describe=self._describe,
             weights=self._make_versions,
@@ -230,25 +229,11 @@ class AsyncPipelineStrategy(StagedStrategy):
 
     # -- where the pipeline drains -------------------------------------------------------------------------------
 
+    @override
     def drain(self) -> None:
         """Run what is owed, until nothing is in flight on any stage. Every rank calls it after the same batch."""
         if self._training is not None and self._engine is not None:
             self._training.drain(self._engine)
-
-    def _before_meeting(self, hook: str) -> None:
-        if hook in ("on_train_batch_end", "on_train_epoch_end"):
-            self.drain()
-        self.held_stop.release()
-
-    @override
-    def on_validation_start(self) -> None:
-        self.drain()
-        super().on_validation_start()
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        self.drain()  # the first call of a save, on all ranks
-        return super().lightning_module_state_dict()
 
     @override
     def on_train_end(self) -> None:

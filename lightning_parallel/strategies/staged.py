@@ -16,7 +16,7 @@ Training differs: see ``pipeline.py`` and ``pipeline_async.py``. The parts, in t
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from lightning_parallel.layout import Placement
 from lightning_parallel.lightning_private import trainer_of
 from lightning_parallel.parts.afterwards import PartOfModel
 from lightning_parallel.parts.clipping import install_clipping, share_overflows
-from lightning_parallel.parts.cutting import agreed_partition
+from lightning_parallel.parts.cutting import Views, agreed_partition, first_of
 from lightning_parallel.parts.earlier_chunks import EarlierChunks
 from lightning_parallel.parts.evaluation import Evaluation
 from lightning_parallel.parts.first_batch import trial_of
@@ -112,8 +112,8 @@ class StagedStrategy(LayoutStrategy):
         *,
         automatic_microbatches: Callable[[int], int],
         completing: Callable[[int], AbstractContextManager[None]],
-        placement: Placement | None = None,
-        before_meeting: Callable[[str], None] = lambda hook: None,
+        placements: Sequence[Placement] = (),
+        choose: Callable[[Views, int], Partition] = lambda found, microbatches: first_of(found),
         check: Callable[[Partition], None] = lambda parts: None,
         describe: Callable[[int], str] = lambda stage: "",
         weights: Callable[[], Weights | None] = lambda: None,
@@ -127,8 +127,8 @@ class StagedStrategy(LayoutStrategy):
             trainer: of the run.
             automatic_microbatches: the number for ``microbatches="auto"``, given a batch's size.
             completing: given a chunk, a context around what completes its gradients of an update.
-            placement: the stage of each chunk; by default each stage has one.
-        before_meeting: called before the stages exchange metrics, with the name of the hook that ends then.
+            placements: the stage of each chunk, of schedules that may run; by default each stage has one chunk.
+            choose: takes one of the partitions for them, given a batch's number of microbatches.
             check: raises for a partition that can't be trained.
             describe: text that the start banner adds for a stage, after its layers.
             weights: makes what the engine's forwards read; None for the module's own parameters.
@@ -137,7 +137,6 @@ class StagedStrategy(LayoutStrategy):
             gradients_on_parameters: backwards add to ``p.grad``.
         """
         layout, groups, device = self.layout, self.groups, self.root_device
-        placement = tuple(range(layout.stages)) if placement is None else placement
         training = trainer.state.fn == TrainerFn.FITTING
         self._part.end()
         module = self.prepare(trainer)
@@ -152,7 +151,14 @@ class StagedStrategy(LayoutStrategy):
             layout,
             device,
             cut=lambda: agreed_partition(
-                trainer, module, self.options, layout, groups.model, automatic_microbatches, placement
+                trainer,
+                module,
+                self.options,
+                layout,
+                groups.model,
+                automatic_microbatches,
+                placements or [tuple(range(layout.stages))],
+                choose,
             ),
             check=check,
             describe=describe,
@@ -193,14 +199,14 @@ class StagedStrategy(LayoutStrategy):
             device,
             self.seed,
             self.collectives,
-            before_meeting=before_meeting,
+            before_meeting=self._before_meeting,
             failed=self.on_exception,
         )
         look = FirstLook(trainer, module, self._stages, self._last_stage, groups.along("pipeline"))
         self._engine = Engine(
             self.stage,
             layout,
-            groups.links(placement),
+            groups.links(self.stage.partition.placement),
             device,
             loss_of=loss_of,
             weights=weights(),
@@ -247,6 +253,29 @@ class StagedStrategy(LayoutStrategy):
                 raise
             # Lightning advises manual optimization.
             raise ValueError(SEVERAL_OPTIMIZERS) from error
+
+    # -- where stages meet ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def drain(self) -> None:
+        """End what stages have begun of later batches, until nothing is in flight. Every rank calls it after the same
+        batch."""
+
+    def _before_meeting(self, hook: str) -> None:
+        """Before the stages exchange metrics, where this hook ends."""
+        if hook in ("on_train_batch_end", "on_train_epoch_end"):
+            self.drain()
+        self.held_stop.release()
+
+    @override
+    def on_validation_start(self) -> None:
+        self.drain()
+        super().on_validation_start()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.drain()  # the first call of a save, on all ranks
+        return super().lightning_module_state_dict()
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_parallel import PipelineStrategy
+from lightning_parallel.layout import Placement
 from lightning_parallel.pipeline.actions import Action, Backward, Forward, Schedule, Step, placement
 from tests.pool import WorkerPool
 from tests.strategies.harness import Report, joined, largest_difference, train
@@ -82,9 +83,12 @@ def test_other_axes_and_settings_with_chunks_equal_one_process(
 
 
 def test_chunks_are_a_setting_of_the_interleaved_schedule() -> None:
-    made = PipelineStrategy(schedule="interleaved", chunks=3).options.generator(2, 4)
-    assert placement(made) == (0, 1, 0, 1, 0, 1)
-    assert placement(PipelineStrategy(schedule="interleaved").options.generator(2, 4)) == (0, 1, 0, 1)
+    def placed(**options: Any) -> Placement:
+        (make,) = PipelineStrategy(**options).options.candidates.values()
+        return placement(make(2, 4))
+
+    assert placed(schedule="interleaved", chunks=3) == (0, 1, 0, 1, 0, 1)
+    assert placed(schedule="interleaved") == (0, 1, 0, 1)
     with pytest.raises(ValueError, match="chunks=2: only schedule='interleaved' takes their number"):
         PipelineStrategy(schedule="zbv", chunks=2)
 

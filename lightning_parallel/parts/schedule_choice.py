@@ -1,0 +1,66 @@
+"""``schedule="auto"`` in a run: what schedules would cost with the model, and the memory that there is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
+
+from lightning_parallel.layout import Layout, Placement
+from lightning_parallel.parts.cutting import Views
+from lightning_parallel.pipeline.actions import Schedule
+from lightning_parallel.pipeline.choosing import choose, estimate, reason
+from lightning_parallel.pipeline.partition import Partition
+
+_COPIES = 4  # a parameter, its gradient, and an optimizer's two moments
+
+
+def chosen(
+    found: Views,
+    names: Mapping[Placement, str],
+    schedules: Mapping[Placement, Schedule],
+    *,
+    halves: bool,
+    free: int,
+    microbatches: int,
+) -> Partition:
+    """The partition of the schedule that suits the model. The first rank says which, and why.
+
+    Args:
+        found: the partitions, or why one isn't possible.
+        names: of the schedules, by where their chunks are.
+        schedules: their lists.
+        halves: second halves of backwards run where the schedule has them.
+        free: the bytes that a stage has for activations.
+        microbatches: of a batch.
+    """
+    parts = {names[placement]: each for placement, each in found.items() if isinstance(each, Partition)}
+    estimates = {name: estimate(schedules[each.placement], each, halves) for name, each in parts.items()}
+    name = choose(estimates, free)
+    refused = [f" Not {names[place]!r}: {text}" for place, text in found.items() if isinstance(text, str)]
+    rank_zero_info(reason(name, estimates, free, microbatches) + "".join(refused))
+    return parts[name]
+
+
+def memory_for_activations(
+    module: nn.Module, layout: Layout, device: torch.device, ranks_here: int, *, fully_sharded: bool
+) -> int:
+    """The bytes that a stage has left for activations, about: parameters are taken to be even over the stages.
+
+    Args:
+        module: whole, and not on the device yet.
+        layout: how many ranks share it.
+        device: of this rank.
+        ranks_here: the number of ranks on this machine, which share its memory if they have no devices of their own.
+        fully_sharded: replicas share a stage's state.
+    """
+    if device.type == "cuda":
+        memory = torch.cuda.mem_get_info(device)[0]
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_here
+    state = sum((_COPIES if p.requires_grad else 1) * p.nbytes for p in module.parameters())
+    sharers = layout.stages * layout.size("tensor") * (layout.size("data") if fully_sharded else 1)
+    return max(0, memory - state // sharers)

@@ -1,0 +1,114 @@
+"""``schedule="auto"`` runs the schedule that it says, with the numbers that this one has by name."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lightning_parallel as lp
+from lightning_parallel.layout import Layout
+from lightning_parallel.parts.schedule_choice import memory_for_activations
+from tests.pool import WorkerPool
+
+
+class Net(L.LightningModule):
+    """Layers in a row."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        x = self.changed(batch)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+    def changed(self, x: Tensor) -> Tensor:
+        return x
+
+    def validation_step(self, batch: Tensor) -> None:
+        self.log("val_loss", self.training_step(batch))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class InPlace(Net):
+    def changed(self, x: Tensor) -> Tensor:
+        return x.mul_(0.5)
+
+
+def outcome(
+    schedule: str, stages: int, layers: int, kind: type[Net] = Net, *, validated: bool = False, **options: Any
+) -> tuple[dict[str, float], tuple[int, ...], str]:
+    """The metrics, where chunks are, and what was said of the choice."""
+    torch.set_default_dtype(torch.float64)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)  # workers of the pool are quiet
+    data = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+    strategy: Any = lp.PipelineStrategy(schedule=schedule, layers=["layers.*"], **options)  # type: ignore[arg-type]
+    trainer = L.Trainer(
+        accelerator="cpu", devices="auto" if stages == 1 else stages, strategy=strategy, max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+    )  # fmt: skip
+    loaders = [DataLoader(data.clone(), batch_size=16) for _ in range(2)]  # type: ignore[arg-type]
+    module = kind(layers)
+    if validated:
+        trainer.validate(module, loaders[1], verbose=False)
+    trainer.fit(module, *loaders)
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return metrics, strategy.stage.partition.placement, " ".join(line for line in said if "'auto'" in line)
+
+
+@pytest.mark.parametrize(
+    ("stages", "layers", "kind", "options", "schedule", "said"),
+    [
+        (2, 8, Net, {}, "zbv", "the activations of the fullest one, are 1f1b "),
+        (2, 3, Net, {}, "1f1b", "Not 'zbv': stages=2 with 2 chunks each, but the model has only 3 layers"),
+        (2, 8, InPlace, {}, "1f1b", "Not 'zbv': training_step changes a tensor of its batch in place."),
+        (2, 8, Net, {"balance": [4, 4]}, "1f1b", "Not 'interleaved': balance=[4, 4]"),
+        (1, 8, Net, {}, "1f1b", ""),
+    ],
+)
+def test_the_schedule_that_is_chosen_runs(
+    pool: WorkerPool, stages: int, layers: int, kind: type[Net], options: dict[str, Any], schedule: str, said: str
+) -> None:
+    found = pool.run(outcome, stages, "auto", stages, layers, kind, init=False, **options)
+    expected = pool.run(outcome, stages, schedule, stages, layers, kind, init=False, **options)
+    assert [metrics for metrics, _, _ in found] == [metrics for metrics, _, _ in expected]
+    assert [placement for _, placement, _ in found] == [placement for _, placement, _ in expected]
+    (_, _, chosen), *others = found  # only one rank says it
+    assert said in chosen and (f"schedule='auto' is {schedule!r}: with 8 microbatches" in chosen or stages == 1), chosen
+    assert not any(text for _, _, text in others)
+
+
+def test_a_module_that_has_been_validated_stays_as_it_was_cut(pool: WorkerPool) -> None:
+    for _, placement, _ in pool.run(outcome, 2, "auto", 2, 8, init=False, validated=True):
+        assert placement == (0, 1)
+
+
+def test_memory_is_what_parameters_gradients_and_moments_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1000}.__getitem__)
+    module = nn.Sequential(nn.Linear(99, 100), nn.Linear(99, 100).requires_grad_(False))
+    layout = Layout.resolve(8, tensor=2, data=2, pipeline=2)
+    state = 4 * 10_000 * (4 + 1)
+
+    def left(fully_sharded: bool) -> int:
+        return memory_for_activations(module, layout, torch.device("cpu"), 2, fully_sharded=fully_sharded)
+
+    assert left(False) == 2_048_000 - state // 4 and left(True) == 2_048_000 - state // 8
+    assert memory_for_activations(module, layout, torch.device("cpu"), 10**9, fully_sharded=False) == 0

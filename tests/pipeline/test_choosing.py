@@ -1,0 +1,94 @@
+"""The schedule for a model is the fastest on paper that fits, and the banner says what decided."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_parallel.layout import Placement
+from lightning_parallel.pipeline.actions import placement
+from lightning_parallel.pipeline.choosing import Estimate, choose, estimate, reason
+from lightning_parallel.pipeline.partition import Partition
+from lightning_parallel.pipeline.partitioning import partition
+from lightning_parallel.pipeline.schedule import SCHEDULES
+from lightning_parallel.pipeline.simulate import simulate
+
+AUTO = ("1f1b", "interleaved", "zbv")
+MUCH = 2**40
+
+
+def cut(widths: list[int], stages: int, places: Placement, recompute: bool = False) -> Partition:
+    """A chain of pairs of layers of these inner widths, in chunks."""
+    blocks = [nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 8)) for width in widths]
+    module = nn.Sequential(*blocks)
+    return partition(
+        module,
+        lambda: module(torch.ones(4, 8)).sum(),
+        stages,
+        layers=[str(i) for i in range(len(widths))],
+        balance="layers",
+        placement=places,
+        recompute=recompute,
+    )
+
+
+def estimates(widths: list[int], stages: int, microbatches: int, halves: bool = True) -> dict[str, Estimate]:
+    found = {}
+    for name in AUTO:
+        lists = SCHEDULES[name](stages, microbatches)
+        found[name] = estimate(lists, cut(widths, stages, placement(lists)), halves)
+    return found
+
+
+def test_chunks_know_what_they_compute_and_hold() -> None:
+    parts = cut([8, 16, 16, 8], 2, (0, 1))
+    assert parts.work == (2 * 4 * 8 * 2 * (8 + 16),) * 2
+    # 4 samples: of each layer the output, and that of the ReLU between two.
+    assert parts.held == (4 * 4 * (8 + 8 + 8 + 16 + 16 + 8),) * 2
+    assert cut([8, 16, 16, 8], 2, (0, 1), recompute=True).held == (4 * 4 * 2 * 8,) * 2  # what layers return
+
+
+def test_equal_chunks_are_as_busy_as_the_simulation_says() -> None:
+    found = estimates([8] * 16, 4, 8)
+    lists = SCHEDULES["1f1b"](4, 8)
+    assert found["1f1b"].busy == pytest.approx(1 - simulate(lists, 1, 2, latency=0.05).bubble)
+    assert found["1f1b"].busy < found["interleaved"].busy < found["zbv"].busy
+    without = estimates([8] * 16, 4, 8, halves=False)
+    assert without["zbv"].busy < found["zbv"].busy and without["1f1b"] == found["1f1b"]
+
+
+def test_activations_held_are_the_lists() -> None:
+    found = estimates([8] * 16, 4, 8)
+    each = cut([8] * 16, 4, (0, 1, 2, 3)).held[0]  # a whole stage's, of a microbatch
+    assert found["1f1b"].held == 4 * each
+    assert found["interleaved"].held == 11 * each // 2
+    assert found["zbv"].held == 4 * each
+
+
+def test_a_chunk_that_is_much_larger_makes_a_schedule_slow() -> None:
+    even, uneven = estimates([8] * 8, 4, 16), estimates([8] * 7 + [64], 4, 16)
+    assert all(uneven[name].busy < even[name].busy - 0.2 for name in AUTO)
+
+
+@pytest.mark.parametrize(
+    ("free", "expected"),
+    [(MUCH, "quick"), (1200, "slim"), (100, "slim"), (0, "slim")],
+)
+def test_the_fastest_that_fits_is_chosen(free: int, expected: str) -> None:
+    found = {"plain": Estimate(0.7, 900), "slim": Estimate(0.8, 800), "quick": Estimate(0.9, 1000)}
+    assert choose(found, free) == expected
+
+
+def test_of_equally_fast_ones_the_one_that_holds_least_is_chosen_and_then_the_plainest() -> None:
+    assert choose({"plain": Estimate(0.895, 900), "quick": Estimate(0.9, 1000)}, MUCH) == "plain"
+    assert choose({"plain": Estimate(0.9, 900), "other": Estimate(0.9, 900)}, MUCH) == "plain"
+
+
+def test_the_reason_has_every_figure_that_decided() -> None:
+    found = {"1f1b": Estimate(0.7, 3 * 2**29), "interleaved": Estimate(0.9, 5 * 2**31)}
+    assert reason("1f1b", found, 2**33, 8) == (
+        "schedule='auto' is '1f1b': with 8 microbatches, the time that stages compute by simulation, and the "
+        "activations of the fullest one, are 1f1b 70% and 1.5 GiB; interleaved 90% and 10 GiB, too much, of about "
+        "8 GiB for them."
+    )
