@@ -48,9 +48,10 @@ __all__ = [
     "make_parameter",
     "memory_is_shared",
     "modules_of",
-    "packed_tensor",
     "move_forward_hooks",
+    "packed_tensor",
     "parameters_of",
+    "references_to_memory",
     "saved_hooks",
     "saved_tensor",
     "saved_value",
@@ -214,8 +215,14 @@ def memory_is_shared(tensor: Tensor) -> bool:
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return True
     own = 2  # the tensor's, and that of the object by which is asked
-    shared: bool = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > own
-    return shared
+    return references_to_memory(tensor) > own
+
+
+def references_to_memory(tensor: Tensor) -> int:
+    """How many references to a tensor's memory there are: of tensors, of what made them, and that by which is asked.
+    Those to one and the same tensor count once."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
 
 
 # -- modules -----------------------------------------------------------------------------------------------------

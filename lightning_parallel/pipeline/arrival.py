@@ -33,16 +33,15 @@ class Arrival:
 
     def __init__(self, tensors: list[Tensor], format: Format) -> None:
         self.format = format
-        self._tensors = tensors
+        # No views of one message buffer, so each may be changed in place.
+        self._tensors = [tensor.data for tensor in tensors]
         self.anchor: Tensor | None = None
         self._gradients: list[Tensor] | None = None
 
     def receive(self) -> list[Tensor]:
         """The tensors as autograd sees them: results of an operation whose backward collects the gradients. They are no
         leaves, so a layer may change them in place (``nn.ReLU(inplace=True)``). For one call."""
-        # `.data`: no views of one message buffer, so each may be changed in place.
-        tensors = [t.data for t in self._tensors]
-        self._tensors = []  # their memory is the step's from here on
+        tensors, self._tensors = self._tensors, []  # their memory is the step's from here on
         wanted = [requires_grad for _, _, requires_grad in self.format]
         if not (any(wanted) and torch.is_grad_enabled()):
             return tensors

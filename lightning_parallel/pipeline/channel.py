@@ -20,7 +20,7 @@ gloo can't tell whether a send is done except by waiting for it. So a sender kee
 its message arrived (:meth:`Sender.confirm`). The gradient of a microbatch proves that its activation arrived; the
 second word, a, counts the gradients that had arrived when the activation was sent. So buffers are bounded by what is in
 flight. They are used again for messages of the same format, since the system takes longer to give fresh memory than to
-copy into it.
+copy into it. So are a receiver's, once nobody refers to their memory any longer: neither the step nor its graph.
 """
 
 from __future__ import annotations
@@ -206,6 +206,7 @@ class Receiver:
         self._link = link
         self._formats: dict[Hashable, Format] = {}
         self._posted: _Posted | None = None
+        self._taken: deque[Packet] = deque()  # whose tensors have been handed out
 
     # -- activations ---------------------------------------------------------------------------------------------
 
@@ -256,6 +257,7 @@ class Receiver:
         format = self._formats[place] = decode(description)
         packet = self._packet(format, trailer=True)
         self._link.wait(self._link.irecv(packet.buffer))
+        self._taken.append(packet)
         return Arrival(packet.on(self._link.device), format)
 
     # -- gradients -----------------------------------------------------------------------------------------------
@@ -275,12 +277,17 @@ class Receiver:
         packet = self._wait().packet
         if following is not None:
             self._begin(following, None)
-        return packet.on(self._link.device)
+        return [tensor.data for tensor in packet.on(self._link.device)]
 
     # -- both ----------------------------------------------------------------------------------------------------
 
     def _packet(self, format: Format, trailer: bool) -> Packet:
-        return Packet(format, trailer, self._link.device, self._link.through_host)
+        """A packet whose tensors nobody has any longer, or else a new one, in the place of one that nobody has."""
+        idle = [packet for packet in self._taken if packet.is_idle]
+        like = [packet for packet in idle if packet.format == format and packet.trailer == trailer]
+        for packet in (like or idle)[:1]:
+            self._taken.remove(packet)
+        return like[0] if like else Packet(format, trailer, self._link.device, self._link.through_host)
 
     def _begin(self, packet: Packet, place: Hashable) -> None:
         self._posted = _Posted(self._link.irecv(packet.buffer), packet, place)
@@ -289,4 +296,5 @@ class Receiver:
         assert self._posted is not None, "post before you take"
         self._link.wait(self._posted.work)
         posted, self._posted = self._posted, None
+        self._taken.append(posted.packet)
         return posted
