@@ -12,9 +12,9 @@ after it::
 
 Gradients need no words: both sides know their format, which follows from that of the activations. In each direction
 only one receive is posted ahead, since a format is known only once the message before it has been read. It is in flight
-while the stage computes, which hides its latency. Waiting holds up this stage and all
-later ones, so as much as possible is done before: the message's tensors are handed out before their values have come
-(:meth:`Receiver.expected`), and the buffer of the next message is allocated.
+while the stage computes, which hides its latency. Waiting holds up this stage and all later ones, so as much as
+possible is done before: the message's tensors are handed out before their values have come (:meth:`Receiver.expected`),
+and the buffer of the next message is found.
 
 gloo can't tell whether a send is done except by waiting for it. So a sender keeps a buffer until something proves that
 its message arrived (:meth:`Sender.confirm`). The gradient of a microbatch proves that its activation arrived; the

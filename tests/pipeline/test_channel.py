@@ -319,7 +319,7 @@ def test_the_next_receive_is_made_while_a_message_is_on_its_way(pool: WorkerPool
 
 
 def receives_into_what_is_free() -> list[tuple[int, list[int]]] | None:
-    """Packets made so far, and what those who still have something of earlier messages see in it, after each message."""
+    """Packets made so far, and what is seen in what was kept of earlier messages, after each message."""
     if dist.get_rank() == 0:
         sender = Sender(link())
         for i in range(8):
