@@ -13,7 +13,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from recipes.bench import checkpoints, compute, data, memory, messages, overhead, report, sleeping, tensor, whole
+from recipes.bench import (
+    checkpoints,
+    compute,
+    data,
+    halves,
+    memory,
+    messages,
+    overhead,
+    report,
+    sleeping,
+    tensor,
+    whole,
+)
 from recipes.bench.report import Table
 
 Part = tuple[Callable[[], list[Table]], Callable[[], list[Table]]]
@@ -22,6 +34,7 @@ Part = tuple[Callable[[], list[Table]], Callable[[], list[Table]]]
 PIPELINE: dict[str, Part] = {
     "sleeping": (partial(sleeping.measure, sleeping.Sizes()), partial(sleeping.measure, sleeping.QUICK)),
     "compute": (partial(compute.measure, compute.Sizes()), partial(compute.measure, compute.QUICK)),
+    "halves": (partial(halves.measure, halves.Sizes()), partial(halves.measure, halves.QUICK)),
     "overhead": (partial(overhead.measure, overhead.Sizes()), partial(overhead.measure, overhead.QUICK)),
     "memory": (partial(memory.measure, memory.Sizes()), partial(memory.measure, memory.QUICK)),
     "whole": (partial(whole.measure, whole.Sizes()), partial(whole.measure, whole.QUICK)),

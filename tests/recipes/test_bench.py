@@ -17,6 +17,7 @@ from recipes.bench import (
     checkpoints,
     compute,
     data,
+    halves,
     memory,
     messages,
     overhead,
@@ -30,7 +31,7 @@ from recipes.bench import (
 )
 from recipes.bench.by_hand import Bare
 from recipes.bench.contestants import Ours, Torch
-from recipes.bench.layers import MakeOptimizer
+from recipes.bench.layers import LlamaBlock, MakeOptimizer
 from recipes.bench.replicated import Run, Work
 from recipes.bench.report import Table
 from tests.pool import WorkerPool
@@ -62,7 +63,7 @@ def test_sleeping_stages() -> None:
 
 
 def test_real_compute() -> None:
-    small = compute.Sizes(layers=2, width=64, length=4, samples=1, microbatches=2, rounds=1, pairs=2)
+    small = compute.Sizes(layers=4, width=64, length=4, samples=1, microbatches=2, rounds=1, pairs=2)
     table, beside = compute.measure(small)
     assert column(table, "contestant") == [
         "one process, one thread",
@@ -76,7 +77,7 @@ def test_real_compute() -> None:
         "async, ours in Trainer.fit",
     ]
     assert all(isinstance(speed, float) and speed > 0 for speed in column(table, "tokens/s"))
-    assert column(beside, "schedule") == ["gpipe", "1f1b"]
+    assert column(beside, "schedule") == ["gpipe", "1f1b", "interleaved", "zbv"]
     for ratio, faster in zip(column(beside, "ours / torch"), column(beside, "faster, of 2"), strict=True):
         assert isinstance(ratio, float) and ratio > 0
         assert faster in (0, 1, 2)
@@ -103,6 +104,24 @@ def test_contestants_of_a_schedule_train_alike(schedule: str) -> None:
     for rank, (ours, _, by_hand) in enumerate(ranks):
         torch.testing.assert_close(by_hand, ours)
         torch.testing.assert_close(ranks[-1 - rank][1], ours)
+
+
+def test_halves() -> None:
+    (table,) = halves.measure(halves.Sizes(width=64, length=8, depth=1, pairs=2))
+    assert [row[0] for row in table.rows] == ["Llama", "encoder"]
+    assert all(value > 0 for row in table.rows for value in row[1:5])
+
+
+def test_a_llama_block_is_causal_and_knows_positions() -> None:
+    torch.manual_seed(0)
+    block = LlamaBlock(64, 2).double()
+    x = torch.randn(1, 6, 64, dtype=torch.float64)
+    output = block(x)
+    changed = x.clone()
+    changed[:, 4] += 1
+    assert torch.equal(block(changed)[:, :4], output[:, :4]) and not torch.equal(block(changed)[:, 5], output[:, 5])
+    swapped = block(x[:, [1, 0, 2]])
+    assert not torch.allclose(swapped[:, 2], block(x[:, :3])[:, 2])
 
 
 def test_overhead() -> None:
@@ -256,7 +275,7 @@ def test_tables_are_printed_and_written(
 
 
 def test_an_unknown_part_is_refused() -> None:
-    with pytest.raises(SystemExit, match="no 'compte'; choose among sleeping, compute, overhead, memory"):
+    with pytest.raises(SystemExit, match="no 'compte'; choose among sleeping, compute, halves, overhead, memory"):
         bench.main(["pipeline", "--only", "compte"])
     with pytest.raises(SystemExit, match="no 'sleeping'; choose among mlp, block, messages, alone"):
         bench.main(["tensor", "--only", "sleeping"])
