@@ -76,7 +76,7 @@ class Packet:
             else:
                 self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
             self.tensors = _views(self.buffer, format)
-            self._words = _words_of(self.buffer) if trailer else None
+            self._words: Any = _words_of(self.buffer) if trailer else None
         self._own_references = references_to_memory(self.buffer)
 
     @property

@@ -1,10 +1,11 @@
 """Simulated time of a training with one sort of stages: the schedule's, and what real pipelines lost on top.
 
 The unit is what a stage computes for one batch, forward and backward, whatever the number of microbatches it comes in.
-With p stages and m microbatches an update
+In theory, with p stages and m microbatches an update takes
 
-    synchronous 1F1B    (m + p - 1) / m        each, for it flushes
-    asynchronous        1                      each, and the fill once: (p - 1) / m
+    1F1B             (m + p - 1) / m      it flushes
+    ZB-V             simulated            each stage goes on to the next batch by itself; two chunks a stage
+    asynchronous     1                    and the fill once: (p - 1) / m
 
 A microbatch of a smaller batch is taken to be as efficient as a large one, and validation to take no time.
 """
@@ -12,34 +13,58 @@ A microbatch of a smaller batch is taken to be as efficient as a large one, and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
+from typing import Literal, TypeAlias
 
-# Measured with stages that sleep, by `python -m recipes.bench pipeline` (the README's tables, 1F1B and "fewest
-# microbatches in flight"). Synchronous: a step in units of the formula, by p and m. Asynchronous: share of the time
-# that stages compute, by p.
-SCHEDULES: Mapping[tuple[int, int], float] = MappingProxyType({(4, 8): 1.070, (8, 8): 1.074, (8, 16): 1.080})
-SYNCHRONOUS_ELSE = 1.070  # the least of them
-ASYNCHRONOUS: Mapping[int, float] = MappingProxyType({4: 0.908, 8: 0.911})
-ASYNCHRONOUS_ELSE = 0.908  # the least of them
+from lightning_parallel.pipeline.schedule import zbv
+from lightning_parallel.pipeline.simulate import busy_across_batches
+
+Synchronous: TypeAlias = Literal["1f1b", "zbv"]
+
+NAMES: Mapping[Synchronous, str] = MappingProxyType({"1f1b": "1F1B", "zbv": "ZB-V"})
+
+# The share of the time that stages computed, by p and m: measured with stages that sleep, inside Trainer.fit, all in
+# one run, by `python -m recipes.bench pipeline --only sleeping` (its table "Inside Trainer.fit").
+MEASURED: Mapping[str, Mapping[tuple[int, int], float]] = MappingProxyType(
+    {
+        "1f1b": {(4, 8): 0.664, (8, 16): 0.621},
+        "zbv": {(4, 8): 0.830, (8, 16): 0.772},
+        "async": {(4, 8): 0.909, (8, 16): 0.869},
+    }
+)
 
 Curve = Sequence[tuple[float, float]]  # updates, validation loss
 
 
-def busy(stages: int, microbatches: int, *, synchronous: bool) -> float:
-    """Share of the time that stages compute, in theory, once the pipeline is full."""
-    return microbatches / (microbatches + stages - 1) if synchronous else 1.0
+@cache
+def theory(schedule: str, stages: int, microbatches: int) -> float:
+    """The share of the time that stages compute, once the pipeline is full."""
+    if schedule == "async":
+        return 1.0
+    if schedule == "zbv":
+        return busy_across_batches(zbv(stages, microbatches))
+    return microbatches / (microbatches + stages - 1)
 
 
-def synchronous(stages: int, microbatches: int, updates: float) -> float:
+def busy(schedule: str, stages: int, microbatches: int) -> float:
+    """That share in a real pipeline. Where it wasn't measured, it is what theory says, less what was lost of that at
+    the sizes that were: the least for a synchronous schedule, the most for the asynchronous one."""
+    measured = MEASURED[schedule]
+    if (stages, microbatches) in measured:
+        return measured[stages, microbatches]
+    kept = [share / theory(schedule, *sizes) for sizes, share in measured.items()]
+    return theory(schedule, stages, microbatches) * (min(kept) if schedule == "async" else max(kept))
+
+
+def synchronous(schedule: Synchronous, stages: int, microbatches: int, updates: float) -> float:
     """Time of so many updates."""
-    lost = SCHEDULES.get((stages, microbatches), SYNCHRONOUS_ELSE)
-    return updates * lost / busy(stages, microbatches, synchronous=True)
+    return updates / busy(schedule, stages, microbatches)
 
 
 def asynchronous(stages: int, microbatches: int, updates: float) -> float:
     """Time of so many updates, the fill included."""
-    used = ASYNCHRONOUS.get(stages, ASYNCHRONOUS_ELSE)
-    return (updates + (stages - 1) / microbatches) / used
+    return (updates + (stages - 1) / microbatches) / busy("async", stages, microbatches)
 
 
 def reached(curve: Curve, loss: float) -> float | None:

@@ -150,15 +150,18 @@ def _chosen_on(setting: Setting) -> str:
 
 def _time() -> str:
     """How time was simulated, with the figures that went in."""
-    lost = ", ".join(f"{value:.3f} (p={p}, m={m})" for (p, m), value in clock.SCHEDULES.items())
-    used = ", ".join(f"{value:.3f} (p={p})" for p, value in clock.ASYNCHRONOUS.items())
+    shares = "; ".join(
+        f"{name} {', '.join(f'{share:.3f} (p={p}, m={m})' for (p, m), share in clock.MEASURED[schedule].items())}"
+        for schedule, name in (*clock.NAMES.items(), ("async", "asynchronous"))
+    )
     return fill(
         f"In units of a batch's forward and backward on one stage, an update takes (m + p - 1) / m by synchronous "
-        f"1F1B and 1 asynchronously, and the asynchronous pipeline is filled once, (p - 1) / m. Real pipelines are "
-        f"slower. In the project's `python -m recipes.bench pipeline`, with stages that sleep, a step of synchronous "
-        f"1F1B took {lost} times as long as that; asynchronous stages computed {used} of the time, inside "
-        f"`Trainer.fit` at one microbatch an update. For other p and m, which were not measured, it is "
-        f"{clock.SYNCHRONOUS_ELSE:.3f} and {clock.ASYNCHRONOUS_ELSE:.3f}: of what was measured, the best for the "
-        f"synchronous arm and the worst for the asynchronous.",
+        f"1F1B, what a simulation says by ZB-V, whose stages go on to the next batch by themselves, and 1 "
+        f"asynchronously; the asynchronous pipeline is filled once, (p - 1) / m. Real pipelines are slower. In the "
+        f"project's `python -m recipes.bench pipeline`, with stages that sleep, inside `Trainer.fit` and side by side "
+        f"in one run, stages computed so much of the time: {shares}. For other p and m, which were not measured, it is "
+        f"the theory's share, less what was lost of it there: of what was measured, the least for the synchronous arm "
+        f"and the most for the asynchronous. The study's model has a block a stage with 8 stages, so it could not have "
+        f"two chunks a stage itself; on the clock it stands for a deeper one.",
         _WIDTH,
     )

@@ -35,21 +35,21 @@ def curves(rows: Mapping[Arm, Row], optimizers: Sequence[str], stages: int, path
         above, below = panels[0][column], panels[1][column]
         synchronous = rows[Arm(optimizer)].curve()
         total = synchronous[-1][0]
-        unit = clock.synchronous(stages, 2 * stages, total)
+        unit = clock.synchronous("1f1b", stages, 2 * stages, total)
         for row in (row for arm, row in rows.items() if arm.optimizer == optimizer and arm.stages == stages):
             arm, style = row.arm, _style(row.arm)
             line = _draw(above, row.curve(), style)
             times = [(clock.asynchronous(stages, arm.microbatches, u) / unit, loss) for u, loss in row.curve()]
             _draw(below, times, style)
             labels.setdefault(row.name, line)
-        for m, dashes in ((2 * stages, "-"), (stages, "--")):
+        for (schedule, name), dashes in zip(clock.NAMES.items(), ("-", "--"), strict=True):
             style = {"color": "black", "linestyle": dashes, "linewidth": 2.2}
-            if m == 2 * stages:
-                labels.setdefault(f"synchronous (in time: m={m})", _draw(above, synchronous, style))
-            times = [(clock.synchronous(stages, m, u) / unit, loss) for u, loss in synchronous]
-            line = _draw(below, times, style)
-            if m == stages:
-                labels.setdefault(f"synchronous, m={m}", line)
+            if schedule == "1f1b":
+                _draw(above, synchronous, style)
+            times = [(clock.synchronous(schedule, stages, 2 * stages, u) / unit, loss) for u, loss in synchronous]
+            labels.setdefault(
+                f"synchronous{' (in time: 1F1B)' if schedule == '1f1b' else ', ' + name}", _draw(below, times, style)
+            )
         for panel in (above, below):
             panel.axhline(synchronous[-1][1], color="#999999", linewidth=0.8)
             low = min(row.mean for arm, row in rows.items() if arm.optimizer == optimizer)
@@ -58,7 +58,7 @@ def curves(rows: Mapping[Arm, Row], optimizers: Sequence[str], stages: int, path
         below.set_xlim(left=_BEGIN * clock.asynchronous(stages, 2 * stages, total) / unit)
         above.set_title(NAMES[optimizer], loc="left", fontweight="bold")
         above.set_xlabel("updates")
-        below.set_xlabel(f"simulated time; 1: the synchronous arm's, m={2 * stages}")
+        below.set_xlabel(f"simulated time; 1: the synchronous arm's by 1F1B, m={2 * stages}")
     for row_of_panels in panels:
         row_of_panels[0].set_ylabel("validation loss (nats a byte)")
     for panel in panels.flat:

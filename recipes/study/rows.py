@@ -11,7 +11,7 @@ from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB
 from lightning_parallel.pipeline.staleness import copies, mean_staleness
 from recipes.study import clock
 from recipes.study.arms import Arm, Run, Setting, chosen, tried, wanted
-from recipes.study.clock import Curve
+from recipes.study.clock import Curve, Synchronous
 from recipes.study.store import Store
 
 
@@ -78,11 +78,11 @@ class Row:
         points = zip(*kept, strict=False)
         return [(point[0][0], fmean(loss for _, loss in point)) for point in points]
 
-    def speed_up(self, synchronous: Row, microbatches: int, margin: float = 0.0) -> float | None:
+    def speed_up(self, synchronous: Row, schedule: Synchronous, margin: float = 0.0) -> float | None:
         """How many times as fast as the synchronous arm, by simulated time, this one reaches its final loss.
 
         Args:
-            microbatches: of the synchronous arm.
+            schedule: of the synchronous arm, with two microbatches a stage.
             margin: above that loss, as a fraction of it; both run to there.
 
         Returns:
@@ -95,7 +95,7 @@ class Row:
         if mine is None or theirs is None:
             return None
         p = self.arm.stages
-        return clock.synchronous(p, microbatches, theirs) / clock.asynchronous(p, self.arm.microbatches, mine)
+        return clock.synchronous(schedule, p, 2 * p, theirs) / clock.asynchronous(p, self.arm.microbatches, mine)
 
 
 def rows(setting: Setting, plan: Iterable[Arm], seeds: int, store: Store) -> dict[Arm, Row]:

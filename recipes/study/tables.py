@@ -9,6 +9,7 @@ from statistics import fmean
 from recipes.bench.report import Cell, Table
 from recipes.study import clock
 from recipes.study.arms import Arm
+from recipes.study.clock import Synchronous
 from recipes.study.rows import Row
 
 NAMES = {"adamw": "AdamW", "muon": "Muon", "nadamw": "NAdam"}
@@ -20,9 +21,9 @@ copies of its weights beside the parameters, at most. Loss: of the parameters on
 update, in nats a byte, with the standard deviation over the seeds. Gap: the distance to the synchronous arm's loss at
 the same seed, the mean, and by seed. Busy: share of the time that stages compute, in theory. Speed-up: the synchronous
 arm's time to its own final loss, by the mean curves and the simulated clock, divided by this arm's to the same loss;
-above 1 this arm is there first. *same m*: the synchronous arm has as many microbatches (not given for m=1, which nobody
-would run synchronously). *m=2p*: it has two a stage. *+0.5 %*: both to 0.5 % above that loss, at the same m (m=1:
-m=2p)."""
+above 1 this arm is there first. The synchronous arm has two microbatches a stage, and runs by 1F1B, or by the fastest
+synchronous schedule, ZB-V across batches, which needs two chunks of layers a stage. *+0.5 %*: both to 0.5 % above that
+loss."""
 
 
 def of(found: Mapping[Arm, Row], optimizer: str, stages: int) -> dict[Arm, Row]:
@@ -32,22 +33,21 @@ def of(found: Mapping[Arm, Row], optimizer: str, stages: int) -> dict[Arm, Row]:
 
 def results(found: Mapping[Arm, Row], optimizer: str, stages: int) -> Table:
     columns = {"arm": "", "staleness": ".2f", "copies": "d", "rate": "g", "seeds": "d", "loss": "", "gap (%)": ""}
-    columns |= {"by seed": "", "busy": "", "speed-up, same m": "", "speed-up, m=2p": "", "speed-up, +0.5 %": ""}
+    columns |= {"by seed": "", "busy": "", "speed-up, 1F1B": "", "speed-up, ZB-V": "", "speed-up, ZB-V, +0.5 %": ""}
     synchronous = found[Arm(optimizer)]
-    busy = [f"{clock.busy(stages, m, synchronous=True):.0%} (m={m})" for m in (2 * stages, stages)]
+    busy = [f"{clock.theory(schedule, stages, 2 * stages):.0%} ({name})" for schedule, name in clock.NAMES.items()]
     cells: list[list[Cell]] = [[*_common(synchronous), None, None, ", ".join(busy), None, None, None]]
     for arm, row in of(found, optimizer, stages).items():
         gaps = row.gaps(synchronous)
-        several = arm.microbatches > 1
         cells.append(
             [
                 *_common(row),
                 signed(fmean(gaps.values())) if gaps else None,
                 ", ".join(map(signed, gaps.values())),
-                f"{clock.busy(stages, arm.microbatches, synchronous=False):.0%}",
-                _speed_up(row, synchronous, arm.microbatches) if several else None,
-                _speed_up(row, synchronous, 2 * stages),
-                _speed_up(row, synchronous, arm.microbatches if several else 2 * stages, _MARGIN),
+                f"{clock.theory('async', stages, arm.microbatches):.0%}",
+                _speed_up(row, synchronous, "1f1b"),
+                _speed_up(row, synchronous, "zbv"),
+                _speed_up(row, synchronous, "zbv", _MARGIN),
             ]
         )
     return Table(f"{NAMES[optimizer]}, {stages} stages", columns, cells)
@@ -66,10 +66,10 @@ def signed(gap: float) -> str:
     return f"{gap:+.2f}" if isfinite(gap) else "diverged"
 
 
-def _speed_up(row: Row, synchronous: Row, microbatches: int, margin: float = 0.0) -> str:
+def _speed_up(row: Row, synchronous: Row, schedule: Synchronous, margin: float = 0.0) -> str:
     if not isfinite(row.mean) or not isfinite(synchronous.mean):
         return "never"
-    ratio = row.speed_up(synchronous, microbatches, margin)
+    ratio = row.speed_up(synchronous, schedule, margin)
     if ratio is not None:
         return f"{ratio:.2f}"
     both = row.finals.keys() & synchronous.finals.keys()

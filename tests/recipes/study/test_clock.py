@@ -10,24 +10,27 @@ from lightning_parallel.pipeline.simulate import simulate
 from recipes.study import clock
 
 
-def test_a_synchronous_update_pays_the_bubble_and_what_was_measured() -> None:
-    assert clock.synchronous(8, 16, 1) == pytest.approx(23 / 16 * 1.080)
-    assert clock.synchronous(8, 8, 10) == pytest.approx(10 * 15 / 8 * 1.074)
-    assert clock.synchronous(2, 4, 1) == pytest.approx(5 / 4 * 1.070)
+def test_an_update_takes_as_long_as_was_measured() -> None:
+    assert clock.synchronous("1f1b", 8, 16, 1) == pytest.approx(1 / 0.621)
+    assert clock.synchronous("zbv", 4, 8, 10) == pytest.approx(10 / 0.830)
+    assert clock.asynchronous(8, 16, 1000) == pytest.approx((1000 + 7 / 16) / 0.869)  # it is filled once
 
 
-def test_an_asynchronous_pipeline_is_filled_once() -> None:
-    assert clock.asynchronous(8, 16, 1000) == pytest.approx((1000 + 7 / 16) / 0.911)
-    assert clock.asynchronous(4, 1, 10) == pytest.approx(13 / 0.908)
-    assert clock.asynchronous(2, 2, 10) == pytest.approx(10.5 / 0.908)
+def test_what_was_not_measured_loses_least_synchronously_and_most_asynchronously() -> None:
+    kept = max(0.664 / (8 / 11), 0.621 / (16 / 23))
+    assert clock.synchronous("1f1b", 2, 4, 1) == pytest.approx(5 / 4 / kept)
+    kept = max(0.830 / clock.theory("zbv", 4, 8), 0.772 / clock.theory("zbv", 8, 16))
+    assert clock.busy("zbv", 2, 4) == pytest.approx(clock.theory("zbv", 2, 4) * kept)
+    assert clock.asynchronous(2, 2, 10) == pytest.approx(10.5 / 0.869)
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(8, 16), (4, 4), (2, 1)])
 def test_theory_is_the_schedules(stages: int, microbatches: int) -> None:
     f, b, updates = 1.0, 2.0, 5
     batch = microbatches * (f + b)  # the unit
-    flushed = simulate(one_f_one_b(stages, microbatches), f, b).makespan
-    assert flushed / batch == pytest.approx(1 / clock.busy(stages, microbatches, synchronous=True))
+    flushed = simulate(one_f_one_b(stages, microbatches), f, b)
+    assert batch / flushed.makespan == pytest.approx(clock.theory("1f1b", stages, microbatches))
+    assert clock.theory("1f1b", stages, microbatches) < clock.theory("zbv", stages, microbatches) <= 1
     endless = simulate(asynchronous(stages, microbatches, updates), f, b).makespan
     used = clock.asynchronous(stages, microbatches, 1) - clock.asynchronous(stages, microbatches, 0)
     assert endless / batch * used == pytest.approx(clock.asynchronous(stages, microbatches, updates))

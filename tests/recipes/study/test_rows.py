@@ -35,26 +35,26 @@ def test_one_seed_and_a_diverged_one_have_no_deviation() -> None:
 def test_the_speed_up_is_a_ratio_of_simulated_times() -> None:
     synchronous = row(Arm("adamw"), {0: 2.0}, {0: [(50, 4.0), (100, 2.0)]})
     late = row(Arm("adamw", 8, 16), {0: 1.0}, {0: [(50, 3.0), (100, 1.0)]})
-    expected = clock.synchronous(8, 16, 100) / clock.asynchronous(8, 16, 75)
-    assert late.speed_up(synchronous, 16) == pytest.approx(expected)
-    assert late.speed_up(synchronous, 8) == pytest.approx(expected * (15 / 8 * 1.074) / (23 / 16 * 1.080))
-    near = clock.synchronous(8, 16, 75) / clock.asynchronous(8, 16, 50)
-    assert late.speed_up(synchronous, 16, 0.5) == pytest.approx(near)  # to a loss of 3
+    expected = clock.synchronous("1f1b", 8, 16, 100) / clock.asynchronous(8, 16, 75)
+    assert late.speed_up(synchronous, "1f1b") == pytest.approx(expected)
+    assert late.speed_up(synchronous, "zbv") == pytest.approx(expected * 0.621 / 0.772)
+    near = clock.synchronous("zbv", 8, 16, 75) / clock.asynchronous(8, 16, 50)
+    assert late.speed_up(synchronous, "zbv", 0.5) == pytest.approx(near)  # to a loss of 3
 
 
 def test_a_loss_that_is_never_reached_has_no_time() -> None:
     synchronous = row(Arm("adamw"), {0: 2.0}, {0: [(50, 4.0), (100, 2.0)]})
     late = row(Arm("adamw", 8, 16), {0: 2.01}, {0: [(50, 4.0), (100, 2.01)]})
-    assert late.speed_up(synchronous, 16) is None
-    assert late.speed_up(synchronous, 16, 0.01) is not None
+    assert late.speed_up(synchronous, "1f1b") is None
+    assert late.speed_up(synchronous, "1f1b", 0.01) is not None
 
 
 def test_times_compare_the_seeds_that_both_have() -> None:
     curves: dict[int, Curve] = {0: [(50, 2.0), (100, 1.0)], 1: [(50, 20.0), (100, 10.0)]}
     synchronous = row(Arm("adamw"), {0: 1.0, 1: 10.0}, curves)
     late = row(Arm("adamw", 8, 16), {0: 1.0}, {0: curves[0]})
-    expected = clock.synchronous(8, 16, 100) / clock.asynchronous(8, 16, 100)
-    assert late.speed_up(synchronous, 16) == pytest.approx(expected)
+    expected = clock.synchronous("1f1b", 8, 16, 100) / clock.asynchronous(8, 16, 100)
+    assert late.speed_up(synchronous, "1f1b") == pytest.approx(expected)
     assert synchronous.curve() == [(50, 11.0), (100, 5.5)]
 
 
