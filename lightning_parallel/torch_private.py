@@ -211,7 +211,7 @@ def hooks_beside(handle: RemovableHandle) -> int:
 
 
 def memory_is_shared(tensor: Tensor) -> bool:
-    """Do other tensors refer to this one's memory, or is that not known? Nothing public counts references."""
+    """Do other tensors refer to this one's memory, or is that not known?"""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return True
     own = 2  # the tensor's, and that of the object by which is asked
@@ -219,8 +219,8 @@ def memory_is_shared(tensor: Tensor) -> bool:
 
 
 def references_to_memory(tensor: Tensor) -> int:
-    """How many references to a tensor's memory there are: of tensors, of what made them, and that by which is asked.
-    Those to one and the same tensor count once."""
+    """The number of references to a tensor's memory: one for each tensor or other object that shares it, and one for
+    the asking. Several names of one tensor count once. Nothing public counts them."""
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
 

@@ -12,6 +12,7 @@ end of their own.
     first_look.py      what crosses the cuts in a step         microbatches.py  a batch's work
     loss_means.py      what microbatches weigh                 options.py      the settings of strategies
     last_stage.py      what the last stage does for all        metric_board.py  metrics, the same on every stage
+    batch_watch.py     does a step change its batch?           schedule_choice.py  schedule="auto"
     earlier_chunks.py  runs of a step that don't count     between_batches.py  do stages wait? (outcome_readers.py)
     evaluation.py      forward only                            logs.py          self.log inside microbatches
     asynchronous.py    updates without a flush                 late_gradients.py, optimizer_options.py

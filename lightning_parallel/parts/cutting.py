@@ -12,18 +12,17 @@ import torch.distributed as dist
 from lightning_parallel.batch import batch_size, split
 from lightning_parallel.collectives import broadcast_object, gather_objects, together
 from lightning_parallel.layout import Layout, Placement
-from lightning_parallel.parts.earlier_chunks import BatchWatch
+from lightning_parallel.parts.batch_watch import BatchWatch
 from lightning_parallel.parts.first_batch import STEPS, as_in, first_step
 from lightning_parallel.parts.logs import trial
 from lightning_parallel.parts.options import StagedOptions
 from lightning_parallel.parts.step_hooks import StepHooks
 from lightning_parallel.pipeline.absent import AbsentValueError
-from lightning_parallel.pipeline.flow import FlowError
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.partitioning import partition
 from lightning_parallel.pipeline.survey import survey
 
-Views: TypeAlias = dict[Placement, Partition | str]  # the partition for a placement, or why there is none
+Partitions: TypeAlias = dict[Placement, Partition | str]  # by placement; a text says why there is none
 
 
 def agreed_partition(
@@ -34,7 +33,7 @@ def agreed_partition(
     model_group: dist.ProcessGroup,
     automatic_microbatches: Callable[[int], int],
     placements: Sequence[Placement],
-    choose: Callable[[Views, int], Partition],
+    choose: Callable[[Partitions, int], Partition],
 ) -> Partition:
     """The partition of a module, the same on all ranks.
 
@@ -45,9 +44,9 @@ def agreed_partition(
         layout: how many stages.
         model_group: the ranks that hold one copy of the model together.
         automatic_microbatches: their number, given a batch's size.
-        placements: the stage of each chunk: of the schedules that may run, the plainest first.
-        choose: takes one of the partitions for them, given the first batch's number of microbatches; what stands in the
-            place of one says why it isn't possible. The first always is.
+        placements: the stage of each chunk, of the schedules that may run. The plainest comes first, and has to be
+            possible.
+        choose: takes one of the partitions, given the first batch's number of microbatches; 1 in an evaluation.
 
     Raises:
         ValueError: the module can't be cut like this.
@@ -61,44 +60,17 @@ def agreed_partition(
         count = min(automatic_microbatches(size) if options.microbatches == "auto" else options.microbatches, size)
         return split(batch, count)[0]
 
-    def look() -> Views:
+    def look() -> Partitions:
         assert trainer.state.fn is not None
         fitting = STEPS[trainer.state.fn] == "training_step"
         step = first_step(trainer, module, first_microbatch if fitting else lambda batch: batch)
         try:
             with as_in(trainer, module), trial(trainer, module):
-                balance = options.balance
-                if balance == "time" and layout.rank > 0:  # only the first rank's partition counts
-                    balance = "parameters"
-                device = trainer.strategy.root_device
                 hooks = StepHooks(trainer, module, step) if fitting else None
-                recompute = options.activation_checkpointing and fitting
-
-                def cut(placement: Placement) -> Partition:
-                    found = partition(
-                        module,
-                        step,
-                        layout.stages,
-                        options.layers,
-                        balance,
-                        device,
-                        placement=placement,
-                        hooks=hooks,
-                        recompute=recompute,
-                    )
-                    if hooks is not None:
-                        hooks.check(found, layout.stage)
-                    return found
-
-                found: Views = {placements[0]: cut(placements[0])}
-                for placement in placements[1:]:
-                    try:
-                        parts = cut(placement)
-                        _check_flow(module, parts, step)
-                        found[placement] = parts
-                    except (ValueError, FlowError) as error:
-                        found[placement] = str(error)
-                return found
+                cut = partial(_cut, trainer, module, options, layout, step, hooks)
+                return {placements[0]: cut(placements[0])} | {
+                    placement: _cut_if_possible(module, step, partial(cut, placement)) for placement in placements[1:]
+                }
         except AbsentValueError as error:
             error.add_note(
                 "The step asks for a value between the layers, which only one stage has. Ask for it inside a layer's "
@@ -128,22 +100,52 @@ def agreed_partition(
     return broadcast_object(choose(mine, count), 0, world, trainer.strategy.root_device)
 
 
-def first_of(found: Views) -> Partition:
-    """The partition for the plainest schedule."""
-    parts = next(iter(found.values()))
-    assert isinstance(parts, Partition), "if the first is not possible, the run is refused"
+def _cut(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    options: StagedOptions,
+    layout: Layout,
+    step: partial[Any],
+    hooks: StepHooks | None,
+    placement: Placement,
+) -> Partition:
+    """Cut a module by a look at its step; ``hooks``: the module's own, around a training step."""
+    balance = options.balance
+    if balance == "time" and layout.rank > 0:  # only the first rank's partition counts
+        balance = "parameters"
+    found = partition(
+        module,
+        step,
+        layout.stages,
+        options.layers,
+        balance,
+        trainer.strategy.root_device,
+        placement=placement,
+        hooks=hooks,
+        recompute=options.activation_checkpointing and hooks is not None,
+    )
+    if hooks is not None:
+        hooks.check(found, layout.stage)
+    return found
+
+
+def _cut_if_possible(module: pl.LightningModule, step: partial[Any], cut: Callable[[], Partition]) -> Partition | str:
+    """The partition, if the step can be run in its chunks, or why it can't. The plainest placement may allow it."""
+    watch = BatchWatch()
+    try:
+        parts = cut()
+        survey(module, parts, partial(watch.look, step.func, *step.args))
+        watch.check("training_step", parts)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
     return parts
 
 
-def _check_flow(module: pl.LightningModule, parts: Partition, step: partial[Any]) -> None:
-    """Check that a step can be run in these chunks.
-
-    Raises:
-        FlowError: it can't.
-    """
-    watch = BatchWatch()
-    survey(module, parts, partial(watch.look, step.func, step.args))
-    watch.check("training_step", parts)
+def plainest(found: Partitions) -> Partition:
+    """The partition for the first placement."""
+    parts = next(iter(found.values()))
+    assert isinstance(parts, Partition), "if the first is not possible, the run is refused"
+    return parts
 
 
 def check_equal(mine: Partition, group: dist.ProcessGroup) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from lightning_parallel.parts.batch_watch import BatchWatch
 from lightning_parallel.parts.earlier_chunks import EarlierChunks
 from lightning_parallel.parts.first_look import FirstLook
 from lightning_parallel.parts.last_stage import LastStage
@@ -44,6 +45,7 @@ class Evaluation:
         self._look = look
         self._last_stage = last_stage
         self._shards, self._earlier = shards, earlier
+        self._watch = BatchWatch()
         self._batches = 0
 
     def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -58,8 +60,8 @@ class Evaluation:
         """
         self._batches += 1
         # Each loader may have a step of its own.
-        self._look.follow(f"{step.__name__} {args[2:]}", partial(self._earlier.watch.look, step, args, **kwargs))
-        self._earlier.watch.check(step.__name__, self._stages.stage.partition)
+        self._look.follow(f"{step.__name__} {args[2:]}", partial(self._watch.look, step, *args, **kwargs))
+        self._watch.check(step.__name__, self._stages.stage.partition)
         indices = [index for index in args[1:] if isinstance(index, int)]
 
         def alone() -> Any:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_parallel.batch import batch_size, join_outputs, sizes, split, weighted_mean
 from lightning_parallel.layout import Layout
+from lightning_parallel.parts.batch_watch import BatchWatch
 from lightning_parallel.parts.earlier_chunks import EarlierChunks
 from lightning_parallel.parts.first_look import FirstLook
 from lightning_parallel.parts.last_stage import LastStage
@@ -87,6 +88,7 @@ class Microbatches:
         self._precision, self._shards = precision, shards
         self._look, self._means, self._last_stage = look, means, last_stage
         self._earlier, self._stage = earlier, stage
+        self._watch = BatchWatch()
         self._model_group, self._device = model_group, device
         self.once = OnceABatch(module)
         self._is_first_batch = True
@@ -139,7 +141,7 @@ class Microbatches:
                 begins_update=begins_update and k == 0,
             )
         flow = self._look.follow("training_step", partial(steps[0], kind=None), len(counts))
-        self._earlier.watch.check("training_step", self._stage.partition)
+        self._watch.check("training_step", self._stage.partition)
         self.once.follow(() if flow is None else flow.updated, len(counts) * len(self._stage.chunks))
         self._is_first_batch = False
         return work, counts
@@ -158,7 +160,7 @@ class Microbatches:
         step = self._module.training_step
         if kind is None:
             with self._precision.train_step_context():
-                return self._earlier.watch.look(step, arguments)
+                return self._watch.look(step, *arguments)
         with self._precision.train_step_context(), self.once.run():
             return self._shards.run(partial(self._earlier.run, step, *arguments), kind)
 

@@ -10,16 +10,17 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_parallel.layout import Layout, Placement
-from lightning_parallel.parts.cutting import Views
+from lightning_parallel.parts.cutting import Partitions
 from lightning_parallel.pipeline.actions import Schedule
 from lightning_parallel.pipeline.choosing import choose, estimate, reason
 from lightning_parallel.pipeline.partition import Partition
 
 _COPIES = 4  # a parameter, its gradient, and an optimizer's two moments
+_USABLE = 0.8  # of what they leave: the rest is for what an estimate leaves out
 
 
-def chosen(
-    found: Views,
+def suitable_partition(
+    found: Partitions,
     names: Mapping[Placement, str],
     schedules: Mapping[Placement, Schedule],
     *,
@@ -38,7 +39,7 @@ def chosen(
         microbatches: of a batch.
     """
     parts = {names[placement]: each for placement, each in found.items() if isinstance(each, Partition)}
-    estimates = {name: estimate(schedules[each.placement], each, halves) for name, each in parts.items()}
+    estimates = {name: estimate(schedules[each.placement], each, halves=halves) for name, each in parts.items()}
     name = choose(estimates, free)
     refused = [f" Not {names[place]!r}: {text}" for place, text in found.items() if isinstance(text, str)]
     rank_zero_info(reason(name, estimates, free, microbatches) + "".join(refused))
@@ -48,13 +49,14 @@ def chosen(
 def memory_for_activations(
     module: nn.Module, layout: Layout, device: torch.device, ranks_here: int, *, fully_sharded: bool
 ) -> int:
-    """The bytes that a stage has left for activations, about: parameters are taken to be even over the stages.
+    """About the bytes that a stage has for activations. Set aside are its parameters, and a gradient and two moments of
+    those that are trained, as if they were even over the stages, and a fifth of what is left.
 
     Args:
         module: whole, and not on the device yet.
         layout: how many ranks share it.
-        device: of this rank.
-        ranks_here: the number of ranks on this machine, which share its memory if they have no devices of their own.
+        device: of this rank. On a GPU, what is free now counts; else the machine's memory, divided by its ranks.
+        ranks_here: the number of ranks on this machine.
         fully_sharded: replicas share a stage's state.
     """
     if device.type == "cuda":
@@ -63,4 +65,4 @@ def memory_for_activations(
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_here
     state = sum((_COPIES if p.requires_grad else 1) * p.nbytes for p in module.parameters())
     sharers = layout.stages * layout.size("tensor") * (layout.size("data") if fully_sharded else 1)
-    return max(0, memory - state // sharers)
+    return max(0, int(_USABLE * (memory - state // sharers)))

@@ -33,7 +33,8 @@ class Arrival:
 
     def __init__(self, tensors: list[Tensor], format: Format) -> None:
         self.format = format
-        # No views of one message buffer, so each may be changed in place.
+        # Aliases. Views of one message buffer couldn't be changed in place one by one; and a packet is used again when
+        # nobody has an alias of its tensors.
         self._tensors = [tensor.data for tensor in tensors]
         self.anchor: Tensor | None = None
         self._gradients: list[Tensor] | None = None

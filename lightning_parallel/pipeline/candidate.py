@@ -234,7 +234,7 @@ class Candidate:
         )
 
     def _summed(self, chunk_of: Sequence[int], values: Sequence[int]) -> tuple[int, ...]:
-        """What calls have, by chunk."""
+        """The sum over each chunk's calls."""
         sums = [0] * self._chunks
         for chunk, value in zip(chunk_of, values, strict=True):
             sums[chunk] += value

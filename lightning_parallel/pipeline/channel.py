@@ -14,7 +14,7 @@ Gradients need no words: both sides know their format, which follows from that o
 only one receive is posted ahead, since a format is known only once the message before it has been read. It is in flight
 while the stage computes, which hides its latency. Waiting holds up this stage and all later ones, so as much as
 possible is done before: the message's tensors are handed out before their values have come (:meth:`Receiver.expected`),
-and the buffer of the next message is found.
+and a buffer for the next message is found.
 
 gloo can't tell whether a send is done except by waiting for it. So a sender keeps a buffer until something proves that
 its message arrived (:meth:`Sender.confirm`). The gradient of a microbatch proves that its activation arrived; the
@@ -26,7 +26,7 @@ copy into it. So are a receiver's, once nobody refers to their memory any longer
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -168,13 +168,14 @@ class Sender:
     def _packet(self, format: Format, trailer: bool) -> Packet:
         """An idle packet, or else a new one in the place of the one that is idle longest: there are never more than
         have been in flight at a time."""
-        for i, packet in enumerate(self._idle):
-            if packet.format == format and packet.trailer == trailer:
-                del self._idle[i]
-                return packet
+        fitting = _fitting(self._idle, format, trailer)
         if self._idle:
-            self._idle.popleft()
-        return Packet(format, trailer, self._link.device, self._link.through_host)
+            self._idle.remove(fitting or self._idle[0])
+        return fitting or Packet(format, trailer, self._link.device, self._link.through_host)
+
+
+def _fitting(packets: Iterable[Packet], format: Format, trailer: bool) -> Packet | None:
+    return next((packet for packet in packets if packet.format == format and packet.trailer == trailer), None)
 
 
 @dataclass(slots=True)
@@ -277,17 +278,17 @@ class Receiver:
         packet = self._wait().packet
         if following is not None:
             self._begin(following, None)
-        return [tensor.data for tensor in packet.on(self._link.device)]
+        return [tensor.data for tensor in packet.on(self._link.device)]  # aliases, or the packet would look idle
 
     # -- both ----------------------------------------------------------------------------------------------------
 
     def _packet(self, format: Format, trailer: bool) -> Packet:
-        """A packet whose tensors nobody has any longer, or else a new one, in the place of one that nobody has."""
+        """An idle packet of the format, or else a new one, in the place of an idle one of another format."""
         idle = [packet for packet in self._taken if packet.is_idle]
-        like = [packet for packet in idle if packet.format == format and packet.trailer == trailer]
-        for packet in (like or idle)[:1]:
-            self._taken.remove(packet)
-        return like[0] if like else Packet(format, trailer, self._link.device, self._link.through_host)
+        fitting = _fitting(idle, format, trailer)
+        if idle:
+            self._taken.remove(fitting or idle[0])
+        return fitting or Packet(format, trailer, self._link.device, self._link.through_host)
 
     def _begin(self, packet: Packet, place: Hashable) -> None:
         self._posted = _Posted(self._link.irecv(packet.buffer), packet, place)

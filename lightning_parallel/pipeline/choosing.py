@@ -1,21 +1,20 @@
-"""``schedule="auto"``: of some schedules the fastest for a model, on paper, whose activations fit in memory."""
+"""``schedule="auto"``: the fastest schedule for a model, by simulation, of those whose activations fit in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_parallel.pipeline.actions import Backward, BackwardWeight, Forward, Schedule
+from lightning_parallel.pipeline.actions import BackwardWeight, Forward, Schedule
 from lightning_parallel.pipeline.partition import Partition
-from lightning_parallel.pipeline.simulate import simulate
+from lightning_parallel.pipeline.simulate import most_held, simulate
 
-# What a simulation of equal chunks leaves out: a message, in forwards of a whole stage, and a backward in halves, in
-# whole ones. The second was measured on a Llama block and on an encoder layer; docs/figures.md has it.
+# What operations don't tell. A message, in forwards of a whole stage: 1 ms beside the 20 ms of the bench. A backward in
+# halves, in whole ones: between that of a Llama block and that of an encoder layer in docs/figures.md.
 _LATENCY = 0.05
-_HALVES = 1.04
+_HALVES = 1.045
 
 _ALIKE = 0.01  # of the stages' time: schedules that differ by less are equally fast
-_USABLE = 0.8  # of the memory: the rest is for what an estimate leaves out
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,8 @@ class Estimate:
     """What a schedule costs with a model.
 
     Attributes:
-        busy: the fraction of the time that stages compute, in the mean, if they wait for each other between batches.
-            Of backwards in halves, what these cost more isn't counted.
+        busy: the fraction of a batch's time in which stages compute, the mean over them, if all begin and end the batch
+            together. What a backward in halves takes on top doesn't count.
         held: the bytes of activations that the fullest stage holds at most.
     """
 
@@ -32,7 +31,7 @@ class Estimate:
     held: int
 
 
-def estimate(schedule: Schedule, parts: Partition, halves: bool) -> Estimate:
+def estimate(schedule: Schedule, parts: Partition, *, halves: bool) -> Estimate:
     """What a schedule costs with a model that is cut for it.
 
     Args:
@@ -41,7 +40,7 @@ def estimate(schedule: Schedule, parts: Partition, halves: bool) -> Estimate:
         halves: second halves of backwards run where the schedule has them, not with the first ones.
     """
     split = any(isinstance(action, BackwardWeight) for actions in schedule for action in actions)
-    work = parts.work if all(parts.work) else (1,) * parts.chunks  # of what torch has no formula for, nothing is known
+    work = parts.work if all(parts.work) else (1,) * parts.chunks  # torch has no formula for some: all count alike
     forwards = [parts.stages * each / sum(work) for each in work]  # a whole stage's is 1 in the mean
     cost = _HALVES if split and halves else 1.0
     simulation = simulate(
@@ -52,44 +51,36 @@ def estimate(schedule: Schedule, parts: Partition, halves: bool) -> Estimate:
         second_half=0.5 if halves else 0.0,
     )
     microbatches = len({a.microbatch for a in schedule[0] if isinstance(a, Forward)})
-    return Estimate(3 * microbatches / simulation.makespan, max(_held(actions, parts.held) for actions in schedule))
-
-
-def _held(actions: Sequence[object], sizes: Sequence[int]) -> int:
-    """The most that a stage holds at once."""
-    held = most = 0
-    for action in actions:
-        if isinstance(action, Forward):
-            held += sizes[action.chunk]
-            most = max(most, held)
-        elif isinstance(action, Backward | BackwardWeight):
-            held -= sizes[action.chunk]
-    return most
+    held = max(most_held(actions, parts.held, halves=halves) for actions in schedule)
+    return Estimate(3 * microbatches / simulation.makespan, held)
 
 
 def choose(estimates: Mapping[str, Estimate], free: int) -> str:
-    """The fastest that fits; of those that are nearly as fast, the one that holds least. If none fits, that one too.
+    """The fastest that fits. Of those that are nearly as fast, the one that holds least, and then the plainest. If none
+    fits, the one that holds least of all.
 
     Args:
         estimates: by the schedules' names, the plainest first.
         free: the bytes that a stage has for activations.
     """
     least = min(each.held for each in estimates.values())
-    fitting = {name: each for name, each in estimates.items() if each.held <= max(least, _USABLE * free)}
+    fitting = {name: each for name, each in estimates.items() if each.held <= max(least, free)}
     fastest = max(each.busy for each in fitting.values())
     alike = {name: each for name, each in fitting.items() if each.busy >= fastest - _ALIKE}
     return min(alike, key=lambda name: alike[name].held)
 
 
 def reason(chosen: str, estimates: Mapping[str, Estimate], free: int, microbatches: int) -> str:
-    """The choice and why, in a sentence for the start banner."""
-    each = "; ".join(
-        f"{name} {value.busy:.0%} and {_size(value.held)}{'' if value.held <= _USABLE * free else ', too much'}"
-        for name, value in estimates.items()
+    """The choice and its reason, for the start banner. Arguments as of :func:`choose`; ``microbatches``: of a batch."""
+    figures = ", ".join(
+        f"{each.busy:.0%} of the time with {name!r} ({_size(each.held)} of activations on the fullest stage"
+        f"{'' if each.held <= free else ', too much'})"
+        for name, each in estimates.items()
     )
+    none = " None fits: this one holds least." if all(each.held > free for each in estimates.values()) else ""
     return (
-        f"schedule='auto' is {chosen!r}: with {microbatches} microbatches, the time that stages compute by simulation, "
-        f"and the activations of the fullest one, are {each}, of about {_size(free)} for them."
+        f"schedule='auto' takes {chosen!r}. By simulation with {microbatches} microbatches, stages compute {figures}. "
+        f"About {_size(free)} are there for activations.{none}"
     )
 
 

@@ -81,8 +81,8 @@ class Packet:
 
     @property
     def is_idle(self) -> bool:
-        """Does nobody else refer to its memory? An alias of a tensor does (``tensor.data``), the tensor itself
-        doesn't."""
+        """Does nobody but the packet refer to its memory? Who takes a tensor out must take an alias (``tensor.data``):
+        the packet's own tensors aren't counted."""
         return references_to_memory(self.buffer) == self._own_references
 
     def fill(self, tensors: Sequence[Tensor], words: tuple[int, int] | None = None) -> Packet:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_parallel.pipeline.actions import (
@@ -59,14 +59,8 @@ class Simulation:
     def peak_activations(self) -> list[int]:
         """The most microbatches whose activations each stage holds at once: forward begun, backward not done. On a
         stage with several chunks they count for each chunk."""
-        peaks = []
-        for row in self.rows:
-            held = peak = 0
-            for timed in row:
-                held += isinstance(timed.action, Forward) - isinstance(timed.action, Backward | BackwardWeight)
-                peak = max(peak, held)
-            peaks.append(peak)
-        return peaks
+        chunks = len(placement([[timed.action for timed in row] for row in self.rows]))
+        return [most_held([timed.action for timed in row], [1] * chunks) for row in self.rows]
 
     @property
     def steady(self) -> tuple[float, float] | None:
@@ -84,6 +78,25 @@ class Simulation:
         """The fraction of the time from `begin` to `end` in which the stages compute, in the mean over them."""
         busy = sum(max(0.0, min(t.end, end) - max(t.start, begin)) for row in self.rows for t in row)
         return busy / (len(self.rows) * (end - begin))
+
+
+def most_held(actions: Iterable[Action], sizes: Sequence[int], *, halves: bool = True) -> int:
+    """The most that a stage holds at once, from forwards to the ends of their backwards.
+
+    Args:
+        actions: of the stage, in their order.
+        sizes: what each chunk holds of a microbatch, in any unit.
+        halves: second halves of backwards run where they are in the list, not with the first ones.
+    """
+    ends = Backward | BackwardWeight if halves else Backward | BackwardInput
+    held = most = 0
+    for action in actions:
+        if isinstance(action, Forward):
+            held += sizes[action.chunk]
+            most = max(most, held)
+        elif isinstance(action, ends):
+            held -= sizes[action.chunk]
+    return most
 
 
 def simulate(

@@ -33,11 +33,11 @@ from lightning_parallel.collectives import gather_objects
 from lightning_parallel.gradients.swapping import Gradients, swap_gradients
 from lightning_parallel.layout import Placement
 from lightning_parallel.parts.between_batches import gained, reasons_to_wait
-from lightning_parallel.parts.cutting import Views, first_of
+from lightning_parallel.parts.cutting import Partitions, plainest
 from lightning_parallel.parts.logs import LogRecorder
 from lightning_parallel.parts.microbatches import loss_scale
 from lightning_parallel.parts.options import StagedOptions
-from lightning_parallel.parts.schedule_choice import chosen, memory_for_activations
+from lightning_parallel.parts.schedule_choice import memory_for_activations, suitable_partition
 from lightning_parallel.pipeline.actions import Schedule, placement
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.schedule import SCHEDULES, Generator, interleaved, naive
@@ -60,7 +60,8 @@ class PipelineOptions(StagedOptions):
             a bubble smaller by their number, for more messages and activations. ``"zbv"``: two chunks a stage, and
             backwards in two halves: the smallest bubble; every stage holds what the first one does in 1F1B.
             ``"auto"``: one of ``"1f1b"``, ``"interleaved"`` and ``"zbv"``: the fastest by a simulation with this
-            model's layers, of those whose activations fit in memory; a banner says which, and why.
+            model's layers, of those whose activations fit in memory; a banner says which, and why. A run that only
+            evaluates has 1F1B's stages, and a later ``fit`` of the same module keeps them.
             ``microbatches="auto"`` is four a stage, as GPipe advises, or as many as the batch has samples; one with
             ``"naive"``.
         chunks: the number of chunks of layers in each stage, with ``"interleaved"``; ``"auto"``: 2.
@@ -84,9 +85,8 @@ class PipelineOptions(StagedOptions):
             )
 
     @property
-    def candidates(self) -> Mapping[str, Generator]:
-        """What makes the lists of the schedule, or of those that may run, by their names in banners and titles. The
-        plainest comes first."""
+    def generators(self) -> Mapping[str, Generator]:
+        """Those of the schedules that may run, by the names in banners and titles. The plainest comes first."""
         if callable(self.schedule):
             return {getattr(self.schedule, "__name__", "schedule"): self.schedule}
         if self.schedule == "auto":
@@ -109,8 +109,8 @@ class PipelineStrategy(StagedStrategy):
     @takes(PipelineOptions)
     def __init__(self, options: PipelineOptions) -> None:
         super().__init__(options)
-        self._makes = options.candidates  # what makes a schedule's lists, by name
-        self._schedule_name, self._schedule = next(iter(self._makes.items()))  # until one is chosen
+        self._generators = options.generators  # of the schedules that may run, by name
+        self._schedule_name, self._schedule = next(iter(self._generators.items()))  # until one is chosen
         self._is_own = callable(options.schedule)  # the user's
         self._count = 1  # microbatches of the last batch
         self._gradients: Gradients = {}  # from training_step to backward
@@ -133,38 +133,38 @@ class PipelineStrategy(StagedStrategy):
             automatic_microbatches=self._automatic_microbatches,
             completing=self._complete_gradients,
             placements=[*names],
-            choose=partial(self._choose, trainer, names),
+            choose=partial(self._choose_partition, trainer, names),
             norm_group=self.groups.model,
             counts=lambda name: self._shards.counts(name) and self._stages.counts(name),
         )
         self._schedule_name = names[self.stage.partition.placement]
-        self._schedule = self._makes[self._schedule_name]
+        self._schedule = self._generators[self._schedule_name]
         self._alone_in = {chunk: self.stage.used_only_in(chunk) for chunk in self.stage.chunks}
         if trainer.state.fn == TrainerFn.FITTING:
             self._goes_on = self._decide_to_go_on(trainer)
 
     def _names_by_placement(self) -> dict[Placement, str]:
-        """The schedules that may run, by where their chunks are. On one stage all are alike."""
+        """The schedules that may run, by where their chunks are: no two have them alike, unless there is one stage."""
         stages, usual = self.layout.stages, self._usual_microbatches()
-        makes = [*self._makes.items()][: 1 if stages == 1 else None]
-        return {placement(_lists(make, stages, usual)): name for name, make in makes}
+        names = [*self._generators] if stages > 1 else [*self._generators][:1]
+        return {placement(_lists(self._generators[name], stages, usual)): name for name in names}
 
-    def _choose(
-        self, trainer: pl.Trainer, names: Mapping[Placement, str], found: Views, microbatches: int
+    def _choose_partition(
+        self, trainer: pl.Trainer, names: Mapping[Placement, str], found: Partitions, microbatches: int
     ) -> Partition:
         """One of the partitions that are possible for these schedules."""
         if len(found) == 1 or trainer.state.fn != TrainerFn.FITTING:
-            return first_of(found)
+            return plainest(found)
         module, layout = self.lightning_module, self.layout
         assert module is not None
-        shards_layers = self.options.data_parallel_kind == "fully_shard" and layout.size("data") > 1
-        return chosen(
+        fully_sharded = self.options.data_parallel_kind == "fully_shard" and layout.size("data") > 1
+        return suitable_partition(
             found,
             names,
-            {place: _lists(self._makes[name], layout.stages, microbatches) for place, name in names.items()},
-            halves=not shards_layers,
+            {place: _lists(self._generators[name], layout.stages, microbatches) for place, name in names.items()},
+            halves=not fully_sharded,
             free=memory_for_activations(
-                module, layout, self.root_device, trainer.num_devices, fully_sharded=shards_layers
+                module, layout, self.root_device, trainer.num_devices, fully_sharded=fully_sharded
             ),
             microbatches=microbatches,
         )
@@ -228,7 +228,7 @@ class PipelineStrategy(StagedStrategy):
         work, sizes = self._microbatches.of(arguments, recorder, scale=scale, begins_update=begins_update)
         self._count = len(sizes)
         lists = _lists(self._schedule, layout.stages, self._count)
-        if self._is_own:
+        if self._is_own:  # our own schedules place chunks by the number of stages alone
             check_placement(lists, self.stage.partition.placement, f"schedule={self._schedule_name}")
         actions = lists[layout.stage]
 

@@ -96,11 +96,12 @@ def _beside(sizes: Sizes) -> Table:
             "middle half": "",
             f"faster, of {sizes.pairs}": "d",
             "ours / our 1f1b": ".3f",
-            "its middle half": "",
+            "middle half, beside 1f1b": "",
         },
         rows,
         "The same model; interleaved and zbv have two chunks a stage. Medians; a ratio is that of the median pair. A "
-        "pair's two batches run one after the other, ours first in every second one.",
+        "pair's two batches run one after the other, ours first in every second one; our 1f1b's is that of the "
+        "same round.",
     )
 
 

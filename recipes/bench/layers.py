@@ -68,6 +68,47 @@ def blocks(count: int, width: int) -> nn.Sequential:
     )
 
 
+class LlamaBlock(nn.Module):
+    """A block of Llama (arXiv:2302.13971): norms by the root mean square, rotary positions, a gated MLP, no biases.
+
+    Shapes: [batch, time, width] -> the same.
+
+    Args:
+        width: of the residual stream.
+        heads: of the attention.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self._heads = heads
+        inner = 8 * width // 3 // 64 * 64  # three matrices have as many entries as two of 4 x width, about
+        self.norm_attention, self.norm_mlp = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm_attention(x)
+        query, key, value = (
+            layer(normed).unflatten(-1, (self._heads, -1)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        attended = nn.functional.scaled_dot_product_attention(_rotated(query), _rotated(key), value, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        normed = self.norm_mlp(x)
+        added: Tensor = self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
+        return x + added
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """Halves of each head turned by an angle that grows with the position; [batch, heads, time, size]."""
+    half = x.shape[-1] // 2
+    angles = torch.outer(torch.arange(x.shape[-2]), 10_000 ** -(torch.arange(half) / half))
+    first, second = x[..., :half], x[..., half:]
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
 def loss_of(output: Tensor) -> Tensor:
     return output.mean()
 
@@ -153,44 +194,3 @@ class _Repeated(Sequence[Tensor]):
 
     def __getitem__(self, index: Any) -> Any:
         return self._batch
-
-
-class LlamaBlock(nn.Module):
-    """A block of Llama (arXiv:2302.13971): norms by the root mean square, rotary positions, a gated MLP, no biases.
-
-    Shapes: [batch, time, width] -> the same.
-
-    Args:
-        width: of the residual stream.
-        heads: of the attention.
-    """
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self._heads = heads
-        inner = 8 * width // 3 // 64 * 64
-        self.norm_attention, self.norm_mlp = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
-        self.down = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm_attention(x)
-        query, key, value = (
-            layer(normed).unflatten(-1, (self._heads, -1)).transpose(1, 2)
-            for layer in (self.query, self.key, self.value)
-        )
-        attended = nn.functional.scaled_dot_product_attention(_rotated(query), _rotated(key), value, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        normed = self.norm_mlp(x)
-        added: Tensor = self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
-        return x + added
-
-
-def _rotated(x: Tensor) -> Tensor:
-    """Halves of each head turned by an angle that grows with the position; [batch, heads, time, size]."""
-    half = x.shape[-1] // 2
-    angles = torch.outer(torch.arange(x.shape[-2]), 10_000 ** -(torch.arange(half) / half))
-    first, second = x[..., :half], x[..., half:]
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)

@@ -1,4 +1,4 @@
-"""Byte-level language-model sets, made from source files that are on every machine of a kind.
+"""Byte-level language-model sets, made from source files that come with Python or with torch.
 
 Megabytes of real text without a download. They vary with the release of what brings them: the files' list is hashed,
 and the hash names the cache and is part of the run's record.
@@ -17,7 +17,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+
+from recipes.data.tokens import Tokens
 
 SPLITS = ("train", "val", "test")
 _END_OF_FILE = b"\0"
@@ -53,11 +56,13 @@ class Sources:
         return list(walk(self.root))
 
     def build(self, directory: Path) -> Path:
-        """Make the set below ``directory`` unless it is there; returns its folder.
+        """Make the set below ``directory`` unless it is there.
 
-        The folder holds ``<split>.bin`` and ``meta.json``.
-        Safe when several processes call it at once: each writes a folder of its own and renames it, which
-        succeeds for the first and tells the others that it is done.
+        Safe when several processes call it at once: each writes a folder of its own and renames it, which succeeds for
+        the first and tells the others that it is done.
+
+        Returns:
+            Its folder, which holds ``<split>.bin`` and ``meta.json``.
         """
         files = self.files()
         key = list_hash(self.root, files)
@@ -89,8 +94,13 @@ class Sources:
         return target
 
     def fingerprint(self, folder: Path) -> str:
-        """Of a set that :meth:`build` made: what a run's record says of its data."""
+        """What a run's record says of a set that :meth:`build` made."""
         return f"{self.name} sha256:{json.loads((folder / 'meta.json').read_text())['content']}"
+
+
+def tokens(folder: Path, split: str) -> Tokens:
+    """A split of a set that was made, a byte a token."""
+    return np.memmap(folder / f"{split}.bin", dtype=np.uint8, mode="r")
 
 
 def split_of(file: Path) -> str:
@@ -114,6 +124,6 @@ def stdlib() -> Sources:
 
 
 def headers() -> Sources:
-    """The C and C++ headers that torch brings, its own and its libraries', without those that a program wrote for each
-    operator: about 24 MB."""
+    """The ``.h`` files that torch brings, its own and its libraries', without those generated for each operator: about
+    24 MB."""
     return Sources("headers", Path(torch.__file__).parent / "include", ".h", frozenset({"ATen/ops"}))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
 from recipes.data import sources
 from recipes.data.base import SeededData
-from recipes.data.tokens import Tokens, TokenWindows
+from recipes.data.tokens import TokenWindows
 
 
 class StdlibData(SeededData):
@@ -42,13 +40,10 @@ class StdlibData(SeededData):
     def setup(self, stage: str) -> None:
         folder = sources.stdlib().build(self.directory)  # where prepare_data ran on another host, it is made here too
         self._fingerprint = sources.stdlib().fingerprint(folder)
-
-        def tokens(split: str) -> Tokens:
-            return np.memmap(folder / f"{split}.bin", dtype=np.uint8, mode="r")
-
-        self.train_set = TokenWindows(tokens("train"), self.context)
-        self.val_set = TokenWindows(tokens("val"), self.context, self.val_windows)
-        self.test_set = TokenWindows(tokens("test"), self.context, self.val_windows)
+        train, val, test = (sources.tokens(folder, split) for split in sources.SPLITS)
+        self.train_set = TokenWindows(train, self.context)
+        self.val_set = TokenWindows(val, self.context, self.val_windows)
+        self.test_set = TokenWindows(test, self.context, self.val_windows)
 
     @property
     def fingerprint(self) -> str:

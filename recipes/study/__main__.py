@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None, study: Study | None = None, tex
     """A study, or with ``--report`` what is to be said of it.
 
     Args:
+        arguments: words of the command line; default: the program's.
         study: in the place of the one that is named: a small form of it.
         text: folder of a text, in the form of :mod:`recipes.data.sources`; default: the study's.
     """
@@ -33,8 +34,14 @@ def main(arguments: Sequence[str] | None = None, study: Study | None = None, tex
     updates = setting.updates if options.updates is None else options.updates
     warmup = updates * setting.warmup // setting.updates
     setting = replace(setting, data=sources.fingerprint(folder), updates=updates, warmup=warmup)
-    plan = [arm for arm in study.plan if arm.optimizer in (options.optimizers or [arm.optimizer])]
-    plan = [arm for arm in plan if arm.synchronous or arm.stages in (options.stages or [arm.stages])]
+    plan = [
+        arm
+        for arm in study.plan
+        if (not options.optimizers or arm.optimizer in options.optimizers)
+        and (not options.stages or arm.synchronous or arm.stages in options.stages)
+    ]
+    if not plan:
+        raise SystemExit(f"{study.name} has no arms with --optimizers {' '.join(options.optimizers)}")
     output = options.output if options.output is not None else FOLDER / study.name
     store = Store(output)
     if not options.report:

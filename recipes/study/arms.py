@@ -35,7 +35,7 @@ class Setting:
             what a stage could do alone, whatever its number of blocks, so that all arms clip alike.
         every: updates between validations.
         windows: fixed ones that a validation reads, evenly spaced over its text.
-        choice: windows of a third text, by whose loss learning rates are chosen; 0: by the validation loss itself.
+        choice: fixed windows of the test split, by whose loss learning rates are chosen; 0: by the validation loss.
     """
 
     data: str

@@ -21,12 +21,13 @@ from lightning_parallel.pipeline.schedule import zbv
 from lightning_parallel.pipeline.simulate import busy_across_batches
 
 Synchronous: TypeAlias = Literal["1f1b", "zbv"]
+Schedule: TypeAlias = Synchronous | Literal["async"]
 
 NAMES: Mapping[Synchronous, str] = MappingProxyType({"1f1b": "1F1B", "zbv": "ZB-V"})
 
 # The share of the time that stages computed, by p and m: measured with stages that sleep, inside Trainer.fit, all in
-# one run, by `python -m recipes.bench pipeline --only sleeping` (its table "Inside Trainer.fit").
-MEASURED: Mapping[str, Mapping[tuple[int, int], float]] = MappingProxyType(
+# one run, by `python -m recipes.bench pipeline --only sleeping` (the table "Inside Trainer.fit").
+MEASURED: Mapping[Schedule, Mapping[tuple[int, int], float]] = MappingProxyType(
     {
         "1f1b": {(4, 8): 0.664, (8, 16): 0.621},
         "zbv": {(4, 8): 0.830, (8, 16): 0.772},
@@ -38,7 +39,7 @@ Curve = Sequence[tuple[float, float]]  # updates, validation loss
 
 
 @cache
-def theory(schedule: str, stages: int, microbatches: int) -> float:
+def theory(schedule: Schedule, stages: int, microbatches: int) -> float:
     """The share of the time that stages compute, once the pipeline is full."""
     if schedule == "async":
         return 1.0
@@ -47,9 +48,9 @@ def theory(schedule: str, stages: int, microbatches: int) -> float:
     return microbatches / (microbatches + stages - 1)
 
 
-def busy(schedule: str, stages: int, microbatches: int) -> float:
-    """That share in a real pipeline. Where it wasn't measured, it is what theory says, less what was lost of that at
-    the sizes that were: the least for a synchronous schedule, the most for the asynchronous one."""
+def busy(schedule: Schedule, stages: int, microbatches: int) -> float:
+    """The share of the time that stages compute in a real pipeline. At sizes that weren't measured: theory's, times
+    what a measured size kept of it, the most for a synchronous schedule and the least for the asynchronous one."""
     measured = MEASURED[schedule]
     if (stages, microbatches) in measured:
         return measured[stages, microbatches]

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from statistics import fmean
 
-from recipes.study import clock
 from recipes.study.arms import Arm
 from recipes.study.rows import Row
-from recipes.study.tables import NAMES, of, signed
+from recipes.study.tables import MARGIN, NAMES, of, signed
 
 
 def findings(found: Mapping[Arm, Row], optimizers: Sequence[str], stages: Sequence[int]) -> list[str]:
@@ -21,7 +20,7 @@ def _gaps(found: Mapping[Arm, Row], name: str, p: int) -> Iterator[str]:
     """How far from the synchronous loss the arms end, and when those that were corrected get there."""
     synchronous, mine = found[Arm(name)], of(found, name, p)
     begin = f"{NAMES[name]}, {p} stages"
-    for m in (2 * p, p):
+    for m in (4 * p, 2 * p, p):
         second, first, none = (mine.get(Arm(name, p, m, "stash", c)) for c in ("second_order", "error_feedback", None))
         if second is None:
             continue
@@ -42,16 +41,19 @@ def _gap(row: Row, synchronous: Row) -> str:
 
 
 def _clock(row: Row, synchronous: Row) -> str:
-    for margin, words in ((0.0, "reaches"), (0.005, "does not reach")):
-        plain, best = (row.speed_up(synchronous, schedule, margin) for schedule in clock.NAMES)
-        if plain is None or best is None:
-            continue
-        near = "" if margin == 0 else "; it is within 0.5 % of it"
+    if row.speed_up(synchronous, "1f1b") is not None:
+        return f"reaches the synchronous arm's final loss {_times_as_fast(row, synchronous)}"
+    if row.speed_up(synchronous, "1f1b", MARGIN) is not None:
         return (
-            f"{words} the synchronous arm's final loss{near} {plain:.2f} times as fast as that arm by 1F1B, "
-            f"{best:.2f} times as fast as by ZB-V."
+            f"does not reach the synchronous arm's final loss; it comes within {MARGIN:.1%} of it "
+            f"{_times_as_fast(row, synchronous, MARGIN)}"
         )
-    return "does not come within 0.5 % of the synchronous arm's final loss."
+    return f"does not come within {MARGIN:.1%} of the synchronous arm's final loss."
+
+
+def _times_as_fast(row: Row, synchronous: Row, margin: float = 0.0) -> str:
+    plain, best = (row.speed_up(synchronous, schedule, margin) for schedule in ("1f1b", "zbv"))
+    return f"{plain:.2f} times as fast as that arm by 1F1B, {best:.2f} times as fast as by ZB-V."
 
 
 def _uncorrected_or_read(found: Mapping[Arm, Row]) -> Iterator[str]:

@@ -26,13 +26,21 @@ differ in what a microbatch's forward reads on each stage, and in nothing else. 
 `AsyncPipelineStrategy`, computed in one process by `lightning_parallel.pipeline.delayed`, whose numbers are the
 strategy's."""
 
-_ARMS = """\
+_SYNCHRONOUS = """\
 - **synchronous**: no late gradients, so its losses depend neither on stages nor on microbatches; only its time does.
-- **m=2p, m=p**: asynchronous 1F1B with as many microbatches an update, weights stashed. *error feedback* and *second
-  order* are corrections of what forwards read (`lightning_parallel/pipeline/staleness.py`); without either name, none.
-- **PipeDream, m=1**: an update after each microbatch, which is the whole batch here; weights stashed.
-- **2BW**: every forward reads the weights of one update ago, on all stages.
-- **latest, m=1**: as PipeDream, without stash: backwards use the newest weights."""
+- **m=16 and so on**: asynchronous 1F1B with as many microbatches an update, weights stashed. *error feedback* and
+  *second order* are corrections of what forwards read (`lightning_parallel/pipeline/staleness.py`); without either
+  name, none."""
+_PIPEDREAM = "- **PipeDream, m=1**: an update after each microbatch, which is the whole batch here; weights stashed."
+_2BW = "- **2BW**: every forward reads the weights of one update ago, on all stages."
+_LATEST = "- **latest, m=1**: as PipeDream, without stash: backwards use the newest weights."
+
+_OPTIMIZERS = {
+    "adamw": "AdamW: betas 0.9, 0.95.",
+    "muon": "Muon: the blocks' matrices by torch.optim.Muon, momentum 0.95, its rate adjusted to AdamW's, and all else "
+    "by AdamW.",
+    "nadamw": "NAdam: decoupled weight decay, betas 0.9, 0.95, momentum_decay {decay:g}.",
+}
 
 _DISTANCES = "Distances of the final loss to the synchronous arm's at equal updates, the mean over the seeds:"
 
@@ -71,7 +79,7 @@ def write(directory: Path, study: Study, setting: Setting, plan: Sequence[Arm], 
     stages = sorted({arm.stages for arm in plan if not arm.synchronous}, reverse=True)
     begun = {p: [name for name in optimizers if tables.of(found, name, p)] for p in stages}
     shown = "\n".join(fill(f"- {line}", _WIDTH, subsequent_indent="  ") for line in findings(found, optimizers, stages))
-    parts = ["# What late gradients cost", _QUESTION, _state(setting, plan, seeds, store, found)]
+    parts = [f"# {study.title}", _QUESTION, _state(setting, plan, seeds, store, found)]
     parts += [f"    python -m recipes.study {study.name}"]
     parts += ["## What this shows", *([_DISTANCES, shown] if shown else ["Nothing yet: too few runs are done."])]
     parts += ["## What this does not show", f"{_NOT_SHOWN}\n{_CHOSEN_APART if setting.choice else _CHOSEN_ON_IT}"]
@@ -85,8 +93,8 @@ def write(directory: Path, study: Study, setting: Setting, plan: Sequence[Arm], 
     parts += ["## Results", tables.READING]
     parts += [tables.results(found, name, p).markdown() for p in stages for name in begun[p]]
     parts += ["## Tried, and left", study.tried] if study.tried else []
-    parts += ["## Arms", _ARMS, "## Setting", *_setting(study, setting, seeds, store)]
-    parts += ["## Rates", _rates(setting), *(tables.rates(found, name).markdown() for name in optimizers)]
+    parts += ["## Arms", _arms(plan), "## Setting", *_setting(study, setting, plan, seeds, store)]
+    parts += ["## Rates", _rates(setting, plan), *(tables.rates(found, name).markdown() for name in optimizers)]
     parts += ["## Simulated time", _time()]
     (directory / PAGE).write_text("\n\n".join(parts) + "\n")
 
@@ -108,14 +116,26 @@ def _state(setting: Setting, plan: Sequence[Arm], seeds: int, store: Store, foun
     )
 
 
-def _setting(study: Study, setting: Setting, seeds: int, store: Store) -> list[str]:
+def _arms(plan: Sequence[Arm]) -> str:
+    late = [arm for arm in plan if not arm.synchronous]
+    lines = [_SYNCHRONOUS]
+    lines += [_PIPEDREAM] if any(arm.microbatches == 1 and arm.weights == "stash" for arm in late) else []
+    lines += [_2BW] if any(arm.weights == "2bw" for arm in late) else []
+    lines += [_LATEST] if any(arm.weights == "latest" for arm in late) else []
+    return "\n".join(lines)
+
+
+def _setting(study: Study, setting: Setting, plan: Sequence[Arm], seeds: int, store: Store) -> list[str]:
     mine = [result for run, result in store.results.items() if run.setting == setting]
     values = ", ".join(f"{field.name} {getattr(setting, field.name)}" for field in fields(setting))
     versions = ", ".join(sorted({str(result["torch"]) for result in mine}))
+    used = {arm.optimizer for arm in plan}
+    optimizers = " ".join(text for name, text in _OPTIMIZERS.items() if name in used)
+    optimizers = optimizers.format(decay=200 / setting.updates)
     hours = sum(result["seconds"] for result in mine) / 3600
     return [
         fill(
-            f"`recipes.models.gpt.GPT` on the bytes of {study.text}, float32 on CPUs, a thread a run: {values}.",
+            f"`recipes.models.gpt.GPT` on the bytes of {study.described}, float32 on CPUs, a thread a run: {values}.",
             _WIDTH,
         ),
         fill(
@@ -123,17 +143,18 @@ def _setting(study: Study, setting: Setting, seeds: int, store: Store) -> list[s
             f"every arm; {setting.windows} fixed windows, evenly spaced over the held-out files, for validation. The "
             f"rate rises linearly over {setting.warmup} updates, and then falls as half a cosine to {setting.floor:g} "
             f"of its peak. Gradients are clipped to a norm of {setting.clip:g} block by block, embeddings with the "
-            f"first and the head with the last, so that all arms clip alike. AdamW: betas 0.9, 0.95. Muon: the "
-            f"blocks' matrices by torch.optim.Muon, momentum 0.95, its rate adjusted to AdamW's, and all else by "
-            f"AdamW. NAdam: decoupled weight decay, betas 0.9, 0.95, momentum_decay {200 / setting.updates:g}. torch "
-            f"{versions}; {hours:.1f} hours of one thread.",
+            f"first and the head with the last, so that all arms clip alike. {optimizers} torch {versions}; "
+            f"{hours:.1f} hours of one thread.",
             _WIDTH,
         ),
     ]
 
 
-def _rates(setting: Setting) -> str:
-    given = "; ".join(f"{name} {', '.join(f'{rate:g}' for rate in rates)}" for name, rates in RATES.items())
+def _rates(setting: Setting, plan: Sequence[Arm]) -> str:
+    optimizers = {arm.optimizer for arm in plan}
+    given = "; ".join(
+        f"{name} {', '.join(f'{rate:g}' for rate in rates)}" for name, rates in RATES.items() if name in optimizers
+    )
     return fill(
         f"For each arm, on the first seed, by the final loss on {_chosen_on(setting)}, the synchronous one included: "
         f"{given}. As long "
@@ -151,17 +172,17 @@ def _chosen_on(setting: Setting) -> str:
 def _time() -> str:
     """How time was simulated, with the figures that went in."""
     shares = "; ".join(
-        f"{name} {', '.join(f'{share:.3f} (p={p}, m={m})' for (p, m), share in clock.MEASURED[schedule].items())}"
-        for schedule, name in (*clock.NAMES.items(), ("async", "asynchronous"))
+        f"{name} {', '.join(f'{share:.3f} (p={p}, m={m})' for (p, m), share in measured.items())}"
+        for name, measured in zip((*clock.NAMES.values(), "asynchronous"), clock.MEASURED.values(), strict=True)
     )
     return fill(
-        f"In units of a batch's forward and backward on one stage, an update takes (m + p - 1) / m by synchronous "
-        f"1F1B, what a simulation says by ZB-V, whose stages go on to the next batch by themselves, and 1 "
-        f"asynchronously; the asynchronous pipeline is filled once, (p - 1) / m. Real pipelines are slower. In the "
-        f"project's `python -m recipes.bench pipeline`, with stages that sleep, inside `Trainer.fit` and side by side "
-        f"in one run, stages computed so much of the time: {shares}. For other p and m, which were not measured, it is "
-        f"the theory's share, less what was lost of it there: of what was measured, the least for the synchronous arm "
-        f"and the most for the asynchronous. The study's model has a block a stage with 8 stages, so it could not have "
-        f"two chunks a stage itself; on the clock it stands for a deeper one.",
+        f"In units of a batch's forward and backward on one stage, an update takes (m + p - 1) / m by 1F1B and 1 "
+        f"asynchronously. ZB-V is simulated; its stages go on to the next batch by themselves. The asynchronous "
+        f"pipeline is filled once, (p - 1) / m. Real pipelines are slower. In the project's "
+        f"`python -m recipes.bench pipeline`, with stages that sleep, inside `Trainer.fit` and side by side in one "
+        f"run, stages computed this share of the time: {shares}. Other p and m were not measured. There the theory's "
+        f"share is reduced as at a measured size: "
+        f"the one that lost least for a synchronous schedule, the one that lost most for the asynchronous. A stage of "
+        f"the study's model may be too small for the two chunks of ZB-V; on the clock it stands for a deeper model's.",
         _WIDTH,
     )

@@ -47,9 +47,8 @@ def curves(rows: Mapping[Arm, Row], optimizers: Sequence[str], stages: int, path
             if schedule == "1f1b":
                 _draw(above, synchronous, style)
             times = [(clock.synchronous(schedule, stages, 2 * stages, u) / unit, loss) for u, loss in synchronous]
-            labels.setdefault(
-                f"synchronous{' (in time: 1F1B)' if schedule == '1f1b' else ', ' + name}", _draw(below, times, style)
-            )
+            label = "synchronous (in time: 1F1B)" if schedule == "1f1b" else f"synchronous, {name}"
+            labels.setdefault(label, _draw(below, times, style))
         for panel in (above, below):
             panel.axhline(synchronous[-1][1], color="#999999", linewidth=0.8)
             low = min(row.mean for arm, row in rows.items() if arm.optimizer == optimizer)

@@ -36,13 +36,12 @@ class Store:
     @property
     def losses(self) -> dict[Run, float]:
         """By which rates are chosen; inf where a run diverged."""
-        found = {run: result["choice" if run.setting.choice else "final"] for run, result in self.results.items()}
-        return {run: inf if loss is None else loss for run, loss in found.items()}
+        return {run: _loss(result["choice" if run.setting.choice else "final"]) for run, result in self.results.items()}
 
     @property
     def finals(self) -> dict[Run, float]:
         """Final validation losses; inf where a run diverged."""
-        return {run: inf if result["final"] is None else result["final"] for run, result in self.results.items()}
+        return {run: _loss(result["final"]) for run, result in self.results.items()}
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -67,3 +66,7 @@ class Store:
         with self._file.open("a") as stream:
             stream.write("\n" * torn + json.dumps({**run.key, "result": result}) + "\n")
             stream.flush()
+
+
+def _loss(kept: float | None) -> float:
+    return inf if kept is None else kept

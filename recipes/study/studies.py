@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from recipes.data import sources
+from lightning_parallel.pipeline.staleness import Correction
+from recipes.data.sources import Sources, headers, stdlib
 from recipes.study.arms import OPTIMIZERS, STAGES, Arm, Setting, arms
 
 
@@ -16,28 +17,31 @@ class Study:
 
     Attributes:
         name: of the study, and of its folder.
+        title: of its page.
         sources: makes its text.
-        text: what that is, for the page.
+        described: the text, in the page's words.
         setting: what all arms share; its ``data`` is filled in.
         plan: the arms, in the order in which they run.
         tried: what its page tells of earlier attempts.
     """
 
     name: str
-    sources: Callable[[], sources.Sources]
-    text: str
+    title: str
+    sources: Callable[[], Sources]
+    described: str
     setting: Setting
     plan: tuple[Arm, ...]
     tried: str = ""
 
 
 def _on_headers() -> tuple[Arm, ...]:
-    """Eight stages, where late gradients cost most, and what forwards read."""
-    plan = []
-    for optimizer in ("adamw", "muon"):
-        plan += [Arm(optimizer), Arm(optimizer, 8, 16, "stash", "second_order"), Arm(optimizer, 8, 16)]
-    for optimizer in ("adamw", "muon"):
-        plan += [Arm(optimizer, 8, 8, "stash", "second_order"), Arm(optimizer, 8, 16, "stash", "error_feedback")]
+    """Eight stages, where late gradients cost most, and four with many microbatches. What the study asks first runs
+    first."""
+    so: Correction = "second_order"
+    plan: list[Arm] = [Arm("adamw"), Arm("adamw", 8, 16, "stash", so), Arm("adamw", 8, 16)]
+    plan += [Arm("muon"), Arm("muon", 8, 16, "stash", so), Arm("adamw", 8, 8, "stash", so)]
+    plan += [Arm("adamw", 4, 16, "stash", so), Arm("muon", 8, 8, "stash", so)]
+    plan += [Arm("adamw", 8, 16, "stash", "error_feedback"), Arm("muon", 8, 16)]
     return tuple(plan)
 
 
@@ -72,25 +76,23 @@ curvature of 38. With c = 0.44 (the first of 8 stages, m=16) that falls to 2.3; 
 order 12.5, two terms 13.1, three 18; with c = 0.88 (m=8) it is 1.1, 3.1, 5.7, 6.1 and 5.6. More terms
 amplify noise."""
 
-STUDIES: Mapping[str, Study] = MappingProxyType(
-    {
-        study.name: study
-        for study in (
-            Study(
-                "asynchrony",
-                sources.stdlib,
-                "Python's standard library (`recipes.data.sources.stdlib`)",
-                Setting(""),
-                tuple(arms(OPTIMIZERS, STAGES)),
-                _TRIED,
-            ),
-            Study(
-                "asynchrony_on_headers",
-                sources.headers,
-                "the C and C++ headers that torch brings (`recipes.data.sources.headers`)",
-                Setting("", choice=512),
-                _on_headers(),
-            ),
-        )
-    }
+_ALL = (
+    Study(
+        name="asynchrony",
+        title="What late gradients cost",
+        sources=stdlib,
+        described="Python's standard library (`recipes.data.sources.stdlib`)",
+        setting=Setting(data=""),
+        plan=tuple(arms(OPTIMIZERS, STAGES)),
+        tried=_TRIED,
+    ),
+    Study(
+        name="asynchrony_on_headers",
+        title="What late gradients cost on another text",
+        sources=headers,
+        described="the C and C++ headers that torch brings (`recipes.data.sources.headers`)",
+        setting=Setting(data="", choice=512),
+        plan=_on_headers(),
+    ),
 )
+STUDIES: Mapping[str, Study] = MappingProxyType({study.name: study for study in _ALL})

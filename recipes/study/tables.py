@@ -13,7 +13,7 @@ from recipes.study.clock import Synchronous
 from recipes.study.rows import Row
 
 NAMES = {"adamw": "AdamW", "muon": "Muon", "nadamw": "NAdam"}
-_MARGIN = 0.005  # above the synchronous loss: the second target on the clock
+MARGIN = 0.005  # above the synchronous loss: the second target on the clock
 
 READING = """\
 Staleness and copies are the first stage's: updates between a microbatch's forward and its backward, in the mean, and
@@ -47,7 +47,7 @@ def results(found: Mapping[Arm, Row], optimizer: str, stages: int) -> Table:
                 f"{clock.theory('async', stages, arm.microbatches):.0%}",
                 _speed_up(row, synchronous, "1f1b"),
                 _speed_up(row, synchronous, "zbv"),
-                _speed_up(row, synchronous, "zbv", _MARGIN),
+                _speed_up(row, synchronous, "zbv", MARGIN),
             ]
         )
     return Table(f"{NAMES[optimizer]}, {stages} stages", columns, cells)
@@ -78,7 +78,7 @@ def _speed_up(row: Row, synchronous: Row, schedule: Synchronous, margin: float =
 
 
 def rates(found: Mapping[Arm, Row], optimizer: str) -> Table:
-    """Final losses on the first seed, the chosen rate's in bold."""
+    """The losses on the first seed by which rates are chosen, the chosen rate's in bold."""
     mine = [row for arm, row in found.items() if arm.optimizer == optimizer]
     columns = sorted({rate for row in mine for rate in row.rates})
     cells: list[list[Cell]] = []

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_parallel.pipeline.delayed import Delayed, Reading
+from recipes.data import sources
 from recipes.data.tokens import Tokens, TokenWindows
 from recipes.models.gpt import GPT
 from recipes.models.muon import MuonAdamW
@@ -157,7 +158,7 @@ def execute(run: Run, folder: Path) -> dict[str, Any]:
             nn.utils.clip_grad_norm_(block, setting.clip, foreach=True)
         optimizers[stage].step()
 
-    validation = _windows(_text(folder, "val"), setting.context, setting.windows)
+    validation = _windows(sources.tokens(folder, "val"), setting.context, setting.windows)
 
     def validate(weights: Sequence[Mapping[str, Tensor]], windows: tuple[Tensor, Tensor] = validation) -> float:
         inputs, targets = windows
@@ -171,7 +172,7 @@ def execute(run: Run, folder: Path) -> dict[str, Any]:
         return total / len(inputs)
 
     curve: list[list[float]] = []
-    tokens = torch.from_numpy(np.array(_text(folder, "train")))
+    tokens = torch.from_numpy(np.array(sources.tokens(folder, "train")))
     for update, (x, y) in enumerate(batches(setting, tokens, run.seed)):
         factor = warmup_cosine(update, warmup_steps=setting.warmup, total_steps=setting.updates, floor=setting.floor)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
@@ -188,14 +189,10 @@ def execute(run: Run, folder: Path) -> dict[str, Any]:
         final = curve[-1][1]
         choice = final
         if setting.choice:
-            choice = validate(names, _windows(_text(folder, "test"), setting.context, setting.choice))
+            choice = validate(names, _windows(sources.tokens(folder, "test"), setting.context, setting.choice))
         read = validate(late.feed(1)[0].stages)
         return {"curve": curve, "final": _finite(final), "choice": _finite(choice), "final_read": _finite(read)}
     return {"curve": curve, "final": None, "choice": None, "final_read": None}
-
-
-def _text(folder: Path, split: str) -> Tokens:
-    return np.memmap(folder / f"{split}.bin", dtype=np.uint8, mode="r")
 
 
 def _windows(text: Tokens, context: int, count: int) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -37,7 +39,7 @@ def estimates(widths: list[int], stages: int, microbatches: int, halves: bool = 
     found = {}
     for name in AUTO:
         lists = SCHEDULES[name](stages, microbatches)
-        found[name] = estimate(lists, cut(widths, stages, placement(lists)), halves)
+        found[name] = estimate(lists, cut(widths, stages, placement(lists)), halves=halves)
     return found
 
 
@@ -66,6 +68,13 @@ def test_activations_held_are_the_lists() -> None:
     assert found["zbv"].held == 4 * each
 
 
+def test_chunks_of_which_nothing_is_known_count_alike() -> None:
+    lists = SCHEDULES["1f1b"](2, 4)
+    parts = cut([8, 8, 8, 64], 2, placement(lists))
+    unknown = replace(parts, work=(0, parts.work[1]))
+    assert estimate(lists, unknown, halves=True).busy > estimate(lists, parts, halves=True).busy
+
+
 def test_a_chunk_that_is_much_larger_makes_a_schedule_slow() -> None:
     even, uneven = estimates([8] * 8, 4, 16), estimates([8] * 7 + [64], 4, 16)
     assert all(uneven[name].busy < even[name].busy - 0.2 for name in AUTO)
@@ -73,7 +82,7 @@ def test_a_chunk_that_is_much_larger_makes_a_schedule_slow() -> None:
 
 @pytest.mark.parametrize(
     ("free", "expected"),
-    [(MUCH, "quick"), (1200, "slim"), (100, "slim"), (0, "slim")],
+    [(MUCH, "quick"), (1000, "quick"), (999, "slim"), (100, "slim"), (0, "slim")],
 )
 def test_the_fastest_that_fits_is_chosen(free: int, expected: str) -> None:
     found = {"plain": Estimate(0.7, 900), "slim": Estimate(0.8, 800), "quick": Estimate(0.9, 1000)}
@@ -88,7 +97,9 @@ def test_of_equally_fast_ones_the_one_that_holds_least_is_chosen_and_then_the_pl
 def test_the_reason_has_every_figure_that_decided() -> None:
     found = {"1f1b": Estimate(0.7, 3 * 2**29), "interleaved": Estimate(0.9, 5 * 2**31)}
     assert reason("1f1b", found, 2**33, 8) == (
-        "schedule='auto' is '1f1b': with 8 microbatches, the time that stages compute by simulation, and the "
-        "activations of the fullest one, are 1f1b 70% and 1.5 GiB; interleaved 90% and 10 GiB, too much, of about "
-        "8 GiB for them."
+        "schedule='auto' takes '1f1b'. By simulation with 8 microbatches, stages compute 70% of the time with '1f1b' "
+        "(1.5 GiB of activations on the fullest stage), 90% of the time with 'interleaved' (10 GiB of activations on "
+        "the fullest stage, too much). About 8 GiB are there for activations."
     )
+    said = "About 1 MiB are there for activations. None fits: this one holds least."
+    assert reason("1f1b", found, 2**20, 8).endswith(said)

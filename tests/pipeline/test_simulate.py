@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_parallel.pipeline.actions import Backward, Forward, Schedule, Step
+from lightning_parallel.pipeline.actions import Backward, BackwardInput, BackwardWeight, Forward, Schedule, Step
 from lightning_parallel.pipeline.async_schedule import asynchronous
 from lightning_parallel.pipeline.schedule import SCHEDULES, gpipe, interleaved, naive, one_f_one_b, zbv
 from lightning_parallel.pipeline.schedule_checks import validate
@@ -17,6 +17,7 @@ from lightning_parallel.pipeline.simulate import (
     asynchronous_utilisation,
     busy_across_batches,
     ideal_bubble,
+    most_held,
     repeated,
     simulate,
 )
@@ -165,3 +166,10 @@ def test_the_halves_of_a_backward_share_its_time() -> None:
     assert [timed.end - timed.start for timed in row] == [1.0, 1.0, 3.0, 1.0, 4.0, 0.0]
     with pytest.raises(ValueError, match=r"second_half=1\.5"):
         simulate(zbv(1, 1), second_half=1.5)
+
+
+def test_a_chunk_s_activations_are_held_to_the_end_of_its_backward() -> None:
+    actions = [Forward(0, 0), Forward(1, 0), BackwardInput(1, 0), BackwardInput(0, 0), Forward(0, 1)]
+    actions += [BackwardWeight(1, 0), BackwardWeight(0, 0), Backward(0, 1)]
+    assert most_held(actions, [3, 5]) == 3 + 5 + 3  # the second forward comes between halves
+    assert most_held(actions, [3, 5], halves=False) == 3 + 5

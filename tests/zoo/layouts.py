@@ -73,6 +73,8 @@ LAYOUTS = (
     _pipeline("GPipe 2", 2, schedule="gpipe"),
     _pipeline("1F1B 2", 2),
     _pipeline("1F1B 4", 4),
+    _pipeline("interleaved 2", 2, schedule="interleaved"),
+    _pipeline("ZB-V 2", 2, schedule="zbv"),
     _pipeline("recomputed 2", 2, activation_checkpointing=True),
     _tensor("tensor 2", 2),
     _tensor("sequence 2", 2, sequence_parallel=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 
@@ -20,6 +21,14 @@ def test_what_was_added_is_there_for_the_next(tmp_path: Path) -> None:
         store.add(run, {"final": float(loss)})
     again = Store(tmp_path / "new")
     assert again.results == store.results and again.losses == dict(zip(RUNS, [0.0, 1.0, 2.0, 3.0], strict=True))
+
+
+def test_rates_are_chosen_by_the_other_text_s_loss_where_there_is_one(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    apart = replace(RUNS[0], setting=replace(TINY, choice=4))
+    for run in (RUNS[0], apart):
+        store.add(run, {"final": 1.0, "choice": 2.0})
+    assert store.losses == {RUNS[0]: 1.0, apart: 2.0} and store.finals == {RUNS[0]: 1.0, apart: 1.0}
 
 
 def test_a_torn_last_line_costs_its_own_run_only(tmp_path: Path) -> None:

@@ -140,7 +140,16 @@ def test_late_gradients_change_the_losses_and_equal_settings_do_not(tmp_path: Pa
 def test_a_diverged_run_ends_early_without_a_loss(tmp_path: Path) -> None:
     write_text(tmp_path)
     result = execute(Run(replace(TINY, updates=60, warmup=1), Arm("adamw"), 1e200, 0), tmp_path)
-    assert result["final"] is None and result["final_read"] is None and len(result["curve"]) < 20
+    assert result["final"] is result["choice"] is result["final_read"] is None and len(result["curve"]) < 20
+
+
+def test_rates_are_chosen_by_the_validation_s_loss_or_by_that_on_the_test_split(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    run = Run(TINY, Arm("adamw"), 0.01, 0)
+    usual, apart = execute(run, tmp_path), execute(replace(run, setting=replace(TINY, choice=5)), tmp_path)
+    assert usual["choice"] == usual["final"] == apart["final"] != apart["choice"]
+    (tmp_path / "val.bin").write_bytes((tmp_path / "test.bin").read_bytes())
+    assert execute(run, tmp_path)["final"] == apart["choice"]
 
 
 def test_batches_depend_on_the_seed_alone() -> None:

@@ -1,0 +1,43 @@
+"""A look at a step on a batch of its own, which tells whether the step changes its batch in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_parallel.batch import rebuilt, tensors
+from lightning_parallel.pipeline.flow import FlowError
+from lightning_parallel.pipeline.one_sided import TWICE
+from lightning_parallel.pipeline.partition import Partition
+from lightning_parallel.torch_private import version_of
+
+
+class BatchWatch:
+    """Runs steps that are only looked at. A stage with several chunks would change the batch once for each."""
+
+    def __init__(self) -> None:
+        self._changed = False
+
+    def look(self, step: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+        """Run a step that is only looked at, on a copy of its batch."""
+        own = rebuilt((arguments, more), torch.clone)
+        given = [(tensor, version_of(tensor)) for tensor in tensors(own)]
+        try:
+            return step(*own[0], **own[1])
+        finally:
+            self._changed |= any(version_of(tensor) != version for tensor, version in given)
+
+    def check(self, name: str, parts: Partition) -> None:
+        """After a look at a step of this name, on all ranks.
+
+        Raises:
+            FlowError: it changes its batch, and a stage has several chunks.
+        """
+        changed, self._changed = self._changed, False
+        if changed and parts.chunks > parts.stages:
+            raise FlowError(
+                f"{name} changes a tensor of its batch in place. {TWICE} change a clone, do it in the data loader, or "
+                f"take a schedule with one chunk a stage ('1f1b')."
+            )
