@@ -51,7 +51,6 @@ __all__ = [
     "move_forward_hooks",
     "packed_tensor",
     "parameters_of",
-    "references_to_memory",
     "saved_hooks",
     "saved_tensor",
     "saved_value",
@@ -211,18 +210,12 @@ def hooks_beside(handle: RemovableHandle) -> int:
 
 
 def memory_is_shared(tensor: Tensor) -> bool:
-    """Do other tensors refer to this one's memory, or is that not known?"""
+    """Do other tensors refer to this one's memory, or is that not known? Nothing public counts references."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return True
     own = 2  # the tensor's, and that of the object by which is asked
-    return references_to_memory(tensor) > own
-
-
-def references_to_memory(tensor: Tensor) -> int:
-    """The number of references to a tensor's memory: one for each tensor or other object that shares it, and one for
-    the asking. Several names of one tensor count once. Nothing public counts them."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
+    shared: bool = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > own
+    return shared
 
 
 # -- modules -----------------------------------------------------------------------------------------------------

@@ -279,19 +279,6 @@ def test_memory_is_shared_with_views_and_aliases() -> None:
     assert torch_private.memory_is_shared(x.to_sparse()) and torch_private.memory_is_shared(nn.Parameter(x))
 
 
-def test_references_to_memory_are_counted_by_tensor() -> None:
-    """Otherwise a message would be received into what a step still refers to."""
-    x = torch.ones(2, 2)
-    alone = torch_private.references_to_memory(x)
-    same, alias = x, x.data
-    assert same is x and torch_private.references_to_memory(x) == torch_private.references_to_memory(alias) == alone + 1
-    y = alias * torch.ones(2, requires_grad=True)  # its graph keeps the alias
-    del alias
-    assert torch_private.references_to_memory(x) == alone + 1
-    del y
-    assert torch_private.references_to_memory(x) == alone
-
-
 # -- modules -------------------------------------------------------------------------------------------------
 
 

@@ -33,16 +33,16 @@ class Arrival:
 
     def __init__(self, tensors: list[Tensor], format: Format) -> None:
         self.format = format
-        # Aliases. Views of one message buffer couldn't be changed in place one by one; and a packet is used again when
-        # nobody has an alias of its tensors.
-        self._tensors = [tensor.data for tensor in tensors]
+        self._tensors = tensors
         self.anchor: Tensor | None = None
         self._gradients: list[Tensor] | None = None
 
     def receive(self) -> list[Tensor]:
         """The tensors as autograd sees them: results of an operation whose backward collects the gradients. They are no
         leaves, so a layer may change them in place (``nn.ReLU(inplace=True)``). For one call."""
-        tensors, self._tensors = self._tensors, []  # their memory is the step's from here on
+        # `.data`: no views of one message buffer, so each may be changed in place.
+        tensors = [t.data for t in self._tensors]
+        self._tensors = []  # their memory is the step's from here on
         wanted = [requires_grad for _, _, requires_grad in self.format]
         if not (any(wanted) and torch.is_grad_enabled()):
             return tensors

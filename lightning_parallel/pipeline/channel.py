@@ -14,19 +14,19 @@ Gradients need no words: both sides know their format, which follows from that o
 only one receive is posted ahead, since a format is known only once the message before it has been read. It is in flight
 while the stage computes, which hides its latency. Waiting holds up this stage and all later ones, so as much as
 possible is done before: the message's tensors are handed out before their values have come (:meth:`Receiver.expected`),
-and a buffer for the next message is found.
+and the buffer of the next message is allocated.
 
 gloo can't tell whether a send is done except by waiting for it. So a sender keeps a buffer until something proves that
 its message arrived (:meth:`Sender.confirm`). The gradient of a microbatch proves that its activation arrived; the
 second word, a, counts the gradients that had arrived when the activation was sent. So buffers are bounded by what is in
 flight. They are used again for messages of the same format, since the system takes longer to give fresh memory than to
-copy into it. So are a receiver's, once nobody refers to their memory any longer: neither the step nor its graph.
+copy into it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -168,14 +168,13 @@ class Sender:
     def _packet(self, format: Format, trailer: bool) -> Packet:
         """An idle packet, or else a new one in the place of the one that is idle longest: there are never more than
         have been in flight at a time."""
-        fitting = _fitting(self._idle, format, trailer)
+        for i, packet in enumerate(self._idle):
+            if packet.format == format and packet.trailer == trailer:
+                del self._idle[i]
+                return packet
         if self._idle:
-            self._idle.remove(fitting or self._idle[0])
-        return fitting or Packet(format, trailer, self._link.device, self._link.through_host)
-
-
-def _fitting(packets: Iterable[Packet], format: Format, trailer: bool) -> Packet | None:
-    return next((packet for packet in packets if packet.format == format and packet.trailer == trailer), None)
+            self._idle.popleft()
+        return Packet(format, trailer, self._link.device, self._link.through_host)
 
 
 @dataclass(slots=True)
@@ -207,7 +206,6 @@ class Receiver:
         self._link = link
         self._formats: dict[Hashable, Format] = {}
         self._posted: _Posted | None = None
-        self._taken: deque[Packet] = deque()  # whose tensors have been handed out
 
     # -- activations ---------------------------------------------------------------------------------------------
 
@@ -258,7 +256,6 @@ class Receiver:
         format = self._formats[place] = decode(description)
         packet = self._packet(format, trailer=True)
         self._link.wait(self._link.irecv(packet.buffer))
-        self._taken.append(packet)
         return Arrival(packet.on(self._link.device), format)
 
     # -- gradients -----------------------------------------------------------------------------------------------
@@ -278,17 +275,12 @@ class Receiver:
         packet = self._wait().packet
         if following is not None:
             self._begin(following, None)
-        return [tensor.data for tensor in packet.on(self._link.device)]  # aliases, or the packet would look idle
+        return packet.on(self._link.device)
 
     # -- both ----------------------------------------------------------------------------------------------------
 
     def _packet(self, format: Format, trailer: bool) -> Packet:
-        """An idle packet of the format, or else a new one, in the place of an idle one of another format."""
-        idle = [packet for packet in self._taken if packet.is_idle]
-        fitting = _fitting(idle, format, trailer)
-        if idle:
-            self._taken.remove(fitting or idle[0])
-        return fitting or Packet(format, trailer, self._link.device, self._link.through_host)
+        return Packet(format, trailer, self._link.device, self._link.through_host)
 
     def _begin(self, packet: Packet, place: Hashable) -> None:
         self._posted = _Posted(self._link.irecv(packet.buffer), packet, place)
@@ -297,5 +289,4 @@ class Receiver:
         assert self._posted is not None, "post before you take"
         self._link.wait(self._posted.work)
         posted, self._posted = self._posted, None
-        self._taken.append(posted.packet)
         return posted

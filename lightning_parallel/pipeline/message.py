@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.torch_private import references_to_memory
-
 Format = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]  # shape, dtype, requires_grad of each tensor
 
 _ALIGNMENT = 64  # bytes; any dtype can be viewed at such an offset
@@ -64,7 +62,7 @@ class Packet:
         tensors: views of the buffer.
     """
 
-    __slots__ = ("_own_references", "_words", "buffer", "format", "tensors", "trailer")
+    __slots__ = ("_words", "buffer", "format", "tensors", "trailer")
 
     def __init__(self, format: Format, trailer: bool, device: torch.device, pinned: bool = False) -> None:
         self.format, self.trailer = format, trailer
@@ -76,14 +74,11 @@ class Packet:
             else:
                 self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
             self.tensors = _views(self.buffer, format)
-            self._words: Any = _words_of(self.buffer) if trailer else None
-        self._own_references = references_to_memory(self.buffer)
-
-    @property
-    def is_idle(self) -> bool:
-        """Does nobody but the packet refer to its memory? Who takes a tensor out must take an alias (``tensor.data``):
-        the packet's own tensors aren't counted."""
-        return references_to_memory(self.buffer) == self._own_references
+            self._words: Any = None
+            if trailer:
+                # On the CPU through numpy: tensor operations would take ten times as long, while a message waits.
+                last = self.buffer[-TRAILER:]
+                self._words = last.numpy().data if self.buffer.is_cpu else last.view(torch.int64)
 
     def fill(self, tensors: Sequence[Tensor], words: tuple[int, int] | None = None) -> Packet:
         """Copy tensors to their places, and write the words, if there is a trailer. Without tensors the places keep
@@ -104,13 +99,6 @@ class Packet:
     def on(self, device: torch.device) -> list[Tensor]:
         """The tensors on a device; views of the buffer if it is there already."""
         return self.tensors if self.buffer.device == device else _views(self.buffer.to(device), self.format)
-
-
-def _words_of(buffer: Tensor) -> Any:
-    """The words in a buffer, to be read and written. On the CPU through numpy: tensor operations would take ten times
-    as long, while a message waits."""
-    last = buffer[-TRAILER:]
-    return last.numpy().data if buffer.is_cpu else last.view(torch.int64)
 
 
 def _views(buffer: Tensor, format: Format) -> list[Tensor]:

@@ -74,21 +74,3 @@ def test_gradients_are_wanted_of_what_requires_them() -> None:
     tensors = [torch.randn(2), torch.randn(3, requires_grad=True), torch.randn((), requires_grad=True)]
     assert gradient_format(format_of(tensors)) == (((3,), torch.float32, False), ((), torch.float32, False))
     assert gradient_format(format_of(tensors[:1])) == ()
-
-
-@pytest.mark.parametrize("trailer", [True, False])
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_packet_is_idle_until_somebody_keeps_an_alias_of_a_tensor(count: int, trailer: bool) -> None:
-    packet = Packet(format_of([torch.ones(2, 3)] * count), trailer, torch.device("cpu"))
-    assert packet.is_idle
-    aliases = [tensor.data for tensor in packet.tensors]
-    assert not packet.is_idle
-    weight = torch.ones(3, requires_grad=True)
-    product = (aliases[-1] * weight).sum()  # whose graph keeps it
-    part = aliases[0][0]
-    del aliases
-    assert not packet.is_idle
-    product.backward()
-    assert not packet.is_idle
-    del part
-    assert packet.is_idle
