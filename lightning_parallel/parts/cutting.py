@@ -7,17 +7,20 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_parallel.batch import batch_size, split
+from lightning_parallel.batch import batch_size, rebuilt, split
 from lightning_parallel.collectives import broadcast_object, gather_objects, together
 from lightning_parallel.layout import Layout, Placement
 from lightning_parallel.parts.batch_watch import BatchWatch
-from lightning_parallel.parts.first_batch import STEPS, as_in, first_step
+from lightning_parallel.parts.first_batch import STEPS, as_in, evaluating, first_step, validation_on
 from lightning_parallel.parts.logs import trial
 from lightning_parallel.parts.options import StagedOptions
 from lightning_parallel.parts.step_hooks import StepHooks
 from lightning_parallel.pipeline.absent import AbsentValueError
+from lightning_parallel.pipeline.flow import FlowError
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.partitioning import partition
 from lightning_parallel.pipeline.survey import survey
@@ -44,8 +47,7 @@ def agreed_partition(
         layout: how many stages.
         model_group: the ranks that hold one copy of the model together.
         automatic_microbatches: their number, given a batch's size.
-        placements: the stage of each chunk, of the schedules that may run. The plainest comes first, and has to be
-            possible.
+        placements: the stage of each chunk, of the schedules that may run. The plainest comes first.
         choose: takes one of the partitions, given the first batch's number of microbatches; 1 in an evaluation.
 
     Raises:
@@ -66,11 +68,21 @@ def agreed_partition(
         step = first_step(trainer, module, first_microbatch if fitting else lambda batch: batch)
         try:
             with as_in(trainer, module), trial(trainer, module):
-                hooks = StepHooks(trainer, module, step) if fitting else None
-                cut = partial(_cut, trainer, module, options, layout, step, hooks)
-                return {placements[0]: cut(placements[0])} | {
-                    placement: _cut_if_possible(module, step, partial(cut, placement)) for placement in placements[1:]
-                }
+                if len(placements) == 1:
+                    return {placements[0]: _cut(trainer, module, options, layout, step, placements[0])}
+                views: Partitions = {}
+                errors: list[Exception] = []
+                for placement in placements:
+                    try:
+                        parts = _cut(trainer, module, options, layout, step, placement)
+                        _check_steps(trainer, module, parts, step)
+                        views[placement] = parts
+                    except Exception as error:  # any: what this placement doesn't allow, another one may
+                        views[placement] = str(error)
+                        errors.append(error)
+                if len(errors) == len(placements):
+                    raise errors[0]
+                return views
         except AbsentValueError as error:
             error.add_note(
                 "The step asks for a value between the layers, which only one stage has. Ask for it inside a layer's "
@@ -89,9 +101,8 @@ def agreed_partition(
     world = dist.group.WORLD
     assert world is not None, "the ranks have met"
     mine = together(world, look)
-    if len(placements) > 1:  # what one rank refuses, none takes
-        for refused in gather_objects({place: text for place, text in mine.items() if isinstance(text, str)}, world):
-            mine |= refused
+    if len(placements) > 1:
+        mine = _allowed_by_all(mine, world)
     if options.balance != "time":
         for parts in mine.values():
             if isinstance(parts, Partition):
@@ -106,46 +117,78 @@ def _cut(
     options: StagedOptions,
     layout: Layout,
     step: partial[Any],
-    hooks: StepHooks | None,
     placement: Placement,
 ) -> Partition:
-    """Cut a module by a look at its step; ``hooks``: the module's own, around a training step."""
+    """Cut a module by looks at its step, each on a batch of its own: an iterator's first batch is put back."""
+    fitting = trainer.state.fn == TrainerFn.FITTING
     balance = options.balance
     if balance == "time" and layout.rank > 0:  # only the first rank's partition counts
         balance = "parameters"
+    hooks = StepHooks(trainer, module, partial(step.func, *rebuilt(step.args, torch.clone))) if fitting else None
     found = partition(
         module,
-        step,
+        partial(BatchWatch().look, step.func, *step.args),
         layout.stages,
         options.layers,
         balance,
         trainer.strategy.root_device,
         placement=placement,
         hooks=hooks,
-        recompute=options.activation_checkpointing and hooks is not None,
+        recompute=options.activation_checkpointing and fitting,
     )
     if hooks is not None:
         hooks.check(found, layout.stage)
     return found
 
 
-def _cut_if_possible(module: pl.LightningModule, step: partial[Any], cut: Callable[[], Partition]) -> Partition | str:
-    """The partition, if the step can be run in its chunks, or why it can't. The plainest placement may allow it."""
+def _check_steps(trainer: pl.Trainer, module: pl.LightningModule, parts: Partition, step: partial[Any]) -> None:
+    """Check that the steps of a training can be run in these chunks, as they are looked at again before they run.
+
+    Raises:
+        FlowError: one can't; or another error of :func:`.survey`, for the training step.
+    """
+    if trainer.state.fn != TrainerFn.FITTING:
+        return
+    _check_step(trainer, module, parts, step)
+    validation = validation_on(trainer, module, step.args[0])
+    if validation is not None:
+        try:
+            with evaluating(trainer, module):
+                _check_step(trainer, module, parts, validation)
+        except (FlowError, AbsentValueError):
+            raise
+        except Exception:  # any: its own batches may be others, so nothing is known
+            pass
+
+
+def _check_step(trainer: pl.Trainer, module: pl.LightningModule, parts: Partition, step: partial[Any]) -> None:
+    logged: list[tuple[Any, ...]] = []
+
+    def keep(*args: Any, **kwargs: Any) -> None:
+        logged.append((args, kwargs))
+
     watch = BatchWatch()
-    try:
-        parts = cut()
-        survey(module, parts, partial(watch.look, step.func, *step.args))
-        watch.check("training_step", parts)
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return parts
+    with trial(trainer, module, keep):
+        survey(module, parts, partial(watch.look, step.func, *step.args), logged)
+    watch.check(step.func.__name__, parts)
+
+
+def _allowed_by_all(mine: Partitions, world: dist.ProcessGroup) -> Partitions:
+    """What one rank refuses, none takes.
+
+    Raises:
+        RuntimeError: on all ranks, if nothing is left.
+    """
+    for refused in gather_objects({place: text for place, text in mine.items() if isinstance(text, str)}, world):
+        mine |= refused
+    if all(isinstance(text, str) for text in mine.values()):
+        raise RuntimeError(f"No schedule that schedule='auto' may take can run: {' '.join(map(str, mine.values()))}")
+    return mine
 
 
 def plainest(found: Partitions) -> Partition:
-    """The partition for the first placement."""
-    parts = next(iter(found.values()))
-    assert isinstance(parts, Partition), "if the first is not possible, the run is refused"
-    return parts
+    """The first partition that there is."""
+    return next(parts for parts in found.values() if isinstance(parts, Partition))
 
 
 def check_equal(mine: Partition, group: dist.ProcessGroup) -> None:

@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -85,6 +86,29 @@ def _few_samples(batch: Any) -> Any:
     except ValueError:  # whatever it is, the step takes it
         return batch
     return split(batch, -(-size // _FEW))[0]
+
+
+def validation_on(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> partial[Any] | None:
+    """The validation step bound to a batch of training, which its own are likely to resemble; None if none will run."""
+    step = module.validation_step
+    if trainer.limit_val_batches == 0 or not is_overridden("validation_step", module):
+        return None
+    indices = [0] if is_param_in_hook_signature(step, "batch_idx", min_args=2) else []
+    indices += [0] if is_param_in_hook_signature(step, "dataloader_idx", explicit=True) else []
+    return partial(step, batch, *indices)
+
+
+@contextmanager
+def evaluating(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
+    """Inside, the module is as in a validation."""
+    before = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        with torch.no_grad(), trainer.precision_plugin.val_step_context():
+            yield
+    finally:
+        for part, training in before.items():
+            part.training = training
 
 
 @contextmanager

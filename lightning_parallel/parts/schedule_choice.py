@@ -25,6 +25,7 @@ def suitable_partition(
     schedules: Mapping[Placement, Schedule],
     *,
     halves: bool,
+    recompute: bool,
     free: int,
     microbatches: int,
 ) -> Partition:
@@ -35,11 +36,15 @@ def suitable_partition(
         names: of the schedules, by where their chunks are.
         schedules: their lists.
         halves: second halves of backwards run where the schedule has them.
+        recompute: layers run again in the backward.
         free: the bytes that a stage has for activations.
         microbatches: of a batch.
     """
     parts = {names[placement]: each for placement, each in found.items() if isinstance(each, Partition)}
-    estimates = {name: estimate(schedules[each.placement], each, halves=halves) for name, each in parts.items()}
+    estimates = {
+        name: estimate(schedules[each.placement], each, halves=halves, recompute=recompute)
+        for name, each in parts.items()
+    }
     name = choose(estimates, free)
     refused = [f" Not {names[place]!r}: {text}" for place, text in found.items() if isinstance(text, str)]
     rank_zero_info(reason(name, estimates, free, microbatches) + "".join(refused))
@@ -55,14 +60,14 @@ def memory_for_activations(
     Args:
         module: whole, and not on the device yet.
         layout: how many ranks share it.
-        device: of this rank. On a GPU, what is free now counts; else the machine's memory, divided by its ranks.
-        ranks_here: the number of ranks on this machine.
+        device: of this rank. Of a GPU's memory, what is free now counts; else the machine's.
+        ranks_here: the number of ranks that share the device, or this machine.
         fully_sharded: replicas share a stage's state.
     """
     if device.type == "cuda":
         memory = torch.cuda.mem_get_info(device)[0]
     else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_here
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     state = sum((_COPIES if p.requires_grad else 1) * p.nbytes for p in module.parameters())
     sharers = layout.stages * layout.size("tensor") * (layout.size("data") if fully_sharded else 1)
-    return max(0, int(_USABLE * (memory - state // sharers)))
+    return max(0, int(_USABLE * (memory // ranks_here - state // sharers)))

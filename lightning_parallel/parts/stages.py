@@ -54,6 +54,10 @@ class Stages:
         assert self._stage is not None, "stages are made in Trainer.fit, validate, test and predict"
         return self._stage
 
+    def has_cut(self, module: nn.Module | None) -> bool:
+        """Is this rank's stage one of this module?"""
+        return self._stage is not None and self._stage.module is module
+
     def take(
         self,
         module: pl.LightningModule,
@@ -83,7 +87,7 @@ class Stages:
             ValueError: the module can't be cut like this.
             RuntimeError: another Trainer has cut it.
         """
-        if self._stage is None or self._stage.module is not module:
+        if not self.has_cut(module):
             if any(isinstance(p, AbsentTensor) for p in module.parameters()):
                 raise RuntimeError(
                     "This LightningModule holds one stage of a pipeline that another Trainer has made of it. Make a "
@@ -98,7 +102,7 @@ class Stages:
                 # Before the stage's hooks: after its last layer they leave the step, and torch's have to run by then.
                 layers = untied(module, self._stage.layers)
                 self.fully_sharded = FullyShardedLayers(layers, replicas, device)
-        self._stage.install(recompute=self._options.activation_checkpointing)
+        self.stage.install(recompute=self._options.activation_checkpointing)
 
     def local_model(self, shards: Mapping[str, Shard]) -> LocalModel:
         """What this rank holds.

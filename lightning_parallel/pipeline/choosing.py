@@ -31,28 +31,31 @@ class Estimate:
     held: int
 
 
-def estimate(schedule: Schedule, parts: Partition, *, halves: bool) -> Estimate:
+def estimate(schedule: Schedule, parts: Partition, *, halves: bool, recompute: bool = False) -> Estimate:
     """What a schedule costs with a model that is cut for it.
 
     Args:
         schedule: its lists.
         parts: the model's chunks, and what each computes and holds.
         halves: second halves of backwards run where the schedule has them, not with the first ones.
+        recompute: layers run again in the backward: in the first half, if it has two.
     """
     split = any(isinstance(action, BackwardWeight) for actions in schedule for action in actions)
-    work = parts.work if all(parts.work) else (1,) * parts.chunks  # torch has no formula for some: all count alike
+    work = [max(each, 1) for each in parts.work]  # torch has no formula for what is 0
     forwards = [parts.stages * each / sum(work) for each in work]  # a whole stage's is 1 in the mean
     cost = _HALVES if split and halves else 1.0
     simulation = simulate(
         schedule,
         forwards,
-        [2 * cost * each for each in forwards],
+        [(2 * cost + recompute) * each for each in forwards],
         latency=_LATENCY,
-        second_half=0.5 if halves else 0.0,
+        second_half=0.0 if not halves else 1 / 3 if recompute else 0.5,
     )
     microbatches = len({a.microbatch for a in schedule[0] if isinstance(a, Forward)})
-    held = max(most_held(actions, parts.held, halves=halves) for actions in schedule)
-    return Estimate(3 * microbatches / simulation.makespan, held)
+    # Between the halves, the inputs of matmuls wait, and the gradients of what they return.
+    between = parts.computed if halves else None
+    held = max(most_held(actions, parts.held, between) for actions in schedule)
+    return Estimate((3 + recompute) * microbatches / simulation.makespan, held)
 
 
 def choose(estimates: Mapping[str, Estimate], free: int) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from lightning_parallel.torch_private import TorchDispatchMode, tree_leaves
+from lightning_parallel.torch_private import TorchDispatchMode, tree_leaves, written_arguments
 
 
 class OperationsNoted(TorchDispatchMode):
@@ -16,7 +16,8 @@ class OperationsNoted(TorchDispatchMode):
 
     Attributes:
         flops: their floating-point operations, by torch's formulas.
-        nbytes: of their results, but for views: about what a backward needs, if nothing runs again in it.
+        nbytes: of their results, but for views and what is changed in place: about what a backward needs, if nothing
+            runs again in it.
         names: of the operations, with what each is given: shape, dtype and requires_grad of tensors, and plain values;
             only with ``named``.
         saved: shape and dtype of the tensors that are saved for the backward, as a checkpoint compares them; only with
@@ -48,7 +49,8 @@ class OperationsNoted(TorchDispatchMode):
         formula = flop_registry.get(func.overloadpacket)
         if formula is not None:
             self.flops += formula(*args, **(kwargs or {}), out_val=output)
-        if not func.is_view:
+        shares = func.is_view or func.overloadpacket.__name__ == "_unsafe_view"
+        if not shares and not any(True for _ in written_arguments(func, args, kwargs or {})):
             self.nbytes += nbytes_of(output)
         if self._named:
             self.names.append((str(func), tuple(map(_described, tree_leaves((args, kwargs))))))

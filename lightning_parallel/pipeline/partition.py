@@ -32,6 +32,7 @@ class Partition:
         work: of each chunk: its time, if that was measured, or else the operations of its forward. To be compared with
             that of other chunks only.
         held: the bytes that each chunk holds of a microbatch from its forward to its backward: an estimate.
+        computed: the bytes of all that each chunk computes in its forward.
     """
 
     layers: tuple[str, ...]
@@ -47,6 +48,7 @@ class Partition:
     draw_on_host: frozenset[str]
     work: tuple[int, ...]
     held: tuple[int, ...]
+    computed: tuple[int, ...]
 
     @property
     def chunks(self) -> int:

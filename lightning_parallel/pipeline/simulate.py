@@ -60,7 +60,7 @@ class Simulation:
         """The most microbatches whose activations each stage holds at once: forward begun, backward not done. On a
         stage with several chunks they count for each chunk."""
         chunks = len(placement([[timed.action for timed in row] for row in self.rows]))
-        return [most_held([timed.action for timed in row], [1] * chunks) for row in self.rows]
+        return [most_held([timed.action for timed in row], [1] * chunks, [1] * chunks) for row in self.rows]
 
     @property
     def steady(self) -> tuple[float, float] | None:
@@ -80,22 +80,27 @@ class Simulation:
         return busy / (len(self.rows) * (end - begin))
 
 
-def most_held(actions: Iterable[Action], sizes: Sequence[int], *, halves: bool = True) -> int:
+def most_held(actions: Iterable[Action], sizes: Sequence[int], between: Sequence[int] | None) -> int:
     """The most that a stage holds at once, from forwards to the ends of their backwards.
 
     Args:
         actions: of the stage, in their order.
-        sizes: what each chunk holds of a microbatch, in any unit.
-        halves: second halves of backwards run where they are in the list, not with the first ones.
+        sizes: what each chunk holds of a microbatch up to its backward, in any unit.
+        between: what it holds of one between the two halves of its backward; None if second halves run with the first.
     """
-    ends = Backward | BackwardWeight if halves else Backward | BackwardInput
     held = most = 0
     for action in actions:
+        if isinstance(action, Step):
+            continue
+        chunk = action.chunk
         if isinstance(action, Forward):
-            held += sizes[action.chunk]
-            most = max(most, held)
-        elif isinstance(action, ends):
-            held -= sizes[action.chunk]
+            held += sizes[chunk]
+        elif isinstance(action, Backward | BackwardInput):
+            waits = isinstance(action, BackwardInput) and between is not None
+            held += (between[chunk] if waits and between is not None else 0) - sizes[chunk]
+        elif between is not None:
+            held -= between[chunk]
+        most = max(most, held)
     return most
 
 

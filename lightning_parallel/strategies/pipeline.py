@@ -128,19 +128,22 @@ class PipelineStrategy(StagedStrategy):
             _lists(self._schedule, self.layout.stages, count)  # of an epoch's last batch, which may be smaller
         self._ends_update = self._accumulates = self._goes_on = False
         names = self._names_by_placement()
+        fitting, was_cut = trainer.state.fn == TrainerFn.FITTING, self._stages.has_cut(self.lightning_module)
         self.set_up(
             trainer,
             automatic_microbatches=self._automatic_microbatches,
             completing=self._complete_gradients,
-            placements=[*names],
-            choose=partial(self._choose_partition, trainer, names),
+            placements=[*names][: None if fitting else 1],  # an evaluation needs no schedule
+            choose=partial(self._choose_partition, names),
             norm_group=self.groups.model,
             counts=lambda name: self._shards.counts(name) and self._stages.counts(name),
         )
         self._schedule_name = names[self.stage.partition.placement]
         self._schedule = self._generators[self._schedule_name]
         self._alone_in = {chunk: self.stage.used_only_in(chunk) for chunk in self.stage.chunks}
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fitting:
+            if len(names) > 1 and was_cut:
+                rank_zero_info(f"schedule='auto' stays with {self._schedule_name!r}: the module has been cut for it.")
             self._goes_on = self._decide_to_go_on(trainer)
 
     def _names_by_placement(self) -> dict[Placement, str]:
@@ -150,21 +153,26 @@ class PipelineStrategy(StagedStrategy):
         return {placement(_lists(self._generators[name], stages, usual)): name for name in names}
 
     def _choose_partition(
-        self, trainer: pl.Trainer, names: Mapping[Placement, str], found: Partitions, microbatches: int
+        self, names: Mapping[Placement, str], found: Partitions, microbatches: int
     ) -> Partition:
         """One of the partitions that are possible for these schedules."""
-        if len(found) == 1 or trainer.state.fn != TrainerFn.FITTING:
+        if len(found) == 1:
             return plainest(found)
         module, layout = self.lightning_module, self.layout
-        assert module is not None
+        assert module is not None and self.parallel_devices is not None
         fully_sharded = self.options.data_parallel_kind == "fully_shard" and layout.size("data") > 1
         return suitable_partition(
             found,
             names,
             {place: _lists(self._generators[name], layout.stages, microbatches) for place, name in names.items()},
             halves=not fully_sharded,
+            recompute=self.options.activation_checkpointing,
             free=memory_for_activations(
-                module, layout, self.root_device, trainer.num_devices, fully_sharded=fully_sharded
+                module,
+                layout,
+                self.root_device,
+                self.parallel_devices.count(self.root_device),
+                fully_sharded=fully_sharded,
             ),
             microbatches=microbatches,
         )

@@ -53,6 +53,21 @@ def _nothing(*args: Any) -> None:
     pass
 
 
+class ChangesWhenValidated(Net):
+    """Its validation step alone changes the batch in place."""
+
+    def validation_step(self, batch: Tensor) -> None:
+        self.log("val_loss", self.training_step(batch.mul_(0.5)))
+
+
+class LogsParameter(Net):
+    """Logs a norm of the fifth layer's weight, which lies on another stage than the end of the step in a V."""
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.log("norm", self.layers[4].weight.norm())
+        return super().training_step(batch)
+
+
 class InPlace(Net):
     def changed(self, x: Tensor) -> Tensor:
         return x.mul_(0.5)
@@ -92,6 +107,9 @@ def outcome(
         (2, 8, Net, {}, "zbv", "stages compute 8"),
         (2, 3, Net, {}, "1f1b", "Not 'zbv': stages=2 with 2 chunks each, but the model has only 3 layers"),
         (2, 8, InPlace, {}, "1f1b", "Not 'zbv': training_step changes a tensor of its batch in place."),
+        (2, 8, ChangesWhenValidated, {}, "1f1b", "Not 'zbv': validation_step changes a tensor of its batch in place."),
+        (2, 8, LogsParameter, {}, "1f1b", "Not 'zbv': "),
+        (2, 8, Net, {"balance": [2] * 4}, "zbv", "Not '1f1b': balance="),
         (2, 8, Net, {"balance": [4, 4]}, "1f1b", "Not 'interleaved': balance=[4, 4]"),
         (2, 8, Hooked, {}, "1f1b", "Not 'zbv': 'layers.1' has a full backward hook"),
         (1, 8, Net, {}, "1f1b", ""),
@@ -110,8 +128,40 @@ def test_the_schedule_that_is_chosen_runs(
 
 
 def test_a_module_that_has_been_validated_stays_as_it_was_cut(pool: WorkerPool) -> None:
-    for _, placement, _ in pool.run(outcome, 2, "auto", 2, 8, init=False, validated=True):
-        assert placement == (0, 1)
+    found = pool.run(outcome, 2, "auto", 2, 8, init=False, validated=True)
+    assert [placement for _, placement, _ in found] == [(0, 1)] * 2
+    assert found[0][2] == "schedule='auto' stays with '1f1b': the module has been cut for it."
+
+
+def once(schedule: str) -> float:
+    """A sum of parameters after one batch, from a loader that gives each batch once."""
+    torch.set_default_dtype(torch.float64)
+    data = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    strategy: Any = lp.PipelineStrategy(schedule=schedule, layers=["layers.*"], microbatches=4)  # type: ignore[arg-type]
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_steps=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    module = InPlace(8)
+    trainer.fit(module, iter([data]))
+    return float(module.layers[-1].weight.sum()) if trainer.is_global_zero else 0.0  # it has the last layer
+
+
+def test_looks_leave_a_batch_that_is_put_back_as_it_was(pool: WorkerPool) -> None:
+    """Each would change it once more."""
+    data = torch.randn(16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    [reference] = pool.run(alone, 1, data)
+    for schedule in ("1f1b", "auto"):
+        assert pool.run(once, 2, schedule, init=False)[0] == pytest.approx(reference, rel=0, abs=1e-12)
+
+
+def alone(data: Tensor) -> float:
+    torch.set_default_dtype(torch.float64)
+    module = InPlace(8)
+    optimizer = module.configure_optimizers()
+    module.training_step(data.clone()).backward()
+    optimizer.step()
+    return float(module.layers[-1].weight.sum())
 
 
 def test_memory_is_what_parameters_gradients_and_moments_leave(monkeypatch: pytest.MonkeyPatch) -> None:

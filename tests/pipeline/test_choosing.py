@@ -68,11 +68,21 @@ def test_activations_held_are_the_lists() -> None:
     assert found["zbv"].held == 4 * each
 
 
-def test_chunks_of_which_nothing_is_known_count_alike() -> None:
+def test_chunks_without_a_formula_count_as_next_to_nothing() -> None:
     lists = SCHEDULES["1f1b"](2, 4)
-    parts = cut([8, 8, 8, 64], 2, placement(lists))
-    unknown = replace(parts, work=(0, parts.work[1]))
-    assert estimate(lists, unknown, halves=True).busy > estimate(lists, parts, halves=True).busy
+    parts = cut([8, 8, 8, 8], 2, placement(lists))
+    assert estimate(lists, replace(parts, work=(0, 0)), halves=True) == estimate(lists, parts, halves=True)
+    assert estimate(lists, replace(parts, work=(0, 100)), halves=True).busy == pytest.approx(0.5, abs=0.05)
+
+
+def test_layers_that_run_again_are_held_whole_between_halves() -> None:
+    lists = SCHEDULES["zbv"](4, 8)
+    parts = cut([8] * 16, 4, placement(lists), recompute=True)
+    again, once = estimate(lists, parts, halves=True, recompute=True), estimate(lists, parts, halves=True)
+    assert parts.held[0] < parts.computed[0] and again.held > 8 * parts.held[0] and again.busy != once.busy
+    plain = SCHEDULES["1f1b"](4, 8)
+    whole = cut([8] * 16, 4, placement(plain), recompute=True)
+    assert estimate(plain, whole, halves=True, recompute=True).held == 4 * whole.held[0] < again.held
 
 
 def test_a_chunk_that_is_much_larger_makes_a_schedule_slow() -> None:

@@ -14,6 +14,16 @@ def test_products_count() -> None:
     assert noted.flops == 2 * 5 * 4 * 3 and noted.names == []
 
 
+def test_results_count_but_for_views_and_what_is_changed_in_place() -> None:
+    layer, x = nn.Linear(4, 3, bias=False), torch.ones(2, 5, 4)
+    with OperationsNoted() as noted, torch.no_grad():
+        y = layer(x)  # three dimensions: a matmul of a view
+        y.transpose(0, 1)
+        y.add_(1)
+        y.exp()
+    assert noted.nbytes == 2 * (2 * 5 * 3 * 4)
+
+
 def test_names_tell_shapes_dtypes_and_gradients_apart() -> None:
     def names(x: torch.Tensor) -> list[object]:
         with OperationsNoted(named=True) as noted:

@@ -171,5 +171,6 @@ def test_the_halves_of_a_backward_share_its_time() -> None:
 def test_a_chunk_s_activations_are_held_to_the_end_of_its_backward() -> None:
     actions = [Forward(0, 0), Forward(1, 0), BackwardInput(1, 0), BackwardInput(0, 0), Forward(0, 1)]
     actions += [BackwardWeight(1, 0), BackwardWeight(0, 0), Backward(0, 1)]
-    assert most_held(actions, [3, 5]) == 3 + 5 + 3  # the second forward comes between halves
-    assert most_held(actions, [3, 5], halves=False) == 3 + 5
+    assert most_held(actions, [3, 5], None) == 3 + 5  # nothing waits between halves
+    assert most_held(actions, [3, 5], [3, 5]) == 3 + 5 + 3  # the second forward comes between them
+    assert most_held(actions, [3, 5], [10, 20]) == 10 + 20 + 3  # as where layers run again in the first half
