@@ -45,10 +45,10 @@ def _clock(row: Row, synchronous: Row) -> str:
         return f"reaches the synchronous arm's final loss {_times_as_fast(row, synchronous)}"
     if row.speed_up(synchronous, "1f1b", MARGIN) is not None:
         return (
-            f"does not reach the synchronous arm's final loss; it comes within {MARGIN:.1%} of it "
+            f"does not reach the synchronous arm's final loss; it comes within {100 * MARGIN:g} % of it "
             f"{_times_as_fast(row, synchronous, MARGIN)}"
         )
-    return f"does not come within {MARGIN:.1%} of the synchronous arm's final loss."
+    return f"does not come within {100 * MARGIN:g} % of the synchronous arm's final loss."
 
 
 def _times_as_fast(row: Row, synchronous: Row, margin: float = 0.0) -> str:
