@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_parallel.batch import batch_size, rebuilt, split
-from lightning_parallel.collectives import broadcast_object, gather_objects, together
+from lightning_parallel.collectives import broadcast_object, decided_by_first, gather_objects, together
 from lightning_parallel.layout import Layout, Placement
 from lightning_parallel.parts.batch_watch import BatchWatch
 from lightning_parallel.parts.first_batch import STEPS, as_in, evaluating, first_step, validation_on
@@ -68,21 +68,12 @@ def agreed_partition(
         step = first_step(trainer, module, first_microbatch if fitting else lambda batch: batch)
         try:
             with as_in(trainer, module), trial(trainer, module):
-                if len(placements) == 1:
-                    return {placements[0]: _cut(trainer, module, options, layout, step, placements[0])}
-                views: Partitions = {}
-                errors: list[Exception] = []
-                for placement in placements:
-                    try:
-                        parts = _cut(trainer, module, options, layout, step, placement)
-                        _check_steps(trainer, module, parts, step)
-                        views[placement] = parts
-                    except Exception as error:  # any: what this placement doesn't allow, another one may
-                        views[placement] = str(error)
-                        errors.append(error)
-                if len(errors) == len(placements):
-                    raise errors[0]
-                return views
+                if len(placements) > 1:
+                    return _looked_at(trainer, module, options, layout, step, placements)
+                parts, hooks = _cut(trainer, module, options, layout, step, placements[0])
+                if hooks is not None:
+                    hooks.check(parts, layout.stage)
+                return {placements[0]: parts}
         except AbsentValueError as error:
             error.add_note(
                 "The step asks for a value between the layers, which only one stage has. Ask for it inside a layer's "
@@ -101,14 +92,18 @@ def agreed_partition(
     world = dist.group.WORLD
     assert world is not None, "the ranks have met"
     mine = together(world, look)
+    chosen = placements[0]
     if len(placements) > 1:
-        mine = _allowed_by_all(mine, world)
+        mine = _allowed(mine, gather_objects(_refused(mine), world), only_first=options.balance == "time")
+        # By the first rank's view, as all replicas take its cuts.
+        chosen = decided_by_first(world, lambda: choose(mine, count).placement)
     if options.balance != "time":
         for parts in mine.values():
             if isinstance(parts, Partition):
                 check_equal(parts, model_group)
     # Replicas see batches of their own, perhaps of other shapes: the first one decides.
-    return broadcast_object(choose(mine, count), 0, world, trainer.strategy.root_device)
+    own = mine[chosen]
+    return broadcast_object(own if isinstance(own, Partition) else None, 0, world, trainer.strategy.root_device)
 
 
 def _cut(
@@ -118,8 +113,12 @@ def _cut(
     layout: Layout,
     step: partial[Any],
     placement: Placement,
-) -> Partition:
-    """Cut a module by looks at its step, each on a batch of its own: an iterator's first batch is put back."""
+) -> tuple[Partition, StepHooks | None]:
+    """Cut a module by looks at its step, on copies of the batch's tensors: an iterator's first batch is put back.
+
+    Returns:
+        The partition, and the module's own hooks around a training step, which are to be checked.
+    """
     fitting = trainer.state.fn == TrainerFn.FITTING
     balance = options.balance
     if balance == "time" and layout.rank > 0:  # only the first rank's partition counts
@@ -136,32 +135,72 @@ def _cut(
         hooks=hooks,
         recompute=options.activation_checkpointing and fitting,
     )
-    if hooks is not None:
-        hooks.check(found, layout.stage)
-    return found
+    return found, hooks
 
 
-def _check_steps(trainer: pl.Trainer, module: pl.LightningModule, parts: Partition, step: partial[Any]) -> None:
-    """Check that the steps of a training can be run in these chunks, as they are looked at again before they run.
+def _looked_at(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    options: StagedOptions,
+    layout: Layout,
+    step: partial[Any],
+    placements: Sequence[Placement],
+) -> Partitions:
+    """Cut a module for several placements, and look whether its steps can be run so.
 
     Raises:
-        FlowError: one can't; or another error of :func:`.survey`, for the training step.
+        Exception: the first placement's, if none is possible.
     """
-    if trainer.state.fn != TrainerFn.FITTING:
-        return
-    _check_step(trainer, module, parts, step)
-    validation = validation_on(trainer, module, step.args[0])
-    if validation is not None:
+    views: Partitions = {}
+    errors: list[Exception] = []
+    trained: Partition | None = None  # the plainest partition in which the training step can be run
+    for placement in placements:
         try:
-            with evaluating(trainer, module):
-                _check_step(trainer, module, parts, validation)
-        except (FlowError, AbsentValueError):
-            raise
-        except Exception:  # any: its own batches may be others, so nothing is known
-            pass
+            parts, hooks = _cut(trainer, module, options, layout, step, placement)
+            _check_step(trainer, module, parts, "training_step", step)
+            if hooks is not None:
+                hooks.check(parts, layout.stage)
+            trained = trained or parts
+            _check_validation(trainer, module, parts, step)
+            views[placement] = parts
+        except Exception as error:  # any: what this placement doesn't allow, another one may
+            plain = isinstance(error, ValueError | RuntimeError)
+            views[placement] = str(error) if plain else f"{type(error).__name__}: {error}"
+            errors.append(error)
+    if len(errors) == len(placements):
+        if trained is None:
+            raise errors[0]
+        views[trained.placement] = trained  # perhaps no validation runs, or another one than was looked at
+    return views
 
 
-def _check_step(trainer: pl.Trainer, module: pl.LightningModule, parts: Partition, step: partial[Any]) -> None:
+def _check_validation(trainer: pl.Trainer, module: pl.LightningModule, parts: Partition, step: partial[Any]) -> None:
+    """Look at the validation step on a training batch.
+
+    Raises:
+        FlowError: it can't be run in these chunks.
+        AbsentValueError: it asks for a value that another chunk has.
+    """
+    validation = validation_on(trainer, module, step.args[0])
+    if validation is None:
+        return
+    try:
+        with evaluating(trainer, module):
+            _check_step(trainer, module, parts, "validation_step", validation)
+    except (FlowError, AbsentValueError):
+        raise
+    except Exception:  # any: its own batches may be others, so nothing is known
+        pass
+
+
+def _check_step(
+    trainer: pl.Trainer, module: pl.LightningModule, parts: Partition, name: str, step: partial[Any]
+) -> None:
+    """Look at a step as it is looked at again before it runs.
+
+    Raises:
+        Exception: of :func:`.survey`.
+    """
     logged: list[tuple[Any, ...]] = []
 
     def keep(*args: Any, **kwargs: Any) -> None:
@@ -170,20 +209,25 @@ def _check_step(trainer: pl.Trainer, module: pl.LightningModule, parts: Partitio
     watch = BatchWatch()
     with trial(trainer, module, keep):
         survey(module, parts, partial(watch.look, step.func, *step.args), logged)
-    watch.check(step.func.__name__, parts)
+    watch.check(name, parts)
 
 
-def _allowed_by_all(mine: Partitions, world: dist.ProcessGroup) -> Partitions:
-    """What one rank refuses, none takes.
+def _refused(views: Partitions) -> dict[Placement, str]:
+    return {placement: text for placement, text in views.items() if isinstance(text, str)}
+
+
+def _allowed(mine: Partitions, refused: Sequence[dict[Placement, str]], *, only_first: bool) -> Partitions:
+    """What no rank refuses; with ``only_first``, what the first one doesn't, since the others have other partitions.
 
     Raises:
         RuntimeError: on all ranks, if nothing is left.
     """
-    for refused in gather_objects({place: text for place, text in mine.items() if isinstance(text, str)}, world):
-        mine |= refused
-    if all(isinstance(text, str) for text in mine.values()):
-        raise RuntimeError(f"No schedule that schedule='auto' may take can run: {' '.join(map(str, mine.values()))}")
-    return mine
+    texts: dict[Placement, str] = {}
+    for each in refused[: 1 if only_first else None]:
+        texts |= each
+    if len(texts) == len(mine):
+        raise RuntimeError(f"schedule='auto': no schedule can run. {' '.join(dict.fromkeys(texts.values()))}")
+    return {**mine, **texts}
 
 
 def plainest(found: Partitions) -> Partition:

@@ -18,7 +18,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -91,7 +90,7 @@ def _few_samples(batch: Any) -> Any:
 def validation_on(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> partial[Any] | None:
     """The validation step bound to a batch of training, which its own are likely to resemble; None if none will run."""
     step = module.validation_step
-    if trainer.limit_val_batches == 0 or not is_overridden("validation_step", module):
+    if not trainer.enable_validation:
         return None
     indices = [0] if is_param_in_hook_signature(step, "batch_idx", min_args=2) else []
     indices += [0] if is_param_in_hook_signature(step, "dataloader_idx", explicit=True) else []
@@ -100,10 +99,11 @@ def validation_on(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -
 
 @contextmanager
 def evaluating(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
-    """Inside, the module is as in a validation."""
+    """Inside, the module is as in a validation. Its ``eval`` isn't called, which may do more than to set flags."""
     before = {part: part.training for part in module.modules()}
-    module.eval()
     try:
+        for part in before:
+            part.training = False
         with torch.no_grad(), trainer.precision_plugin.val_step_context():
             yield
     finally:

@@ -65,7 +65,8 @@ def memory_for_activations(
         fully_sharded: replicas share a stage's state.
     """
     if device.type == "cuda":
-        memory = torch.cuda.mem_get_info(device)[0]
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's, and not in use
+        memory = torch.cuda.mem_get_info(device)[0] + cached
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     state = sum((_COPIES if p.requires_grad else 1) * p.nbytes for p in module.parameters())

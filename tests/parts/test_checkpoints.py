@@ -181,7 +181,7 @@ def test_shards_in_shards_over_replicas_are_resumed_to_the_bit(
     assert largest_difference(full, {name: weights[0][name] for name in full}) == 0
 
 
-@pytest.mark.parametrize(("ranks", "strategy", "options"), [(3, "tensor", {}), *thorough((2, "sync", {}))])
+@pytest.mark.parametrize(("ranks", "strategy", "options"), thorough((3, "tensor", {}), (2, "sync", {})))
 def test_shards_in_shards_over_replicas_open_without(
     pool: WorkerPool, trained: Trained, tmp_path: Path, ranks: int, strategy: str, options: dict[str, Any]
 ) -> None:

@@ -74,7 +74,14 @@ class InPlace(Net):
 
 
 def outcome(
-    schedule: str, stages: int, layers: int, kind: type[Net] = Net, *, validated: bool = False, **options: Any
+    schedule: str,
+    stages: int,
+    layers: int,
+    kind: type[Net] = Net,
+    *,
+    validated: bool = False,
+    validation: bool = True,
+    **options: Any,
 ) -> tuple[dict[str, float], tuple[int, ...], str]:
     """The metrics, where chunks are, and what was said of the choice."""
     torch.set_default_dtype(torch.float64)
@@ -94,7 +101,7 @@ def outcome(
     module = kind(layers)
     if validated:
         trainer.validate(module, loaders[1], verbose=False)
-    trainer.fit(module, *loaders)
+    trainer.fit(module, loaders[0], loaders[1] if validation else None)
     logger.removeHandler(handler)
     logger.setLevel(logging.NOTSET)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -125,6 +132,29 @@ def test_the_schedule_that_is_chosen_runs(
     (_, _, chosen), *others = found  # only one rank says it
     assert said in chosen and (f"takes {schedule!r}. By simulation with 8 microb" in chosen or stages == 1), chosen
     assert not any(text for _, _, text in others)
+
+
+def test_a_validation_that_does_not_run_decides_nothing(pool: WorkerPool) -> None:
+    for _, placement, _ in pool.run(outcome, 2, "auto", 2, 8, ChangesWhenValidated, init=False, validation=False):
+        assert placement == (1, 0, 0, 1)
+
+
+class Asks(Net):
+    """Its validation asks for a value that only a later stage has, in the middle of the layers."""
+
+    def validation_step(self, batch: Tensor) -> None:
+        x = self.layers[0](batch)
+        if float(self.layers[7].weight.sum()) > 100:
+            x = x * 2
+        self.log("val_loss", self.layers[7](x).square().mean())
+
+
+def test_a_validation_that_no_schedule_allows_is_left_to_speak_for_itself(pool: WorkerPool) -> None:
+    """It may not run, or on other batches."""
+    failures = pool.run(outcome, 2, "auto", 2, 8, Asks, init=False, expect_errors=True)
+    expected = pool.run(outcome, 2, "1f1b", 2, 8, Asks, init=False, expect_errors=True)
+    last = [[failure.strip().splitlines()[-1] for failure in each] for each in (failures, expected)]
+    assert last[0] == last[1] and all("layers.7" in line for line in last[0])
 
 
 def test_a_module_that_has_been_validated_stays_as_it_was_cut(pool: WorkerPool) -> None:
