@@ -16,7 +16,7 @@ from lightning_parallel.collectives import broadcast_object, decided_by_first, g
 from lightning_parallel.layout import Layout, Placement
 from lightning_parallel.parts.batch_watch import BatchWatch
 from lightning_parallel.parts.first_batch import STEPS, as_in, evaluating, first_step, validation_on
-from lightning_parallel.parts.logs import trial
+from lightning_parallel.parts.logs import logging_trial, trial
 from lightning_parallel.parts.options import StagedOptions
 from lightning_parallel.parts.step_hooks import StepHooks
 from lightning_parallel.pipeline.absent import AbsentValueError
@@ -36,7 +36,7 @@ def agreed_partition(
     model_group: dist.ProcessGroup,
     automatic_microbatches: Callable[[int], int],
     placements: Sequence[Placement],
-    choose: Callable[[Partitions, int], Partition],
+    choose: Callable[[Partitions, int], Placement],
 ) -> Partition:
     """The partition of a module, the same on all ranks.
 
@@ -48,7 +48,8 @@ def agreed_partition(
         model_group: the ranks that hold one copy of the model together.
         automatic_microbatches: their number, given a batch's size.
         placements: the stage of each chunk, of the schedules that may run. The plainest comes first.
-        choose: takes one of the partitions, given the first batch's number of microbatches; 1 in an evaluation.
+        choose: takes a placement that has a partition, given the first batch's number of microbatches. It is asked on
+            the first rank, if there are several.
 
     Raises:
         ValueError: the module can't be cut like this.
@@ -96,7 +97,7 @@ def agreed_partition(
     if len(placements) > 1:
         mine = _allowed(mine, gather_objects(_refused(mine), world), only_first=options.balance == "time")
         # By the first rank's view, as all replicas take its cuts.
-        chosen = decided_by_first(world, lambda: choose(mine, count).placement)
+        chosen = decided_by_first(world, lambda: choose(mine, count))
     if options.balance != "time":
         for parts in mine.values():
             if isinstance(parts, Partition):
@@ -201,13 +202,8 @@ def _check_step(
     Raises:
         Exception: of :func:`.survey`.
     """
-    logged: list[tuple[Any, ...]] = []
-
-    def keep(*args: Any, **kwargs: Any) -> None:
-        logged.append((args, kwargs))
-
     watch = BatchWatch()
-    with trial(trainer, module, keep):
+    with logging_trial(trainer, module) as logged:
         survey(module, parts, partial(watch.look, step.func, *step.args), logged)
     watch.check(name, parts)
 
@@ -228,11 +224,6 @@ def _allowed(mine: Partitions, refused: Sequence[dict[Placement, str]], *, only_
     if len(texts) == len(mine):
         raise RuntimeError(f"schedule='auto': no schedule can run. {' '.join(dict.fromkeys(texts.values()))}")
     return {**mine, **texts}
-
-
-def plainest(found: Partitions) -> Partition:
-    """The first partition that there is."""
-    return next(parts for parts in found.values() if isinstance(parts, Partition))
 
 
 def check_equal(mine: Partition, group: dist.ProcessGroup) -> None:

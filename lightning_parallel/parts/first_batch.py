@@ -100,21 +100,16 @@ def validation_on(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -
 @contextmanager
 def evaluating(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
     """Inside, the module is as in a validation. Its ``eval`` isn't called, which may do more than to set flags."""
-    before = {part: part.training for part in module.modules()}
-    try:
-        for part in before:
+    with _modes_kept(module):
+        for part in module.modules():
             part.training = False
         with torch.no_grad(), trainer.precision_plugin.val_step_context():
             yield
-    finally:
-        for part, training in before.items():
-            part.training = training
 
 
 @contextmanager
 def as_in(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
     """Inside, the module's parts are in the mode in which Lightning will run them, in the Trainer's precision."""
-    before = {part: part.training for part in module.modules()}
     precision = trainer.precision_plugin
     contexts = {
         TrainerFn.FITTING: precision.train_step_context,
@@ -123,11 +118,19 @@ def as_in(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
         TrainerFn.PREDICTING: precision.predict_step_context,
     }
     assert trainer.state.fn is not None
-    if trainer.state.fn != TrainerFn.FITTING:
-        module.eval()
-    try:
+    with _modes_kept(module):
+        if trainer.state.fn != TrainerFn.FITTING:
+            module.eval()
         with contexts[trainer.state.fn]():
             yield
+
+
+@contextmanager
+def _modes_kept(module: pl.LightningModule) -> Iterator[None]:
+    """Afterwards each part of the module is in the mode in which it was."""
+    before = {part: part.training for part in module.modules()}
+    try:
+        yield
     finally:
         for part, training in before.items():
             part.training = training

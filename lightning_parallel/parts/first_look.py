@@ -18,7 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_parallel.checkpoint.agreement import first_few
 from lightning_parallel.collectives import gather_objects
 from lightning_parallel.parts.last_stage import LastStage
-from lightning_parallel.parts.logs import trial
+from lightning_parallel.parts.logs import logging_trial
 from lightning_parallel.parts.stages import Stages
 from lightning_parallel.pipeline.flow import Flow, tensors_of
 
@@ -77,12 +77,7 @@ class FirstLook:
         return self._flows[kind]
 
     def _look(self, kind: str, step: Callable[[], Any]) -> Flow:
-        logged: list[tuple[Any, ...]] = []
-
-        def keep(*args: Any, **kwargs: Any) -> None:
-            logged.append((args, kwargs))
-
-        with trial(self._trainer, self._module, keep), self._last_stage.alone(kind.split()[0]):
+        with logging_trial(self._trainer, self._module) as logged, self._last_stage.alone(kind.split()[0]):
             return self._stages.stage.survey(step, logged)
 
     def _agreed(self, look: Callable[[], Flow]) -> Flow:

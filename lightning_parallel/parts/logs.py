@@ -213,3 +213,15 @@ def trial(
             yield
     finally:
         trainer.should_stop = stop
+
+
+@contextmanager
+def logging_trial(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[list[tuple[Any, ...]]]:
+    """:func:`trial`, which keeps what the step logs, with the arguments of the calls, in the list that it gives."""
+    logged: list[tuple[Any, ...]] = []
+
+    def keep(*args: Any, **kwargs: Any) -> None:
+        logged.append((args, kwargs))
+
+    with trial(trainer, module, keep):
+        yield logged

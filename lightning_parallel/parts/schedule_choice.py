@@ -19,7 +19,7 @@ _COPIES = 4  # a parameter, its gradient, and an optimizer's two moments
 _USABLE = 0.8  # of what they leave: the rest is for what an estimate leaves out
 
 
-def suitable_partition(
+def suitable_placement(
     found: Partitions,
     names: Mapping[Placement, str],
     schedules: Mapping[Placement, Schedule],
@@ -28,8 +28,8 @@ def suitable_partition(
     recompute: bool,
     free: int,
     microbatches: int,
-) -> Partition:
-    """The partition of the schedule that suits the model. The first rank says which, and why.
+) -> Placement:
+    """Where the chunks are of the schedule that suits the model. The first rank says which, and why.
 
     Args:
         found: the partitions, or why one isn't possible.
@@ -48,7 +48,7 @@ def suitable_partition(
     name = choose(estimates, free)
     refused = [f" Not {names[place]!r}: {text}" for place, text in found.items() if isinstance(text, str)]
     rank_zero_info(reason(name, estimates, free, microbatches) + "".join(refused))
-    return parts[name]
+    return parts[name].placement
 
 
 def memory_for_activations(

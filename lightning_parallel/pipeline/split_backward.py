@@ -15,14 +15,14 @@ and the gradient of its weight, at equal cost. The second may come later, where 
                      |                             |
                      weight.grad                   weight.grad
 
-The first half is one ordinary backward that frees as it goes, but stops short of the weights that can wait. Their
-matmuls leave behind what their gradients are computed from. The second half computes each, and starts a backward at the
-weight's own edge of the graph: casts, weight norm, ties and hooks on parameters are left to autograd.
+The first half is one ordinary backward that frees as it goes, but stops short of the weights that can wait. Of their
+matmuls it keeps what the weights' gradients are computed from. The second half computes each, and starts a backward at
+the weight's own edge of the graph: casts, weight norm, ties and hooks on parameters are left to autograd.
 
 What isn't known here belongs to the first half: then less is left for later, and the numbers are the same. That goes
 for norms, embeddings and biases, functions of users and of torch.compile, and a user's own activation checkpointing.
-Under the
-project's own (``recompute.py``) a layer runs again in the first half, and its matmuls keep what the second needs.
+Under the project's own (``recompute.py``) a layer runs again in the first half, and its matmuls keep what the second
+needs.
 
 A parameter's gradient comes whole in one half: whoever averages it is told once, when it is complete.
 """
@@ -235,7 +235,7 @@ class _Graph:
         self._saving: dict[type, bool] = {}  # kinds of nodes
 
     def divide(self) -> tuple[list[Node], list[_Part]]:
-        """The leaves that the first half computes, and what waits, whose matmuls will leave behind what it needs."""
+        """The leaves that the first half computes, and what waits, with the matmuls that are to keep what it needs."""
         if any("Checkpoint" in kind.__name__ for kind in {*map(type, self._children)}):
             return [], []  # a reentrant checkpoint refuses a backward that is told where to stop
         now = [*self._inputs]

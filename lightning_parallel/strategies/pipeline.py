@@ -33,13 +33,12 @@ from lightning_parallel.collectives import gather_objects
 from lightning_parallel.gradients.swapping import Gradients, swap_gradients
 from lightning_parallel.layout import Placement
 from lightning_parallel.parts.between_batches import gained, reasons_to_wait
-from lightning_parallel.parts.cutting import Partitions, plainest
+from lightning_parallel.parts.cutting import Partitions
 from lightning_parallel.parts.logs import LogRecorder
 from lightning_parallel.parts.microbatches import loss_scale
 from lightning_parallel.parts.options import StagedOptions
-from lightning_parallel.parts.schedule_choice import memory_for_activations, suitable_partition
+from lightning_parallel.parts.schedule_choice import memory_for_activations, suitable_placement
 from lightning_parallel.pipeline.actions import Schedule, placement
-from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.schedule import SCHEDULES, Generator, interleaved, naive
 from lightning_parallel.pipeline.schedule_checks import check_placement, of_one_update
 from lightning_parallel.pipeline.simulate import busy_across_batches, ideal_bubble
@@ -134,7 +133,7 @@ class PipelineStrategy(StagedStrategy):
             automatic_microbatches=self._automatic_microbatches,
             completing=self._complete_gradients,
             placements=[*names][: None if fitting else 1],  # an evaluation needs no schedule
-            choose=partial(self._choose_partition, names),
+            choose=partial(self._choose, names),
             norm_group=self.groups.model,
             counts=lambda name: self._shards.counts(name) and self._stages.counts(name),
         )
@@ -152,16 +151,12 @@ class PipelineStrategy(StagedStrategy):
         names = [*self._generators] if stages > 1 else [*self._generators][:1]
         return {placement(_lists(self._generators[name], stages, usual)): name for name in names}
 
-    def _choose_partition(
-        self, names: Mapping[Placement, str], found: Partitions, microbatches: int
-    ) -> Partition:
-        """One of the partitions that are possible for these schedules."""
-        if len(found) == 1:
-            return plainest(found)
+    def _choose(self, names: Mapping[Placement, str], found: Partitions, microbatches: int) -> Placement:
+        """The placement of one of these schedules."""
         module, layout = self.lightning_module, self.layout
         assert module is not None and self.parallel_devices is not None
         fully_sharded = self.options.data_parallel_kind == "fully_shard" and layout.size("data") > 1
-        return suitable_partition(
+        return suitable_placement(
             found,
             names,
             {place: _lists(self._generators[name], layout.stages, microbatches) for place, name in names.items()},

@@ -32,7 +32,7 @@ from lightning_parallel.layout import Placement
 from lightning_parallel.lightning_private import trainer_of
 from lightning_parallel.parts.afterwards import PartOfModel
 from lightning_parallel.parts.clipping import install_clipping, share_overflows
-from lightning_parallel.parts.cutting import Partitions, agreed_partition, plainest
+from lightning_parallel.parts.cutting import Partitions, agreed_partition
 from lightning_parallel.parts.earlier_chunks import EarlierChunks
 from lightning_parallel.parts.evaluation import Evaluation
 from lightning_parallel.parts.first_batch import trial_of
@@ -113,7 +113,7 @@ class StagedStrategy(LayoutStrategy):
         automatic_microbatches: Callable[[int], int],
         completing: Callable[[int], AbstractContextManager[None]],
         placements: Sequence[Placement] = (),
-        choose: Callable[[Partitions, int], Partition] = lambda found, microbatches: plainest(found),
+        choose: Callable[[Partitions, int], Placement] = lambda found, microbatches: next(iter(found)),
         check: Callable[[Partition], None] = lambda parts: None,
         describe: Callable[[int], str] = lambda stage: "",
         weights: Callable[[], Weights | None] = lambda: None,
@@ -128,7 +128,7 @@ class StagedStrategy(LayoutStrategy):
             automatic_microbatches: the number for ``microbatches="auto"``, given a batch's size.
             completing: given a chunk, a context around what completes its gradients of an update.
             placements: the stage of each chunk, of schedules that may run; by default each stage has one chunk.
-            choose: takes one of the partitions for them, given the first batch's number of microbatches.
+            choose: takes one of several, given the partitions for them and the first batch's number of microbatches.
             check: raises for a partition that can't be trained.
             describe: text that the start banner adds for a stage, after its layers.
             weights: makes what the engine's forwards read; None for the module's own parameters.

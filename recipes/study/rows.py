@@ -101,7 +101,7 @@ class Row:
 def rows(setting: Setting, plan: Iterable[Arm], seeds: int, store: Store) -> dict[Arm, Row]:
     """Of the arms whose rate has been chosen, in the order of the tables."""
     found: dict[Arm, Row] = {}
-    losses = store.losses
+    losses, all_finals = store.losses, store.finals
     for arm in plan:
         rates, _ = tried(setting, arm, losses)
         rate = chosen(setting, arm, seeds, losses)
@@ -110,7 +110,7 @@ def rows(setting: Setting, plan: Iterable[Arm], seeds: int, store: Store) -> dic
         runs = {seed: Run(setting, arm, rate, seed) for seed in range(seeds)}
         done = {seed: store.results[run] for seed, run in runs.items() if run in store.results}
         by_rate = {each: losses[Run(setting, arm, each, 0)] for each in rates}
-        finals = {seed: store.finals[runs[seed]] for seed in done}
+        finals = {seed: all_finals[runs[seed]] for seed in done}
         read = {seed: inf if result["final_read"] is None else result["final_read"] for seed, result in done.items()}
         curves = {seed: [(point[0], point[1]) for point in result["curve"]] for seed, result in done.items()}
         found[arm] = Row(arm, rate, by_rate, finals, read, curves)
