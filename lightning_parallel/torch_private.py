@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -131,9 +132,15 @@ def current_function_mode() -> TorchFunctionMode | None:
 
 def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """The arguments that an operator writes to. Only its schema tells."""
-    for i, argument in enumerate(operator._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield args[i] if i < len(args) else kwargs.get(argument.name)
+    for i, name in _written_by(operator):
+        yield args[i] if i < len(args) else kwargs.get(name)
+
+
+@cache  # to ask the schema takes longer than most operations on the meta device
+def _written_by(operator: Any) -> tuple[tuple[int, str], ...]:
+    """Place and name of the arguments that an operator writes to."""
+    arguments = enumerate(operator._schema.arguments)
+    return tuple((i, each.name) for i, each in arguments if each.alias_info is not None and each.alias_info.is_write)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -77,7 +77,7 @@ class OnceABatch:
             return
         if self._begun == 1:
             self._before = [tensor.clone() for tensor in self._changing]
-            frozen = [p for p in self._module.parameters() if not p.requires_grad and _is_here(p)]
+            frozen = [p for p in self._module.parameters() if _is_here(p) and not p.requires_grad]
             self._frozen = [(p, _state_of(p)) for p in frozen if not any(p is changing for changing in self._changing)]
         elif self._begun == 2:
             for parameter, state in self._frozen:

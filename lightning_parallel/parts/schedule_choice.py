@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 
 import torch
@@ -15,6 +16,7 @@ from lightning_parallel.pipeline.actions import Schedule
 from lightning_parallel.pipeline.choosing import choose, estimate, reason
 from lightning_parallel.pipeline.partition import Partition
 
+_OVERHEAD = 1e-3  # seconds that an action takes besides what it computes, and a message: see docs/figures.md
 _COPIES = 4  # a parameter, its gradient, and an optimizer's two moments
 _USABLE = 0.8  # of what they leave: the rest is for what an estimate leaves out
 
@@ -24,6 +26,7 @@ def suitable_placement(
     names: Mapping[Placement, str],
     schedules: Mapping[Placement, Schedule],
     *,
+    speed: float,
     halves: bool,
     recompute: bool,
     free: int,
@@ -35,6 +38,7 @@ def suitable_placement(
         found: the partitions, or why one isn't possible.
         names: of the schedules, by where their chunks are.
         schedules: their lists.
+        speed: what a stage does of the partitions' ``work`` in a second.
         halves: second halves of backwards run where the schedule has them.
         recompute: layers run again in the backward.
         free: the bytes that a stage has for activations.
@@ -42,13 +46,32 @@ def suitable_placement(
     """
     parts = {names[placement]: each for placement, each in found.items() if isinstance(each, Partition)}
     estimates = {
-        name: estimate(schedules[each.placement], each, halves=halves, recompute=recompute)
+        name: estimate(schedules[each.placement], each, _OVERHEAD * speed, halves=halves, recompute=recompute)
         for name, each in parts.items()
     }
     name = choose(estimates, free)
     refused = [f" Not {names[place]!r}: {text}" for place, text in found.items() if isinstance(text, str)]
-    rank_zero_info(reason(name, estimates, free, microbatches) + "".join(refused))
+    each = 3 * sum(parts[name].work) / parts[name].stages / speed
+    costs = f" An action takes {_seconds(_OVERHEAD)} besides, and a microbatch about {_seconds(each)} on each stage."
+    rank_zero_info(reason(name, estimates, free, microbatches) + costs + "".join(refused))
     return parts[name].placement
+
+
+def operations_a_second(device: torch.device) -> float:
+    """About the floating-point operations that a device does in a second, by products of matrices, in the dtype that
+    autocast or the default says. A model's own layers do fewer."""
+    size, products = 1024, 4
+    a, b = torch.ones(2, size, size, device=device)
+    float((a @ b)[0, 0])  # to warm up; and wait for it
+    begin = time.perf_counter()
+    for _ in range(products):
+        c = a @ b
+    float(c[0, 0])
+    return products * 2 * size**3 / (time.perf_counter() - begin)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
 
 
 def memory_for_activations(

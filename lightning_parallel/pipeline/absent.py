@@ -21,6 +21,8 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
 from types import CodeType
 from typing import Any, NoReturn
 
@@ -178,17 +180,18 @@ class AbsentTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func.overloadpacket.__name__.startswith("_foreach") and (parts := _present_and_absent(args)) is not None:
+        kind = _kind_of(func)
+        if kind.is_foreach and (parts := _present_and_absent(args)) is not None:
             return _joined([(places, func(*some, **kwargs)) for places, some in parts])
         flat, spec = tree_flatten((args, kwargs))
         absent = [x for x in flat if isinstance(x, AbsentTensor)]
         origins = absent[0].origins.union(*(x.origins for x in absent[1:]))
         _refuse_writes_into_present_tensors(func, args, kwargs, absent[0].origin, origins)
-        if torch.Tag.inplace_view in func.tags:  # x.unsqueeze_(0) changes only what a tensor says of its shape
+        if kind.reshapes_in_place:  # x.unsqueeze_(0) changes only what a tensor says of its shape
             with dispatch_disabled():
                 return func(*args, **kwargs)
 
-        if torch.Tag.nondeterministic_seeded in func.tags and not drawing_for_nothing(func, args, kwargs):
+        if kind.may_draw and not drawing_for_nothing(func, args, kwargs):
             drawn = func(*tree_map(_stand_in_for, args), **tree_map(_stand_in_for, kwargs))
             if func.overloadpacket in _DRAWN_BY_SHAPE:
                 return drawn
@@ -215,13 +218,33 @@ class AbsentTensor(Tensor):
                 if isinstance(same, AbsentTensor):
                     same.memory.write(origins)
                 return same
-            memory = absent[0].memory if func.is_view else AbsentMemory(origins)
+            memory = absent[0].memory if kind.is_view else AbsentMemory(origins)
             return AbsentTensor(value, device, memory) if isinstance(value, Tensor) else value
 
         result = tree_unflatten([wrap(value) for value in out], out_spec)
-        if out == [None]:  # torch._foreach_lerp_ and its like write to lists, and return nothing
+        if len(out) == 1 and out[0] is None:  # torch._foreach_lerp_ and its like write to lists, and return nothing
             _write_to_lists(func, args, kwargs)
         return result
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What is asked of an operator in every call."""
+
+    is_foreach: bool
+    is_view: bool
+    reshapes_in_place: bool
+    may_draw: bool
+
+
+@cache  # to ask the operator itself takes as long as all else
+def _kind_of(func: Any) -> _Kind:
+    return _Kind(
+        is_foreach=func.overloadpacket.__name__.startswith("_foreach"),
+        is_view=func.is_view,
+        reshapes_in_place=torch.Tag.inplace_view in func.tags,
+        may_draw=torch.Tag.nondeterministic_seeded in func.tags,
+    )
 
 
 def _present_and_absent(args: tuple[Any, ...]) -> list[tuple[list[int], tuple[Any, ...]]] | None:

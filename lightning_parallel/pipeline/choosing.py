@@ -9,9 +9,7 @@ from lightning_parallel.pipeline.actions import BackwardWeight, Forward, Schedul
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.simulate import most_held, simulate
 
-# What operations don't tell. A message, in forwards of a whole stage: 1 ms beside the 20 ms of the bench. A backward in
-# halves, in whole ones: between that of a Llama block and that of an encoder layer in docs/figures.md.
-_LATENCY = 0.05
+# Of a backward in whole ones: between that of a Llama block and that of an encoder layer in docs/figures.md.
 _HALVES = 1.045
 
 _ALIKE = 0.01  # of the stages' time: schedules that differ by less are equally fast
@@ -23,7 +21,7 @@ class Estimate:
 
     Attributes:
         busy: the fraction of a batch's time in which stages compute, the mean over them, if all begin and end the batch
-            together. What a backward in halves takes on top doesn't count.
+            together. What an action or a backward in halves takes on top doesn't count.
         held: the bytes of activations that the fullest stage holds at most.
     """
 
@@ -31,31 +29,34 @@ class Estimate:
     held: int
 
 
-def estimate(schedule: Schedule, parts: Partition, *, halves: bool, recompute: bool = False) -> Estimate:
+def estimate(
+    schedule: Schedule, parts: Partition, overhead: float, *, halves: bool, recompute: bool = False
+) -> Estimate:
     """What a schedule costs with a model that is cut for it.
 
     Args:
         schedule: its lists.
         parts: the model's chunks, and what each computes and holds.
+        overhead: what each action takes besides what it computes, and each message, in the unit of ``parts.work``.
         halves: second halves of backwards run where the schedule has them, not with the first ones.
         recompute: layers run again in the backward: in the first half, if it has two.
     """
-    split = any(isinstance(action, BackwardWeight) for actions in schedule for action in actions)
+    split = halves and any(isinstance(action, BackwardWeight) for actions in schedule for action in actions)
     work = [max(each, 1) for each in parts.work]  # torch has no formula for what is 0
-    forwards = [parts.stages * each / sum(work) for each in work]  # a whole stage's is 1 in the mean
-    cost = _HALVES if split and halves else 1.0
+    cost, backwards = (_HALVES, 2) if split else (1.0, 1)
     simulation = simulate(
         schedule,
-        forwards,
-        [(2 * cost + recompute) * each for each in forwards],
-        latency=_LATENCY,
+        [each + overhead for each in work],
+        [(2 * cost + recompute) * each + backwards * overhead for each in work],
+        latency=overhead,
         second_half=0.0 if not halves else 1 / 3 if recompute else 0.5,
     )
     microbatches = len({a.microbatch for a in schedule[0] if isinstance(a, Forward)})
     # Between the halves, the inputs of matmuls wait, and the gradients of what they return.
     between = parts.computed if halves else None
     held = max(most_held(actions, parts.held, between) for actions in schedule)
-    return Estimate((3 + recompute) * microbatches / simulation.makespan, held)
+    computing = (3 + recompute) * microbatches * sum(work) / parts.stages
+    return Estimate(computing / simulation.makespan, held)
 
 
 def choose(estimates: Mapping[str, Estimate], free: int) -> str:

@@ -37,7 +37,7 @@ from lightning_parallel.parts.cutting import Partitions
 from lightning_parallel.parts.logs import LogRecorder
 from lightning_parallel.parts.microbatches import loss_scale
 from lightning_parallel.parts.options import StagedOptions
-from lightning_parallel.parts.schedule_choice import memory_for_activations, suitable_placement
+from lightning_parallel.parts.schedule_choice import memory_for_activations, operations_a_second, suitable_placement
 from lightning_parallel.pipeline.actions import Schedule, placement
 from lightning_parallel.pipeline.schedule import SCHEDULES, Generator, interleaved, naive
 from lightning_parallel.pipeline.schedule_checks import check_placement, of_one_update
@@ -160,6 +160,7 @@ class PipelineStrategy(StagedStrategy):
             found,
             names,
             {place: _lists(self._generators[name], layout.stages, microbatches) for place, name in names.items()},
+            speed=self._speed(),
             halves=not fully_sharded,
             recompute=self.options.activation_checkpointing,
             free=memory_for_activations(
@@ -171,6 +172,13 @@ class PipelineStrategy(StagedStrategy):
             ),
             microbatches=microbatches,
         )
+
+    def _speed(self) -> float:
+        """What a stage does in a second, in the unit of a partition's ``work``."""
+        if self.options.balance == "time":
+            return 1e9
+        with self.precision_plugin.forward_context():
+            return operations_a_second(self.root_device)
 
     def _decide_to_go_on(self, trainer: pl.Trainer) -> bool:
         """Do stages go on to the next batch without waiting for each other? The banner says why not."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -13,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import lightning_parallel as lp
 from lightning_parallel.layout import Layout
-from lightning_parallel.parts.schedule_choice import memory_for_activations
+from lightning_parallel.parts.schedule_choice import memory_for_activations, operations_a_second
 from tests.pool import WorkerPool
 
 
@@ -81,9 +83,11 @@ def outcome(
     *,
     validated: bool = False,
     validation: bool = True,
+    slow: bool = True,
     **options: Any,
 ) -> tuple[dict[str, float], tuple[int, ...], str]:
-    """The metrics, where chunks are, and what was said of the choice."""
+    """The metrics, where chunks are, and what was said of the choice. On a ``slow`` device all that counts is what is
+    computed."""
     torch.set_default_dtype(torch.float64)
     said: list[str] = []
     handler = logging.Handler()
@@ -101,7 +105,9 @@ def outcome(
     module = kind(layers)
     if validated:
         trainer.validate(module, loaders[1], verbose=False)
-    trainer.fit(module, loaders[0], loaders[1] if validation else None)
+    speed = patch("lightning_parallel.strategies.pipeline.operations_a_second", return_value=1.0)
+    with speed if slow else nullcontext():
+        trainer.fit(module, loaders[0], loaders[1] if validation else None)
     logger.removeHandler(handler)
     logger.setLevel(logging.NOTSET)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -112,6 +118,7 @@ def outcome(
     ("stages", "layers", "kind", "options", "schedule", "said"),
     [
         (2, 8, Net, {}, "zbv", "stages compute 8"),
+        (2, 8, Net, {"slow": False}, "1f1b", "An action takes 1 ms besides, and a microbatch about "),
         (2, 3, Net, {}, "1f1b", "Not 'zbv': stages=2 with 2 chunks each, but the model has only 3 layers"),
         (2, 8, InPlace, {}, "1f1b", "Not 'zbv': training_step changes a tensor of its batch in place."),
         (2, 8, ChangesWhenValidated, {}, "1f1b", "Not 'zbv': validation_step changes a tensor of its batch in place."),
@@ -126,6 +133,7 @@ def test_the_schedule_that_is_chosen_runs(
     pool: WorkerPool, stages: int, layers: int, kind: type[Net], options: dict[str, Any], schedule: str, said: str
 ) -> None:
     found = pool.run(outcome, stages, "auto", stages, layers, kind, init=False, **options)
+    options = {name: value for name, value in options.items() if name != "slow"}
     expected = pool.run(outcome, stages, schedule, stages, layers, kind, init=False, **options)
     assert [metrics for metrics, _, _ in found] == [metrics for metrics, _, _ in expected]
     assert [placement for _, placement, _ in found] == [placement for _, placement, _ in expected]
@@ -192,6 +200,11 @@ def alone(data: Tensor) -> float:
     module.training_step(data.clone()).backward()
     optimizer.step()
     return float(module.layers[-1].weight.sum())
+
+
+def test_a_device_s_speed_is_that_of_its_products() -> None:
+    """Of the dtype that autocast says: bfloat16 has other kernels, and their numbers are rounded."""
+    assert 1e8 < operations_a_second(torch.device("cpu")) < 1e14
 
 
 def test_memory_is_what_parameters_gradients_and_moments_leave(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,11 +35,13 @@ def cut(widths: list[int], stages: int, places: Placement, recompute: bool = Fal
     )
 
 
-def estimates(widths: list[int], stages: int, microbatches: int, halves: bool = True) -> dict[str, Estimate]:
+def estimates(
+    widths: list[int], stages: int, microbatches: int, halves: bool = True, overhead: float = 0.0
+) -> dict[str, Estimate]:
     found = {}
     for name in AUTO:
         lists = SCHEDULES[name](stages, microbatches)
-        found[name] = estimate(lists, cut(widths, stages, placement(lists)), halves=halves)
+        found[name] = estimate(lists, cut(widths, stages, placement(lists)), overhead, halves=halves)
     return found
 
 
@@ -54,10 +56,25 @@ def test_chunks_know_what_they_compute_and_hold() -> None:
 def test_equal_chunks_are_as_busy_as_the_simulation_says() -> None:
     found = estimates([8] * 16, 4, 8)
     lists = SCHEDULES["1f1b"](4, 8)
-    assert found["1f1b"].busy == pytest.approx(1 - simulate(lists, 1, 2, latency=0.05).bubble)
+    assert found["1f1b"].busy == pytest.approx(1 - simulate(lists, 1, 2).bubble)
     assert found["1f1b"].busy < found["interleaved"].busy < found["zbv"].busy
     without = estimates([8] * 16, 4, 8, halves=False)
     assert without["zbv"].busy < found["zbv"].busy and without["1f1b"] == found["1f1b"]
+
+
+def test_small_chunks_are_not_worth_their_actions() -> None:
+    """What an action takes besides its work counts for each, and a split schedule has three times as many."""
+    one = cut([8] * 16, 4, (0, 1, 2, 3)).work[0]  # a whole stage's forward
+    small, large = (estimates([8] * 16, 4, 8, overhead=one * each) for each in (0.5, 0.01))
+    assert small["1f1b"].busy > max(small["interleaved"].busy, small["zbv"].busy)
+    assert large["1f1b"].busy < large["interleaved"].busy < large["zbv"].busy
+    lists = SCHEDULES["1f1b"](4, 8)
+    simulation = simulate(lists, 1.5, 2.5, latency=0.5)
+    assert small["1f1b"].busy == pytest.approx(8 * 3 / simulation.makespan)
+    split = SCHEDULES["zbv"](2, 2)
+    ends = simulate(split, 1.5, 2 * 1.045 + 2 * 0.5, latency=0.5).makespan
+    parts = replace(cut([8] * 4, 2, placement(split)), work=(100,) * 4)
+    assert estimate(split, parts, 50, halves=True).busy == pytest.approx(2 * 2 * 3 / ends)
 
 
 def test_activations_held_are_the_lists() -> None:
@@ -71,18 +88,18 @@ def test_activations_held_are_the_lists() -> None:
 def test_chunks_without_a_formula_count_as_next_to_nothing() -> None:
     lists = SCHEDULES["1f1b"](2, 4)
     parts = cut([8, 8, 8, 8], 2, placement(lists))
-    assert estimate(lists, replace(parts, work=(0, 0)), halves=True) == estimate(lists, parts, halves=True)
-    assert estimate(lists, replace(parts, work=(0, 100)), halves=True).busy == pytest.approx(0.5, abs=0.05)
+    assert estimate(lists, replace(parts, work=(0, 0)), 0, halves=True) == estimate(lists, parts, 0, halves=True)
+    assert estimate(lists, replace(parts, work=(0, 100)), 0, halves=True).busy == pytest.approx(0.5, abs=0.05)
 
 
 def test_layers_that_run_again_are_held_whole_between_halves() -> None:
     lists = SCHEDULES["zbv"](4, 8)
     parts = cut([8] * 16, 4, placement(lists), recompute=True)
-    again, once = estimate(lists, parts, halves=True, recompute=True), estimate(lists, parts, halves=True)
+    again, once = estimate(lists, parts, 0, halves=True, recompute=True), estimate(lists, parts, 0, halves=True)
     assert parts.held[0] < parts.computed[0] and again.held > 8 * parts.held[0] and again.busy != once.busy
     plain = SCHEDULES["1f1b"](4, 8)
     whole = cut([8] * 16, 4, placement(plain), recompute=True)
-    assert estimate(plain, whole, halves=True, recompute=True).held == 4 * whole.held[0] < again.held
+    assert estimate(plain, whole, 0, halves=True, recompute=True).held == 4 * whole.held[0] < again.held
 
 
 def test_a_chunk_that_is_much_larger_makes_a_schedule_slow() -> None:
