@@ -119,6 +119,24 @@ def gather_objects(value: T, group: Group) -> list[T]:
     return values
 
 
+def gather_if_different(value: T, group: Group) -> list[T]:
+    """The objects of all ranks, in their order, if any differs from the first rank's; else only the first rank's. As
+    long as all are equal, no rank gets more than one.
+
+    Args:
+        value: of this rank; comparable by ``==``.
+        group: the ranks.
+
+    Raises:
+        PeerLostError: a rank has stopped.
+    """
+    if not dist.is_initialized():
+        return [value]
+    boxed = [value]
+    guarded(dist.broadcast_object_list, boxed, group=group, group_src=0)
+    return gather_objects(value, group) if _any(boxed[0] != value, group) else boxed
+
+
 def gather_objects_on_first(value: T, group: Group) -> list[T] | None:
     """The objects of all ranks, in the order of ranks, on the group's first rank; None on the others."""
     if not dist.is_initialized():
@@ -173,7 +191,7 @@ def together(group: Group, action: Callable[[], T]) -> T:
         raise
     except Exception as caught:  # any: it is raised below, when the other ranks know
         error = caught
-    if not _any_failed(error is not None, group):
+    if not _any(error is not None, group):
         return result
     reports = gather_objects(None if error is None else (isinstance(error, ValueError), _words(error)), group)
     if error is not None:
@@ -187,11 +205,12 @@ def _words(error: Exception) -> str:
     return str(error) if type(error) in (ValueError, RuntimeError) else f"{type(error).__name__}: {error}"
 
 
-def _any_failed(failed: bool, group: Group) -> bool:
-    """One number a rank, where exchanging objects would grow with the square of the ranks."""
+def _any(vote: bool, group: Group) -> bool:
+    """Is ``vote`` true on any rank? One number a rank, where exchanged objects would grow with the square of the
+    ranks."""
     if not dist.is_initialized():
-        return failed
+        return vote
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    votes = torch.tensor(int(failed), device=device)
+    votes = torch.tensor(int(vote), device=device)
     guarded(dist.all_reduce, votes, dist.ReduceOp.MAX, group=group)
     return bool(votes)

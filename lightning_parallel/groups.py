@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
@@ -11,14 +12,23 @@ import torch
 import torch.distributed as dist
 
 from lightning_parallel.layout import Layout, Placement
+from lightning_parallel.torch_private import group_of_members
 
 
 @dataclass(frozen=True)
 class Wire:
-    """A way for messages between two ranks: a process group and a tag that nothing else uses there."""
+    """A way for messages between two ranks.
+
+    Attributes:
+        group: over which they go.
+        tag: that nothing else uses there.
+        host_group: in which a message is announced from host to host, under the same tag. None if the message itself
+            says what the host has to know.
+    """
 
     group: dist.ProcessGroup
     tag: int
+    host_group: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -38,9 +48,11 @@ class Links:
 class Groups:
     """The process groups that this rank is a member of.
 
-    Making them is collective: every rank creates every group, in the same order, because
-    ``torch.distributed.new_group`` requires it. Two axes that join the same ranks share one group, since every gloo
-    group costs a thread that wakes up a hundred times a second.
+    A group is made by its members alone, so that what a rank does doesn't grow with the number of ranks. All ranks make
+    theirs in one order: the axes, the model, over NCCL that of the hosts, those of shared parameters, then cut after
+    cut. So no two ranks wait for each other in different groups.
+    Two axes that join the same ranks share one group, since every gloo group costs a thread that wakes up a hundred
+    times a second.
 
     Args:
         layout: the axes, as this rank sees them.
@@ -49,46 +61,55 @@ class Groups:
 
     Attributes:
         model: the group of the ranks that hold one copy of the model together: all stages and all tensor shards.
+        host_group: that of the pipeline axis, for tensors in host memory; the axis's own, unless its backend is NCCL.
     """
 
     def __init__(self, layout: Layout, timeout: timedelta | None = None, device: torch.device | None = None) -> None:
         self._layout = layout
         self._timeout, self._device = timeout, device
+        self._over_nccl = dist.get_backend() == "nccl"
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        everyone = layout.everyone()
-        self._along = {axis.name: self._own([place.peers(axis.name) for place in everyone]) for axis in layout.axes}
-        self.model = self._own([place.model_peers() for place in everyone])
+        self._along = {axis.name: self.joining(layout.peers(axis.name)) for axis in layout.axes}
+        self.model = self.joining(layout.model_peers())
+        pipeline = self.along("pipeline")
+        self.host_group = self._new(sorted(layout.peers("pipeline")), "gloo") if self._over_nccl else pipeline
+        # By kind (0: activations, 1: gradients) and lane.
+        self._lanes: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._links: dict[Placement, Links] = {}
 
     def along(self, axis: str) -> dist.ProcessGroup:
         """The group of this rank along an axis."""
         return self._along[axis]
 
-    def joined(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-        """Make several groups, given by their global ranks. Returns the last one that this rank is in; None for none.
+    def joining(self, ranks: Iterable[int]) -> dist.ProcessGroup:
+        """The group of some ranks. It is made once, and found again by its ranks.
 
-        Every rank calls it with the same groups. A group is made once, and found again by its ranks.
+        Args:
+            ranks: global ones, this rank's among them. All of them call it, in the order in which they ask for groups
+                that they share with others.
         """
-        found: dist.ProcessGroup | None = None
-        for ranks in groups:
-            key = tuple(sorted(ranks))
-            if key not in self._made:
-                self._made[key] = dist.new_group(list(key), timeout=self._timeout)
-            if self._layout.rank in key:
-                found = self._made[key]
-        return found
+        key = tuple(sorted(ranks))
+        if key not in self._made:
+            self._made[key] = self._new(key)
+            if self._over_nccl:  # which connects at the first message; in the first step others may be under way
+                dist.all_reduce(torch.zeros(1, device=self._device), group=self._made[key])
+        return self._made[key]
 
-    def _own(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        found = self.joined(groups)
-        assert found is not None, f"rank {self._layout.rank} is in none of the groups {groups}"
-        return found
+    def _new(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+        assert self._layout.rank in ranks, f"rank {self._layout.rank} is not in {ranks}"
+        return group_of_members(ranks, self._timeout, backend)
 
     def links(self, placement: Placement | None = None) -> Links:
-        """The links between chunks, made once for a placement. All ranks call it.
+        """The links between chunks, made once for a placement. All ranks of a pipeline call it.
 
-        Messages over one cut and of one kind are used in the order in which they are sent, which others needn't follow.
-        So each has a wire of its own. Over gloo that is a tag of the pipeline's own group. Over NCCL, which runs what
-        is posted on a group in the order of posting, it is a group.
+        Messages over one cut and of one kind are used in the order in which they are sent. Others needn't follow that
+        order, so each cut and kind has a wire of its own. Over gloo that is a tag of the pipeline axis's group. Over
+        NCCL tags count for nothing: a group has one queue for each pair of ranks. There, cuts that join the same pair
+        take *lanes* 0, 1, ..., and each kind has a group for each lane::
+
+            interleaved over 4 stages    cut      0    1    2    3    4    5    6
+                                         pair     01   12   23   03   01   12   23
+                                         lane     0    0    0    0    1    1    1
 
         Args:
             placement: the stage of each chunk; by default each stage has one.
@@ -99,33 +120,40 @@ class Groups:
         return self._links[placement]
 
     def _connect(self, placement: Placement) -> Links:
-        layout, pipeline = self._layout, self.along("pipeline")
         links = Links()
-        crossing = [(cut, ends) for cut, ends in enumerate(pairwise(placement)) if ends[0] != ends[1]]
-        for cut, (earlier, later) in crossing:
+        lanes: Counter[frozenset[int]] = Counter()
+        for cut, (earlier, later) in enumerate(pairwise(placement)):
+            if earlier == later:
+                continue
+            lane = lanes[frozenset((earlier, later))]
+            lanes[frozenset((earlier, later))] += 1
             for kind, wires, ends in ((0, links.activations, (earlier, later)), (1, links.gradients, (later, earlier))):
-                if dist.get_backend(pipeline) != "nccl":
-                    if layout.stage in ends:
-                        wires[cut] = Wire(pipeline, 2 * cut + kind)
-                    continue
-                for place in layout.everyone():
-                    if place.stage == earlier:
-                        ranks = [place.rank_at(pipeline=stage) for stage in ends]
-                        group = self._connected(ranks[0], ranks[1], self._device)
-                        if layout.rank in ranks:
-                            wires[cut] = Wire(group, 0)
+                wire = self._wire(cut, kind, lane)
+                if self._layout.stage in ends:
+                    self._greet(wire.group, *ends)
+                    wires[cut] = wire
         return links
 
-    def _connected(self, sender: int, receiver: int, device: torch.device | None) -> dist.ProcessGroup:
-        """A new group for one direction of one pair, with a first message sent over it.
+    def _wire(self, cut: int, kind: int, lane: int) -> Wire:
+        """The wire of a kind over a cut. All ranks of a pipeline call it, in the order of cuts: it may make a group."""
+        pipeline, tag = self.along("pipeline"), 2 * cut + kind
+        if not self._over_nccl:
+            return Wire(pipeline, tag)
+        if (kind, lane) not in self._lanes:
+            self._lanes[kind, lane] = self._new(sorted(self._layout.peers("pipeline")))
+        return Wire(self._lanes[kind, lane], tag, self.host_group)
+
+    def _greet(self, group: dist.ProcessGroup, sender: int, receiver: int) -> None:
+        """Over NCCL, send a first message from stage ``sender`` to stage ``receiver``. This rank is on one of them.
 
         NCCL connects two ranks at their first message, and both wait for it. If this happened in the first step,
-        stages could deadlock. Here all ranks connect in the same order.
+        stages could deadlock. Here they connect in the order of cuts.
         """
-        group = dist.new_group([sender, receiver], timeout=self._timeout)
-        greeting = torch.zeros(1, device=device)
-        if self._layout.rank == sender:
-            dist.send(greeting, receiver, group=group)
-        elif self._layout.rank == receiver:
-            dist.recv(greeting, sender, group=group)
-        return group
+        if not self._over_nccl:
+            return
+        greeting = torch.zeros(1, device=self._device)
+        source, destination = (self._layout.rank_at(pipeline=stage) for stage in (sender, receiver))
+        if self._layout.rank == source:
+            dist.send(greeting, destination, group=group)
+        else:
+            dist.recv(greeting, source, group=group)

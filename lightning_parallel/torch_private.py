@@ -7,8 +7,10 @@ implements three private methods, by which torch's checkpoints ask a tensor for 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
 
@@ -42,9 +44,11 @@ __all__ = [
     "forget_meshes",
     "forward_hooks",
     "group_by_name",
+    "group_of_members",
     "has_full_backward_hooks",
     "has_hooks",
     "hooks_beside",
+    "is_bound_to_device",
     "keeps_graph",
     "make_parameter",
     "memory_is_shared",
@@ -291,6 +295,47 @@ def boxed_group(argument: Any) -> dist.ProcessGroup | None:
 def group_by_name(name: str) -> dist.ProcessGroup:
     """The group that a functional collective, as DTensor calls them, names."""
     return c10d._resolve_process_group(name)  # type: ignore[attr-defined, no-any-return, arg-type]
+
+
+def group_of_members(
+    ranks: Sequence[int], timeout: timedelta | None, backend: str | None = None
+) -> dist.ProcessGroup:
+    """A new group, made by its members alone, this rank among them.
+
+    The public ``new_group(use_local_synchronization=True)`` names a group by its ranks and by the number of groups that
+    the calling rank is in. Members that are in different numbers of groups would wait for each other under different
+    names. Here the name is made of the ranks, and of the number of groups of just these ranks. It is short, since it
+    stands before every key in the store.
+
+    Args:
+        ranks: global ones, ascending.
+        timeout: of the group; None for torch's default.
+        backend: of the group; None for the default group's.
+    """
+    default_backend, store = c10d._world.pg_map[c10d._get_default_group()]
+    kind = dist.Backend(backend or default_backend)
+    taken, count = set(c10d._world.pg_names.values()), 0
+    digest = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()
+    while (name := f"{digest}/{count}") in taken:
+        count += 1
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        list(ranks).index(dist.get_rank()),
+        list(ranks),
+        kind,
+        store,
+        name,  # type: ignore[arg-type]  # a type of its own since torch 2.10
+        timeout=timeout or c10d._get_default_timeout(kind),
+    )
+    c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+    made: dist.ProcessGroup = group
+    return made
+
+
+def is_bound_to_device() -> bool:
+    """Is the default group bound to a device (``device_id=`` of ``init_process_group``)? Then NCCL splits it to make
+    each later group, and all its ranks have to take part."""
+    return c10d._get_default_group().bound_device_id is not None
 
 
 def default_store() -> Store:

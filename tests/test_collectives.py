@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from lightning_parallel.collectives import (
     broadcast_object,
     broadcast_tensors,
     decided_by_first,
+    gather_if_different,
     gather_objects,
     gather_objects_on_first,
     guarded,
@@ -122,6 +124,19 @@ def test_objects_and_numbers_are_exchanged(pool: WorkerPool) -> None:
 
 class OwnError(RuntimeError):
     pass
+
+
+def compared(differs: int | None) -> tuple[list[int], int]:
+    """What ranks see of each other's objects, and how many each has gathered."""
+    own = 7 if dist.get_rank() != differs else 8
+    with patch("lightning_parallel.collectives.gather_objects", wraps=gather_objects) as gather:
+        return gather_if_different(own, None), gather.call_count
+
+
+def test_equal_objects_are_not_gathered(pool: WorkerPool) -> None:
+    assert pool.run(compared, 3, None) == [([7], 0)] * 3
+    assert pool.run(compared, 3, 0) == [([8, 7, 7], 1)] * 3
+    assert pool.run(compared, 3, 2) == [([7, 7, 8], 1)] * 3
 
 
 def lose_the_last() -> None:

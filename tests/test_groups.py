@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_parallel.groups import Groups
-from lightning_parallel.layout import Layout
+from lightning_parallel.layout import Layout, Placement
+from lightning_parallel.pipeline.actions import placement
+from lightning_parallel.pipeline.schedule import SCHEDULES
 from tests.pool import WorkerPool
 from tests.test_layout import NAMES, places
 
@@ -74,11 +77,67 @@ def test_groups_and_links_join_the_right_ranks(pool: WorkerPool, shape: tuple[in
 
 
 def joined_twice() -> tuple[bool, list[int]]:
-    """A group of two of three ranks, asked for twice."""
+    """A group of two of three ranks, asked for twice by these."""
     groups = Groups(Layout.resolve(3, dist.get_rank(), pipeline=3), timedelta(seconds=30))
-    first, second = groups.joined([[2, 0]]), groups.joined([[0, 2]])
-    return first is second, [] if first is None else sorted(dist.get_process_group_ranks(first))
+    if dist.get_rank() == 1:
+        return False, []
+    first, second = groups.joining([2, 0]), groups.joining([0, 2])
+    return first is second, sorted(dist.get_process_group_ranks(first))
 
 
-def test_a_group_is_made_once_and_found_again_by_its_ranks(pool: WorkerPool) -> None:
-    assert pool.run(joined_twice, 3) == [(True, [0, 2]), (True, []), (True, [0, 2])]
+def test_a_group_is_made_by_its_members_once_and_found_again_by_its_ranks(pool: WorkerPool) -> None:
+    assert pool.run(joined_twice, 3) == [(True, [0, 2]), (False, []), (True, [0, 2])]
+
+
+def lopsided() -> list[int]:
+    """Rank 0 is in three groups more than the others; and all make their groups twice."""
+    for _ in range(3):
+        dist.new_group([0])
+    sums = []
+    for _ in range(2):
+        groups = Groups(Layout.resolve(4, dist.get_rank(), pipeline=2, data=2), timedelta(seconds=30))
+        value = torch.tensor(2 ** dist.get_rank())
+        dist.all_reduce(value, group=groups.along("data"))
+        sums.append(int(value))
+    return sums
+
+
+def test_members_of_a_group_may_be_in_different_numbers_of_others(pool: WorkerPool) -> None:
+    assert pool.run(lopsided, 4) == [[3, 3], [3, 3], [12, 12], [12, 12]]
+
+
+def over_lanes(placements: list[Placement]) -> list[list[tuple[int, ...]]]:
+    """As over NCCL, but on CPUs: for each wire of this rank its group's number and the two stages; what came over them,
+    all at once, is checked."""
+    layout = Layout.resolve(dist.get_world_size(), dist.get_rank(), pipeline="auto")
+    found = []
+    with patch("lightning_parallel.groups.dist.get_backend", return_value="nccl"):
+        groups = Groups(layout, timedelta(seconds=30), torch.device("cpu"))
+        assert groups.host_group is not groups.along("pipeline")
+        for places in placements:
+            links = groups.links(places)
+            work, wires = [], []
+            for kind, by_cut in enumerate((links.activations, links.gradients)):
+                for cut, wire in by_cut.items():
+                    assert wire.host_group is groups.host_group
+                    source, target = places[cut : cut + 2] if kind == 0 else places[cut : cut + 2][::-1]
+                    value = torch.tensor([2 * cut + kind if layout.stage == source else -1])
+                    post, there = (dist.isend, target) if layout.stage == source else (dist.irecv, source)
+                    # No tag: order alone says what a message is.
+                    work.append((post(value, layout.rank_at(pipeline=there), group=wire.group), value, 2 * cut + kind))
+                    wires.append((id(wire.group), min(source, target), max(source, target)))
+            for one, _, _ in reversed(work):
+                assert one is not None
+                one.wait()
+            assert all(int(value) == expected for _, value, expected in work)
+            numbers = {group: number for number, group in enumerate(dict.fromkeys(group for group, _, _ in wires))}
+            found.append([(numbers[group], *pair) for group, *pair in wires])
+    return found
+
+
+def test_over_nccl_each_cut_and_kind_has_a_queue_of_its_own(pool: WorkerPool) -> None:
+    """A group has one for each pair of ranks."""
+    placements = [placement(SCHEDULES[name](4, 4)) for name in ("1f1b", "interleaved", "zbv")]
+    for found in pool.run(over_lanes, 4, placements):
+        assert all(len(set(wires)) == len(wires) for wires in found)
+        assert [len({group for group, *_ in wires}) for wires in found] == [2, 4, 4]

@@ -6,6 +6,7 @@ What to do then: find what replaces the name, in torch's release notes or source
 from __future__ import annotations
 
 import pickle
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -401,6 +402,25 @@ def write_into_the_store() -> int:
 def test_default_store_is_one_for_all_ranks(pool: WorkerPool) -> None:
     """Otherwise the ranks of an asynchronous pipeline wouldn't know of a signal that one of them gets."""
     assert max(pool.run(write_into_the_store, 2)) == 3
+
+
+def group_of_two() -> tuple[list[int], int, bool]:
+    """Of three ranks, two make a group, twice; rank 1 is in more others."""
+    if dist.get_rank() == 2:
+        return [], 0, False
+    torch_private.group_of_members([dist.get_rank()], None)
+    if dist.get_rank() == 1:
+        torch_private.group_of_members([1], None)
+    first, second = (torch_private.group_of_members([0, 1], timedelta(seconds=20)) for _ in range(2))
+    value = torch.tensor(2 ** dist.get_rank())
+    dist.all_reduce(value, group=second)
+    bound = torch_private.is_bound_to_device()
+    return dist.get_process_group_ranks(first), int(value), bound or first is second
+
+
+def test_a_group_is_made_by_its_members_alone(pool: WorkerPool) -> None:
+    """Otherwise a start of a thousand ranks would make the groups of all, or wait under names that nobody else has."""
+    assert pool.run(group_of_two, 3) == [([0, 1], 3, False)] * 2 + [([], 0, False)]
 
 
 def test_checkpoints_ask_a_tensor_for_its_boxes_by_three_methods() -> None:

@@ -67,7 +67,8 @@ class Collectives:
 
     def barrier(self) -> None:
         self.meet("A barrier")
-        guarded(dist.barrier)
+        # The group isn't bound to a device, so NCCL would have to guess this rank's.
+        guarded(dist.barrier, device_ids=[self._device.index] if dist.get_backend() == "nccl" else None)
 
     def broadcast(self, value: T, source: int) -> T:
         if self._alone_in is not None and source == self._layout.rank:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_parallel.batch import batch_size, rebuilt, split
-from lightning_parallel.collectives import broadcast_object, decided_by_first, gather_objects, together
+from lightning_parallel.collectives import broadcast_object, decided_by_first, gather_if_different, together
 from lightning_parallel.layout import Layout, Placement
 from lightning_parallel.parts.batch_watch import BatchWatch
 from lightning_parallel.parts.first_batch import STEPS, as_in, evaluating, first_step, validation_on
@@ -95,7 +95,7 @@ def agreed_partition(
     mine = together(world, look)
     chosen = placements[0]
     if len(placements) > 1:
-        mine = _allowed(mine, gather_objects(_refused(mine), world), only_first=options.balance == "time")
+        mine = _allowed(mine, gather_if_different(_refused(mine), world), only_first=options.balance == "time")
         # By the first rank's view, as all replicas take its cuts.
         chosen = decided_by_first(world, lambda: choose(mine, count))
     if options.balance != "time":
@@ -232,7 +232,7 @@ def check_equal(mine: Partition, group: dist.ProcessGroup) -> None:
     Raises:
         RuntimeError: on all ranks. It names the first call that differs.
     """
-    views = gather_objects((list(mine.calls), mine.bounds), group)
+    views = gather_if_different((list(mine.calls), mine.bounds), group)
     first_calls, _ = views[0]
     for rank, view in enumerate(views):
         if view == views[0]:

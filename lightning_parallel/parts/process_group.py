@@ -10,18 +10,19 @@ import random
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 
-from lightning_parallel.collectives import gather_objects
+from lightning_parallel.collectives import gather_if_different
 from lightning_parallel.layout import Layout
 from lightning_parallel.lightning_private import init_process_group
 from lightning_parallel.parts import rendezvous
-from lightning_parallel.torch_private import forget_meshes
+from lightning_parallel.torch_private import forget_meshes, is_bound_to_device
+
+_BACKENDS = ("gloo", "nccl")
 
 
 def backend_for(devices: Sequence[torch.device], device: torch.device) -> str:
@@ -31,26 +32,28 @@ def backend_for(devices: Sequence[torch.device], device: torch.device) -> str:
     return dist.get_default_backend_for_device(device)
 
 
-def join(
-    environment: ClusterEnvironment, layout: Layout, backend: str, timeout: timedelta, device: torch.device
-) -> bool:
+def join(environment: ClusterEnvironment, layout: Layout, backend: str, timeout: timedelta) -> bool:
     """Join the default process group, unless this process is in one.
 
     Returns:
         Whether it was joined now.
 
     Raises:
-        RuntimeError: this process is in a group of another size than the layout's.
+        ValueError: the backend is none that messages are known to travel over.
+        RuntimeError: this process is in a group of another size than the layout's, of several backends, or bound
+            to a device.
     """
     forget_meshes()  # of process groups that are gone
     joined = not dist.is_initialized()
     if joined:
+        if backend not in _BACKENDS:
+            raise ValueError(f"process_group_backend={backend!r} isn't known here: set it to 'gloo', or to 'nccl'.")
         # A failed Trainer is part of reference cycles, and keeps its groups' connections open. A rank that has not
         # failed with it notices the error when they are closed.
         gc.collect()
-        options: dict[str, Any] = {"device_id": device} if backend == "nccl" else {}
         store = rendezvous.store_of_next_group(environment, timeout)
-        init_process_group(environment, backend, timeout, store=store, **options)
+        # Not bound to a device: NCCL would split this group for each later one, and wait for all of its ranks.
+        init_process_group(environment, backend, timeout, store=store)
         atexit.unregister(leave)
         atexit.register(leave)
     if dist.get_world_size() != layout.world_size:
@@ -59,6 +62,13 @@ def join(
             f"{layout.world_size} (devices x num_nodes). End it first with torch.distributed.destroy_process_group(), "
             f"or start this run in a fresh process."
         )
+    fix = "End it first with torch.distributed.destroy_process_group(), or make it with"
+    if dist.get_backend() not in _BACKENDS:  # one of several would have one queue for messages of all kinds
+        raise RuntimeError(
+            f"A process group with backend={dist.get_backend()!r} exists already. {fix} backend='gloo' or 'nccl'."
+        )
+    if is_bound_to_device():
+        raise RuntimeError(f"A process group that was made with device_id= exists already. {fix}out device_id=.")
     return joined
 
 
@@ -70,9 +80,9 @@ def agree_on_seed(layout: Layout) -> int:
     """
     own = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
     states = (torch.get_rng_state().numpy().tobytes(), np.random.get_state()[1].tobytes(), random.getstate())  # type: ignore[index,union-attr]
-    everyones = gather_objects((own, hashlib.sha256(repr(states).encode()).hexdigest()), None)
+    everyones = gather_if_different((own, hashlib.sha256(repr(states).encode()).hexdigest()), None)
     agreed = everyones[0][0]
-    if any(other != everyones[0] for other in everyones) or layout.size("data") > 1:
+    if len(everyones) > 1 or layout.size("data") > 1:
         seed = agreed + layout.index("data")
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)

@@ -123,14 +123,8 @@ class Stages:
         for name, stages in self.stage.partition.shared().items():
             by_stages.setdefault(stages, []).append(name)
         for stages, names in by_stages.items():
-            group = groups.joined(
-                [
-                    [place.rank_at(pipeline=stage) for stage in stages]
-                    for place in layout.everyone()
-                    if place.stage == stages[0]
-                ]
-            )
-            if group is not None:
+            if layout.stage in stages:
+                group = groups.joining(layout.rank_at(pipeline=stage) for stage in stages)
                 self._shared.append((group, names))
                 first = layout.rank_at(pipeline=stages[0])
                 broadcast_tensors((local.parameters[name] for name in names), first, group)

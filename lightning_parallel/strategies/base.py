@@ -174,7 +174,7 @@ class LayoutStrategy(ParallelStrategy):
         bring_along(self.lightning_module.trainer)
         timeout, device = self.timeout, self.root_device
         backend = self.options.process_group_backend or process_group.backend_for(self.parallel_devices or [], device)
-        if process_group.join(self.cluster_environment, self.layout, backend, timeout, device) or self._groups is None:
+        if process_group.join(self.cluster_environment, self.layout, backend, timeout) or self._groups is None:
             self._groups = Groups(self.layout, timeout, device)
             self._background = None
         if self.options.async_save and self._background is None:

@@ -47,9 +47,38 @@ def test_fully_sharded_layers_use_the_groups_of_their_own_run(pool: WorkerPool, 
 
 
 def join_another_size() -> None:
-    process_group.join(LightningEnvironment(), Layout.resolve(3, data=3), "gloo", timedelta(seconds=5), CPU)
+    process_group.join(LightningEnvironment(), Layout.resolve(3, data=3), "gloo", timedelta(seconds=5))
 
 
 def test_a_group_of_another_size_is_refused(pool: WorkerPool) -> None:
     for failure in pool.run(join_another_size, 2, expect_errors=True):
         assert "A process group of 2 processes exists already, but this Trainer asks for 3" in failure
+
+
+def join_with(backend: str) -> None:
+    dist.init_process_group(backend)
+    process_group.join(LightningEnvironment(), Layout.resolve(2, data=2), "gloo", timedelta(seconds=5))
+
+
+def test_a_group_of_several_backends_is_refused(pool: WorkerPool) -> None:
+    """Messages of both kinds would share one queue."""
+    for failure in pool.run(join_with, 2, "cpu:gloo", init=False, expect_errors=True):
+        assert "backend='cpu:gloo' exists already" in failure and "make it with backend='gloo' or 'nccl'." in failure
+
+
+def join_bound() -> None:
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.bound_device_id = GPU
+    process_group.join(LightningEnvironment(), Layout.resolve(2, data=2), "gloo", timedelta(seconds=5))
+
+
+def test_a_group_that_is_bound_to_a_device_is_refused(pool: WorkerPool) -> None:
+    """NCCL would split it for each later group, and wait for ranks that don't come."""
+    for failure in pool.run(join_bound, 2, expect_errors=True):
+        assert "made with device_id= exists already" in failure and "make it without device_id=." in failure
+
+
+def test_an_unknown_backend_is_refused_before_the_group_is_made() -> None:
+    with pytest.raises(ValueError, match="process_group_backend='xccl' isn't known here"):
+        process_group.join(LightningEnvironment(), Layout.resolve(1), "xccl", timedelta(seconds=5))
+    assert not dist.is_initialized()

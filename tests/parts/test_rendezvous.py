@@ -21,11 +21,11 @@ def sums_of_groups(late: int) -> list[float]:
     it wrote for the last one."""
     found = []
     for number in range(3):
-        environment, cpu = TorchElasticEnvironment(), torch.device("cpu")
+        environment = TorchElasticEnvironment()
         if environment.global_rank() == late and number:
             time.sleep(1.0)
         layout = Layout.resolve(2, environment.global_rank(), data=2)
-        process_group.join(environment, layout, "gloo", timedelta(seconds=20), cpu)
+        process_group.join(environment, layout, "gloo", timedelta(seconds=20))
         total = torch.ones(1)
         dist.all_reduce(total)
         found.append(total.item())
@@ -49,7 +49,7 @@ def sum_after_a_restart(ranks: list[int]) -> float:
     while store.add("ended", 0) < 3:  # torchrun ends all before it starts the first one again
         time.sleep(0.01)
     layout = Layout.resolve(3, environment.global_rank(), data=3)
-    process_group.join(environment, layout, "gloo", wait, torch.device("cpu"))
+    process_group.join(environment, layout, "gloo", wait)
     total = torch.ones(1)
     dist.all_reduce(total)
     process_group.close()

@@ -1,0 +1,156 @@
+"""One rank of a thousand and more, in one process: it makes its own groups only, so its start hardly grows with the
+number of ranks.
+
+torch's fake process group has any number of ranks, and its collectives do nothing.
+"""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _world
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lightning_parallel.groups import Groups, Links
+from lightning_parallel.layout import Layout
+from lightning_parallel.pipeline.actions import Step, placement
+from lightning_parallel.pipeline.channel import Link
+from lightning_parallel.pipeline.chunk import Microbatch
+from lightning_parallel.pipeline.engine import Engine
+from lightning_parallel.pipeline.message import encode
+from lightning_parallel.pipeline.partitioning import partition
+from lightning_parallel.pipeline.schedule import SCHEDULES
+from lightning_parallel.pipeline.stage import Stage
+from tests.pool import WorkerPool
+
+META = torch.device("meta")  # messages carry nothing here
+
+
+@contextmanager
+def one_of(world_size: int, rank: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass
+class Start:
+    """What a rank made.
+
+    Attributes:
+        groups: their ranks.
+        cuts: over which it sends activations or gets them.
+        seconds: that it took.
+    """
+
+    groups: list[list[int]]
+    cuts: list[int]
+    seconds: float
+
+
+def start(world_size: int, rank: int, pipeline: int, tensor: int) -> Start:
+    """A rank makes its layout, its groups, and its links."""
+    with one_of(world_size, rank):
+        begin = time.perf_counter()
+        layout = Layout.resolve(world_size, rank, pipeline=pipeline, data="auto", tensor=tensor)
+        groups = Groups(layout)
+        links = groups.links(placement(SCHEDULES["interleaved"](pipeline, 2 * pipeline)))
+        seconds = time.perf_counter() - begin
+        made = [sorted(ranks) for group, ranks in _world.pg_group_ranks.items() if group is not dist.group.WORLD]
+    return Start(made, sorted(links.activations), seconds)
+
+
+@pytest.mark.parametrize(("pipeline", "tensor"), [(8, 8), (16, 8)])
+@pytest.mark.parametrize("rank", [0, 515, 1023])
+def test_a_rank_makes_only_the_groups_that_it_is_in(
+    pool: WorkerPool, rank: int, pipeline: int, tensor: int
+) -> None:
+    [found] = pool.run(start, 1, 1024, rank, pipeline, tensor, init=False)
+    layout = Layout.resolve(1024, rank, pipeline=pipeline, data="auto", tensor=tensor)
+    expected = [layout.peers("tensor"), layout.peers("data"), layout.peers("pipeline"), layout.model_peers()]
+    assert found.groups == [sorted(ranks) for ranks in expected]
+    stage, chunks = layout.stage, 2 * pipeline
+    assert found.cuts == [c for c in range(chunks - 1) if stage in (c % pipeline, (c + 1) % pipeline)]
+    assert found.seconds < 1  # milliseconds; making all groups of all ranks takes more
+
+
+def test_a_start_takes_hardly_longer_with_more_replicas(pool: WorkerPool) -> None:
+    def best(world_size: int) -> float:
+        return min(pool.run(start, 1, world_size, 0, 8, 8, init=False)[0].seconds for _ in range(3))
+
+    assert best(8192) < 20 * best(256)  # 128 replicas beside 4: only lists of ranks are longer
+
+
+def first_batch(world_size: int, rank: int, name: str) -> tuple[float, int, list[int]]:
+    """A rank cuts the model, and runs its part of a first batch. The announcements of its neighbours are made up.
+
+    Returns:
+        The seconds and the bytes of Python objects that it took; how many messages it sent and received.
+    """
+    stages, microbatches, width = 8, 16, 32
+    net = nn.Sequential(*(nn.Linear(width, width) for _ in range(32)))
+    batch = torch.ones(2, width)
+    description = encode(((tuple(batch.shape), batch.dtype, True),))
+    counts = [0, 0]
+
+    def isend(link: Link, buffer: Tensor) -> Any:
+        counts[0] += buffer.device == META
+        return SimpleNamespace(wait=bool)
+
+    def irecv(link: Link, buffer: Tensor) -> Any:
+        counts[1] += buffer.device == META
+        if buffer.dtype == torch.int64:
+            buffer.copy_(torch.tensor([len(description), 0]))
+        elif buffer.device != META:
+            buffer.copy_(description)
+        return SimpleNamespace(wait=bool)
+
+    with one_of(world_size, rank), patch.object(Link, "isend", isend), patch.object(Link, "irecv", irecv):
+        tracemalloc.start()
+        begin = time.perf_counter()
+        layout = Layout.resolve(world_size, rank, pipeline=stages, data="auto", tensor=8)
+        groups = Groups(layout)
+        lists = SCHEDULES[name](stages, microbatches)
+        parts = partition(net, lambda: net(batch).sum(), stages, placement=placement(lists))
+        net.to(META)
+        given = batch.to(META)
+        stage = Stage(net, parts, layout.stage, META)
+        stage.flow = stage.survey(lambda: net(given).sum())
+        stage.install()
+        wires = groups.links(parts.placement)
+        links = Links(
+            {cut: replace(wire, host_group=groups.host_group) for cut, wire in wires.activations.items()},
+            {cut: replace(wire, host_group=groups.host_group) for cut, wire in wires.gradients.items()},
+        )
+        engine = Engine(stage, layout, links, META, loss_of=lambda loss: loss)
+        work = {
+            k: Microbatch(lambda: net(given).sum(), 1 / microbatches, place=k, seed=k, begins_update=k == 0)
+            for k in range(microbatches)
+        }
+        engine.run([action for action in lists[layout.stage] if not isinstance(action, Step)], work)
+        seconds = time.perf_counter() - begin
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    return seconds, peak, counts
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_a_first_batch_costs_the_same_with_a_thousand_ranks_as_with_few(pool: WorkerPool, name: str) -> None:
+    """128 ranks have 2 replicas, 1,024 have 16, 8,192 have 128."""
+    found = {n: pool.run(first_batch, 1, n, n // 2, name, init=False)[0] for n in (128, 1024, 8192)}
+    assert found[1024][2] == found[128][2] and sum(found[1024][2]) > 0
+    assert found[1024][0] < 3 * found[128][0] + 0.5  # a machine that does something else
+    assert found[8192][1] < 1.5 * found[128][1]
