@@ -8,7 +8,8 @@ their gradients. A bucket whose gradients are all complete is summed over the re
                                                         finish(): wait
 
 Every replica sends the same buckets in the same order, whatever the order of its gradients, and whether or not its loss
-depended on all parameters: each bucket tells how many replicas have which gradient.
+depended on all parameters: each bucket tells how many replicas have which gradient. These flags are read only on a
+replica that lacks a gradient, since to read them the host waits for the GPU.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class _Bucket:
         names: of the parameters.
         sizes: the number of elements of each.
         ready: the gradients that are complete, by name.
+        missing: the parameters that have none here, once the message is on its way.
         message: ``[one flag a parameter, gradient, gradient, ...]``, once it is on its way.
         work: the message's all-reduce.
     """
@@ -42,6 +44,7 @@ class _Bucket:
     names: list[str] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     ready: dict[str, Tensor] = field(default_factory=dict)
+    missing: set[str] = field(default_factory=set)
     message: Tensor | None = None
     work: dist.Work | None = None
 
@@ -150,8 +153,10 @@ class GradientAverager:
             assert bucket.work is not None and bucket.message is not None
             guarded(bucket.work.wait)
             flags, *flat = bucket.message.split([len(bucket.names), *bucket.sizes])
-            for name, has_gradient, average in zip(bucket.names, flags.tolist(), flat, strict=True):
-                averages[name] = average.view(self._parameters[name].shape) if has_gradient else None
+            elsewhere = dict(zip(bucket.names, flags.tolist(), strict=True)) if bucket.missing else {}
+            for name, average in zip(bucket.names, flat, strict=True):
+                exists = name not in bucket.missing or elsewhere[name]
+                averages[name] = average.view(self._parameters[name].shape) if exists else None
         self._buckets, self._of = [], {}
         return averages
 
@@ -160,7 +165,7 @@ class GradientAverager:
         share = 1 / self._group.size()
         message = torch.empty(len(bucket.names) + sum(bucket.sizes), dtype=like.dtype, device=like.device)
         flags, *flat = message.split([len(bucket.names), *bucket.sizes])
-        flags.copy_(torch.tensor([name in bucket.ready for name in bucket.names]))
+        flags.copy_(torch.tensor([name in bucket.ready for name in bucket.names]), non_blocking=True)
         for name, place in zip(bucket.names, flat, strict=True):
             gradient = bucket.ready.get(name)
             if gradient is None:
@@ -169,5 +174,6 @@ class GradientAverager:
                 torch.mul(gradient.detach().reshape(-1), share, out=place)
         bucket.message = message
         bucket.work = guarded(dist.all_reduce, message, group=self._group, async_op=True)
+        bucket.missing = set(bucket.names) - bucket.ready.keys()
         bucket.ready = {}
         self._sent += 1

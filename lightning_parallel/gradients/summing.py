@@ -23,7 +23,8 @@ def summed_over(
     """The sum of each named gradient over the ranks of a group. A collective over the group.
 
     The message is ``[one flag a parameter, gradient, gradient, ...]``: a parameter that got a gradient on no rank keeps
-    none, so an optimizer skips it as it does in a single process.
+    none, so an optimizer skips it as it does in a single process. The flags are read only
+    on a rank that lacks a gradient, since to read them the host waits for the GPU.
 
     Args:
         group: the ranks.
@@ -43,13 +44,15 @@ def summed_over(
         torch.zeros_like(local_part(parameters[name])) if gradient is None else local_part(gradient)
         for name, gradient in zip(names, own, strict=True)
     ]
-    flags = torch.tensor([gradient is not None for gradient in own], dtype=dtype, device=parts[0].device)
+    flags = torch.tensor([gradient is not None for gradient in own], dtype=dtype)
+    flags = flags.to(parts[0].device, non_blocking=True)
     message = torch.cat([flags, *(part.to(dtype).flatten() for part in parts)])
     guarded(dist.all_reduce, message, group=group)
     counts, *sums = message.split([len(names), *(part.numel() for part in parts)])
+    exist = [True] * len(names) if all(gradient is not None for gradient in own) else counts.tolist()
     return {
-        name: _like(parameters[name], total.to(part.dtype).view_as(part)) if count else None
-        for name, part, total, count in zip(names, parts, sums, counts.tolist(), strict=True)
+        name: _like(parameters[name], total.to(part.dtype).view_as(part)) if exists else None
+        for name, part, total, exists in zip(names, parts, sums, exist, strict=True)
     }
 
 

@@ -70,7 +70,7 @@ class LastStage:
         self._before_meeting = before_meeting
         self._generators = TorchGenerators(device)
         last = layout.rank_at(pipeline=layout.stages - 1)
-        self._board = MetricBoard(trainer, groups.along("pipeline"), last, device)
+        self._board = MetricBoard(trainer, groups.along("pipeline"), groups.host_group, last, device)
         self._publisher = _PublishMetrics(self._publish, failed)
         if layout.stages > 1:
             _wrap_hooks(module, self._run_hook)

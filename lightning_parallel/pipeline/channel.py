@@ -1,5 +1,7 @@
 """Messages between neighbouring stages: what a layer returned goes forward, its gradient comes back.
 
+What follows is so over gloo. Over NCCL an activation is announced from host to host (``announced.py``).
+
 The *format* of a message (shapes, dtypes, which tensors want a gradient) is not sent along. For each place in the
 schedule, the sender and the receiver both remember the format of the last message there, and expect the next one to be
 the same. So a receive can be posted before the message is made, without an extra message. Where a message is different
@@ -36,23 +38,23 @@ from torch import Tensor
 from lightning_parallel.collectives import PeerLostError
 from lightning_parallel.groups import Wire
 from lightning_parallel.pipeline.arrival import Arrival
-from lightning_parallel.pipeline.message import Format, Packet, decode, encode, format_of
+from lightning_parallel.pipeline.message import Format, Packet, as_it_lies, decode, encode, format_of
 from lightning_parallel.pipeline.posting import PostsDirectly, PostsFromThread
 
-_END = -1
+END = -1  # in the place of a format's length
 
 
 class Link:
     """One direction between this rank and a neighbour.
 
-    Tensors on a GPU travel through pinned host memory where the group's backend is gloo, so several stages may share
-    one GPU. Where it is NCCL they travel directly.
+    Over gloo, tensors on a GPU travel through pinned host memory, so several stages may share one GPU. Over NCCL they
+    travel directly.
 
     Args:
         wire: its process group and tag.
         peer: the neighbour's global rank.
         peer_name: how errors name it.
-        device: where this stage computes.
+        device: where messages are to be: this stage's, or the host.
     """
 
     def __init__(self, wire: Wire, peer: int, peer_name: str, device: torch.device) -> None:
@@ -60,7 +62,7 @@ class Link:
         self._peer = dist.get_group_rank(wire.group, peer)  # dist.isend and irecv would look it up for each message
         self._peer_name = peer_name
         self.device = device
-        self.through_host = device.type != "cpu" and dist.get_backend(wire.group) == "gloo"
+        self.through_host = device.type != "cpu" and wire.host_group is None
 
     def isend(self, buffer: Tensor) -> dist.Work:
         """Post a send of a flat buffer."""
@@ -126,21 +128,21 @@ class Sender:
             self._post(message)
         else:
             description = encode(format)
-            details = description.pin_memory() if self._link.through_host else description.to(self._link.device)
-            announcement = self._packet(expected, trailer=True).fill((), (description.numel(), acknowledged))
-            self._post(announcement, details, message)
+            details = description.pin_memory() if self._link.through_host else description
+            first = self._packet(expected, trailer=True).fill((), (description.numel(), acknowledged))
+            self._post(first, details, message)
             self._formats[place] = format
         return format
 
     def end(self, place: Hashable, acknowledged: int = 0) -> None:
         """Answer the receive that the peer has posted for ``place``: there will be no such message."""
-        self._post(self._packet(self._formats.get(place, ()), trailer=True).fill((), (_END, acknowledged)))
+        self._post(self._packet(self._formats.get(place, ()), trailer=True).fill((), (END, acknowledged)))
 
     def send_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Send gradients, whose format the receiver knows. Without gradients nothing is sent, and it counts."""
-        only = gradients[0] if len(gradients) == 1 else None
-        if only is not None and only.is_contiguous() and only.is_cpu and not only.is_complex():
-            self._post(only.detach())  # as it lies in memory, without a copy
+        whole = None if self._link.through_host else as_it_lies(gradients)
+        if whole is not None:
+            self._post(whole)
         elif gradients:
             self._post(self._packet(format_of(gradients), trailer=False).fill(gradients))
         else:
@@ -238,20 +240,15 @@ class Receiver:
         arrival: Arrival | None = None
         if status == 0:
             arrival = posted.arrival or Arrival(posted.packet.on(self._link.device), posted.packet.format)
-        elif status != _END:
-            arrival = self._take_announced(status, posted.place)
+        elif status != END:
+            arrival = self._take_described(status, posted.place)
         if following is not None:
-            format = self._formats.get(then, ())  # an announced message may have changed it
+            format = self._formats.get(then, ())  # a described message may have changed it
             self._begin(following if following.format == format else self._packet(format, trailer=True), then)
         return arrival
 
-    def _take_announced(self, nbytes: int, place: Hashable) -> Arrival:
-        description = torch.empty(
-            nbytes,
-            dtype=torch.uint8,
-            device="cpu" if self._link.through_host else self._link.device,
-            pin_memory=self._link.through_host,
-        )
+    def _take_described(self, nbytes: int, place: Hashable) -> Arrival:
+        description = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._link.through_host)
         self._link.wait(self._link.irecv(description))
         format = self._formats[place] = decode(description)
         packet = self._packet(format, trailer=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_parallel.groups import Links, Wire
 from lightning_parallel.layout import Layout, Placement
+from lightning_parallel.pipeline.announced import AnnouncedReceiver, AnnouncingSender
 from lightning_parallel.pipeline.channel import Link, Receiver, Sender
 from lightning_parallel.pipeline.handover import Handover
 
@@ -35,18 +37,30 @@ def ends_of(placement: Placement, layout: Layout, links: Links, device: torch.de
     activations: dict[int, Handover] = {}
     gradients: dict[int, Handover] = {}
 
-    def over(cut: int, neighbour: int, wires: dict[int, Wire], inside: dict[int, Handover], kind: type[Any]) -> Any:
+    def over(
+        cut: int,
+        neighbour: int,
+        wires: dict[int, Wire],
+        inside: dict[int, Handover],
+        end: type[Any],
+        announced: type[Any] | None = None,
+    ) -> Any:
         if not 0 <= neighbour < len(placement):
             return None
         if placement[neighbour] == layout.stage:
             return inside.setdefault(cut, Handover())
         peer = layout.rank_at(pipeline=placement[neighbour])
-        return kind(Link(wires[cut], peer, layout.describe(peer), device))
+        link = partial(Link, peer=peer, peer_name=layout.describe(peer))
+        wire = wires[cut]
+        if wire.host_group is None or announced is None:
+            return end(link(wire, device=device))
+        return announced(link(wire, device=device), link(Wire(wire.host_group, wire.tag), device=torch.device("cpu")))
 
     return {
         chunk: Ends(
-            activations_in=over(chunk - 1, chunk - 1, links.activations, activations, Receiver),
-            activations_out=over(chunk, chunk + 1, links.activations, activations, Sender),
+            activations_in=over(chunk - 1, chunk - 1, links.activations, activations, Receiver, AnnouncedReceiver),
+            activations_out=over(chunk, chunk + 1, links.activations, activations, Sender, AnnouncingSender),
+            # Both sides know the formats of gradients: nothing is announced.
             gradients_in=over(chunk, chunk + 1, links.gradients, gradients, Receiver),
             gradients_out=over(chunk - 1, chunk - 1, links.gradients, gradients, Sender),
         )

@@ -1,4 +1,5 @@
-"""A message between stages as bytes: a packet, with tensors in one flat buffer, and a trailer of two words::
+"""A message between stages as bytes: a packet, with tensors in one flat buffer, and, in host memory, perhaps a
+trailer of two words::
 
     [ tensor 0 ... | tensor 1 ... | ... | word, word ]
       ^ each begins at a multiple of 64 bytes; a word has 8 bytes
@@ -38,7 +39,7 @@ def gradient_format(activations: Format) -> Format:
 
 @lru_cache
 def places_in(format: Format) -> tuple[list[tuple[int, int]], int]:
-    """Where each tensor lies in a packet (start and length), and where the tensors end, in bytes."""
+    """Where each tensor lies in a packet (start and length), and where a trailer begins, in bytes."""
     places: list[tuple[int, int]] = []
     end = 0
     for shape, dtype, _ in format:
@@ -53,7 +54,7 @@ class Packet:
 
     Args:
         format: of the tensors.
-        trailer: two words follow the tensors.
+        trailer: two words follow the tensors; only in host memory.
         device: where the buffer is.
         pinned: the buffer is in pinned host memory, whatever ``device`` is.
 
@@ -67,7 +68,9 @@ class Packet:
     def __init__(self, format: Format, trailer: bool, device: torch.device, pinned: bool = False) -> None:
         self.format, self.trailer = format, trailer
         places, end = places_in(format)
-        nbytes = end + TRAILER if trailer else end
+        # Without a trailer as long as a tensor that is sent as it lies: without the padding after the last one.
+        without = sum(places[-1]) if places else 0
+        nbytes = end + TRAILER if trailer else without
         with torch.inference_mode(False):  # validation may make a packet that training fills again
             if pinned:
                 self.buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -75,25 +78,21 @@ class Packet:
                 self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
             self.tensors = _views(self.buffer, format)
             self._words: Any = None
-            if trailer:
-                # On the CPU through numpy: tensor operations would take ten times as long, while a message waits.
-                last = self.buffer[-TRAILER:]
-                self._words = last.numpy().data if self.buffer.is_cpu else last.view(torch.int64)
+            if trailer:  # through numpy: tensor operations would take ten times as long, while a message waits
+                self._words = self.buffer[-TRAILER:].numpy().data
 
     def fill(self, tensors: Sequence[Tensor], words: tuple[int, int] | None = None) -> Packet:
         """Copy tensors to their places, and write the words, if there is a trailer. Without tensors the places keep
         what they hold."""
         for place, tensor in zip(self.tensors, tensors, strict=bool(tensors)):
             place.copy_(tensor.detach())
-        if words is not None and self.buffer.is_cpu:
+        if words is not None:
             _WORDS.pack_into(self._words, 0, *words)
-        elif words is not None:
-            self._words.copy_(torch.tensor(words))
         return self
 
     def words(self) -> tuple[int, int]:
         """The words that :meth:`fill` wrote at the other end."""
-        first, second = _WORDS.unpack_from(self._words) if self.buffer.is_cpu else self._words.tolist()
+        first, second = _WORDS.unpack_from(self._words)
         return first, second
 
     def on(self, device: torch.device) -> list[Tensor]:
@@ -108,6 +107,18 @@ def _views(buffer: Tensor, format: Format) -> list[Tensor]:
     ]
 
 
+def as_it_lies(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The only tensor of a message as flat bytes, where it lies in memory; None if there are several, or if its memory
+    holds something else: gaps, or the conjugates of its numbers."""
+    if len(tensors) != 1:
+        return None
+    flat = tensors[0].detach()
+    # One number counts as contiguous with any stride, also with one by which it can't be seen as bytes.
+    if not flat.is_contiguous() or flat.is_conj() or flat.is_neg() or (flat.dim() and flat.stride(-1) != 1):
+        return None
+    return flat.reshape(-1).view(torch.uint8)
+
+
 def encode(format: Format) -> Tensor:
     """A format as bytes."""
     text = json.dumps([[list(shape), str(dtype).removeprefix("torch."), grad] for shape, dtype, grad in format])
@@ -116,5 +127,5 @@ def encode(format: Format) -> Tensor:
 
 def decode(description: Tensor) -> Format:
     """The inverse of :func:`encode`."""
-    fields: list[Any] = json.loads(bytes(description.cpu().tolist()).decode())
+    fields: list[Any] = json.loads(bytes(description.tolist()).decode())
     return tuple((tuple(shape), getattr(torch, dtype), bool(grad)) for shape, dtype, grad in fields)

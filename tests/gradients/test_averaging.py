@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -140,3 +142,14 @@ def test_what_grows_after_it_was_complete_is_refused() -> None:
         averager.ready("a", torch.ones(2))
     with pytest.raises(RuntimeError, match="'a' grew twice"):
         averager.ready("a", torch.ones(2))
+
+
+def test_a_device_is_not_waited_for_if_no_gradient_is_missing() -> None:
+    """The meta device has no values: whatever read one would fail."""
+    made = {name: torch.zeros(3, device="meta", requires_grad=True) for name in "abc"}
+    gradients: dict[str, Tensor | None] = {name: torch.ones(3, device="meta") for name in made}
+    with patch.object(dist, "all_reduce", return_value=SimpleNamespace(wait=bool)):
+        averager = GradientAverager(made, SimpleNamespace(size=lambda: 2), bucket_bytes=16)  # type: ignore[arg-type]
+        assert all(average is not None for average in averager.finish(gradients).values())
+        with pytest.raises(NotImplementedError):  # another replica may have it
+            averager.finish({**gradients, "b": None})

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import patch
+
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -38,3 +42,14 @@ def test_sums_have_the_parameters_dtypes_and_shapes(pool: WorkerPool) -> None:
         assert one is not None and torch.equal(one, torch.ones(2, dtype=torch.bfloat16))
         assert scalar is not None and torch.equal(scalar, torch.tensor(3.0))
         assert found["none"] is None
+
+
+def test_a_device_is_not_waited_for_if_no_gradient_is_missing() -> None:
+    """The meta device has no values: whatever read one would fail."""
+    made = {name: torch.zeros(3, device="meta") for name in "ab"}
+    gradients: dict[str, Any] = {name: torch.ones(3, device="meta") for name in made}
+    group: Any = None
+    with patch.object(dist, "all_reduce"):
+        assert all(total is not None for total in summed_over(group, [*made], made, gradients).values())
+        with pytest.raises(NotImplementedError):  # another rank may have it
+            summed_over(group, [*made], made, {**gradients, "b": None})

@@ -104,6 +104,9 @@ def gradients() -> list[list[Tensor]]:
     sizes = [1, 3, 15, 16, 17, 31, 32, 33, 1000]
     messages = [[tensor(i, n, dtype=dtype)] for i, n in enumerate(sizes) for dtype in DTYPES[:4]]
     messages += [[tensor(1)], [tensor(2, 0)], [], [tensor(3, 3, 4).t()], [tensor(4, 1).expand(7)]]
+    messages += [[tensor(10, 1, 1).sum().expand(1, 1)], [torch.stack([tensor(11, 1)[0]], -1)[None].expand(1, 1)]]
+    messages += [[tensor(12, 3, dtype=torch.complex64).conj()], [tensor(13, 3, dtype=torch.complex64)]]
+    messages += [[tensor(14, 3, dtype=torch.complex64).conj().imag]]
     messages += [[tensor(5, 3), tensor(6, 2, dtype=torch.bfloat16)], [tensor(7, 0), tensor(8, 2)], [tensor(9, 8)[2:5]]]
     return messages
 

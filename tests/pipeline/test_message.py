@@ -54,8 +54,8 @@ def test_words_alone_leave_the_tensors_as_they_are() -> None:
 @pytest.mark.parametrize("device", ["cpu", "meta"])  # of both kinds of memory, as far as inference mode goes
 def test_a_packet_made_in_inference_mode_may_be_filled_outside(device: str) -> None:
     with torch.inference_mode():  # as in validation; training uses it again
-        packet = Packet(format_of([torch.ones(3)]), True, torch.device(device))
-    packet.fill([torch.ones(3)], (1, 2))
+        packet = Packet(format_of([torch.ones(3)]), device == "cpu", torch.device(device))
+    packet.fill([torch.ones(3)], (1, 2) if device == "cpu" else None)
     assert device == "meta" or (packet.tensors[0].tolist(), packet.words()) == ([1.0] * 3, (1, 2))
 
 

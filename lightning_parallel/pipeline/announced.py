@@ -1,0 +1,112 @@
+"""Messages in the memory of GPUs, announced from host to host.
+
+Over NCCL, what a message says of itself (``channel.py``) can't lie in the message: to read it there, the host would
+have to wait until the device has run all that was launched before. So it goes over gloo, from host to host, as soon as
+the message is launched. The receiver's host reads it, and launches a receive of just this format. It waits for a host
+that is ahead of its device, and never for a device::
+
+    sender's host        launch layer, announce, launch send     launch the next layer ...
+    receiver's host                        \\---> launch receive, launch layer ...
+    sender's device         layer ........... send
+    receiver's device                         receive, layer ...........
+
+    announcement    [ 0, a ]     a message in the format of the last one of this place
+                    [ n, a ]     in another one: its description follows, n bytes, on the host too
+                    [ -1, a ]    end of stream
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_parallel.pipeline.arrival import Arrival
+from lightning_parallel.pipeline.channel import END, Link, Receiver, Sender
+from lightning_parallel.pipeline.message import Format, Packet, decode, encode, format_of
+
+
+class AnnouncingSender(Sender):
+    """Sends messages over a link between devices, in order.
+
+    Args:
+        link: for the messages.
+        announcements: over which they are announced, in host memory.
+    """
+
+    def __init__(self, link: Link, announcements: Link) -> None:
+        super().__init__(link)
+        self._by_host = announcements
+        self._announced: deque[list[tuple[dist.Work, Tensor]]] = deque()  # of the messages that are unconfirmed
+
+    def send(self, tensors: Sequence[Tensor], place: Hashable, acknowledged: int = 0) -> Format:
+        format = format_of(tensors)
+        if format == self._formats.get(place):
+            self._announce(0, acknowledged)
+        else:
+            description = encode(format)
+            self._announce(description.numel(), acknowledged, description)
+            self._formats[place] = format
+        if any(tensor.numel() for tensor in tensors):
+            # Always a copy: a layer may write its next output where this one lies, before it has been sent.
+            self._post(self._packet(format, trailer=False).fill(tensors))
+        else:
+            self._post()
+        return format
+
+    def end(self, place: Hashable, acknowledged: int = 0) -> None:
+        self._announce(END, acknowledged)
+        self._post()
+
+    def confirm(self, messages: int) -> None:
+        super().confirm(messages)
+        while len(self._announced) > len(self._unconfirmed):
+            for work, _ in self._announced.popleft():
+                self._by_host.wait(work)
+
+    def _announce(self, status: int, acknowledged: int, *more: Tensor) -> None:
+        parts = [torch.tensor([status, acknowledged]), *more]
+        self._announced.append([(self._by_host.isend(part), part) for part in parts])
+
+
+class AnnouncedReceiver(Receiver):
+    """Receives such messages, in order.
+
+    Args:
+        link: for the messages.
+        announcements: over which they are announced, in host memory.
+    """
+
+    def __init__(self, link: Link, announcements: Link) -> None:
+        super().__init__(link)
+        self._by_host = announcements
+        self._coming: tuple[dist.Work, Tensor, Hashable] | None = None  # an announcement, and the place it is for
+
+    def post(self, place: Hashable) -> None:
+        if self._coming is None:
+            announcement = torch.empty(2, dtype=torch.int64)
+            self._coming = self._by_host.irecv(announcement), announcement, place
+
+    def expected(self) -> Arrival | None:
+        return None
+
+    def take(self, then: Hashable = None) -> Arrival | None:
+        assert self._coming is not None, "post before you take"
+        (work, announcement, place), self._coming = self._coming, None
+        self._by_host.wait(work)
+        status, self.acknowledged = announcement.tolist()
+        if status > 0:
+            description = torch.empty(status, dtype=torch.uint8)
+            self._by_host.wait(self._by_host.irecv(description))
+            self._formats[place] = decode(description)
+        if then is not None:
+            self.post(then)
+        if status == END:
+            return None
+        packet = Packet(self._formats[place], False, self._link.device)
+        if packet.buffer.numel():
+            self._link.wait(self._link.irecv(packet.buffer))
+        return Arrival(packet.tensors, packet.format)

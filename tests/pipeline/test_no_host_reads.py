@@ -1,0 +1,107 @@
+"""A stage's step on a device whose values the host can't read: nothing in it asks for one.
+
+The meta device stands for a GPU. It has shapes and no values, so whatever reads a value from it raises an error, where
+a GPU would be waited for. Messages between stages carry nothing here, but are announced for real, between processes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_parallel.groups import Groups, Links, Wire
+from lightning_parallel.layout import Layout
+from lightning_parallel.pipeline.actions import Step, placement
+from lightning_parallel.pipeline.channel import Link
+from lightning_parallel.pipeline.chunk import Microbatch
+from lightning_parallel.pipeline.engine import Engine
+from lightning_parallel.pipeline.partitioning import partition
+from lightning_parallel.pipeline.schedule import SCHEDULES
+from lightning_parallel.pipeline.stage import Stage
+from tests.pool import WorkerPool
+
+GPU = torch.device("meta")
+STAGES, MICROBATCHES = 2, 4
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        layers = (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True) for _ in range(4))
+        self.blocks = nn.ModuleList(layers)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+class Launched:
+    """A message between devices: the host doesn't wait for it."""
+
+    def wait(self) -> None:
+        pass
+
+
+def run(name: str) -> list[int]:
+    """Two batches of a schedule on this rank's stage. Returns how many messages and announcements the second sends."""
+    layout = Layout.resolve(STAGES, dist.get_rank(), pipeline=STAGES)
+    net = Net()
+    ids = torch.zeros(3, 5, dtype=torch.int64)
+
+    def step(ids: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+
+    lists = SCHEDULES[name](STAGES, MICROBATCHES)
+    parts = partition(net, lambda: step(ids), STAGES, layers=["blocks.*"], placement=placement(lists))
+    net.to(GPU)
+    ids = ids.to(GPU)
+    stage = Stage(net, parts, layout.stage, GPU)
+    stage.flow = stage.survey(lambda: step(ids))
+    stage.install()
+
+    groups = Groups(layout)
+    links, host = groups.links(parts.placement), dist.new_group(range(STAGES))
+    apart = Links(
+        {cut: Wire(wire.group, wire.tag, host) for cut, wire in links.activations.items()},
+        {cut: Wire(wire.group, wire.tag, host) for cut, wire in links.gradients.items()},
+    )
+    sent = [0, 0]
+    isend, irecv = Link.isend, Link.irecv
+
+    def send(link: Link, buffer: Tensor) -> Any:
+        sent[buffer.device != GPU] += 1
+        return Launched() if buffer.device == GPU else isend(link, buffer)
+
+    def receive(link: Link, buffer: Tensor) -> Any:
+        return Launched() if buffer.device == GPU else irecv(link, buffer)
+
+    with patch.object(Link, "isend", send), patch.object(Link, "irecv", receive):
+        engine = Engine(stage, layout, apart, GPU, loss_of=lambda loss: loss)
+        for batch in range(2):
+            work = {
+                k: Microbatch(step=lambda: step(ids), weight=1 / MICROBATCHES, place=k, seed=k, begins_update=k == 0)
+                for k in range(MICROBATCHES)
+            }
+            actions = [action for action in lists[layout.stage] if not isinstance(action, Step)]
+            engine.run(actions, work)
+            if batch == 0:
+                first = list(sent)
+        assert all(p.grad is not None for p in stage.named_parameters().values())
+    return [both - one for both, one in zip(sent, first, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zbv"])
+def test_a_step_reads_no_value_from_its_device(pool: WorkerPool, name: str) -> None:
+    """In the second batch an activation has one announcement, and a gradient none."""
+    counts = pool.run(run, STAGES, name)
+    crossing = MICROBATCHES * {"interleaved": 3, "zbv": 2}.get(name, 1)
+    assert [sum(each) for each in zip(*counts, strict=True)] == [2 * crossing, crossing]
