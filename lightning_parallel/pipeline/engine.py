@@ -21,6 +21,7 @@ from lightning_parallel.layout import Layout
 from lightning_parallel.pipeline.actions import Action, Backward, BackwardInput, BackwardWeight, Forward, Step
 from lightning_parallel.pipeline.chunk import Chunk, Microbatch
 from lightning_parallel.pipeline.ends import ends_of
+from lightning_parallel.pipeline.posting import short_switch_interval
 from lightning_parallel.pipeline.seeding import TorchGenerators
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.timeline import Timeline
@@ -118,7 +119,7 @@ class Engine:
                 self._chunks[chunk].post(coming[0])
         self._streaming = endless and (self._streaming or any(places.values()))
         outputs: list[Any] = []
-        with self._generators.kept():  # backwards and updates may draw too
+        with self._generators.kept(), short_switch_interval():  # backwards and updates may draw too
             last = _completing(actions)
             for i, action in enumerate(actions):
                 if isinstance(action, Step):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from queue import SimpleQueue
 from threading import Thread, current_thread
 
@@ -12,6 +14,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 Send = Callable[[Tensor], dist.Work]
+
+_SWITCH_INTERVAL = 5e-5  # seconds; Python's default is 5 ms
+
+
+@contextmanager
+def short_switch_interval() -> Iterator[None]:
+    """Inside, a sending thread waits at most 50 us for the interpreter's lock. By default it may wait for 5 ms, while
+    the stage's thread computes."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(_SWITCH_INTERVAL, before))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 class PostsFromThread:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.pipeline.posting import PostsDirectly, PostsFromThread
+from lightning_parallel.pipeline.posting import PostsDirectly, PostsFromThread, short_switch_interval
 
 
 class Link:
@@ -57,3 +58,11 @@ def test_the_thread_ends_with_the_object() -> None:
     del posts
     gc.collect()
     assert sending() <= before
+
+
+def test_a_sending_thread_gets_the_interpreter_soon_while_a_schedule_runs() -> None:
+    before = sys.getswitchinterval()
+    with pytest.raises(RuntimeError, match="no luck"), short_switch_interval():
+        assert sys.getswitchinterval() <= 5e-5 < before
+        raise RuntimeError("no luck")
+    assert sys.getswitchinterval() == before
