@@ -1,4 +1,4 @@
-"""``schedule="auto"`` in a run: what schedules would cost with the model, and the memory that there is."""
+"""``schedule="auto"`` in a run: what schedules would cost with the model, the device's speed and its memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from lightning_parallel.pipeline.actions import Schedule
 from lightning_parallel.pipeline.choosing import choose, estimate, reason
 from lightning_parallel.pipeline.partition import Partition
 
-_OVERHEAD = 1e-3  # seconds that an action takes besides what it computes, and a message: see docs/figures.md
+_OVERHEAD = 1e-3  # seconds that an action takes besides its layers: docs/figures.md; a message is taken to cost as much
+_TIMED = 0.01  # seconds, in which a device's speed is measured
 _COPIES = 4  # a parameter, its gradient, and an optimizer's two moments
 _USABLE = 0.8  # of what they leave: the rest is for what an estimate leaves out
 
@@ -51,23 +52,29 @@ def suitable_placement(
     }
     name = choose(estimates, free)
     refused = [f" Not {names[place]!r}: {text}" for place, text in found.items() if isinstance(text, str)]
-    each = 3 * sum(parts[name].work) / parts[name].stages / speed
-    costs = f" An action takes {_seconds(_OVERHEAD)} besides, and a microbatch about {_seconds(each)} on each stage."
+    seconds = (3 + recompute) * sum(parts[name].work) / parts[name].stages / speed
+    costs = (
+        f" A microbatch computes for about {_seconds(seconds)} on each stage; each action takes {_seconds(_OVERHEAD)} "
+        f"more."
+    )
     rank_zero_info(reason(name, estimates, free, microbatches) + costs + "".join(refused))
     return parts[name].placement
 
 
-def operations_a_second(device: torch.device) -> float:
-    """About the floating-point operations that a device does in a second, by products of matrices, in the dtype that
-    autocast or the default says. A model's own layers do fewer."""
-    size, products = 1024, 4
+def flops_per_second(device: torch.device) -> float:
+    """The speed of a device in matrix products, in FLOP/s (an addition and a multiplication are two), in the dtype that
+    autocast or the default says. A model's own layers are slower."""
+    size, products, seconds = 4096 if device.type == "cuda" else 512, 1, 0.0
     a, b = torch.ones(2, size, size, device=device)
-    float((a @ b)[0, 0])  # to warm up; and wait for it
-    begin = time.perf_counter()
-    for _ in range(products):
-        c = a @ b
-    float(c[0, 0])
-    return products * 2 * size**3 / (time.perf_counter() - begin)
+    float((a @ b)[0, 0])  # to warm up
+    while seconds < _TIMED:
+        products *= 2
+        begin = time.perf_counter()
+        for _ in range(products):
+            c = a @ b
+        float(c[0, 0])  # waits for it
+        seconds = time.perf_counter() - begin
+    return products * 2 * size**3 / seconds
 
 
 def _seconds(value: float) -> str:

@@ -9,7 +9,7 @@ from lightning_parallel.pipeline.actions import BackwardWeight, Forward, Schedul
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.simulate import most_held, simulate
 
-# Of a backward in whole ones: between that of a Llama block and that of an encoder layer in docs/figures.md.
+# How long a backward in halves takes, in whole ones: between a Llama block's and an encoder layer's in docs/figures.md.
 _HALVES = 1.045
 
 _ALIKE = 0.01  # of the stages' time: schedules that differ by less are equally fast
@@ -21,7 +21,7 @@ class Estimate:
 
     Attributes:
         busy: the fraction of a batch's time in which stages compute, the mean over them, if all begin and end the batch
-            together. What an action or a backward in halves takes on top doesn't count.
+            together. What actions and backwards in halves take on top doesn't count.
         held: the bytes of activations that the fullest stage holds at most.
     """
 
@@ -43,11 +43,11 @@ def estimate(
     """
     split = halves and any(isinstance(action, BackwardWeight) for actions in schedule for action in actions)
     work = [max(each, 1) for each in parts.work]  # torch has no formula for what is 0
-    cost, backwards = (_HALVES, 2) if split else (1.0, 1)
+    backward, actions = (_HALVES, 2) if split else (1.0, 1)  # in whole backwards; how many actions it is
     simulation = simulate(
         schedule,
         [each + overhead for each in work],
-        [(2 * cost + recompute) * each + backwards * overhead for each in work],
+        [(2 * backward + recompute) * each + actions * overhead for each in work],
         latency=overhead,
         second_half=0.0 if not halves else 1 / 3 if recompute else 0.5,
     )

@@ -29,8 +29,8 @@ class Partition:
         loose: the first names of the parameters that lie in no unit.
         direct: units whose ``forward`` the step calls past their hooks.
         draw_on_host: units that draw from Python's or NumPy's generator.
-        work: of each chunk: its time, if that was measured, or else the operations of its forward. To be compared with
-            that of other chunks only.
+        work: of each chunk: the nanoseconds of its forward and backward, if they were measured, or else the
+            floating-point operations of its forward.
         held: the bytes that each chunk holds of a microbatch from its forward to its backward: an estimate.
         computed: the bytes of all that each chunk computes in its forward.
     """

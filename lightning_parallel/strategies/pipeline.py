@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel.collectives import gather_objects
+from lightning_parallel.collectives import gather_if_different
 from lightning_parallel.gradients.swapping import Gradients, swap_gradients
 from lightning_parallel.layout import Placement
 from lightning_parallel.parts.between_batches import gained, reasons_to_wait
@@ -37,7 +37,7 @@ from lightning_parallel.parts.cutting import Partitions
 from lightning_parallel.parts.logs import LogRecorder
 from lightning_parallel.parts.microbatches import loss_scale
 from lightning_parallel.parts.options import StagedOptions
-from lightning_parallel.parts.schedule_choice import memory_for_activations, operations_a_second, suitable_placement
+from lightning_parallel.parts.schedule_choice import flops_per_second, memory_for_activations, suitable_placement
 from lightning_parallel.pipeline.actions import Schedule, placement
 from lightning_parallel.pipeline.schedule import SCHEDULES, Generator, interleaved, naive
 from lightning_parallel.pipeline.schedule_checks import check_placement, of_one_update
@@ -174,11 +174,13 @@ class PipelineStrategy(StagedStrategy):
         )
 
     def _speed(self) -> float:
-        """What a stage does in a second, in the unit of a partition's ``work``."""
+        """What a stage does of a partition's ``work`` in a second, where a backward counts as two forwards."""
         if self.options.balance == "time":
-            return 1e9
+            return 3e9  # nanoseconds of a forward and a backward: as long as three forwards
+        assert self.parallel_devices is not None
+        sharers = self.parallel_devices.count(self.root_device) if self.root_device.type == "cuda" else 1
         with self.precision_plugin.forward_context():
-            return operations_a_second(self.root_device)
+            return flops_per_second(self.root_device) / sharers * self.layout.size("tensor")
 
     def _decide_to_go_on(self, trainer: pl.Trainer) -> bool:
         """Do stages go on to the next batch without waiting for each other? The banner says why not."""
@@ -192,7 +194,7 @@ class PipelineStrategy(StagedStrategy):
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         own = list(reasons_to_wait(trainer, module, self.precision_plugin, shared, schedulers))
         # Ranks may have callbacks of their own. One that has to wait makes all wait.
-        reasons = [reason for rank in gather_objects(own, dist.group.WORLD) for reason in rank]
+        reasons = [reason for rank in gather_if_different(own, dist.group.WORLD) for reason in rank]
         if reasons:
             count = len(set(reasons))
             more = f" and {count - 1} more" if count > 1 else ""

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import lightning_parallel as lp
 from lightning_parallel.layout import Layout
-from lightning_parallel.parts.schedule_choice import memory_for_activations, operations_a_second
+from lightning_parallel.parts.schedule_choice import flops_per_second, memory_for_activations
 from tests.pool import WorkerPool
 
 
@@ -105,7 +105,7 @@ def outcome(
     module = kind(layers)
     if validated:
         trainer.validate(module, loaders[1], verbose=False)
-    speed = patch("lightning_parallel.strategies.pipeline.operations_a_second", return_value=1.0)
+    speed = patch("lightning_parallel.strategies.pipeline.flops_per_second", return_value=1.0)
     with speed if slow else nullcontext():
         trainer.fit(module, loaders[0], loaders[1] if validation else None)
     logger.removeHandler(handler)
@@ -118,7 +118,7 @@ def outcome(
     ("stages", "layers", "kind", "options", "schedule", "said"),
     [
         (2, 8, Net, {}, "zbv", "stages compute 8"),
-        (2, 8, Net, {"slow": False}, "1f1b", "An action takes 1 ms besides, and a microbatch about "),
+        (2, 8, Net, {"slow": False}, "1f1b", "each action takes 1 ms more."),
         (2, 3, Net, {}, "1f1b", "Not 'zbv': stages=2 with 2 chunks each, but the model has only 3 layers"),
         (2, 8, InPlace, {}, "1f1b", "Not 'zbv': training_step changes a tensor of its batch in place."),
         (2, 8, ChangesWhenValidated, {}, "1f1b", "Not 'zbv': validation_step changes a tensor of its batch in place."),
@@ -202,9 +202,14 @@ def alone(data: Tensor) -> float:
     return float(module.layers[-1].weight.sum())
 
 
-def test_a_device_s_speed_is_that_of_its_products() -> None:
-    """Of the dtype that autocast says: bfloat16 has other kernels, and their numbers are rounded."""
-    assert 1e8 < operations_a_second(torch.device("cpu")) < 1e14
+def test_a_device_s_speed_is_in_flops_per_second() -> None:
+    """Between those of the slowest and of the fastest machine, not in another unit."""
+    assert 1e8 < flops_per_second(torch.device("cpu")) < 1e14
+
+
+def test_measured_times_are_of_a_forward_and_a_backward() -> None:
+    """Three forwards: that is how operations are counted."""
+    assert lp.PipelineStrategy(balance="time")._speed() == 3e9
 
 
 def test_memory_is_what_parameters_gradients_and_moments_leave(monkeypatch: pytest.MonkeyPatch) -> None:
