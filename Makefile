@@ -5,6 +5,7 @@
 #     make test JOBS=0                         # one test at a time, without pytest-xdist: for a debugger
 #     make thorough                            # all tests: make test leaves rows out that repeat others
 #     make cluster-tests                       # runs killed and preempted under torchrun, Ray and a SLURM of two nodes
+#     make gpu                                 # what can be seen on this machine's GPUs, into docs/gpu.json
 #     make docs                                # the site of docs/, into site/
 #     make zoo                                 # three hundred small models under every layout, into docs/zoo.md
 #     make zoo ARGS="--only 'gpt2*' --traces"  # some of them; ARGS="--resume" goes on after an interruption
@@ -25,7 +26,7 @@ READY := $(VENV)/.ready
 RUN_ZOO := $(ZOO_VENV)/bin/python
 ZOO_READY := $(ZOO_VENV)/.ready
 
-.PHONY: train compare test thorough cluster-tests slurm zoo torture lint docs clean
+.PHONY: train compare test thorough cluster-tests slurm zoo torture gpu lint docs clean
 
 train: $(READY)
 	$(RUN) -m recipes.train strategy=pipeline_async $(ARGS)
@@ -53,6 +54,9 @@ zoo: $(ZOO_READY)
 
 torture: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m tests.torture --record $(ARGS)
+
+gpu: $(READY)
+	OMP_NUM_THREADS=1 $(RUN) -m recipes.gpu
 
 lint: $(READY)
 	$(RUN) -m ruff check .

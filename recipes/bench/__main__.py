@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from recipes.bench import (
     checkpoints,
     compute,
@@ -20,6 +22,7 @@ from recipes.bench import (
     halves,
     memory,
     messages,
+    one_device,
     overhead,
     report,
     sleeping,
@@ -38,6 +41,11 @@ PIPELINE: dict[str, Part] = {
     "overhead": (partial(overhead.measure, overhead.Sizes()), partial(overhead.measure, overhead.QUICK)),
     "memory": (partial(memory.measure, memory.Sizes()), partial(memory.measure, memory.QUICK)),
     "whole": (partial(whole.measure, whole.Sizes()), partial(whole.measure, whole.QUICK)),
+    "one": (partial(one_device.measure, one_device.Sizes()), partial(one_device.measure, one_device.QUICK)),
+}
+# With --device cuda.
+PIPELINE_CUDA: dict[str, Part] = {
+    "one": (partial(one_device.measure, one_device.CUDA), partial(one_device.measure, one_device.QUICK_CUDA)),
 }
 TENSOR: dict[str, Part] = {
     "mlp": (partial(tensor.measure_mlp, tensor.MLPSizes()), partial(tensor.measure_mlp, tensor.QUICK_MLP)),
@@ -74,8 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     if options.device == "cpu":
         parts = {"pipeline": PIPELINE, "tensor": TENSOR, "data": DATA, "checkpoint": CHECKPOINT}[options.what]
-    elif options.what == "tensor":
-        parts = TENSOR_CUDA
+    elif options.what in ("pipeline", "tensor"):
+        parts = {"pipeline": PIPELINE_CUDA, "tensor": TENSOR_CUDA}[options.what]
+        if not torch.cuda.is_available():
+            raise SystemExit("--device cuda: there is no GPU that torch can use here")
     else:
         raise SystemExit(f"--device={options.device}: {options.what} is measured on CPUs; leave it out")
     only = options.only or list(parts)
@@ -115,7 +125,8 @@ def _parser() -> argparse.ArgumentParser:
         "--device",
         choices=["cpu", "cuda"],
         default="cpu",
-        help="where the layers that nothing is divided in (alone) are measured; the rest is measured on CPUs",
+        help="where layers that nothing is divided in (alone), and a single stage (one), are measured; the rest is "
+        "measured on CPUs",
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, in less than a minute: to see that it runs")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write the tables there, as .md and .json")

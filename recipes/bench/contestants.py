@@ -80,7 +80,7 @@ def _stage(layers: nn.Sequential, layout: Layout, batch: Tensor, places: Placeme
         return loss_of(layers(batch))
 
     parts = partition(layers, step, layout.stages, balance="layers", placement=places)
-    stage = Stage(layers, parts, layout.stage, CPU)
+    stage = Stage(layers, parts, layout.stage, batch.device)
     stage.flow = stage.survey(step)
     stage.install()
     return stage
@@ -107,7 +107,7 @@ class Ours(Synchronous):
         lists = SCHEDULES[schedule](layout.stages, microbatches)
         places = placement(lists)
         stage = _stage(layers, layout, batch, places)
-        self.engine = Engine(stage, layout, groups.links(places), CPU, loss_of=lambda loss: loss)
+        self.engine = Engine(stage, layout, groups.links(places), batch.device, loss_of=lambda loss: loss)
         self._optimizer = optimizer(stage.named_parameters().values())
         self._actions = lists[layout.stage]
         self._work = dict(enumerate(_work(layers, batch, microbatches)))

@@ -20,6 +20,7 @@ from recipes.bench import (
     halves,
     memory,
     messages,
+    one_device,
     overhead,
     processes,
     replicated,
@@ -283,9 +284,17 @@ def test_an_unknown_part_is_refused() -> None:
         bench.main(["data", "--only", "mlp"])
 
 
+def test_one_stage_is_measured_beside_a_plain_loop_in_each_precision() -> None:
+    (table,) = one_device.measure(one_device.QUICK)
+    assert [(row["precision"], row["microbatches"]) for row in table.records()] == [
+        (precision, count) for precision in one_device.PRECISIONS for count in (1, 2)
+    ]
+    assert all(isinstance(ms, float) and ms > 0 for ms in column(table, "one stage (ms)"))
+
+
 def test_a_device_that_is_not_used_or_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit, match="--device=cuda: pipeline is measured on CPUs"):
-        bench.main(["pipeline", "--device", "cuda"])
+    with pytest.raises(SystemExit, match="--device=cuda: checkpoint is measured on CPUs"):
+        bench.main(["checkpoint", "--device", "cuda"])
     with pytest.raises(SystemExit, match="--device=cuda: data is measured on CPUs"):
         bench.main(["data", "--device", "cuda"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -1,0 +1,45 @@
+"""`make gpu` runs its parts, says what failed, and says so where there is no GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes import gpu
+
+
+def test_without_a_gpu_nothing_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    gpu.main({"never": ("no_such_module",)}, tmp_path / "gpu.json")
+    assert "gpu: not run" in capsys.readouterr().out
+    assert not (tmp_path / "gpu.json").exists()
+
+
+def test_all_parts_are_run_and_their_tables_kept_also_after_one_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "LIMIT", 60)
+    parts = {
+        "fails": ("no_such_module",),
+        "works": ("recipes.bench", "pipeline", "--quick", "--only", "one", "--output", "OUT"),
+    }
+    with pytest.raises(SystemExit, match="gpu: failed: fails$"):
+        gpu.main(parts, tmp_path / "gpu.json")
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert found["fails"]["exit code"] == 1 and "No module named no_such_module" in found["fails"]["end of output"][-1]
+    assert found["works"]["exit code"] == 0 and found["works"]["tables"][0]["rows"]
+    assert found["gpus"] == [] and found["versions"]["torch"] == torch.__version__
+
+
+def test_a_part_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "LIMIT", 0.5)
+    with pytest.raises(SystemExit, match="gpu: failed: slow"):
+        gpu.main({"slow": ("http.server", "0")}, tmp_path / "gpu.json")
+    assert json.loads((tmp_path / "gpu.json").read_text())["slow"]["exit code"] == 124
