@@ -45,6 +45,12 @@ def _on_headers() -> tuple[Arm, ...]:
     return tuple(plan)
 
 
+def _of_sixteen_stages() -> tuple[Arm, ...]:
+    so: Correction = "second_order"
+    plan = [Arm("adamw"), Arm("adamw", 16, 32, "stash", so), Arm("muon"), Arm("muon", 16, 32, "stash", so)]
+    return (*plan, Arm("adamw", 16, 16, "stash", so), Arm("adamw", 16, 32))
+
+
 # Measured with forerunners of the study; what they found is in its rules.
 _TRIED = """\
 Before the study, on the same model: AdamW, 8 stages, 1000 updates, one seed, other text of the same kind, a warm-up of
@@ -93,6 +99,14 @@ _ALL = (
         described="the C and C++ headers that torch brings (`recipes.data.sources.headers`)",
         setting=Setting(data="", choice=512),
         plan=_on_headers(),
+    ),
+    Study(
+        name="asynchrony_16_stages",
+        title="What late gradients cost over 16 stages",
+        sources=headers,
+        described="the C and C++ headers that torch brings (`recipes.data.sources.headers`)",
+        setting=Setting(data="", layers=16, batch=32, updates=500, warmup=100, every=25, choice=512),
+        plan=_of_sixteen_stages(),
     ),
 )
 STUDIES: Mapping[str, Study] = MappingProxyType({study.name: study for study in _ALL})
