@@ -33,6 +33,13 @@ def pool() -> Iterator[WorkerPool]:
     workers.shutdown()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _default_dtype() -> Iterator[None]:
+    """What a file's tests set is not for the next file that this process runs."""
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="run the tests marked `thorough`, too")
 
