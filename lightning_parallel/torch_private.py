@@ -35,6 +35,7 @@ __all__ = [
     "VALUE_OF",
     "TorchDispatchMode",
     "METADATA_CLASSES",
+    "abort_groups",
     "boxed_group",
     "buffers_of",
     "current_function_mode",
@@ -330,6 +331,12 @@ def group_of_members(
     c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     made: dist.ProcessGroup = group
     return made
+
+
+def abort_groups() -> None:
+    """Leave all groups in the middle of what they do. To destroy NCCL's would wait for messages that may never come
+    (https://github.com/pytorch/pytorch/pull/141510)."""
+    c10d._abort_process_group()
 
 
 def is_bound_to_device() -> bool:

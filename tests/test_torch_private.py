@@ -423,6 +423,17 @@ def test_a_group_is_made_by_its_members_alone(pool: WorkerPool) -> None:
     assert pool.run(group_of_two, 3) == [([0, 1], 3, False)] * 2 + [([], 0, False)]
 
 
+def aborted() -> bool:
+    torch_private.group_of_members([dist.get_rank()], None)
+    torch_private.abort_groups()
+    return dist.is_initialized()
+
+
+def test_abort_groups_leaves_all(pool: WorkerPool) -> None:
+    """Otherwise a rank that fails on a GPU would wait for messages of others, and they for it."""
+    assert pool.run(aborted, 2) == [False, False]
+
+
 def test_checkpoints_ask_a_tensor_for_its_boxes_by_three_methods() -> None:
     """Otherwise shards would be saved as if they were the whole tensor."""
     from torch.distributed._checkpointable import _Checkpointable

@@ -20,7 +20,7 @@ from lightning_parallel.collectives import gather_if_different
 from lightning_parallel.layout import Layout
 from lightning_parallel.lightning_private import init_process_group
 from lightning_parallel.parts import rendezvous
-from lightning_parallel.torch_private import forget_meshes, is_bound_to_device
+from lightning_parallel.torch_private import abort_groups, forget_meshes, is_bound_to_device
 
 _BACKENDS = ("gloo", "nccl")
 
@@ -92,7 +92,11 @@ def agree_on_seed(layout: Layout) -> int:
 
 def close() -> None:
     """After an error, close this rank's connections. When this process ends, the other ranks end within seconds."""
-    if dist.is_initialized():
+    if not dist.is_initialized():
+        return
+    if dist.get_backend() == "nccl":
+        abort_groups()
+    else:
         dist.destroy_process_group()
 
 

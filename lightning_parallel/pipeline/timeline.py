@@ -1,7 +1,8 @@
 """What ran when: recorded on each rank, and measured against theory. ``drawing.py`` makes pictures of it.
 
 A row is what one stage recorded, a list of `Span` in the order of time. Rows can be compared where the ranks share a
-clock, as the processes of one host share `time.monotonic`.
+clock, as the processes of one machine share `time.monotonic`. A GPU runs what is launched later than the host launches
+it: there the GPU notes the time, and the host reads it when the run is over.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from types import MappingProxyType, TracebackType
+from typing import Any
+
+import torch
 
 from lightning_parallel.pipeline.actions import Action, Backward, BackwardInput, BackwardWeight, Forward, Step
 from lightning_parallel.pipeline.simulate import Simulation
@@ -47,6 +51,46 @@ class Span:
     chunk: int = 0
 
 
+_Marked = tuple[str, int, Any, Any, int | None, int]  # a span, with its clock's marks for times
+
+
+class HostClock:
+    """The time at which the host comes to a place: `time.monotonic`."""
+
+    def now(self) -> Any:
+        """A mark of this moment."""
+        return time.monotonic()
+
+    def seconds(self, mark: Any) -> float:
+        """The time of a mark."""
+        return float(mark)
+
+
+class GPUClock:
+    """The time at which a GPU comes to a place in its queue, as the host's clock has it. The host waits for the GPU to
+    set it up, and to read marks.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        torch.cuda.synchronize(device)
+        self._begin, self._began = self.now(), time.monotonic()
+
+    def now(self) -> Any:
+        """A mark of this moment in the GPU's queue."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, mark: Any) -> float:
+        """The time of a mark."""
+        mark.synchronize()
+        return self._began + float(self._begin.elapsed_time(mark)) / 1000
+
+
 class Timeline:
     """Recorder of one rank's spans.
 
@@ -59,14 +103,18 @@ class Timeline:
     Args:
         enabled: False records nothing.
         limit: the number of first, and of last, spans that are kept.
+        device: that computes.
     """
 
-    def __init__(self, enabled: bool, limit: int = 20_000) -> None:
+    def __init__(self, enabled: bool, limit: int = 20_000, device: torch.device | None = None) -> None:
         self.enabled = enabled
+        self._clock: HostClock | GPUClock = HostClock()
+        if enabled and device is not None and device.type == "cuda":
+            self._clock = GPUClock(device)
         self._limit = limit
-        self._first: list[Span] = []
-        self._last: deque[Span] = deque(maxlen=limit)
-        self._omitted_from: float | None = None
+        self._first: list[_Marked] = []
+        self._last: deque[_Marked] = deque(maxlen=limit)
+        self._omitted_from: Any = None
 
     def span(
         self, kind: str, microbatch: int, version: int | None = None, *, chunk: int = 0
@@ -77,17 +125,22 @@ class Timeline:
     @property
     def spans(self) -> list[Span]:
         """What was recorded, in the order in which it ended."""
+        first, last = [self._read(marked) for marked in self._first], [self._read(marked) for marked in self._last]
         if self._omitted_from is None:
-            return [*self._first, *self._last]
-        return [*self._first, Span("omitted", -1, self._omitted_from, self._last[0].start), *self._last]
+            return [*first, *last]
+        return [*first, Span("omitted", -1, self._clock.seconds(self._omitted_from), last[0].start), *last]
 
-    def _add(self, span: Span) -> None:
+    def _read(self, marked: _Marked) -> Span:
+        kind, microbatch, start, end, version, chunk = marked
+        return Span(kind, microbatch, self._clock.seconds(start), self._clock.seconds(end), version, chunk)
+
+    def _add(self, marked: _Marked) -> None:
         if len(self._first) < self._limit:
-            self._first.append(span)
+            self._first.append(marked)
             return
         if len(self._last) == self._limit and self._omitted_from is None:
-            self._omitted_from = self._first[-1].end
-        self._last.append(span)
+            self._omitted_from = self._first[-1][3]  # its end
+        self._last.append(marked)
 
 
 class _Recording:
@@ -100,14 +153,13 @@ class _Recording:
         self._version, self._chunk = version, chunk
 
     def __enter__(self) -> None:
-        self._start = time.monotonic()
+        self._start = self._timeline._clock.now()
 
     def __exit__(
         self, error: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._timeline._add(
-            Span(self._kind, self._microbatch, self._start, time.monotonic(), self._version, self._chunk)
-        )
+        end = self._timeline._clock.now()
+        self._timeline._add((self._kind, self._microbatch, self._start, end, self._version, self._chunk))
 
 
 _KINDS: Mapping[type[Action], str] = MappingProxyType(

@@ -188,7 +188,7 @@ class StagedStrategy(LayoutStrategy):
 
         # What runs a batch.
         self._held_stop = HeldStop(trainer, several=layout.stages > 1)
-        self._timeline = Timeline(enabled=self._timeline.enabled)  # of this run alone
+        self._timeline = Timeline(enabled=self._timeline.enabled, device=device)  # of this run alone
         if self._timeline.enabled and training:
             warn_without_pictures()
         self._last_stage = LastStage(

@@ -82,3 +82,14 @@ def test_an_unknown_backend_is_refused_before_the_group_is_made() -> None:
     with pytest.raises(ValueError, match="process_group_backend='xccl' isn't known here"):
         process_group.join(LightningEnvironment(), Layout.resolve(1), "xccl", timedelta(seconds=5))
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(("backend", "way"), [("nccl", "aborted"), ("gloo", "destroyed")])
+def test_after_an_error_nccl_is_not_waited_for(backend: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways: list[str] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: ways.append("destroyed"))
+    monkeypatch.setattr(process_group, "abort_groups", lambda: ways.append("aborted"))
+    process_group.close()
+    assert ways == [way]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from typing import ClassVar
 
 import pytest
+import torch
 
 from lightning_parallel.pipeline.async_schedule import asynchronous
 from lightning_parallel.pipeline.schedule import SCHEDULES, gpipe
@@ -31,6 +33,41 @@ def test_spans_are_recorded_in_seconds_of_the_monotonic_clock() -> None:
     assert (forward.kind, forward.microbatch, backward.kind) == ("forward", 3, "backward")
     assert before <= forward.start <= forward.end - 0.01
     assert forward.end <= backward.start <= backward.end <= after
+
+
+class Event:
+    """A GPU's: it comes 2.5 ms after the one that was recorded before it, whatever the host does meanwhile."""
+
+    count = 0
+    read: ClassVar[list[int]] = []
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: object) -> None:
+        Event.count += 1
+        self.number = Event.count
+
+    def synchronize(self) -> None:
+        Event.read.append(self.number)
+
+    def elapsed_time(self, later: Event) -> float:
+        return 2.5 * (later.number - self.number)
+
+
+def test_on_a_gpu_times_are_of_its_queue_and_read_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    began = time.monotonic()
+    timeline = Timeline(enabled=True, device=torch.device("cuda", 0))
+    for k in range(2):
+        with timeline.span("forward", k):
+            time.sleep(0.01)  # the host's, while it launches
+    assert not Event.read
+    first, second = timeline.spans
+    assert [first.end - first.start, second.start - first.end] == pytest.approx([0.0025, 0.0025])
+    assert began <= first.start - 0.0025 <= time.monotonic() and Event.read
 
 
 def test_disabled_recorder_keeps_nothing() -> None:
