@@ -78,10 +78,16 @@ def test_a_group_that_is_bound_to_a_device_is_refused(pool: WorkerPool) -> None:
         assert "made with device_id= exists already" in failure and "make it without device_id=." in failure
 
 
-def test_an_unknown_backend_is_refused_before_the_group_is_made() -> None:
-    with pytest.raises(ValueError, match="process_group_backend='xccl' isn't known here"):
+def join_unknown() -> None:
+    try:
         process_group.join(LightningEnvironment(), Layout.resolve(1), "xccl", timedelta(seconds=5))
-    assert not dist.is_initialized()
+    finally:
+        assert not dist.is_initialized()
+
+
+def test_an_unknown_backend_is_refused_before_the_group_is_made(pool: WorkerPool) -> None:
+    [failure] = pool.run(join_unknown, 1, init=False, expect_errors=True)
+    assert "ValueError: process_group_backend='xccl' isn't known here: set it to 'gloo', or to 'nccl'." in failure
 
 
 @pytest.mark.parametrize(("backend", "way"), [("nccl", "aborted"), ("gloo", "destroyed")])
