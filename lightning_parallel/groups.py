@@ -50,9 +50,8 @@ class Groups:
 
     A group is made by its members alone, so that what a rank does doesn't grow with the number of ranks. All ranks make
     theirs in one order: the axes, the model, over NCCL that of the hosts, those of shared parameters, then cut after
-    cut. So no two ranks wait for each other in different groups.
-    Two axes that join the same ranks share one group, since every gloo group costs a thread that wakes up a hundred
-    times a second.
+    cut. So no two ranks wait for each other in different groups. Two axes that join the same ranks share one group,
+    since every gloo group costs a thread that wakes up a hundred times a second.
 
     Args:
         layout: the axes, as this rank sees them.
@@ -130,7 +129,8 @@ class Groups:
             for kind, wires, ends in ((0, links.activations, (earlier, later)), (1, links.gradients, (later, earlier))):
                 wire = self._wire(cut, kind, lane)
                 if self._layout.stage in ends:
-                    self._greet(wire.group, *ends)
+                    if self._over_nccl:
+                        self._greet(wire.group, *ends)
                     wires[cut] = wire
         return links
 
@@ -144,13 +144,11 @@ class Groups:
         return Wire(self._lanes[kind, lane], tag, self.host_group)
 
     def _greet(self, group: dist.ProcessGroup, sender: int, receiver: int) -> None:
-        """Over NCCL, send a first message from stage ``sender`` to stage ``receiver``. This rank is on one of them.
+        """Send a first message from stage ``sender`` to stage ``receiver``. This rank is on one of them.
 
         NCCL connects two ranks at their first message, and both wait for it. If this happened in the first step,
         stages could deadlock. Here they connect in the order of cuts.
         """
-        if not self._over_nccl:
-            return
         greeting = torch.zeros(1, device=self._device)
         source, destination = (self._layout.rank_at(pipeline=stage) for stage in (sender, receiver))
         if self._layout.rank == source:

@@ -23,8 +23,8 @@ def summed_over(
     """The sum of each named gradient over the ranks of a group. A collective over the group.
 
     The message is ``[one flag a parameter, gradient, gradient, ...]``: a parameter that got a gradient on no rank keeps
-    none, so an optimizer skips it as it does in a single process. The flags are read only
-    on a rank that lacks a gradient, since to read them the host waits for the GPU.
+    none, so an optimizer skips it as it does in a single process. The flags are read only on a rank that lacks a
+    gradient, since to read them the host waits for the GPU.
 
     Args:
         group: the ranks.

@@ -90,13 +90,17 @@ def sends_and_receives() -> list[tuple[Any, list[bool], int]] | None:
     return found
 
 
-def test_messages_arrive_as_they_were_sent_whatever_changes(pool: WorkerPool) -> None:
-    found = pool.run(sends_and_receives, 2)[1]
+def check_stream(found: Sequence[tuple[Any, list[bool], int]]) -> None:
+    """What arrived is the stream that was sent, each message with its number as the count of gradients."""
     assert len(found) == len(stream())
     for i, ((_, sent), (received, requires_grad, acknowledged)) in enumerate(zip(stream(), found, strict=True)):
         assert received == described(sent), f"message {i}"
         assert requires_grad == [t.requires_grad for t in sent], f"message {i}"
         assert acknowledged == i
+
+
+def test_messages_arrive_as_they_were_sent_whatever_changes(pool: WorkerPool) -> None:
+    check_stream(pool.run(sends_and_receives, 2)[1])
 
 
 def gradients() -> list[list[Tensor]]:
