@@ -305,8 +305,9 @@ def group_of_members(
 
     The public ``new_group(use_local_synchronization=True)`` names a group by its ranks and by the number of groups that
     the calling rank is in. Members that are in different numbers of groups would wait for each other under different
-    names. Here the name is made of the ranks, and of the number of groups of just these ranks. It is short, since it
-    stands before every key in the store.
+    names. Here the name is made of the ranks, and of how many groups of just these ranks there have been, also of those
+    that are gone: under a name that was used before, members would find addresses at which nobody listens. It is short,
+    since it stands before every key in the store.
 
     Args:
         ranks: global ones, ascending.
@@ -315,17 +316,15 @@ def group_of_members(
     """
     default_backend, store = c10d._world.pg_map[c10d._get_default_group()]
     kind = dist.Backend(backend or default_backend)
-    taken, count = set(c10d._world.pg_names.values()), 0
     digest = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()
-    while (name := f"{digest}/{count}") in taken:
-        count += 1
+    count = store.add(f"{digest}/of_rank_{dist.get_rank()}", 1)
     group, _ = c10d._new_process_group_helper(
         len(ranks),
         list(ranks).index(dist.get_rank()),
         list(ranks),
         kind,
         store,
-        name,  # type: ignore[arg-type]  # a type of its own since torch 2.10
+        f"{digest}/{count}",  # type: ignore[arg-type]  # a type of its own since torch 2.10
         timeout=timeout or c10d._get_default_timeout(kind),
     )
     c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _world
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend
 
 from lightning_parallel.groups import Groups, Links
 from lightning_parallel.layout import Layout
@@ -39,7 +39,7 @@ META = torch.device("meta")  # messages carry nothing here
 
 @contextmanager
 def one_of(world_size: int, rank: int) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:

@@ -405,17 +405,21 @@ def test_default_store_is_one_for_all_ranks(pool: WorkerPool) -> None:
 
 
 def group_of_two() -> tuple[list[int], int, bool]:
-    """Of three ranks, two make a group, twice; rank 1 is in more others."""
+    """Of three ranks, two make a group, three times, though the first two are gone; rank 1 is in more others."""
     if dist.get_rank() == 2:
         return [], 0, False
     torch_private.group_of_members([dist.get_rank()], None)
     if dist.get_rank() == 1:
         torch_private.group_of_members([1], None)
     first, second = (torch_private.group_of_members([0, 1], timedelta(seconds=20)) for _ in range(2))
+    members = dist.get_process_group_ranks(first)
+    for group in (first, second):
+        dist.destroy_process_group(group)
+    third = torch_private.group_of_members([0, 1], timedelta(seconds=20))
     value = torch.tensor(2 ** dist.get_rank())
-    dist.all_reduce(value, group=second)
+    dist.all_reduce(value, group=third)
     bound = torch_private.is_bound_to_device()
-    return dist.get_process_group_ranks(first), int(value), bound or first is second
+    return members, int(value), bound or first is second
 
 
 def test_a_group_is_made_by_its_members_alone(pool: WorkerPool) -> None:

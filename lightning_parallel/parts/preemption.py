@@ -13,6 +13,7 @@ rank that gets the signal writes down a later batch, before which all ranks leav
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable
 from datetime import timedelta
@@ -36,6 +37,9 @@ from lightning_parallel.lightning_private import (
     take_signals,
 )
 from lightning_parallel.parts.notice import Notice
+from lightning_parallel.torch_private import group_of_members
+
+_IN_ONE_RING = 64  # ranks
 
 # By rank: SIGUSR1 may also ask to be started again. Windows has the first only.
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
@@ -143,26 +147,43 @@ class Preemption(Callback):
 class _Meeting:
     """Where ranks wait for each other anyway: each batch, every rank asks all. All ranks make it.
 
+    gloo sends a number around a ring, in 2 (n - 1) steps for n ranks. Many ranks ask along the rows and then along
+    the columns of a rectangle: 1,024 need 124 steps then, and not 2,046::
+
+        0  1  2  3      each row's highest, then each column's of these
+        4  5  6  7
+
     Args:
         ranks: how many there are. One is alone, even in a process group that somebody else has made.
         timeout: how long a rank waits for the others; None for torch's default.
     """
 
     def __init__(self, ranks: int, timeout: timedelta | None) -> None:
-        self._alone = ranks == 1
-        self._own: dist.ProcessGroup | None = None
-        if not self._alone and dist.get_backend() != "gloo":
-            self._own = dist.new_group(backend="gloo", timeout=timeout)  # so that no rank waits for its GPU
+        if ranks <= _IN_ONE_RING and (ranks == 1 or dist.get_backend() == "gloo"):
+            self._groups = [dist.group.WORLD] if ranks > 1 else []
+            self._made = False
+        else:
+            lines = row_and_column(dist.get_rank(), ranks, 1 if ranks <= _IN_ONE_RING else math.isqrt(ranks))
+            self._groups = [group_of_members(line, timeout, "gloo") for line in lines]  # no rank waits for its GPU
+            self._made = True
 
     def highest(self, mine: int) -> int:
         """The highest number that a rank has. All ranks call it."""
-        if self._alone:
-            return mine
         number = torch.tensor([mine])
-        guarded(dist.all_reduce, number, dist.ReduceOp.MAX, self._own)
+        for group in self._groups:
+            guarded(dist.all_reduce, number, dist.ReduceOp.MAX, group)
         return int(number)
 
     def end(self) -> None:
-        """Give up the group."""
-        if self._own is not None and dist.is_initialized():
-            dist.destroy_process_group(self._own)
+        """Give up the groups."""
+        if self._made and dist.is_initialized():
+            for group in self._groups:
+                dist.destroy_process_group(group)
+
+
+def row_and_column(rank: int, ranks: int, at_most: int) -> list[list[int]]:
+    """The ranks in a rank's row and in its column, of the rectangle whose rows are the longest up to ``at_most``."""
+    length = next(length for length in range(at_most, 0, -1) if ranks % length == 0)
+    row, column = divmod(rank, length)
+    lines = [list(range(row * length, (row + 1) * length)), list(range(column, ranks, length))]
+    return [line for line in lines if len(line) > 1]

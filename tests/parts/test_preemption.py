@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -9,6 +10,7 @@ import warnings
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -289,6 +291,28 @@ def highest_on_the_host() -> int:
 
 def test_on_gpus_the_ranks_meet_on_the_host(pool: WorkerPool) -> None:
     assert pool.run(highest_on_the_host, 3) == [2, 2, 2]
+
+
+def highest_of_many(numbers: list[int]) -> list[int]:
+    with patch.object(preemption, "_IN_ONE_RING", 1):
+        meeting = preemption._Meeting(len(numbers), timedelta(seconds=20))
+        found = [meeting.highest(numbers[(dist.get_rank() + turn) % len(numbers)]) for turn in range(3)]
+        meeting.end()
+    return found
+
+
+@pytest.mark.parametrize("numbers", [[0, 1, 0, 0], [2, 0, 0], [0, 0, 0, 0]])
+def test_many_ranks_ask_along_rows_and_columns(pool: WorkerPool, numbers: list[int]) -> None:
+    assert pool.run(highest_of_many, len(numbers), numbers) == [[max(numbers)] * 3] * len(numbers)
+
+
+@pytest.mark.parametrize(("ranks", "lengths"), [(1024, [32, 32]), (96, [8, 12]), (127, [127])])
+def test_rows_and_columns_join_all_ranks(ranks: int, lengths: list[int]) -> None:
+    for rank in (0, 77, ranks - 1):
+        lines = preemption.row_and_column(rank, ranks, math.isqrt(ranks))
+        assert [len(line) for line in lines] == lengths and all(rank in line for line in lines)
+        heard = {other for one in lines[0] for other in preemption.row_and_column(one, ranks, math.isqrt(ranks))[-1]}
+        assert heard == set(range(ranks))
 
 
 class FailsOnce(Model):
