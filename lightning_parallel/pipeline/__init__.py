@@ -14,7 +14,7 @@ In the order in which a batch meets them::
     chunk.py          what a stage runs of the step         ends.py, handover.py, recompute.py
                       its backward in two halves            split_backward.py, matmuls.py
     stage.py          runs the user's step, cut to a chunk other_units.py, forward_pass.py, interception.py, arrival.py
-    channel.py        sends and receives                    message.py, posting.py
+    channel.py        sends and receives                    message.py, posting.py, streams.py
                       between GPUs, announced by hosts      announced.py
     watching.py       divides the terms of a loss           loss_terms.py, recording.py, replay.py, averaging.py
 """

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_parallel.pipeline.arrival import Arrival
 from lightning_parallel.pipeline.channel import END, Link, Receiver, Sender
-from lightning_parallel.pipeline.message import Format, Packet, decode, encode, format_of
+from lightning_parallel.pipeline.message import Format, decode, encode, format_of
 
 
 class AnnouncingSender(Sender):
@@ -43,6 +43,7 @@ class AnnouncingSender(Sender):
         self._announced: deque[list[tuple[dist.Work, Tensor]]] = deque()  # of the messages that are unconfirmed
 
     def send(self, tensors: Sequence[Tensor], place: Hashable, acknowledged: int = 0) -> Format:
+        self._release()
         format = format_of(tensors)
         if format == self._formats.get(place):
             self._announce(0, acknowledged)
@@ -106,7 +107,8 @@ class AnnouncedReceiver(Receiver):
             self.post(then)
         if status == END:
             return None
-        packet = Packet(self._formats[place], False, self._link.device)
+        packet = self._packet(self._formats[place], trailer=False)
         if packet.buffer.numel():
-            self._link.wait(self._link.irecv(packet.buffer))
-        return Arrival(packet.tensors, packet.format)
+            self._begin(packet, place)
+            self._wait()
+        return Arrival(self._on_device(packet), packet.format)

@@ -18,8 +18,8 @@ while the stage computes, which hides its latency. Waiting holds up this stage a
 possible is done before: the message's tensors are handed out before their values have come (:meth:`Receiver.expected`),
 and the buffer of the next message is allocated.
 
-gloo can't tell whether a send is done except by waiting for it. So a sender keeps a buffer until something proves that
-its message arrived (:meth:`Sender.confirm`). The gradient of a microbatch proves that its activation arrived; the
+NCCL can tell whether a send is done, gloo only by waiting for it. So a sender keeps a buffer until something proves
+that its message arrived (:meth:`Sender.confirm`). The gradient of a microbatch proves that its activation arrived; the
 second word, a, counts the gradients that had arrived when the activation was sent. So buffers are bounded by what is in
 flight. They are used again for messages of the same format, since the system takes longer to give fresh memory than to
 copy into it.
@@ -40,6 +40,7 @@ from lightning_parallel.groups import Wire
 from lightning_parallel.pipeline.arrival import Arrival
 from lightning_parallel.pipeline.message import Format, Packet, as_it_lies, decode, encode, format_of
 from lightning_parallel.pipeline.posting import PostsDirectly, PostsFromThread
+from lightning_parallel.pipeline.streams import Streams
 
 END = -1  # in the place of a format's length
 
@@ -55,13 +56,17 @@ class Link:
         peer: the neighbour's global rank.
         peer_name: how errors name it.
         device: where messages are to be: this stage's, or the host.
+        streams: of that device; the link's own by default.
     """
 
-    def __init__(self, wire: Wire, peer: int, peer_name: str, device: torch.device) -> None:
+    def __init__(
+        self, wire: Wire, peer: int, peer_name: str, device: torch.device, streams: Streams | None = None
+    ) -> None:
         self._group, self._tag = wire.group, wire.tag
         self._peer = dist.get_group_rank(wire.group, peer)  # dist.isend and irecv would look it up for each message
         self._peer_name = peer_name
         self.device = device
+        self.streams = Streams(device) if streams is None else streams
         self.through_host = device.type != "cpu" and wire.host_group is None
 
     def isend(self, buffer: Tensor) -> dist.Work:
@@ -107,7 +112,8 @@ class Sender:
         self.sent = 0
         self._link = link
         self._formats: dict[Hashable, Format] = {}
-        self._poster = PostsFromThread(link.isend) if link.device.type == "cpu" else PostsDirectly(link.isend)
+        in_host_memory = link.device.type == "cpu" or link.through_host
+        self._poster = PostsFromThread(link.isend) if in_host_memory else PostsDirectly(link.isend)
         self._unconfirmed: deque[tuple[Packet | Tensor, ...]] = deque()
         self._idle: deque[Packet] = deque()  # of messages that have arrived
 
@@ -123,7 +129,7 @@ class Sender:
             The message's format.
         """
         format, expected = format_of(tensors), self._formats.get(place, ())
-        message = self._packet(format, trailer=True).fill(tensors, (0, acknowledged))
+        message = self._fill(self._packet(format, trailer=True), tensors, (0, acknowledged))
         if format == expected:
             self._post(message)
         else:
@@ -140,11 +146,12 @@ class Sender:
 
     def send_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Send gradients, whose format the receiver knows. Without gradients nothing is sent, and it counts."""
+        self._release()
         whole = None if self._link.through_host else as_it_lies(gradients)
         if whole is not None:
             self._post(whole)
         elif gradients:
-            self._post(self._packet(format_of(gradients), trailer=False).fill(gradients))
+            self._post(self._fill(self._packet(format_of(gradients), trailer=False), gradients))
         else:
             self._post()
 
@@ -156,6 +163,11 @@ class Sender:
                 if isinstance(part, Packet):
                     self._idle.append(part)
 
+    def _release(self) -> None:
+        """Release the buffers of messages that are known to have arrived, without waiting."""
+        while self._unconfirmed and (not self._unconfirmed[0] or self._poster.next_is_done()):
+            self.confirm(self.sent - len(self._unconfirmed) + 1)
+
     def flush(self, keep: int = 0) -> None:
         """Wait until all but the last ``keep`` messages have arrived."""
         self.confirm(self.sent - keep)
@@ -164,8 +176,16 @@ class Sender:
         """Send packets, and tensors that aren't the sender's, one after the other, as one message."""
         self.sent += 1
         self._unconfirmed.append(parts)
+        copied = self._link.streams.copied() if self._link.through_host else None
         for part in parts:
-            self._poster.hand(part.buffer if isinstance(part, Packet) else part)
+            self._poster.hand(part.buffer if isinstance(part, Packet) else part, copied)
+
+    def _fill(self, packet: Packet, tensors: Sequence[Tensor], words: tuple[int, int] | None = None) -> Packet:
+        """Copy tensors into a packet. Through the host, the copies are only launched."""
+        if not self._link.through_host:
+            return packet.fill(tensors, words)
+        with self._link.streams.outgoing(tensors):
+            return packet.fill(tensors, words, wait=False)
 
     def _packet(self, format: Format, trailer: bool) -> Packet:
         """An idle packet, or else a new one in the place of the one that is idle longest: there are never more than
@@ -239,7 +259,7 @@ class Receiver:
         status, self.acknowledged = posted.packet.words()
         arrival: Arrival | None = None
         if status == 0:
-            arrival = posted.arrival or Arrival(posted.packet.on(self._link.device), posted.packet.format)
+            arrival = posted.arrival or Arrival(self._on_device(posted.packet), posted.packet.format)
         elif status != END:
             arrival = self._take_described(status, posted.place)
         if following is not None:
@@ -253,7 +273,7 @@ class Receiver:
         format = self._formats[place] = decode(description)
         packet = self._packet(format, trailer=True)
         self._link.wait(self._link.irecv(packet.buffer))
-        return Arrival(packet.on(self._link.device), format)
+        return Arrival(self._on_device(packet), format)
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -272,18 +292,28 @@ class Receiver:
         packet = self._wait().packet
         if following is not None:
             self._begin(following, None)
-        return packet.on(self._link.device)
+        return self._on_device(packet)
 
     # -- both ----------------------------------------------------------------------------------------------------
 
     def _packet(self, format: Format, trailer: bool) -> Packet:
-        return Packet(format, trailer, self._link.device, self._link.through_host)
+        with self._link.streams.incoming():
+            return Packet(format, trailer, self._link.device, self._link.through_host)
 
     def _begin(self, packet: Packet, place: Hashable) -> None:
-        self._posted = _Posted(self._link.irecv(packet.buffer), packet, place)
+        with self._link.streams.incoming():
+            self._posted = _Posted(self._link.irecv(packet.buffer), packet, place)
 
     def _wait(self) -> _Posted:
         assert self._posted is not None, "post before you take"
-        self._link.wait(self._posted.work)
+        with self._link.streams.incoming():
+            self._link.wait(self._posted.work)
         posted, self._posted = self._posted, None
         return posted
+
+    def _on_device(self, packet: Packet) -> list[Tensor]:
+        """The tensors of a packet that has come."""
+        with self._link.streams.incoming():
+            buffer = packet.buffer.to(self._link.device, non_blocking=True)
+        self._link.streams.arrived(buffer)
+        return packet.views(buffer)

@@ -13,6 +13,7 @@ from lightning_parallel.layout import Layout, Placement
 from lightning_parallel.pipeline.announced import AnnouncedReceiver, AnnouncingSender
 from lightning_parallel.pipeline.channel import Link, Receiver, Sender
 from lightning_parallel.pipeline.handover import Handover
+from lightning_parallel.pipeline.streams import Streams
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ def ends_of(placement: Placement, layout: Layout, links: Links, device: torch.de
         links: between chunks on different stages.
         device: of this rank.
     """
+    streams = Streams(device)
     activations: dict[int, Handover] = {}
     gradients: dict[int, Handover] = {}
 
@@ -52,9 +54,10 @@ def ends_of(placement: Placement, layout: Layout, links: Links, device: torch.de
         peer = layout.rank_at(pipeline=placement[neighbour])
         link = partial(Link, peer=peer, peer_name=layout.describe(peer))
         wire = wires[cut]
+        messages = link(wire, device=device, streams=streams)
         if wire.host_group is None or announced is None:
-            return end(link(wire, device=device))
-        return announced(link(wire, device=device), link(Wire(wire.host_group, wire.tag), device=torch.device("cpu")))
+            return end(messages)
+        return announced(messages, link(Wire(wire.host_group, wire.tag), device=torch.device("cpu")))
 
     return {
         chunk: Ends(

@@ -81,11 +81,11 @@ class Packet:
             if trailer:  # through numpy: tensor operations would take ten times as long, while a message waits
                 self._words = self.buffer[-TRAILER:].numpy().data
 
-    def fill(self, tensors: Sequence[Tensor], words: tuple[int, int] | None = None) -> Packet:
+    def fill(self, tensors: Sequence[Tensor], words: tuple[int, int] | None = None, wait: bool = True) -> Packet:
         """Copy tensors to their places, and write the words, if there is a trailer. Without tensors the places keep
-        what they hold."""
+        what they hold. Into pinned memory, copies from a GPU may be launched without waiting for them."""
         for place, tensor in zip(self.tensors, tensors, strict=bool(tensors)):
-            place.copy_(tensor.detach())
+            place.copy_(tensor.detach(), non_blocking=not wait)
         if words is not None:
             _WORDS.pack_into(self._words, 0, *words)
         return self
@@ -95,9 +95,9 @@ class Packet:
         first, second = _WORDS.unpack_from(self._words)
         return first, second
 
-    def on(self, device: torch.device) -> list[Tensor]:
-        """The tensors on a device; views of the buffer if it is there already."""
-        return self.tensors if self.buffer.device == device else _views(self.buffer.to(device), self.format)
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The tensors in this packet's buffer, or in a copy of it elsewhere."""
+        return self.tensors if buffer is self.buffer else _views(buffer, self.format)
 
 
 def _views(buffer: Tensor, format: Format) -> list[Tensor]:

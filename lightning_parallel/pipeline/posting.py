@@ -1,4 +1,4 @@
-"""Where sends are posted from: a thread of their own on a CPU, the stage's thread where a GPU is involved."""
+"""Where sends are posted from: a thread of their own for messages in host memory, else the stage's thread."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from threading import Thread, current_thread
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 Send = Callable[[Tensor], dist.Work]
+_Handed = tuple[Tensor, torch.cuda.Event | None]
 
 _SWITCH_INTERVAL = 5e-5  # seconds; Python's default is 5 ms
 
@@ -32,22 +34,28 @@ def short_switch_interval() -> Iterator[None]:
 
 class PostsFromThread:
     """Posts sends from a thread of its own. In the call that posts a send, gloo copies the message into a
-    socket: half a millisecond for a megabyte, for which the stage should not wait. The thread ends with this object.
+    socket: half a millisecond for a megabyte, for which the stage should not wait. Nor does it wait for a GPU's copy
+    into the message. The thread ends with this object.
 
     Args:
         send: posts a buffer.
     """
 
     def __init__(self, send: Send) -> None:
-        self._handed: SimpleQueue[Tensor | None] = SimpleQueue()
+        self._handed: SimpleQueue[_Handed | None] = SimpleQueue()
         self._posted: SimpleQueue[dist.Work | BaseException] = SimpleQueue()
         thread = Thread(target=_post_all, args=(send, self._handed, self._posted), name="send", daemon=True)
         thread.start()
         weakref.finalize(self, _end, thread, self._handed)
 
-    def hand(self, buffer: Tensor) -> None:
-        """Have ``buffer`` posted, after all that were handed over before."""
-        self._handed.put(buffer)
+    def hand(self, buffer: Tensor, copied: torch.cuda.Event | None = None) -> None:
+        """Have ``buffer`` posted, after all that were handed over before, and after it has been filled.
+
+        Args:
+            buffer: of a message.
+            copied: happens when it is full; None if it is.
+        """
+        self._handed.put((buffer, copied))
 
     def posted(self) -> dist.Work:
         """The next send, in the order of :meth:`hand`. Waits until it has been posted."""
@@ -56,17 +64,24 @@ class PostsFromThread:
             raise work
         return work
 
+    def next_is_done(self) -> bool:
+        """Is it known, without waiting, that this next send is done? Of gloo it never is."""
+        return False
 
-def _post_all(send: Send, handed: SimpleQueue[Tensor | None], posted: SimpleQueue[dist.Work | BaseException]) -> None:
-    while (buffer := handed.get()) is not None:
+
+def _post_all(send: Send, handed: SimpleQueue[_Handed | None], posted: SimpleQueue[dist.Work | BaseException]) -> None:
+    while (item := handed.get()) is not None:
+        buffer, copied = item
         try:
+            if copied is not None:
+                copied.synchronize()
             posted.put(send(buffer))
         except BaseException as error:  # raised again on the stage's thread
             posted.put(error)
-        del buffer  # its memory is the sender's to release
+        del item, buffer  # its memory is the sender's to release
 
 
-def _end(thread: Thread, handed: SimpleQueue[Tensor | None]) -> None:
+def _end(thread: Thread, handed: SimpleQueue[_Handed | None]) -> None:
     """End a sending thread, and with it its hold on the link: destroying a group joins gloo's threads only if nothing
     refers to the group any more."""
     handed.put(None)
@@ -75,7 +90,7 @@ def _end(thread: Thread, handed: SimpleQueue[Tensor | None]) -> None:
 
 
 class PostsDirectly:
-    """Posts sends from the stage's thread, whose CUDA stream orders them.
+    """Posts sends from the stage's thread. They begin after what was launched on its CUDA stream before.
 
     Args:
         send: posts a buffer.
@@ -85,8 +100,11 @@ class PostsDirectly:
         self._send = send
         self._posted: deque[dist.Work] = deque()
 
-    def hand(self, buffer: Tensor) -> None:
+    def hand(self, buffer: Tensor, copied: torch.cuda.Event | None = None) -> None:
         self._posted.append(self._send(buffer))
 
     def posted(self) -> dist.Work:
         return self._posted.popleft()
+
+    def next_is_done(self) -> bool:
+        return bool(self._posted) and self._posted[0].is_completed()

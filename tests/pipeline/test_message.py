@@ -38,7 +38,8 @@ def test_tensors_come_out_as_they_went_in_with_the_words_after_them(count: int) 
     received.buffer.copy_(sent.buffer)
     assert received.words() == (-1, 2**40)
     assert [(t.dtype, t.tolist()) for t in received.tensors] == [(t.dtype, t.tolist()) for t in tensors]
-    assert received.on(CPU) is received.tensors
+    assert received.views(received.buffer) is received.tensors
+    assert [t.tolist() for t in received.views(sent.buffer)] == [t.tolist() for t in tensors]
 
 
 def test_a_packet_without_a_trailer_is_its_tensors_alone() -> None:

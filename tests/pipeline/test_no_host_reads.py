@@ -50,6 +50,9 @@ class Launched:
     def wait(self) -> None:
         pass
 
+    def is_completed(self) -> bool:
+        return False
+
 
 def run(name: str) -> list[int]:
     """Two batches of a schedule on this rank's stage. Returns how many messages and announcements the second sends."""
