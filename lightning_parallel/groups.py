@@ -60,7 +60,7 @@ class Groups:
 
     Attributes:
         model: the group of the ranks that hold one copy of the model together: all stages and all tensor shards.
-        host_group: that of the pipeline axis, for tensors in host memory; the axis's own, unless its backend is NCCL.
+        host_group: that of the pipeline axis, :meth:`on_host`.
     """
 
     def __init__(self, layout: Layout, timeout: timedelta | None = None, device: torch.device | None = None) -> None:
@@ -68,10 +68,10 @@ class Groups:
         self._timeout, self._device = timeout, device
         self._over_nccl = dist.get_backend() == "nccl"
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._on_host: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._along = {axis.name: self.joining(layout.peers(axis.name)) for axis in layout.axes}
         self.model = self.joining(layout.model_peers())
-        pipeline = self.along("pipeline")
-        self.host_group = self._new(sorted(layout.peers("pipeline")), "gloo") if self._over_nccl else pipeline
+        self.host_group = self.on_host(layout.peers("pipeline"))
         # By kind (0: activations, 1: gradients) and lane.
         self._lanes: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._links: dict[Placement, Links] = {}
@@ -93,6 +93,16 @@ class Groups:
             if self._over_nccl:  # which connects at the first message; in the first step others may be under way
                 dist.all_reduce(torch.zeros(1, device=self._device), group=self._made[key])
         return self._made[key]
+
+    def on_host(self, ranks: Iterable[int]) -> dist.ProcessGroup:
+        """The group of some ranks for tensors in host memory, so that no host waits for a GPU. It is that of
+        :meth:`joining`, with the same condition, unless its backend is NCCL."""
+        if not self._over_nccl:
+            return self.joining(ranks)
+        key = tuple(sorted(ranks))
+        if key not in self._on_host:
+            self._on_host[key] = self._new(key, "gloo")
+        return self._on_host[key]
 
     def _new(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
         assert self._layout.rank in ranks, f"rank {self._layout.rank} is not in {ranks}"

@@ -108,7 +108,7 @@ def first_batch(world_size: int, rank: int, name: str) -> tuple[float, int, list
 
     def isend(link: Link, buffer: Tensor) -> Any:
         counts[0] += buffer.device == META
-        return SimpleNamespace(wait=bool)
+        return SimpleNamespace(wait=bool, is_completed=bool)
 
     def irecv(link: Link, buffer: Tensor) -> Any:
         counts[1] += buffer.device == META
@@ -116,7 +116,7 @@ def first_batch(world_size: int, rank: int, name: str) -> tuple[float, int, list
             buffer.copy_(torch.tensor([len(description), 0]))
         elif buffer.device != META:
             buffer.copy_(description)
-        return SimpleNamespace(wait=bool)
+        return SimpleNamespace(wait=bool, is_completed=bool)
 
     with one_of(world_size, rank), patch.object(Link, "isend", isend), patch.object(Link, "irecv", irecv):
         tracemalloc.start()

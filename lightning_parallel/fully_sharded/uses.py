@@ -28,8 +28,7 @@ class ModuleUses:
     Args:
         units: by name. Hooks are put on them, and on the others, for good.
         modules: all that have parameters which are divided.
-        group: the replicas.
-        device: of this rank.
+        group: the replicas, for tensors in host memory.
     """
 
     def __init__(
@@ -37,10 +36,8 @@ class ModuleUses:
         units: Mapping[str, nn.Module],
         modules: Mapping[str, nn.Module],
         group: dist.ProcessGroup,
-        device: torch.device,
     ) -> None:
         self._group = group
-        self._device = device
         self._units: list[str] = []
         self._modules: set[str] = set()
         if group.size() > 1:
@@ -73,7 +70,7 @@ class ModuleUses:
         used = (self._units, sorted(self._modules))
         self._units, self._modules = [], set()
         number = int.from_bytes(hashlib.blake2b(repr(used).encode(), digest_size=7).digest(), "little")
-        extremes = torch.tensor([number, -number], device=self._device)
+        extremes = torch.tensor([number, -number])
         guarded(dist.all_reduce, extremes, dist.ReduceOp.MAX, group=self._group)
         largest, smallest = extremes.tolist()
         if largest == -smallest:

@@ -19,12 +19,13 @@ def summed_over(
     names: Sequence[str],
     parameters: Mapping[str, Tensor],
     gradients: Mapping[str, Tensor | None],
+    host_group: dist.ProcessGroup | None = None,
 ) -> Gradients:
     """The sum of each named gradient over the ranks of a group. A collective over the group.
 
     The message is ``[one flag a parameter, gradient, gradient, ...]``: a parameter that got a gradient on no rank keeps
-    none, so an optimizer skips it as it does in a single process. The flags are read only on a rank that lacks a
-    gradient, since to read them the host waits for the GPU.
+    none, so an optimizer skips it as it does in a single process. To read the flags from a GPU, the host would have to
+    wait for it. So they are read only on a rank that lacks a gradient, or go apart, from host to host.
 
     Args:
         group: the ranks.
@@ -32,6 +33,7 @@ def summed_over(
         parameters: at least the named ones; they give the shapes, the dtypes and the device. All ranks of the group
             hold the same part of one that is fully sharded.
         gradients: this rank's gradients; a missing one counts as zero.
+        host_group: the same ranks, for tensors in host memory. By default the flags go with the gradients.
 
     Returns:
         The sums by name, in the parameters' dtypes.
@@ -45,11 +47,18 @@ def summed_over(
         for name, gradient in zip(names, own, strict=True)
     ]
     flags = torch.tensor([gradient is not None for gradient in own], dtype=dtype)
-    flags = flags.to(parts[0].device, non_blocking=True)
-    message = torch.cat([flags, *(part.to(dtype).flatten() for part in parts)])
-    guarded(dist.all_reduce, message, group=group)
-    counts, *sums = message.split([len(names), *(part.numel() for part in parts)])
-    exist = [True] * len(names) if all(gradient is not None for gradient in own) else counts.tolist()
+    apart = host_group is not None and host_group is not group
+    with_gradients = [] if apart else [flags.to(parts[0].device, non_blocking=True)]
+    message = torch.cat([*with_gradients, *(part.to(dtype).flatten() for part in parts)])
+    work = guarded(dist.all_reduce, message, group=group, async_op=True)
+    if apart:
+        guarded(dist.all_reduce, flags, group=host_group)
+    assert work is not None
+    guarded(work.wait)
+    counts, *sums = message.split([0 if apart else len(names), *(part.numel() for part in parts)])
+    if apart:
+        counts = flags
+    exist = counts.tolist() if apart or any(gradient is None for gradient in own) else [True] * len(names)
     return {
         name: _like(parameters[name], total.to(part.dtype).view_as(part)) if exists else None
         for name, part, total, exists in zip(names, parts, sums, exist, strict=True)

@@ -40,6 +40,7 @@ from lightning_parallel.lightning_private.metrics import (
     metrics_of_no_loader,
     reads_training_metric,
     set_step_value,
+    step_metrics,
     step_value,
     tell_device,
 )
@@ -78,6 +79,7 @@ __all__ = [
     "say_terminated",
     "script_launcher",
     "set_step_value",
+    "step_metrics",
     "step_value",
     "take_signals",
     "tell_device",

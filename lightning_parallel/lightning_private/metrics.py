@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,6 +22,18 @@ def reads_training_metric(callback: Callback, global_step: int) -> bool:
         return False
     every = callback._every_n_train_steps
     return (every >= 1 and global_step % every == 0) or callback._train_time_interval is not None
+
+
+def step_metrics(trainer: pl.Trainer) -> Mapping[str, Tensor]:
+    """``trainer.callback_metrics``. Lightning would read those of the progress bar from their device on the way."""
+    shown = [result.meta for result in trainer._results.values() if result.meta.prog_bar] if trainer._results else []
+    for meta in shown:
+        meta.prog_bar = False
+    try:
+        return trainer.callback_metrics
+    finally:
+        for meta in shown:
+            meta.prog_bar = True
 
 
 def evaluation_outputs(trainer: pl.Trainer) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel.collectives import broadcast_object, guarded
-from lightning_parallel.lightning_private import evaluation_outputs, metrics_of_no_loader
+from lightning_parallel.lightning_private import evaluation_outputs, metrics_of_no_loader, step_metrics
 
 _CPU = torch.device("cpu")
 _LOSS = ""  # its name in a message; no metric has this name
@@ -82,7 +82,7 @@ class MetricBoard:
         return self._send_step(loss) if loss is not None else self._receive_step()
 
     def _send_step(self, loss: Tensor) -> Tensor:
-        metrics = {_LOSS: loss, **self._trainer.callback_metrics}
+        metrics = {_LOSS: loss, **step_metrics(self._trainer)}
         form = [(name, value.dtype) for name, value in metrics.items()]
         values = torch.stack([_as_float64(value, self._device) for value in metrics.values()])
         changed = form != self._form

@@ -45,7 +45,8 @@ class Stages:
         self.fully_sharded: FullyShardedLayers | None = None
         self._options = options
         self._stage: Stage | None = None
-        self._shared: list[tuple[dist.ProcessGroup, list[str]]] = []  # names, and the group of the stages with them
+        # Names, and the stages with them: their group, and that of their hosts.
+        self._shared: list[tuple[dist.ProcessGroup, dist.ProcessGroup, list[str]]] = []
         self._local: LocalModel | None = None
 
     @property
@@ -124,19 +125,20 @@ class Stages:
             by_stages.setdefault(stages, []).append(name)
         for stages, names in by_stages.items():
             if layout.stage in stages:
-                group = groups.joining(layout.rank_at(pipeline=stage) for stage in stages)
-                self._shared.append((group, names))
+                ranks = [layout.rank_at(pipeline=stage) for stage in stages]
+                group = groups.joining(ranks)
+                self._shared.append((group, groups.on_host(ranks), names))
                 first = layout.rank_at(pipeline=stages[0])
                 broadcast_tensors((local.parameters[name] for name in names), first, group)
 
     def summed_shared(self, gradients: Gradients) -> Gradients:
         """Gradients with those of shared parameters summed over the stages that hold them. One that got a gradient on
         no stage keeps none, as in a single process, where the optimizer skips it."""
-        for group, names in self._shared:
+        for group, host_group, names in self._shared:
             assert self._local is not None
             parameters = self._local.parameters
             trained = [name for name in names if parameters[name].requires_grad]
-            gradients = {**gradients, **summed_over(group, trained, parameters, gradients)}
+            gradients = {**gradients, **summed_over(group, trained, parameters, gradients, host_group)}
         return gradients
 
     def counts(self, name: str) -> bool:

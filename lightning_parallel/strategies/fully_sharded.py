@@ -197,7 +197,7 @@ class FullyShardedStrategy(LayoutStrategy):
             for name, part in module.named_modules()
             if any(isinstance(parameter, DTensor) for parameter in part.parameters(recurse=False))
         }
-        self._uses = ModuleUses(units, divided, replicas, self.root_device)
+        self._uses = ModuleUses(units, divided, self.groups.on_host(self.layout.peers("data")))
         self._whole = {name: p for name, p in module.named_parameters() if not isinstance(p, DTensor)}
 
     @override

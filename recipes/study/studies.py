@@ -51,6 +51,12 @@ def _of_sixteen_stages() -> tuple[Arm, ...]:
     return (*plan, Arm("adamw", 16, 16, "stash", so), Arm("adamw", 16, 32))
 
 
+def _larger_or_longer() -> tuple[Arm, ...]:
+    """The setting that is recommended for eight stages, with both optimizers."""
+    so: Correction = "second_order"
+    return tuple(arm for name in ("muon", "adamw") for arm in (Arm(name), Arm(name, 8, 16, "stash", so)))
+
+
 # Measured with forerunners of the study; what they found is in its rules.
 _TRIED = """\
 Before the study, on the same model: AdamW, 8 stages, 1000 updates, one seed, other text of the same kind, a warm-up of
@@ -107,6 +113,22 @@ _ALL = (
         described="the C and C++ headers that torch brings (`recipes.data.sources.headers`)",
         setting=Setting(data="", layers=16, batch=32, updates=500, warmup=100, every=25, choice=512),
         plan=_of_sixteen_stages(),
+    ),
+    Study(
+        name="asynchrony_larger",
+        title="What late gradients cost a model four times as large",
+        sources=headers,
+        described="the C and C++ headers that torch brings (`recipes.data.sources.headers`)",
+        setting=Setting(data="", width=128, heads=8, choice=512),
+        plan=_larger_or_longer(),
+    ),
+    Study(
+        name="asynchrony_longer",
+        title="What late gradients cost in runs four times as long",
+        sources=headers,
+        described="the C and C++ headers that torch brings (`recipes.data.sources.headers`)",
+        setting=Setting(data="", updates=4000, warmup=800, every=100, choice=512),
+        plan=_larger_or_longer(),
     ),
 )
 STUDIES: Mapping[str, Study] = MappingProxyType({study.name: study for study in _ALL})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,9 +15,10 @@ from lightning_parallel.gradients.swapping import Gradients
 from tests.pool import WorkerPool
 
 
-def summed() -> tuple[Gradients, Gradients]:
+def summed(apart: bool) -> tuple[Gradients, Gradients]:
     group = dist.group.WORLD
     assert group is not None
+    host_group = dist.new_group(range(group.size())) if apart else None
     rank = group.rank()
     parameters = {
         "both": torch.zeros(2, 3, dtype=torch.float64),
@@ -31,11 +33,13 @@ def summed() -> tuple[Gradients, Gradients]:
         "": torch.tensor(float(rank)),
         "unnamed": torch.ones(1),
     }
-    return summed_over(group, list(parameters), parameters, gradients), summed_over(group, [], {}, gradients)
+    sums = summed_over(group, list(parameters), parameters, gradients, host_group)
+    return sums, summed_over(group, [], {}, gradients, host_group)
 
 
-def test_sums_have_the_parameters_dtypes_and_shapes(pool: WorkerPool) -> None:
-    for found, nothing in pool.run(summed, 3):
+@pytest.mark.parametrize("apart", [False, True])
+def test_sums_have_the_parameters_dtypes_and_shapes(pool: WorkerPool, apart: bool) -> None:
+    for found, nothing in pool.run(summed, 3, apart):
         assert nothing == {} and list(found) == ["both", "one", "none", ""]
         both, one, scalar = found["both"], found["one"], found[""]
         assert both is not None and torch.equal(both, torch.full((2, 3), 6.0, dtype=torch.float64))
@@ -44,12 +48,17 @@ def test_sums_have_the_parameters_dtypes_and_shapes(pool: WorkerPool) -> None:
         assert found["none"] is None
 
 
-def test_a_device_is_not_waited_for_if_no_gradient_is_missing() -> None:
+def test_a_device_is_not_waited_for_if_no_gradient_is_missing_or_if_hosts_ask_each_other() -> None:
     """The meta device has no values: whatever read one would fail."""
     made = {name: torch.zeros(3, device="meta") for name in "ab"}
     gradients: dict[str, Any] = {name: torch.ones(3, device="meta") for name in made}
     group: Any = None
-    with patch.object(dist, "all_reduce"):
+    with patch.object(dist, "all_reduce", return_value=SimpleNamespace(wait=bool)):
         assert all(total is not None for total in summed_over(group, [*made], made, gradients).values())
         with pytest.raises(NotImplementedError):  # another rank may have it
             summed_over(group, [*made], made, {**gradients, "b": None})
+    group, host_group = object(), object()
+    work: Any = SimpleNamespace(wait=bool)
+    with patch.object(dist, "all_reduce", return_value=work):  # the other rank's flags are this one's
+        sums = summed_over(group, [*made], made, {**gradients, "b": None}, host_group)  # type: ignore[arg-type]
+        assert [name for name, total in sums.items() if total is None] == ["b"]

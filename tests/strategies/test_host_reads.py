@@ -1,0 +1,117 @@
+"""Where, in a whole training of a Trainer's, the host reads the value of a tensor: known places only.
+
+On a GPU each read would wait until the device has done all that was launched before. Here every tensor is on the CPU,
+so a read is known by the function that reads. `docs/gpu.md` lists those that read from the device.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import lightning as L
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.pool import WorkerPool
+from tests.strategies.harness import make_trainer
+from tests.strategies.models import MODELS
+from tests.strategies.shardable import SHARDABLE
+
+READS = [
+    "item", "tolist", "numpy", "cpu", "nonzero", "equal", "unique", "masked_select", "allclose", "__bool__",
+    "__float__", "__int__", "__index__", "__array__", "__format__",
+]  # fmt: skip
+FIRST, LAST = 2, 4  # batches; before, formats and names are announced
+
+# By function: what it reads.
+IN_HOST_MEMORY = {
+    "draw_seed": "torch's generator of the host",
+    "_get_value": "the optimizer's count of steps",
+    "highest": "what ranks tell each other of signals",
+    "__init__ of message.py": "the words of a packet",
+    "_receive": "the flags before a step's metrics; over NCCL they go from host to host",
+    "summed_over": "which gradients of shared parameters there are; the same",
+    "compare": "whether replicas have used the same modules; the same",
+    "enter": "the state of torch's generator",
+    "_known": "what a microbatch's own divisor is; only compared on a CPU",
+}
+ONCE_A_BATCH = {
+    "foreseen": "the number of labels that count",
+    "on_batch_end": "Lightning's: metrics of the progress bar",
+}
+
+
+class Watch(Callback):
+    """Counts reads, by the innermost function outside of torch and of helpers."""
+
+    def __init__(self) -> None:
+        self.found: Counter[str] = Counter()
+        self._patches: list[Any] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == FIRST:
+            self._patches = [patch.object(Tensor, name, self._counted(getattr(Tensor, name))) for name in READS]
+            for each in self._patches:
+                each.start()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == LAST:
+            for each in self._patches:
+                each.stop()
+
+    def _counted(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.found[_place()] += 1
+            return read(tensor, *args, **kwargs)
+
+        return counted
+
+
+def _place() -> str:
+    frame: Any = sys._getframe(2)
+    helpers = ("apply_func.py", "watching.py", "recording.py call", "loss_terms.py numbers", "result.py metrics")
+    while True:
+        file, function = frame.f_code.co_filename, frame.f_code.co_name
+        named = f"{os.path.basename(file)} {function}"
+        in_torch = "/torch/" in file and "/optim/" not in file
+        if not (in_torch or file == __file__ or function == "metrics" or named.startswith(helpers)):
+            return f"__init__ of {os.path.basename(file)}" if function == "__init__" else function
+        frame = frame.f_back
+
+
+def reads(strategy: str, model: str, options: dict[str, Any], trainer_options: dict[str, Any]) -> Counter[str]:
+    torch.set_default_dtype(torch.float64)
+    watch = Watch()
+    trainer = make_trainer(strategy, [watch], options, **trainer_options | {"max_epochs": 1})
+    kind = {**MODELS, **SHARDABLE}[model]
+    loader: DataLoader[Any] = kind.loader(False, 2)
+    module: L.LightningModule = kind()
+    trainer.fit(module, loader)
+    return watch.found
+
+
+@pytest.mark.parametrize(("strategy", "model", "options", "trainer_options"), [
+    ("sync", "GPT2", {"schedule": "1f1b", "microbatches": 2}, {"gradient_clip_val": 0.5}),
+    ("sync", "Blocks", {"schedule": "zbv", "microbatches": 2}, {}),
+    ("async", "GPT2Untied", {}, {}),
+    ("tensor", "ShardableGPT2", {}, {"gradient_clip_val": 0.5}),
+    ("fsdp", "GPT2", {}, {}),
+])  # fmt: skip
+def test_the_host_reads_nothing_but_what_is_known(
+    pool: WorkerPool, strategy: str, model: str, options: dict[str, Any], trainer_options: dict[str, Any]
+) -> None:
+    found = pool.run(reads, 2, strategy, model, options, trainer_options, init=False)
+    batches = LAST - FIRST + 1
+    for each in found:
+        assert each.keys() <= IN_HOST_MEMORY.keys() | ONCE_A_BATCH.keys(), each
+        assert all(each[name] <= batches for name in ONCE_A_BATCH), each
+    assert sum(found, Counter())["_get_value"] > 0  # reads are seen
