@@ -15,6 +15,7 @@ from lightning_parallel.checkpoint.directory import replacing
 from lightning_parallel.lightning_private import open_directories
 from lightning_parallel.parts.exact_resume import ExactResume
 from lightning_parallel.parts.finite_loss import FiniteLoss
+from lightning_parallel.parts.memory_snapshot import MemorySnapshot
 from lightning_parallel.parts.preemption import Preemption
 from lightning_parallel.resumable_loader import ResumableDataLoader
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
@@ -33,6 +34,7 @@ __all__ = [
     "ExactResume",
     "FiniteLoss",
     "FullyShardedStrategy",
+    "MemorySnapshot",
     "PipelineStrategy",
     "Preemption",
     "ResumableDataLoader",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -32,9 +33,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
+    "METADATA_CLASSES",
     "VALUE_OF",
     "TorchDispatchMode",
-    "METADATA_CLASSES",
     "abort_groups",
     "boxed_group",
     "buffers_of",
@@ -50,6 +51,7 @@ __all__ = [
     "has_hooks",
     "hooks_beside",
     "is_bound_to_device",
+    "keep_memory_history",
     "keeps_graph",
     "make_parameter",
     "memory_is_shared",
@@ -70,6 +72,7 @@ __all__ = [
     "tree_unflatten",
     "version_of",
     "wrapper_tensor",
+    "write_memory_history",
     "written_arguments",
 ]
 
@@ -348,6 +351,23 @@ def default_store() -> Store:
     """Where the processes of the default group met. torch gives no other way to it where somebody else made the
     group."""
     return c10d._get_default_store()
+
+
+def keep_memory_history(entries: int | None) -> None:
+    """Have torch note each allocation in the memory of this process's GPUs, and where in the code it was made.
+
+    Args:
+        entries: so many are kept, the last ones; None: no more, and what was noted is forgotten.
+    """
+    if entries is None:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    else:
+        torch.cuda.memory._record_memory_history(max_entries=entries)
+
+
+def write_memory_history(file: Path) -> None:
+    """Write what was noted, for https://docs.pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(str(file))
 
 
 def forget_meshes() -> None:

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
-from lightning_parallel import ExactResume, FiniteLoss, Preemption
+from lightning_parallel import ExactResume, FiniteLoss, MemorySnapshot, Preemption
 from lightning_parallel.checkpoint import read_full
 from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
@@ -152,6 +152,8 @@ def trainer(config: Config, extra_callbacks: Sequence[Callback] = ()) -> L.Train
     attached = [*callbacks(config), *extra_callbacks]
     if not any(isinstance(callback, FiniteLoss) for callback in attached):
         attached.insert(0, FiniteLoss() if config["on_nan"] == "stop" else FiniteLoss(stop_after=None))
+    if config["memory_snapshot"]:
+        attached.append(MemorySnapshot())
     attached = [Preemption(), ExactResume(), *attached]  # for Lightning's strategies, too
     return L.Trainer(
         **options,

@@ -204,6 +204,12 @@ def _timeline(config: Config) -> Iterator[Problem]:
         yield Problem("timeline", True, "only a pipeline has one", fix)
 
 
+def _memory_snapshot(config: Config) -> Iterator[Problem]:
+    if config["memory_snapshot"] and config["trainer"]["accelerator"] == "cpu":
+        fix = "use trainer.accelerator=gpu, or memory_snapshot=false"
+        yield Problem("memory_snapshot", True, "trainer.accelerator=cpu, and it records the memory of GPUs", fix)
+
+
 def _whole_matrices(config: Config) -> Iterator[Problem]:
     """Muon steps matrices as wholes. It is said here too, since a pipeline stage without matrices can't tell."""
     if kind_of("optimizer", config["optimizer"]) is not schema.Muon:
@@ -290,6 +296,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem | str]], ...] = (
     _axes,
     _microbatches,
     _timeline,
+    _memory_snapshot,
     _whole_matrices,
     _refused,
     _checkpoint,

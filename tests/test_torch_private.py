@@ -5,6 +5,7 @@ What to do then: find what replaces the name, in torch's release notes or source
 
 from __future__ import annotations
 
+import inspect
 import pickle
 from datetime import timedelta
 from pathlib import Path
@@ -474,3 +475,13 @@ def test_a_value_is_asked_for_by_one_operator() -> None:
         for ask in (bool, float, int, torch.Tensor.item):
             ask(value)
     assert asked == [True] * 4
+
+
+def test_memory_history_is_asked_of_torch_as_it_wants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Otherwise a run that went out of memory would end with another error."""
+    for name in ("_record_memory_history", "_dump_snapshot"):
+        signature = inspect.signature(getattr(torch.cuda.memory, name))
+        monkeypatch.setattr(torch.cuda.memory, name, lambda *args, _s=signature, **named: _s.bind(*args, **named))
+    torch_private.keep_memory_history(3)
+    torch_private.write_memory_history(tmp_path / "memory.pickle")
+    torch_private.keep_memory_history(None)

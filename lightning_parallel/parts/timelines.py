@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_parallel.collectives import gather_objects_on_first
@@ -32,27 +33,32 @@ def warn_without_pictures() -> None:
 def write_timeline(
     timeline: Timeline,
     layout: Layout,
+    host_group: dist.ProcessGroup,
     directory: Path,
     *,
     title: str,
     theory: float,
     staleness: Mapping[int, int] | None = None,
 ) -> None:
-    """Gather what the ranks recorded on rank 0, and write it there. All ranks call it.
+    """Gather on rank 0 what the ranks of its pipeline recorded, and write it there. All ranks of all pipelines call it.
 
     Args:
         timeline: of this rank.
         layout: which stage this rank is.
+        host_group: the ranks of this rank's pipeline, for objects.
         directory: for the files.
         title: of the picture.
         theory: the bubble by theory.
         staleness: of an asynchronous pipeline, for each number of updates that gradients were late, how many were.
     """
+    ranks = layout.peers("pipeline")  # by stage
+    if 0 not in ranks:  # another replica, or another shard: its stages do the same
+        return
     own: tuple[list[Span], dict[int, int] | None] = (timeline.spans, None if staleness is None else dict(staleness))
-    everyones = gather_objects_on_first(own, None)
+    everyones = gather_objects_on_first(own, host_group)
     if everyones is None:
         return
-    stages = [everyones[rank] for rank in layout.peers("pipeline")]  # of the replica and the shard of rank 0
+    stages = [everyones[sorted(ranks).index(rank)] for rank in ranks]
     rows = [spans for spans, _ in stages]
     labels = [f"stage {stage} (rank {layout.rank_at(pipeline=stage)})" for stage in range(layout.stages)]
     directory.mkdir(parents=True, exist_ok=True)

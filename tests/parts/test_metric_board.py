@@ -558,7 +558,8 @@ def test_a_step_s_metrics_are_the_source_s_where_the_host_has_a_group_of_its_own
 
 def test_gpus_that_share_a_group_with_the_host_get_all_in_one_message() -> None:
     """Over gloo: the flags join the values where these are."""
-    trainer = SimpleNamespace(callback_metrics={"accuracy": torch.ones((), device="meta")}, should_stop=False, _results=None)
+    metrics = {"accuracy": torch.ones((), device="meta")}
+    trainer = SimpleNamespace(callback_metrics=metrics, should_stop=False, _results=None)
     group: Any = object()
     with patch.object(dist, "get_rank", return_value=0):
         board = MetricBoard(trainer, group, group, 0, torch.device("meta"))  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from lightning_parallel.groups import Groups
 from lightning_parallel.layout import Layout
 from lightning_parallel.parts import timelines
 from lightning_parallel.pipeline.timeline import Timeline
@@ -79,7 +80,8 @@ def functions_at_the_end(directory: Path) -> set[str]:
 
         return call
 
-    layout = Layout.resolve(dist.get_world_size(), dist.get_rank(), pipeline="auto")
+    layout = Layout.resolve(dist.get_world_size(), dist.get_rank(), pipeline=2, data="auto")
+    group = Groups(layout).host_group
     timeline = Timeline(enabled=True)
     for kind in ("forward", "backward"):
         with timeline.span(kind, 0):
@@ -87,10 +89,14 @@ def functions_at_the_end(directory: Path) -> set[str]:
     with ExitStack() as patches:
         for name in ("all_gather_object", "gather_object"):
             patches.enter_context(mock.patch.object(dist, name, observed(name)))
-        timelines.write_timeline(timeline, layout, directory, title="", theory=0.0)
+        timelines.write_timeline(timeline, layout, group, directory, title="", theory=0.0)
     return used
 
 
 def test_what_ranks_recorded_goes_to_the_first_rank_only(pool: WorkerPool, tmp_path: Path) -> None:
     """A long run records many spans, which no other rank needs."""
-    assert pool.run(functions_at_the_end, 2, tmp_path) == [{"gather_object"}] * 2
+    gathers: set[str] = {"gather_object"}
+    found = pool.run(functions_at_the_end, 4, tmp_path)
+    assert sorted(map(sorted, found)) == [[], [], ["gather_object"], ["gather_object"]]
+    assert found[0] == gathers  # and other replicas send nothing
+    assert (tmp_path / "timeline.json").read_text().count("stage 1 (rank") == 1

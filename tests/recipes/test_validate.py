@@ -72,6 +72,7 @@ def test_every_correction_is_accepted(correction: str) -> None:
         (["model=lenet", "data=digits", "model.size=10"], "model.size", "multiple of 4"),
         (["strategy=ddp", "cluster.devices=5"], "data.batch_size", "a multiple of 5"),
         (["strategy=single", "timeline=true"], "timeline", "use a pipeline strategy"),
+        (["trainer.accelerator=cpu", "memory_snapshot=true"], "memory_snapshot", "use trainer.accelerator=gpu"),
         (["strategy.stages=3"], "strategy.stages", "set cluster.devices=3"),
         (["strategy=tensor_parallel", "strategy.tensor_parallel=3"], "strategy.tensor_parallel", "cluster.devices=3"),
         (["strategy=tensor_pipeline", "cluster.devices=5"], "strategy.tensor_parallel", "does not fill"),

@@ -1,0 +1,53 @@
+"""A snapshot of each rank's memory is written at the end of a training and at an error; without a GPU it is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_parallel import MemorySnapshot
+from lightning_parallel.parts import memory_snapshot
+
+
+class Fails(BoringModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def fit(module: L.LightningModule, folder: Path, accelerator: str = "cpu") -> None:
+    L.Trainer(
+        accelerator=accelerator, devices=1, max_steps=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[MemorySnapshot()], default_root_dir=folder,
+    ).fit(module)  # fmt: skip
+
+
+def test_without_a_gpu_it_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="memory_snapshot=true.*this run is on cpu: leave it out"):
+        fit(BoringModel(), tmp_path)
+
+
+@pytest.mark.parametrize("module", [BoringModel(), Fails()])
+def test_it_is_written_at_the_end_and_at_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: L.LightningModule
+) -> None:
+    """There is no GPU here: what torch would be asked for is written down."""
+    asked: list[Any] = []
+    monkeypatch.setattr(MemorySnapshot, "setup", lambda *args, stage: None)
+    monkeypatch.setattr(memory_snapshot, "keep_memory_history", asked.append)
+    monkeypatch.setattr(memory_snapshot, "write_memory_history", asked.append)
+    try:
+        fit(module, tmp_path)
+    except torch.OutOfMemoryError:
+        assert isinstance(module, Fails)
+    assert asked == [100_000, tmp_path / "memory_rank0.pickle", None]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_is_a_file_that_can_be_opened(tmp_path: Path) -> None:
+    fit(BoringModel(), tmp_path, "gpu")
+    assert (tmp_path / "memory_rank0.pickle").stat().st_size > 0
