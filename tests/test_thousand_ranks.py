@@ -6,6 +6,7 @@ torch's fake process group has any number of ranks, and its collectives do nothi
 
 from __future__ import annotations
 
+import pickle
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -22,6 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _world
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend
 
+from lightning_parallel.checkpoint.agreement import RankSummary, agree
+from lightning_parallel.checkpoint.optimizers import divided
+from lightning_parallel.checkpoint.sharing import writers
 from lightning_parallel.groups import Groups, Links
 from lightning_parallel.layout import Layout
 from lightning_parallel.pipeline.actions import Step, placement
@@ -154,3 +158,37 @@ def test_a_first_batch_costs_the_same_with_a_thousand_ranks_as_with_few(pool: Wo
     assert found[1024][2] == found[128][2] and sum(found[1024][2]) > 0
     assert found[1024][0] < 3 * found[128][0] + 0.5  # a machine that does something else
     assert found[8192][1] < 1.5 * found[128][1]
+
+
+def summary(layout: Layout, names: list[str]) -> RankSummary:
+    """What the first rank gets of a rank that saves a stage of 144 parameters, and AdamW's state of them."""
+    weight = torch.empty(4096, 4096, device=META)
+    state = {"exp_avg": weight, "exp_avg_sq": weight, "step": torch.tensor(1.0)}
+    tensors, scalars = divided([dict.fromkeys(names, state)])
+    tensors |= {f"model/{name}": weight for name in names}
+    group = {"lr": 1e-3, "betas": (0.9, 0.95), "params": names}
+    return RankSummary.of(str(layout.rank), tensors, scalars, [[group]], (), {})
+
+
+def agreed(world_size: int) -> tuple[float, int, set[int]]:
+    """The ranks of a save, as the first one sees them: the seconds it takes, the bytes it gets of each rank, and how
+    many parameters each rank is to write."""
+    layouts = [Layout.resolve(world_size, rank, pipeline=8, data="auto") for rank in range(world_size)]
+    held = {stage: [f"{stage}.{i}" for i in range(144)] for stage in range(8)}
+    summaries = [summary(layout, held[layout.stage]) for layout in layouts]
+    begin = time.perf_counter()
+    found = agree(summaries, [name for names in held.values() for name in names])
+    chosen = writers(summaries, [held[layout.stage] for layout in layouts])
+    seconds = time.perf_counter() - begin
+    assert len(chosen) == len(found.copied) == 8 * 144
+    counts = dict.fromkeys(range(world_size), 0)
+    for rank in chosen.values():
+        counts[rank] += 1
+    return seconds, len(pickle.dumps(summaries[-1])), set(counts.values())
+
+
+def test_a_checkpoint_s_share_shrinks_with_the_replicas_and_the_first_rank_s_work_grows_no_more_than_they() -> None:
+    few, many = min(agreed(128) for _ in range(2)), agreed(1024)
+    assert few[2] == {9} and many[2] == {1, 2}  # 144 parameters over 16 replicas, and over 128
+    assert many[1] <= few[1] + 8 < 50_000
+    assert many[0] < 16 * few[0] + 1
