@@ -26,7 +26,8 @@ LIMIT = 240  # seconds that a part may take
 # By name: the words after `python -m`. OUT is replaced by a folder, in which the part leaves its tables.
 PARTS: Mapping[str, Sequence[str]] = {
     "tests": ("pytest", "-q", "-m", "gpu", "tests"),
-    "pipeline": ("recipes.bench", "pipeline", "--device", "cuda", "--output", "OUT"),
+    "pipeline": ("recipes.bench", "pipeline", "--device", "cuda", "--only", "one,shared", "--output", "OUT"),
+    "late": ("recipes.bench", "pipeline", "--device", "cuda", "--only", "late", "--output", "OUT"),
     "tensor": ("recipes.bench", "tensor", "--device", "cuda", "--only", "alone", "--output", "OUT"),
 }
 

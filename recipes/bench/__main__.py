@@ -20,11 +20,13 @@ from recipes.bench import (
     compute,
     data,
     halves,
+    late,
     memory,
     messages,
     one_device,
     overhead,
     report,
+    shared_device,
     sleeping,
     tensor,
     whole,
@@ -42,10 +44,19 @@ PIPELINE: dict[str, Part] = {
     "memory": (partial(memory.measure, memory.Sizes()), partial(memory.measure, memory.QUICK)),
     "whole": (partial(whole.measure, whole.Sizes()), partial(whole.measure, whole.QUICK)),
     "one": (partial(one_device.measure, one_device.Sizes()), partial(one_device.measure, one_device.QUICK)),
+    "shared": (
+        partial(shared_device.measure, shared_device.Sizes()),
+        partial(shared_device.measure, shared_device.QUICK),
+    ),
 }
 # With --device cuda.
 PIPELINE_CUDA: dict[str, Part] = {
     "one": (partial(one_device.measure, one_device.CUDA), partial(one_device.measure, one_device.QUICK_CUDA)),
+    "shared": (
+        partial(shared_device.measure, shared_device.CUDA),
+        partial(shared_device.measure, shared_device.QUICK_CUDA),
+    ),
+    "late": (partial(late.measure, late.CUDA), partial(late.measure, late.QUICK_CUDA)),
 }
 TENSOR: dict[str, Part] = {
     "mlp": (partial(tensor.measure_mlp, tensor.MLPSizes()), partial(tensor.measure_mlp, tensor.QUICK_MLP)),
@@ -125,8 +136,8 @@ def _parser() -> argparse.ArgumentParser:
         "--device",
         choices=["cpu", "cuda"],
         default="cpu",
-        help="where layers that nothing is divided in (alone), and a single stage (one), are measured; the rest is "
-        "measured on CPUs",
+        help="where layers that nothing is divided in (alone), a single stage (one) and stages that share a device "
+        "(shared) are measured; cuda only: late gradients on a large model (late); the rest is measured on CPUs",
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, in less than a minute: to see that it runs")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write the tables there, as .md and .json")

@@ -26,6 +26,7 @@ from recipes.models.muon import MuonAdamW
 from recipes.models.optimizer import warmup_cosine
 from recipes.study.arms import Run, Setting
 
+_CPU = torch.device("cpu")
 _VALIDATED = 128  # windows at a time
 
 
@@ -134,11 +135,12 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def execute(run: Run, folder: Path) -> dict[str, Any]:
+def execute(run: Run, folder: Path, device: torch.device = _CPU) -> dict[str, Any]:
     """Train and validate.
 
     Args:
         folder: of the text, from :meth:`recipes.data.sources.Sources.build`.
+        device: on which the model is trained.
 
     Returns:
         ``curve``: [updates, validation loss] pairs, of the parameters themselves; ``final``: the last; ``choice``:
@@ -147,7 +149,7 @@ def execute(run: Run, folder: Path) -> dict[str, Any]:
     """
     setting, arm = run.setting, run.arm
     torch.set_flush_denormal(True)  # Adam's second moments get there, and the processor slows down tenfold
-    chain = parts(setting, arm.stages, run.seed)
+    chain = [part.to(device) for part in parts(setting, arm.stages, run.seed)]
     names = [dict(part.named_parameters()) for part in chain]
     late = Delayed(names, weights=arm.weights, correction=arm.correction)
     optimizers = [optimizer_of(arm.optimizer, stage, setting) for stage in names]
@@ -165,7 +167,7 @@ def execute(run: Run, folder: Path) -> dict[str, Any]:
         total = 0.0
         with torch.inference_mode():
             for begin in range(0, len(inputs), _VALIDATED):
-                x, y = inputs[begin : begin + _VALIDATED], targets[begin : begin + _VALIDATED]
+                x, y = (each[begin : begin + _VALIDATED].to(device) for each in (inputs, targets))
                 for part, leaves in zip(chain, weights, strict=True):
                     x = functional_call(part, dict(leaves), (x,), tie_weights=False)
                 total += float(loss_of(x, y)) * len(y)
@@ -178,7 +180,7 @@ def execute(run: Run, folder: Path) -> dict[str, Any]:
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = run.rate * factor
         readings = late.feed(arm.microbatches)
-        loss = loss_of(forward(chain, readings, x), y)
+        loss = loss_of(forward(chain, readings, x.to(device)), y.to(device))
         if not math.isfinite(loss.item()):
             break
         late.backward(readings[0], loss)  # "latest" has a single microbatch; others' backwards need no reading

@@ -6,6 +6,7 @@ a GPU would be waited for. Messages between stages carry nothing here, but are a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -54,29 +55,53 @@ class Launched:
         return False
 
 
-def run(name: str) -> list[int]:
-    """Two batches of a schedule on this rank's stage. Returns how many messages and announcements the second sends."""
-    layout = Layout.resolve(STAGES, dist.get_rank(), pipeline=STAGES)
-    net = Net()
-    ids = torch.zeros(3, 5, dtype=torch.int64)
+class Rank:
+    """This rank's stage of a pipeline, and a batch of it to run.
 
-    def step(ids: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+    Args:
+        name: of the schedule.
+        device: that the model is on.
+        links: made of the links that its groups make.
+    """
 
-    lists = SCHEDULES[name](STAGES, MICROBATCHES)
-    parts = partition(net, lambda: step(ids), STAGES, layers=["blocks.*"], placement=placement(lists))
-    net.to(GPU)
-    ids = ids.to(GPU)
-    stage = Stage(net, parts, layout.stage, GPU)
-    stage.flow = stage.survey(lambda: step(ids))
-    stage.install()
+    def __init__(self, name: str, device: torch.device, links: Callable[[Links], Links]) -> None:
+        layout = Layout.resolve(STAGES, dist.get_rank(), pipeline=STAGES)
+        net = Net()
+        ids = torch.zeros(3, 5, dtype=torch.int64)
 
-    groups = Groups(layout)
-    links, host = groups.links(parts.placement), dist.new_group(range(STAGES))
-    apart = Links(
+        def step(ids: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+
+        lists = SCHEDULES[name](STAGES, MICROBATCHES)
+        parts = partition(net, lambda: step(ids), STAGES, layers=["blocks.*"], placement=placement(lists))
+        net.to(device)
+        ids = ids.to(device)
+        self.stage = Stage(net, parts, layout.stage, device)
+        self.stage.flow = self.stage.survey(lambda: step(ids))
+        self.stage.install()
+        made = links(Groups(layout).links(parts.placement))
+        self._engine = Engine(self.stage, layout, made, device, loss_of=lambda loss: loss)
+        self._actions = [action for action in lists[layout.stage] if not isinstance(action, Step)]
+        self._step = lambda: step(ids)
+
+    def run(self) -> None:
+        work = {
+            k: Microbatch(step=self._step, weight=1 / MICROBATCHES, place=k, seed=k, begins_update=k == 0)
+            for k in range(MICROBATCHES)
+        }
+        self._engine.run(self._actions, work)
+
+
+def announced(links: Links) -> Links:
+    host = dist.new_group(range(STAGES))
+    return Links(
         {cut: Wire(wire.group, wire.tag, host) for cut, wire in links.activations.items()},
         {cut: Wire(wire.group, wire.tag, host) for cut, wire in links.gradients.items()},
     )
+
+
+def run(name: str) -> list[int]:
+    """Two batches of a schedule on this rank's stage. Returns how many messages and announcements the second sends."""
     sent = [0, 0]
     isend, irecv = Link.isend, Link.irecv
 
@@ -88,17 +113,11 @@ def run(name: str) -> list[int]:
         return Launched() if buffer.device == GPU else irecv(link, buffer)
 
     with patch.object(Link, "isend", send), patch.object(Link, "irecv", receive):
-        engine = Engine(stage, layout, apart, GPU, loss_of=lambda loss: loss)
-        for batch in range(2):
-            work = {
-                k: Microbatch(step=lambda: step(ids), weight=1 / MICROBATCHES, place=k, seed=k, begins_update=k == 0)
-                for k in range(MICROBATCHES)
-            }
-            actions = [action for action in lists[layout.stage] if not isinstance(action, Step)]
-            engine.run(actions, work)
-            if batch == 0:
-                first = list(sent)
-        assert all(p.grad is not None for p in stage.named_parameters().values())
+        rank = Rank(name, GPU, announced)
+        rank.run()
+        first = list(sent)
+        rank.run()
+    assert all(p.grad is not None for p in rank.stage.named_parameters().values())
     return [both - one for both, one in zip(sent, first, strict=True)]
 
 
@@ -108,3 +127,20 @@ def test_a_step_reads_no_value_from_its_device(pool: WorkerPool, name: str) -> N
     counts = pool.run(run, STAGES, name)
     crossing = MICROBATCHES * {"interleaved": 3, "zbv": 2}.get(name, 1)
     assert [sum(each) for each in zip(*counts, strict=True)] == [2 * crossing, crossing]
+
+
+def run_on_gpu(name: str) -> None:
+    rank = Rank(name, torch.device("cuda", 0), lambda links: links)
+    rank.run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rank.run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zbv"])
+def test_on_a_gpu_torch_sees_no_wait_in_a_step(pool: WorkerPool, name: str) -> None:
+    """Stages share the GPU, so that messages go through the host: threads wait for copies, and the stage doesn't."""
+    pool.run(run_on_gpu, STAGES, name)

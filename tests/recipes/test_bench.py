@@ -18,6 +18,7 @@ from recipes.bench import (
     compute,
     data,
     halves,
+    late,
     memory,
     messages,
     one_device,
@@ -26,6 +27,7 @@ from recipes.bench import (
     replicated,
     report,
     sharded,
+    shared_device,
     sleeping,
     tensor,
     whole,
@@ -35,6 +37,7 @@ from recipes.bench.contestants import Ours, Torch
 from recipes.bench.layers import LlamaBlock, MakeOptimizer
 from recipes.bench.replicated import Run, Work
 from recipes.bench.report import Table
+from recipes.study.train import parts
 from tests.pool import WorkerPool
 
 
@@ -290,6 +293,25 @@ def test_one_stage_is_measured_beside_a_plain_loop_in_each_precision() -> None:
         (precision, count) for precision in one_device.PRECISIONS for count in (1, 2)
     ]
     assert all(isinstance(ms, float) and ms > 0 for ms in column(table, "one stage (ms)"))
+
+
+def test_stages_that_share_a_device_are_measured_beside_one_process() -> None:
+    (table,) = shared_device.measure(shared_device.QUICK)
+    assert column(table, "contestant") == ["one process", "gpipe, 2 stages", "1f1b, 2 stages"]
+    assert all(isinstance(ms, float) and ms > 0 for ms in column(table, "step (ms)"))
+
+
+def test_late_gradients_are_compared_with_synchronous_ones() -> None:
+    (table,) = late.measure(late.QUICK)
+    assert column(table, "arm") == ["synchronous", "8 stages, m=16, second_order"]
+    assert column(table, "from synchronous")[0] == "+0.00%"
+
+
+def test_the_large_model_has_a_hundred_million_parameters() -> None:
+    setting = late.CUDA.setting
+    with torch.device("meta"):
+        made = parts(setting, 1, 0)
+    assert sum(parameter.numel() for part in made for parameter in part.parameters()) >= 100e6
 
 
 def test_a_device_that_is_not_used_or_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
