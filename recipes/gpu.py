@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,31 @@ from recipes import ROOT
 from recipes.bench.report import circumstances
 
 RESULTS = ROOT / "docs" / "gpu.json"
-LIMIT = 240  # seconds that a part may take
-# By name: the words after `python -m`. OUT is replaced by a folder, in which the part leaves its tables.
-PARTS: Mapping[str, Sequence[str]] = {
-    "tests": ("pytest", "-q", "-m", "gpu", "tests"),
-    "pipeline": ("recipes.bench", "pipeline", "--device", "cuda", "--only", "one,shared", "--output", "OUT"),
-    "late": ("recipes.bench", "pipeline", "--device", "cuda", "--only", "late", "--output", "OUT"),
-    "tensor": ("recipes.bench", "tensor", "--device", "cuda", "--only", "alone", "--output", "OUT"),
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the things to run.
+
+    Attributes:
+        limit: seconds that it may take.
+        words: after ``python -m``. OUT is replaced by a folder, in which it leaves its tables.
+    """
+
+    limit: float
+    words: Sequence[str]
+
+
+_ON_GPU = ("--device", "cuda", "--output", "OUT")
+PARTS: Mapping[str, Part] = {  # ten minutes at most
+    "tests": Part(270, ("pytest", "-q", "-m", "gpu", "tests")),
+    "tensor": Part(60, ("recipes.bench", "tensor", "--only", "alone", *_ON_GPU)),
+    "pipeline": Part(150, ("recipes.bench", "pipeline", "--only", "one,shared", *_ON_GPU)),
+    "late": Part(120, ("recipes.bench", "pipeline", "--only", "late", *_ON_GPU)),
 }
 
 
-def main(parts: Mapping[str, Sequence[str]] = PARTS, results: Path = RESULTS) -> None:
+def main(parts: Mapping[str, Part] = PARTS, results: Path = RESULTS) -> None:
     """Run all parts, also after one has failed.
 
     Raises:
@@ -42,9 +57,9 @@ def main(parts: Mapping[str, Sequence[str]] = PARTS, results: Path = RESULTS) ->
         print("gpu: not run, since this machine has no GPU that torch can use")
         return
     found: dict[str, Any] = {**circumstances(), "gpus": _gpus()}
-    for name, words in parts.items():
+    for name, part in parts.items():
         print(f"\n== {name} ==", flush=True)
-        found[name] = _run(words)
+        found[name] = _run(part)
     results.write_text(json.dumps(found, indent=2) + "\n")
     print(f"\nWritten: {results}")
     failed = [name for name in parts if found[name]["exit code"] != 0]
@@ -52,12 +67,12 @@ def main(parts: Mapping[str, Sequence[str]] = PARTS, results: Path = RESULTS) ->
         raise SystemExit(f"gpu: failed: {', '.join(failed)}")
 
 
-def _run(words: Sequence[str]) -> dict[str, Any]:
+def _run(part: Part) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", *(folder if word == "OUT" else word for word in words)]
+        command = [sys.executable, "-m", *(folder if word == "OUT" else word for word in part.words)]
         begin = time.monotonic()
         try:
-            ended = subprocess.run(command, cwd=ROOT, timeout=LIMIT, capture_output=True, text=True)
+            ended = subprocess.run(command, cwd=ROOT, timeout=part.limit, capture_output=True, text=True)
             code, said = ended.returncode, ended.stdout + ended.stderr
         except subprocess.TimeoutExpired as error:
             code, said = 124, _text(error.stdout) + _text(error.stderr)

@@ -112,6 +112,8 @@ def leave() -> None:
     if dist.is_initialized():
         forget_meshes()
         gc.collect()  # a finished Trainer is part of reference cycles, and keeps groups alive
+        if dist.get_backend() == "nccl":
+            torch.cuda.synchronize()  # the last messages may only have been launched
         dist.destroy_process_group()
         time.sleep(0.01)
     rendezvous.end()

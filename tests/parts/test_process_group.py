@@ -99,3 +99,17 @@ def test_after_an_error_nccl_is_not_waited_for(backend: str, way: str, monkeypat
     monkeypatch.setattr(process_group, "abort_groups", lambda: ways.append("aborted"))
     process_group.close()
     assert ways == [way]
+
+
+@pytest.mark.parametrize(("backend", "ways"), [("nccl", ["waited", "destroyed"]), ("gloo", ["destroyed"])])
+def test_a_rank_leaves_when_its_gpu_has_sent_all(
+    monkeypatch: pytest.MonkeyPatch, backend: str, ways: list[str]
+) -> None:
+    """Else the last message of an evaluation, which no gradient answers, could be lost."""
+    found: list[str] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: found.append("waited"))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: found.append("destroyed"))
+    process_group.leave()
+    assert found == ways
