@@ -49,7 +49,7 @@ class Groups:
     """The process groups that this rank is a member of.
 
     A group is made by its members alone, so that what a rank does doesn't grow with the number of ranks. All ranks make
-    theirs in one order: the axes, the model, over NCCL that of the hosts, those of shared parameters, then cut after
+    theirs in one order: the axes, the model, the pipeline's hosts, those that the set-up asks for, then cut after
     cut. So no two ranks wait for each other in different groups. Two axes that join the same ranks share one group,
     since every gloo group costs a thread that wakes up a hundred times a second.
 
@@ -60,7 +60,7 @@ class Groups:
 
     Attributes:
         model: the group of the ranks that hold one copy of the model together: all stages and all tensor shards.
-        host_group: that of the pipeline axis, :meth:`on_host`.
+        host_group: the ranks of the pipeline axis, for tensors in host memory (:meth:`on_host`).
     """
 
     def __init__(self, layout: Layout, timeout: timedelta | None = None, device: torch.device | None = None) -> None:
@@ -68,7 +68,7 @@ class Groups:
         self._timeout, self._device = timeout, device
         self._over_nccl = dist.get_backend() == "nccl"
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._on_host: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._made_on_host: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._along = {axis.name: self.joining(layout.peers(axis.name)) for axis in layout.axes}
         self.model = self.joining(layout.model_peers())
         self.host_group = self.on_host(layout.peers("pipeline"))
@@ -95,14 +95,18 @@ class Groups:
         return self._made[key]
 
     def on_host(self, ranks: Iterable[int]) -> dist.ProcessGroup:
-        """The group of some ranks for tensors in host memory, so that no host waits for a GPU. It is that of
-        :meth:`joining`, with the same condition, unless its backend is NCCL."""
+        """The group of some ranks for tensors in host memory, so that no host waits for a GPU. Over gloo it is that of
+        :meth:`joining`; over NCCL it is a gloo group of its own, made once.
+
+        Args:
+            ranks: as for :meth:`joining`, and asked for in the same order by all of them.
+        """
         if not self._over_nccl:
             return self.joining(ranks)
         key = tuple(sorted(ranks))
-        if key not in self._on_host:
-            self._on_host[key] = self._new(key, "gloo")
-        return self._on_host[key]
+        if key not in self._made_on_host:
+            self._made_on_host[key] = self._new(key, "gloo")
+        return self._made_on_host[key]
 
     def _new(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
         assert self._layout.rank in ranks, f"rank {self._layout.rank} is not in {ranks}"

@@ -51,7 +51,6 @@ __all__ = [
     "has_hooks",
     "hooks_beside",
     "is_bound_to_device",
-    "keep_memory_history",
     "keeps_graph",
     "make_parameter",
     "memory_is_shared",
@@ -59,6 +58,7 @@ __all__ = [
     "move_forward_hooks",
     "packed_tensor",
     "parameters_of",
+    "record_memory_history",
     "saved_hooks",
     "saved_tensor",
     "saved_value",
@@ -320,6 +320,7 @@ def group_of_members(
     default_backend, store = c10d._world.pg_map[c10d._get_default_group()]
     kind = dist.Backend(backend or default_backend)
     digest = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()
+    # Each member counts for itself. The store lives as long as the default group, so all reach the same number.
     count = store.add(f"{digest}/of_rank_{dist.get_rank()}", 1)
     group, _ = c10d._new_process_group_helper(
         len(ranks),
@@ -353,11 +354,12 @@ def default_store() -> Store:
     return c10d._get_default_store()
 
 
-def keep_memory_history(entries: int | None) -> None:
-    """Have torch note each allocation in the memory of this process's GPUs, and where in the code it was made.
+def record_memory_history(entries: int | None) -> None:
+    """Record each allocation in the memory of this process's GPUs, with the lines of code that made it. torch's page
+    "Understanding CUDA Memory Usage" tells users to call both functions, though their names are private.
 
     Args:
-        entries: so many are kept, the last ones; None: no more, and what was noted is forgotten.
+        entries: how many are kept, the latest ones; None ends the recording, and discards it.
     """
     if entries is None:
         torch.cuda.memory._record_memory_history(enabled=None)
@@ -366,7 +368,7 @@ def keep_memory_history(entries: int | None) -> None:
 
 
 def write_memory_history(file: Path) -> None:
-    """Write what was noted, for https://docs.pytorch.org/memory_viz."""
+    """Write what was recorded to a file that https://docs.pytorch.org/memory_viz shows."""
     torch.cuda.memory._dump_snapshot(str(file))
 
 

@@ -26,53 +26,53 @@ RESULTS = ROOT / "docs" / "gpu.json"
 
 
 @dataclass(frozen=True)
-class Part:
-    """One of the things to run.
+class Command:
+    """One of the commands that ``make gpu`` runs.
 
     Attributes:
-        limit: seconds that it may take.
-        words: after ``python -m``. OUT is replaced by a folder, in which it leaves its tables.
+        limit: seconds after which it is ended.
+        arguments: of ``python``, after ``-m``. OUT stands for a folder in which it leaves its tables.
     """
 
     limit: float
-    words: Sequence[str]
+    arguments: Sequence[str]
 
 
 _ON_GPU = ("--device", "cuda", "--output", "OUT")
-PARTS: Mapping[str, Part] = {  # ten minutes at most
-    "tests": Part(270, ("pytest", "-q", "-m", "gpu", "tests")),
-    "tensor": Part(60, ("recipes.bench", "tensor", "--only", "alone", *_ON_GPU)),
-    "pipeline": Part(150, ("recipes.bench", "pipeline", "--only", "one,shared", *_ON_GPU)),
-    "late": Part(120, ("recipes.bench", "pipeline", "--only", "late", *_ON_GPU)),
+COMMANDS: Mapping[str, Command] = {  # their limits are ten minutes together
+    "tests": Command(270, ("pytest", "-q", "-m", "gpu", "tests")),
+    "tensor": Command(60, ("recipes.bench", "tensor", "--only", "alone", *_ON_GPU)),
+    "pipeline": Command(150, ("recipes.bench", "pipeline", "--only", "one,shared", *_ON_GPU)),
+    "late": Command(120, ("recipes.bench", "pipeline", "--only", "late", *_ON_GPU)),
 }
 
 
-def main(parts: Mapping[str, Part] = PARTS, results: Path = RESULTS) -> None:
-    """Run all parts, also after one has failed.
+def main(commands: Mapping[str, Command] = COMMANDS, results: Path = RESULTS) -> None:
+    """Run all commands, also after one has failed.
 
     Raises:
-        SystemExit: a part has failed.
+        SystemExit: one has failed.
     """
     if not torch.cuda.is_available():
         print("gpu: not run, since this machine has no GPU that torch can use")
         return
     found: dict[str, Any] = {**circumstances(), "gpus": _gpus()}
-    for name, part in parts.items():
+    for name, command in commands.items():
         print(f"\n== {name} ==", flush=True)
-        found[name] = _run(part)
+        found[name] = _run(command)
     results.write_text(json.dumps(found, indent=2) + "\n")
     print(f"\nWritten: {results}")
-    failed = [name for name in parts if found[name]["exit code"] != 0]
+    failed = [name for name in commands if found[name]["exit code"] != 0]
     if failed:
         raise SystemExit(f"gpu: failed: {', '.join(failed)}")
 
 
-def _run(part: Part) -> dict[str, Any]:
+def _run(one: Command) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", *(folder if word == "OUT" else word for word in part.words)]
+        command = [sys.executable, "-m", *(folder if word == "OUT" else word for word in one.arguments)]
         begin = time.monotonic()
         try:
-            ended = subprocess.run(command, cwd=ROOT, timeout=part.limit, capture_output=True, text=True)
+            ended = subprocess.run(command, cwd=ROOT, timeout=one.limit, capture_output=True, text=True)
             code, said = ended.returncode, ended.stdout + ended.stderr
         except subprocess.TimeoutExpired as error:
             code, said = 124, _text(error.stdout) + _text(error.stderr)

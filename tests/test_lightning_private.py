@@ -11,6 +11,7 @@ import signal
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -218,6 +219,26 @@ def test_reads_training_metric(given: dict[str, Any], reads: bool) -> None:
     named = ModelCheckpoint(filename="{epoch}-{loss:.2f}", **given)
     assert lightning_private.reads_training_metric(named, 6) is reads
     assert lightning_private.reads_training_metric(ModelCheckpoint(filename="{epoch}-{step}", **given), 6) is False
+
+
+def test_step_metrics_are_all_of_a_step_and_read_none_for_the_progress_bar() -> None:
+    """Otherwise the last stage of a pipeline would wait for its GPU before each update."""
+    found: list[tuple[set[str], set[str]]] = []
+
+    class Shows(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("shown", loss, prog_bar=True)
+            return loss
+
+    class Looks(Callback):
+        def on_before_zero_grad(self, trainer: L.Trainer, *args: Any) -> None:
+            with patch.object(Tensor, "item", side_effect=AssertionError("the host waits")):
+                metrics = {*lightning_private.step_metrics(trainer)}
+            found.append((metrics, {*trainer.progress_bar_metrics}))
+
+    trainer(Looks()).fit(Shows(), DataLoader(torch.ones(2, 1)))
+    assert found[-1] == ({"loss", "shown"}, {"shown"})
 
 
 def test_evaluation_outputs_and_metrics_of_no_loader_become_what_validate_returns() -> None:

@@ -482,6 +482,6 @@ def test_memory_history_is_asked_of_torch_as_it_wants(monkeypatch: pytest.Monkey
     for name in ("_record_memory_history", "_dump_snapshot"):
         signature = inspect.signature(getattr(torch.cuda.memory, name))
         monkeypatch.setattr(torch.cuda.memory, name, lambda *args, _s=signature, **named: _s.bind(*args, **named))
-    torch_private.keep_memory_history(3)
+    torch_private.record_memory_history(3)
     torch_private.write_memory_history(tmp_path / "memory.pickle")
-    torch_private.keep_memory_history(None)
+    torch_private.record_memory_history(None)

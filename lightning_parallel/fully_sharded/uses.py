@@ -28,19 +28,19 @@ class ModuleUses:
     Args:
         units: by name. Hooks are put on them, and on the others, for good.
         modules: all that have parameters which are divided.
-        group: the replicas, for tensors in host memory.
+        host_group: the replicas, for tensors in host memory.
     """
 
     def __init__(
         self,
         units: Mapping[str, nn.Module],
         modules: Mapping[str, nn.Module],
-        group: dist.ProcessGroup,
+        host_group: dist.ProcessGroup,
     ) -> None:
-        self._group = group
+        self._host_group = host_group
         self._units: list[str] = []
         self._modules: set[str] = set()
-        if group.size() > 1:
+        if host_group.size() > 1:
             for name, unit in units.items():
                 self._watch_unit(name, unit)
             for name, module in modules.items():
@@ -65,17 +65,17 @@ class ModuleUses:
         Raises:
             RuntimeError: on all replicas, if they have called different modules.
         """
-        if self._group.size() == 1:
+        if self._host_group.size() == 1:
             return
         used = (self._units, sorted(self._modules))
         self._units, self._modules = [], set()
         number = int.from_bytes(hashlib.blake2b(repr(used).encode(), digest_size=7).digest(), "little")
         extremes = torch.tensor([number, -number])
-        guarded(dist.all_reduce, extremes, dist.ReduceOp.MAX, group=self._group)
+        guarded(dist.all_reduce, extremes, dist.ReduceOp.MAX, group=self._host_group)
         largest, smallest = extremes.tolist()
         if largest == -smallest:
             return
-        everyones = gather_objects(used, self._group)
+        everyones = gather_objects(used, self._host_group)
         rank, other = next((rank, each) for rank, each in enumerate(everyones) if each != everyones[0])
         part = 0 if everyones[0][0] != other[0] else 1
         pairs = zip_longest(everyones[0][part], other[part], fillvalue="")

@@ -23,9 +23,11 @@ def summed_over(
 ) -> Gradients:
     """The sum of each named gradient over the ranks of a group. A collective over the group.
 
-    The message is ``[one flag a parameter, gradient, gradient, ...]``: a parameter that got a gradient on no rank keeps
-    none, so an optimizer skips it as it does in a single process. To read the flags from a GPU, the host would have to
-    wait for it. So they are read only on a rank that lacks a gradient, or go apart, from host to host.
+    A parameter that got a gradient on no rank keeps none, so an optimizer skips it as it does in a single process. For
+    this each rank sends one flag for each parameter. To read flags from a GPU, the host has to wait for it::
+
+        one group       [ flags, gradient, gradient, ... ]           the flags are read on a rank that lacks a gradient
+        a host group    [ gradient, gradient, ... ]    [ flags ]     they go from host to host
 
     Args:
         group: the ranks.
@@ -33,10 +35,13 @@ def summed_over(
         parameters: at least the named ones; they give the shapes, the dtypes and the device. All ranks of the group
             hold the same part of one that is fully sharded.
         gradients: this rank's gradients; a missing one counts as zero.
-        host_group: the same ranks, for tensors in host memory. By default the flags go with the gradients.
+        host_group: the same ranks, for tensors in host memory. If it is None, or the group itself, there is one group.
 
     Returns:
         The sums by name, in the parameters' dtypes.
+
+    Raises:
+        PeerLostError: a rank has stopped.
     """
     if not names:
         return {}
@@ -47,18 +52,21 @@ def summed_over(
         for name, gradient in zip(names, own, strict=True)
     ]
     flags = torch.tensor([gradient is not None for gradient in own], dtype=dtype)
-    apart = host_group is not None and host_group is not group
-    with_gradients = [] if apart else [flags.to(parts[0].device, non_blocking=True)]
-    message = torch.cat([*with_gradients, *(part.to(dtype).flatten() for part in parts)])
-    work = guarded(dist.all_reduce, message, group=group, async_op=True)
-    if apart:
-        guarded(dist.all_reduce, flags, group=host_group)
-    assert work is not None
-    guarded(work.wait)
-    counts, *sums = message.split([0 if apart else len(names), *(part.numel() for part in parts)])
-    if apart:
-        counts = flags
-    exist = counts.tolist() if apart or any(gradient is None for gradient in own) else [True] * len(names)
+    flat = [part.to(dtype).flatten() for part in parts]
+    if host_group is None or host_group is group:
+        message = torch.cat([flags.to(parts[0].device, non_blocking=True), *flat])
+        guarded(dist.all_reduce, message, group=group)
+        flags, message = message[: len(names)], message[len(names) :]
+        all_exist = all(gradient is not None for gradient in own)
+    else:
+        message = torch.cat(flat)
+        work = guarded(dist.all_reduce, message, group=group, async_op=True)
+        assert work is not None, "this rank is a member of its group"
+        guarded(dist.all_reduce, flags, group=host_group)  # while the gradients are under way
+        guarded(work.wait)
+        all_exist = False
+    exist = [True] * len(names) if all_exist else flags.tolist()
+    sums = message.split([part.numel() for part in parts])
     return {
         name: _like(parameters[name], total.to(part.dtype).view_as(part)) if exists else None
         for name, part, total, exists in zip(names, parts, sums, exist, strict=True)

@@ -25,7 +25,8 @@ def reads_training_metric(callback: Callback, global_step: int) -> bool:
 
 
 def step_metrics(trainer: pl.Trainer) -> Mapping[str, Tensor]:
-    """``trainer.callback_metrics``. Lightning would read those of the progress bar from their device on the way."""
+    """``trainer.callback_metrics``, without waiting for a GPU: in the same call Lightning reads what the progress bar
+    shows. So the marks for the progress bar, which are kept privately, are off meanwhile."""
     shown = [result.meta for result in trainer._results.values() if result.meta.prog_bar] if trainer._results else []
     for meta in shown:
         meta.prog_bar = False

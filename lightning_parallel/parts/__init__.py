@@ -17,7 +17,7 @@ end of their own.
     evaluation.py      forward only                            logs.py          self.log inside microbatches
     asynchronous.py    updates without a flush                 late_gradients.py, optimizer_options.py
     timelines.py       what ran when                           callbacks.py     brought along, or refused
-    memory_snapshot.py what takes a GPU's memory
+    memory_snapshot.py what takes a GPU's memory               meeting.py       asks all ranks, between batches
     background.py      saves beside the training               preemption.py    saved and left at a signal
     exact_resume.py    what a resumed run goes on with         saved_moment.py  when it was saved
     finite_loss.py     told and ended where the loss is NaN    notice.py        a stop that nobody waits for

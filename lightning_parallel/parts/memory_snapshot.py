@@ -9,15 +9,16 @@ from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_parallel.torch_private import keep_memory_history, write_memory_history
+from lightning_parallel.torch_private import record_memory_history, write_memory_history
 
-_ENTRIES = 100_000  # allocations and releases that are kept, the last ones; about a kilobyte each
+_ENTRIES = 100_000
 
 
 class MemorySnapshot(Callback):
-    """Records what takes the memory of each rank's GPU while it trains, and writes it at the end, or at an error: out
-    of memory, for example. The files, ``memory_rank0.pickle`` and so on, lie in the logger's directory, or else in the
-    Trainer's ``default_root_dir``. <https://docs.pytorch.org/memory_viz> shows them.
+    """Records what takes the memory of each rank's GPU while it trains: the last 100,000 allocations and releases, with
+    the lines of code that made them. Each rank writes its record when training ends, or when an error ends it, such as
+    out of memory. The files, ``memory_rank0.pickle`` and so on, are in the logger's directory, or else in the Trainer's
+    ``default_root_dir``. <https://docs.pytorch.org/memory_viz> shows them.
 
     Raises:
         ValueError: before training, if the run is on no GPU.
@@ -38,7 +39,7 @@ class MemorySnapshot(Callback):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._directory = Path(trainer.log_dir or trainer.default_root_dir)  # all ranks ask: one of them knows
-        keep_memory_history(_ENTRIES)
+        record_memory_history(_ENTRIES)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -54,5 +55,5 @@ class MemorySnapshot(Callback):
         directory, self._directory = self._directory, None
         directory.mkdir(parents=True, exist_ok=True)
         write_memory_history(directory / f"memory_rank{trainer.global_rank}.pickle")
-        keep_memory_history(None)
+        record_memory_history(None)
         rank_zero_info(f"Memory snapshots are in {directory}. https://docs.pytorch.org/memory_viz shows them.")

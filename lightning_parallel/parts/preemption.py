@@ -13,21 +13,16 @@ rank that gets the signal writes down a later batch, before which all ranks leav
 
 from __future__ import annotations
 
-import math
 import signal
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_parallel.collectives import guarded
 from lightning_parallel.lightning_private import (
     before_each_batch,
     ends_update,
@@ -36,10 +31,8 @@ from lightning_parallel.lightning_private import (
     say_terminated,
     take_signals,
 )
+from lightning_parallel.parts.meeting import Meeting
 from lightning_parallel.parts.notice import Notice
-from lightning_parallel.torch_private import group_of_members
-
-_IN_ONE_RING = 64  # ranks
 
 # By rank: SIGUSR1 may also ask to be started again. Windows has the first only.
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
@@ -63,7 +56,7 @@ class Preemption(Callback):
 
     def __init__(self) -> None:
         self._signal = 0  # 1 and more: which one of _SIGNALS
-        self._meeting: _Meeting | None = None
+        self._meeting: Meeting | None = None
         self._notice: Notice | None = None
         self._put_back: Callable[[], None] | None = None
         self._has_failed = False  # the run ends, with its error: a signal must not take its place
@@ -87,7 +80,7 @@ class Preemption(Callback):
             return
         self._begun_at = trainer.fit_loop.total_batch_idx
         ahead = getattr(trainer.strategy, "batches_ahead", 0)
-        self._meeting = _Meeting(trainer.world_size, getattr(trainer.strategy, "timeout", None))
+        self._meeting = Meeting(trainer.world_size, getattr(trainer.strategy, "timeout", None))
         self._notice = Notice(ahead) if ahead else None
         self._put_back = before_each_batch(trainer, lambda: self._between_batches(trainer))
 
@@ -142,48 +135,3 @@ class Preemption(Callback):
             self._put_back()
         self._put_back = self._meeting = self._notice = None
         self._signal = 0
-
-
-class _Meeting:
-    """Where ranks wait for each other anyway: each batch, every rank asks all. All ranks make it.
-
-    gloo sends a number around a ring, in 2 (n - 1) steps for n ranks. Many ranks ask along the rows and then along
-    the columns of a rectangle: 1,024 need 124 steps then, and not 2,046::
-
-        0  1  2  3      each row's highest, then each column's of these
-        4  5  6  7
-
-    Args:
-        ranks: how many there are. One is alone, even in a process group that somebody else has made.
-        timeout: how long a rank waits for the others; None for torch's default.
-    """
-
-    def __init__(self, ranks: int, timeout: timedelta | None) -> None:
-        if ranks <= _IN_ONE_RING and (ranks == 1 or dist.get_backend() == "gloo"):
-            self._groups = [dist.group.WORLD] if ranks > 1 else []
-            self._made = False
-        else:
-            lines = row_and_column(dist.get_rank(), ranks, 1 if ranks <= _IN_ONE_RING else math.isqrt(ranks))
-            self._groups = [group_of_members(line, timeout, "gloo") for line in lines]  # no rank waits for its GPU
-            self._made = True
-
-    def highest(self, mine: int) -> int:
-        """The highest number that a rank has. All ranks call it."""
-        number = torch.tensor([mine])
-        for group in self._groups:
-            guarded(dist.all_reduce, number, dist.ReduceOp.MAX, group)
-        return int(number)
-
-    def end(self) -> None:
-        """Give up the groups."""
-        if self._made and dist.is_initialized():
-            for group in self._groups:
-                dist.destroy_process_group(group)
-
-
-def row_and_column(rank: int, ranks: int, at_most: int) -> list[list[int]]:
-    """The ranks in a rank's row and in its column, of the rectangle whose rows are the longest up to ``at_most``."""
-    length = next(length for length in range(at_most, 0, -1) if ranks % length == 0)
-    row, column = divmod(rank, length)
-    lines = [list(range(row * length, (row + 1) * length)), list(range(column, ranks, length))]
-    return [line for line in lines if len(line) > 1]

@@ -101,7 +101,7 @@ def close() -> None:
 
 
 def leave() -> None:
-    """Destroy the process group before the interpreter is finalized.
+    """Destroy the process group before the interpreter is finalized, once this rank's GPU has sent all.
 
     A thread of gloo's needs Python's lock to release a collective's tensors. If it asks for the lock while the
     interpreter is being finalized, the process ends with SIGABRT, "terminate called without an active exception"
@@ -113,7 +113,7 @@ def leave() -> None:
         forget_meshes()
         gc.collect()  # a finished Trainer is part of reference cycles, and keeps groups alive
         if dist.get_backend() == "nccl":
-            torch.cuda.synchronize()  # the last messages may only have been launched
+            torch.cuda.synchronize()  # no gradient answers an evaluation's last message: it may only be launched
         dist.destroy_process_group()
         time.sleep(0.01)
     rendezvous.end()

@@ -45,7 +45,7 @@ class Stages:
         self.fully_sharded: FullyShardedLayers | None = None
         self._options = options
         self._stage: Stage | None = None
-        # Names, and the stages with them: their group, and that of their hosts.
+        # Of stages that share parameters: their group, the group of their hosts, and the parameters' names.
         self._shared: list[tuple[dist.ProcessGroup, dist.ProcessGroup, list[str]]] = []
         self._local: LocalModel | None = None
 

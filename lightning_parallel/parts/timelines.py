@@ -52,13 +52,14 @@ def write_timeline(
         staleness: of an asynchronous pipeline, for each number of updates that gradients were late, how many were.
     """
     ranks = layout.peers("pipeline")  # by stage
-    if 0 not in ranks:  # another replica, or another shard: its stages do the same
+    if 0 not in ranks:  # a pipeline of another replica or tensor shard: none of its ranks writes anything
         return
     own: tuple[list[Span], dict[int, int] | None] = (timeline.spans, None if staleness is None else dict(staleness))
     everyones = gather_objects_on_first(own, host_group)
     if everyones is None:
         return
-    stages = [everyones[sorted(ranks).index(rank)] for rank in ranks]
+    recorded = dict(zip(sorted(ranks), everyones, strict=True))  # a group has its ranks in ascending order
+    stages = [recorded[rank] for rank in ranks]
     rows = [spans for spans, _ in stages]
     labels = [f"stage {stage} (rank {layout.rank_at(pipeline=stage)})" for stage in range(layout.stages)]
     directory.mkdir(parents=True, exist_ok=True)

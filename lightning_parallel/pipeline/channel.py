@@ -18,11 +18,11 @@ while the stage computes, which hides its latency. Waiting holds up this stage a
 possible is done before: the message's tensors are handed out before their values have come (:meth:`Receiver.expected`),
 and the buffer of the next message is allocated.
 
-NCCL can tell whether a send is done, gloo only by waiting for it. So a sender keeps a buffer until something proves
-that its message arrived (:meth:`Sender.confirm`). The gradient of a microbatch proves that its activation arrived; the
+gloo can't tell whether a send is done except by waiting for it. So a sender keeps a buffer until something proves that
+its message arrived (:meth:`Sender.confirm`). The gradient of a microbatch proves that its activation arrived; the
 second word, a, counts the gradients that had arrived when the activation was sent. So buffers are bounded by what is in
-flight. They are used again for messages of the same format, since the system takes longer to give fresh memory than to
-copy into it.
+flight. (NCCL can tell; there the next send releases what has left.) They are used again for messages of the same
+format, since the system takes longer to give fresh memory than to copy into it.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ class Sender:
                     self._idle.append(part)
 
     def _release(self) -> None:
-        """Release the buffers of messages that are known to have arrived, without waiting."""
-        while self._unconfirmed and (not self._unconfirmed[0] or self._poster.next_is_done()):
+        """Release the buffers of messages that are known to have left, without waiting."""
+        while self._unconfirmed and self._unconfirmed[0] and self._poster.next_is_done():
             self.confirm(self.sent - len(self._unconfirmed) + 1)
 
     def flush(self, keep: int = 0) -> None:

@@ -54,10 +54,10 @@ def ends_of(placement: Placement, layout: Layout, links: Links, device: torch.de
         peer = layout.rank_at(pipeline=placement[neighbour])
         link = partial(Link, peer=peer, peer_name=layout.describe(peer))
         wire = wires[cut]
-        messages = link(wire, device=device, streams=streams)
+        for_messages = link(wire, device=device, streams=streams)
         if wire.host_group is None or announced is None:
-            return end(messages)
-        return announced(messages, link(Wire(wire.host_group, wire.tag), device=torch.device("cpu")))
+            return end(for_messages)
+        return announced(for_messages, link(Wire(wire.host_group, wire.tag), device=torch.device("cpu")))
 
     return {
         chunk: Ends(

@@ -82,8 +82,14 @@ class Packet:
                 self._words = self.buffer[-TRAILER:].numpy().data
 
     def fill(self, tensors: Sequence[Tensor], words: tuple[int, int] | None = None, wait: bool = True) -> Packet:
-        """Copy tensors to their places, and write the words, if there is a trailer. Without tensors the places keep
-        what they hold. Into pinned memory, copies from a GPU may be launched without waiting for them."""
+        """Copy tensors to their places, and write the words, if there is a trailer.
+
+        Args:
+            tensors: of this packet's format; empty: the places keep what they hold.
+            words: of the trailer.
+            wait: False: copies from a GPU into pinned memory are only launched, and the caller has to wait for them
+                before the buffer is read.
+        """
         for place, tensor in zip(self.tensors, tensors, strict=bool(tensors)):
             place.copy_(tensor.detach(), non_blocking=not wait)
         if words is not None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Send = Callable[[Tensor], dist.Work]
-_Handed = tuple[Tensor, torch.cuda.Event | None]
+_Handed = tuple[Tensor, torch.cuda.Event | None]  # a message's buffer, and the event that says it is full
 
 _SWITCH_INTERVAL = 5e-5  # seconds; Python's default is 5 ms
 
@@ -65,7 +65,7 @@ class PostsFromThread:
         return work
 
     def next_is_done(self) -> bool:
-        """Is it known, without waiting, that this next send is done? Of gloo it never is."""
+        """Is the send that :meth:`posted` returns next known to be done? gloo doesn't know without waiting."""
         return False
 
 
@@ -101,10 +101,12 @@ class PostsDirectly:
         self._posted: deque[dist.Work] = deque()
 
     def hand(self, buffer: Tensor, copied: torch.cuda.Event | None = None) -> None:
+        """Post ``buffer`` now. What fills it is on the same stream, so ``copied`` isn't needed."""
         self._posted.append(self._send(buffer))
 
     def posted(self) -> dist.Work:
         return self._posted.popleft()
 
     def next_is_done(self) -> bool:
+        """Is the send that :meth:`posted` returns next done? It doesn't wait."""
         return bool(self._posted) and self._posted[0].is_completed()

@@ -2,20 +2,28 @@
 
 What is launched on one stream runs in order. If messages were on the stream of the layers, a receive would begin after
 the last layer launched before it, and the next layer after the receive. So layers run on the stream that is current,
-*compute*, and messages on others::
+*compute*, and messages on others. Of the microbatches 0, 1 and 2, on a stage in the middle::
 
-                 over gloo, through pinned host memory            over NCCL
-    compute      layer 0 | layer 1         | layer 2              layer 0, copy | layer 1, copy | layer 2
-    outgoing             | copy 0 to host  | copy 1 to host       (sends: NCCL's own stream, after what compute has
-    incoming     copy 1 to device | copy 2 to device               launched before)
-                                                                  receive 1 | receive 2
+    over gloo, through pinned host memory
+        incoming     to device 0 | to device 1 | to device 2
+        compute                  | layers 0    | layers 1    | layers 2
+        outgoing                               | to host 0   | to host 1   | to host 2
 
-A thread waits for a copy to the host, and then sends it (``posting.py``). Averaging gradients needs no stream of ours:
-NCCL's collectives run on its own, and compute waits for it where the averages are read.
+    over NCCL
+        incoming     receive 0   | receive 1      | receive 2
+        compute                  | layers 0, copy | layers 1, copy | layers 2, copy
+        NCCL's own                                | send 0         | send 1         | send 2
 
-torch's allocator gives freed memory away again at once, in the order of the stream that it was made on. If another
+Over gloo a thread waits until the copy to the host is done, and then posts the send (``posting.py``). Over NCCL an
+activation is copied into its packet on compute; the only tensor of a gradient message is sent where it lies.
+
+Averaged gradients need no stream of ours: NCCL's collectives run on a stream of NCCL's own, and compute waits for it
+where the averages are read.
+
+torch's allocator gives freed memory away again at once, in the order of the stream that it was allocated on. If another
 stream uses a tensor, the allocator has to be told (``record_stream``, as in torchgpipe's ``copy.py``). The memory for a
-receive is made on *incoming*: freed memory of compute may still be in use there, and a receive doesn't wait for it.
+receive is allocated on *incoming*, since a receive there doesn't wait for compute, which may still use memory that it
+has freed.
 
 On a CPU all of this does nothing.
 """
@@ -44,12 +52,12 @@ class Streams:
         self._outgoing = torch.cuda.Stream(device) if on_gpu else None
 
     def incoming(self) -> AbstractContextManager[Any]:
-        """Inside, receives and copies to the device don't wait for layers that were launched before, and the memory for
-        them is made. Before layers read it, it has to be said that it :meth:`arrived`."""
+        """Inside, receives and copies to the device, and the memory allocated for them, wait for no layer. Call
+        :meth:`arrived` before layers read such memory."""
         return nullcontext() if self._incoming is None else torch.cuda.stream(self._incoming)
 
     def arrived(self, tensor: Tensor) -> None:
-        """Layers that are launched from here on may read a tensor whose memory was made in :meth:`incoming`."""
+        """Layers that are launched from here on may read a tensor that was allocated inside :meth:`incoming`."""
         if self._incoming is not None:
             compute = torch.cuda.current_stream(self._device)
             compute.wait_stream(self._incoming)
@@ -57,7 +65,11 @@ class Streams:
 
     @contextmanager
     def outgoing(self, tensors: Iterable[Tensor]) -> Iterator[None]:
-        """Inside, copies to the host wait for the layers that made the tensors, and no layer waits for the copies."""
+        """Inside, copies to the host wait for the layers that were launched before, and no layer waits for the copies.
+
+        Args:
+            tensors: that are copied. Those on the device stay allocated until the copies are done.
+        """
         if self._outgoing is None:
             yield
             return
@@ -69,5 +81,5 @@ class Streams:
                 tensor.record_stream(self._outgoing)
 
     def copied(self) -> torch.cuda.Event | None:
-        """Happens when all copies are done that were launched in :meth:`outgoing`."""
+        """An event that happens when all copies launched so far inside :meth:`outgoing` are done; None on a CPU."""
         return None if self._outgoing is None else self._outgoing.record_event()

@@ -310,8 +310,15 @@ class StagedStrategy(LayoutStrategy):
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
             directory = Path(trainer.log_dir or trainer.default_root_dir)
-            ranks = self.layout, self.groups.host_group
-            write_timeline(self._timeline, *ranks, directory, title=title, theory=theory, staleness=staleness)
+            write_timeline(
+                self._timeline,
+                self.layout,
+                self.groups.host_group,
+                directory,
+                title=title,
+                theory=theory,
+                staleness=staleness,
+            )
 
     @override
     def on_exception(self, exception: BaseException) -> None:

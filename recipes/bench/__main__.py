@@ -137,7 +137,8 @@ def _parser() -> argparse.ArgumentParser:
         choices=["cpu", "cuda"],
         default="cpu",
         help="where layers that nothing is divided in (alone), a single stage (one) and stages that share a device "
-        "(shared) are measured; cuda only: late gradients on a large model (late); the rest is measured on CPUs",
+        "(shared) are measured. Only with cuda: late gradients on a large model (--only late). The rest is measured "
+        "on CPUs",
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, in less than a minute: to see that it runs")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write the tables there, as .md and .json")

@@ -6,6 +6,8 @@ layers, and that every message has the shape of a microbatch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -54,7 +56,12 @@ class Bare(Synchronous):
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
     def step(self) -> None:
-        works = {message: self._receive(message) for message in self._buffers}
+        self._batch(self._posted(self._buffers))
+        for one, _ in self._sent:
+            one.wait()
+        self._sent.clear()
+
+    def _batch(self, works: Mapping[Message, dist.Work | None]) -> None:
         for action in self._actions:
             if isinstance(action, Step):
                 continue
@@ -67,9 +74,6 @@ class Bare(Synchronous):
                 self._send(message, result)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        for one, _ in self._sent:
-            one.wait()
-        self._sent.clear()
 
     def _run(self, action: OnChunk, incoming: Tensor | None) -> Tensor | None:
         """What an action hands on."""
@@ -103,11 +107,15 @@ class Bare(Synchronous):
         forward = message.kind == "activation"
         return (before, after, 2 * message.cut) if forward else (after, before, 2 * message.cut + 1)
 
-    def _receive(self, message: Message) -> dist.Work | None:
+    def _posted(self, buffers: Mapping[Message, Tensor]) -> dict[Message, dist.Work | None]:
+        """The receives of a batch; None for what is handed over on this stage."""
+        return {message: self._receive(message, buffer) for message, buffer in buffers.items()}
+
+    def _receive(self, message: Message, buffer: Tensor) -> dist.Work | None:
         source, _, tag = self._ends(message)
         if source == self._rank:
             return None
-        return _work(dist.irecv(self._buffers[message], source, group=self._group, tag=tag))
+        return _work(dist.irecv(buffer, source, group=self._group, tag=tag))
 
     def _send(self, message: Message, tensor: Tensor) -> None:
         _, to, tag = self._ends(message)
@@ -125,6 +133,28 @@ def _sent(tensor: Tensor, to: int, group: dist.ProcessGroup | None) -> tuple[dis
 def _work(work: dist.Work | None) -> dist.Work:
     assert work is not None, "this rank is of the group"
     return work
+
+
+class BareOnwards(Bare):
+    """The same, but a stage goes on to the next batch by itself. The receives of a batch are posted before the batch
+    before it begins, into a second set of buffers; its sends are waited for after the next one."""
+
+    def __init__(
+        self, layers: nn.Sequential, schedule: str, batch: Tensor, microbatches: int, optimizer: MakeOptimizer = sgd
+    ) -> None:
+        super().__init__(layers, schedule, batch, microbatches, optimizer)
+        self._group = dist.new_group()  # of its own: receives that were posted ahead stay when others run
+        self._others = {message: torch.empty_like(buffer) for message, buffer in self._buffers.items()}
+        self._coming: dict[Message, dist.Work | None] | None = None
+
+    def step(self) -> None:
+        works = self._posted(self._buffers) if self._coming is None else self._coming
+        self._coming = self._posted(self._others)
+        earlier, self._sent = self._sent, []
+        self._batch(works)
+        for one, _ in earlier:
+            one.wait()
+        self._buffers, self._others = self._others, self._buffers
 
 
 class BareAsync:

@@ -120,6 +120,16 @@ class Ours(Synchronous):
         self._optimizer.zero_grad()
 
 
+class OursOnwards(Ours):
+    """The same; a stage goes on to the next batch by itself."""
+
+    def step(self) -> None:
+        self.engine.run(self._actions, self._work, update=self._update, endless=True)
+
+    def drain(self) -> None:
+        self.engine.end_stream()
+
+
 class OursAsync:
     """The bare engine on the endless list, with weight versions."""
 

@@ -16,7 +16,8 @@ from recipes.study.arms import Arm, Run, Setting
 
 @dataclass(frozen=True)
 class Sizes:
-    """One rate and one seed for both arms: it shows how a gap grows with the model, and is no study."""
+    """What is compared, and where. Each arm trains once, with one rate and one seed: that shows whether the gap between
+    them grows with the model, and is no study. The rate is the middle one of those that the study tries with Muon."""
 
     device: str
     setting: Setting
@@ -35,7 +36,7 @@ def measure(sizes: Sizes) -> list[Table]:
     source = headers()
     folder = source.build(ROOT / "data")
     setting = replace(sizes.setting, data=source.fingerprint(folder))
-    torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("high")  # on a GPU: TF32, as such a model would be trained
     rows: list[list[Cell]] = []
     reference: float | None = None
     for arm in sizes.arms:
@@ -54,7 +55,7 @@ def measure(sizes: Sizes) -> list[Table]:
     return [
         Table(
             f"Late gradients, on {where}: a GPT of {count / 1e6:.0f} million parameters, {setting.updates} updates",
-            {"arm": "", "validation loss": "", "from synchronous": "", "an update (ms)": ".0f"},
+            {"arm": "", "validation loss": "", "loss beside synchronous": "", "an update (ms)": ".0f"},
             rows,
             f"Muon, rate {sizes.rate:g}, one seed, C and C++ headers. Validations are in the time.",
         )

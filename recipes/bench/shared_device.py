@@ -14,11 +14,13 @@ from recipes.bench.layers import blocks
 from recipes.bench.report import Cell, Table
 from recipes.bench.rounds import middle, ratios
 
+STEPS = 3
+
 
 @dataclass(frozen=True)
 class Sizes:
-    """``depth`` transformer blocks of ``width`` on ``batch`` x ``length`` tokens, over ``stages`` processes; rounds of
-    three steps of each contestant, in turn, the first one not counted."""
+    """``depth`` transformer blocks of ``width`` on ``batch`` x ``length`` tokens, over ``stages`` processes. In each of
+    ``rounds`` rounds every contestant takes ``STEPS`` steps, in turn; the first round isn't counted."""
 
     device: str = "cpu"
     stages: int = 2
@@ -50,7 +52,7 @@ def measure(sizes: Sizes) -> list[Table]:
             f"{sizes.length} tokens, {sizes.microbatches} microbatches",
             {"contestant": "", "step (ms)": ".2f", "added": ".1%", "middle half of the ratios": ""},
             rows,
-            "A step: forwards, backwards and SGD. Messages go over gloo, through host memory.",
+            "A step: forwards, backwards and SGD. Messages go over gloo, from a GPU through host memory.",
         )
     ]
 
@@ -67,13 +69,13 @@ def _times(sizes: Sizes) -> Times:
     made: dict[str, Contestant] = {"one process": OneProcess(layers(), batch, sizes.microbatches)}
     for name in sizes.schedules:
         made[name] = Ours(layers(), name, batch, sizes.microbatches)
-    runs = {name: partial(timed_steps, _Waits(contestant, device), 3) for name, contestant in made.items()}
+    runs = {name: partial(timed_steps, _UntilDone(contestant, device), STEPS) for name, contestant in made.items()}
     times = alternate(runs, sizes.rounds)
-    return {name: found[3:] for name, found in times.items()}
+    return {name: found[STEPS:] for name, found in times.items()}
 
 
-class _Waits(Synchronous):
-    """A step ends when the device has done it."""
+class _UntilDone(Synchronous):
+    """A contestant whose step ends when the device has done it."""
 
     def __init__(self, contestant: Contestant, device: torch.device) -> None:
         self._contestant, self._device = contestant, device

@@ -14,11 +14,22 @@ from torch import nn
 from lightning_parallel import AsyncPipelineStrategy, PipelineStrategy
 from lightning_parallel.pipeline.actions import placement
 from lightning_parallel.pipeline.schedule import SCHEDULES
-from lightning_parallel.pipeline.simulate import asynchronous_utilisation, simulate
+from lightning_parallel.pipeline.simulate import asynchronous_utilisation, busy_across_batches, simulate
 from lightning_parallel.strategies.staged import StagedStrategy
 from recipes.bench import processes
-from recipes.bench.by_hand import Bare
-from recipes.bench.contestants import CHUNKED, COMPARED, Ours, Times, Torch, alternate, merge, timed_steps
+from recipes.bench.by_hand import Bare, BareOnwards
+from recipes.bench.contestants import (
+    CHUNKED,
+    COMPARED,
+    Ours,
+    OursOnwards,
+    Times,
+    Torch,
+    alternate,
+    merge,
+    timed_steps,
+    timed_stream,
+)
 from recipes.bench.layers import fit, sleeping
 from recipes.bench.report import Cell, Table, spread
 
@@ -65,7 +76,7 @@ QUICK = Sizes(
 
 
 def measure(sizes: Sizes) -> list[Table]:
-    return [_synchronous(sizes), _inside(sizes), _asynchronous(sizes)]
+    return [_synchronous(sizes), _onwards(sizes), _inside(sizes), _asynchronous(sizes)]
 
 
 def _synchronous(sizes: Sizes) -> Table:
@@ -122,6 +133,44 @@ def _layers(schedule: str, sizes: Sizes) -> nn.Sequential:
     """A layer for each chunk; a stage's sleep as long with two as with one."""
     chunks = 2 if schedule in CHUNKED else 1
     return sleeping(chunks * dist.get_world_size(), sizes.forward / chunks, sizes.backward / chunks)
+
+
+def _onwards(sizes: Sizes) -> Table:
+    rows: list[list[Cell]] = []
+    for stages, microbatches in sizes.chunked:
+        times = merge(processes.run(_streams, stages, microbatches, sizes))
+        work = microbatches * (sizes.forward + sizes.backward)
+        theory = busy_across_batches(SCHEDULES["zbv"](stages, microbatches), latency=2 * LATENCY / sizes.forward)
+        for name, seconds in times.items():
+            scatter = spread([work / each for each in seconds])
+            rows.append([stages, microbatches, name, 1e3 * median(seconds), work / median(seconds), scatter, theory])
+    columns = {
+        "stages": "d",
+        "microbatches": "d",
+        "schedule": "",
+        "batch (ms)": ".1f",
+        "utilisation": ".3f",
+        "range": "",
+        "theory": ".3f",
+    }
+    return Table(
+        "Across batches, outside of Trainer.fit",
+        columns,
+        rows,
+        f"As above, but each stage goes on to the next batch by itself. Medians of {sizes.rounds} x {_COUNTED} "
+        f"batches, after {_SKIPPED}. By hand: the receives of a batch are posted a batch ahead.",
+    )
+
+
+def _streams(microbatches: int, sizes: Sizes) -> Times:
+    batch = torch.randn(microbatches, sizes.width, sizes.width)
+    runs = {
+        f"zbv, {whose}": partial(
+            timed_stream, kind(_layers("zbv", sizes), "zbv", batch, microbatches), _SKIPPED + _COUNTED + 1, _SKIPPED
+        )
+        for whose, kind in (("ours", OursOnwards), ("by hand", BareOnwards))
+    }
+    return alternate(runs, sizes.rounds)
 
 
 def _inside(sizes: Sizes) -> Table:

@@ -51,8 +51,8 @@ def _of_sixteen_stages() -> tuple[Arm, ...]:
     return (*plan, Arm("adamw", 16, 16, "stash", so), Arm("adamw", 16, 32))
 
 
-def _larger_or_longer() -> tuple[Arm, ...]:
-    """The setting that is recommended for eight stages, with both optimizers."""
+def _recommended_for_eight() -> tuple[Arm, ...]:
+    """With both optimizers, synchronous training and what is recommended for eight stages."""
     so: Correction = "second_order"
     return tuple(arm for name in ("muon", "adamw") for arm in (Arm(name), Arm(name, 8, 16, "stash", so)))
 
@@ -88,6 +88,7 @@ curvature of 38. With c = 0.44 (the first of 8 stages, m=16) that falls to 2.3; 
 order 12.5, two terms 13.1, three 18; with c = 0.88 (m=8) it is 1.1, 3.1, 5.7, 6.1 and 5.6. More terms
 amplify noise."""
 
+_HEADERS = "the C and C++ headers that torch brings (`recipes.data.sources.headers`)"
 _ALL = (
     Study(
         name="asynchrony",
@@ -102,7 +103,7 @@ _ALL = (
         name="asynchrony_on_headers",
         title="What late gradients cost on another text",
         sources=headers,
-        described="the C and C++ headers that torch brings (`recipes.data.sources.headers`)",
+        described=_HEADERS,
         setting=Setting(data="", choice=512),
         plan=_on_headers(),
     ),
@@ -110,7 +111,7 @@ _ALL = (
         name="asynchrony_16_stages",
         title="What late gradients cost over 16 stages",
         sources=headers,
-        described="the C and C++ headers that torch brings (`recipes.data.sources.headers`)",
+        described=_HEADERS,
         setting=Setting(data="", layers=16, batch=32, updates=500, warmup=100, every=25, choice=512),
         plan=_of_sixteen_stages(),
     ),
@@ -118,17 +119,17 @@ _ALL = (
         name="asynchrony_larger",
         title="What late gradients cost a model four times as large",
         sources=headers,
-        described="the C and C++ headers that torch brings (`recipes.data.sources.headers`)",
+        described=_HEADERS,
         setting=Setting(data="", width=128, heads=8, choice=512),
-        plan=_larger_or_longer(),
+        plan=_recommended_for_eight(),
     ),
     Study(
         name="asynchrony_longer",
         title="What late gradients cost in runs four times as long",
         sources=headers,
-        described="the C and C++ headers that torch brings (`recipes.data.sources.headers`)",
+        described=_HEADERS,
         setting=Setting(data="", updates=4000, warmup=800, every=100, choice=512),
-        plan=_larger_or_longer(),
+        plan=_recommended_for_eight(),
     ),
 )
 STUDIES: Mapping[str, Study] = MappingProxyType({study.name: study for study in _ALL})

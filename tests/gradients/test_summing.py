@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_parallel.gradients.summing import summed_over
 from lightning_parallel.gradients.swapping import Gradients
@@ -48,17 +49,28 @@ def test_sums_have_the_parameters_dtypes_and_shapes(pool: WorkerPool, apart: boo
         assert found["none"] is None
 
 
-def test_a_device_is_not_waited_for_if_no_gradient_is_missing_or_if_hosts_ask_each_other() -> None:
-    """The meta device has no values: whatever read one would fail."""
+LAUNCHED = SimpleNamespace(wait=bool)  # work that nobody waits for
+
+
+def on_meta() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Parameters and gradients without values: whatever read one would fail."""
     made = {name: torch.zeros(3, device="meta") for name in "ab"}
-    gradients: dict[str, Any] = {name: torch.ones(3, device="meta") for name in made}
+    return made, {name: torch.ones(3, device="meta") for name in made}
+
+
+def test_a_device_is_not_waited_for_if_no_gradient_is_missing() -> None:
+    parameters, gradients = on_meta()
     group: Any = None
-    with patch.object(dist, "all_reduce", return_value=SimpleNamespace(wait=bool)):
-        assert all(total is not None for total in summed_over(group, [*made], made, gradients).values())
+    with patch.object(dist, "all_reduce", return_value=LAUNCHED):
+        assert all(total is not None for total in summed_over(group, [*parameters], parameters, gradients).values())
         with pytest.raises(NotImplementedError):  # another rank may have it
-            summed_over(group, [*made], made, {**gradients, "b": None})
-    group, host_group = object(), object()
-    work: Any = SimpleNamespace(wait=bool)
-    with patch.object(dist, "all_reduce", return_value=work):  # the other rank's flags are this one's
-        sums = summed_over(group, [*made], made, {**gradients, "b": None}, host_group)  # type: ignore[arg-type]
-        assert [name for name, total in sums.items() if total is None] == ["b"]
+            summed_over(group, [*parameters], parameters, {**gradients, "b": None})
+
+
+def test_a_device_is_not_waited_for_if_hosts_ask_each_other() -> None:
+    parameters, gradients = on_meta()
+    group: Any = object()
+    hosts: Any = object()
+    with patch.object(dist, "all_reduce", return_value=LAUNCHED):  # the other rank's flags are this one's
+        sums = summed_over(group, [*parameters], parameters, {**gradients, "b": None}, hosts)
+    assert [name for name, total in sums.items() if total is None] == ["b"]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
 import warnings
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
-from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -30,7 +27,6 @@ from lightning_parallel import (
     ResumableDataLoader,
     TensorParallelStrategy,
 )
-from lightning_parallel.parts import preemption
 from tests.pool import Failure, WorkerPool
 from tests.strategies.harness import complete, here
 from tests.strategies.saves import SavesIn
@@ -275,44 +271,6 @@ def own_handlers() -> tuple[list[int], int]:
 
 def test_a_handler_of_the_user_s_own_is_called_too_and_keeps_sigusr1_to_itself(pool: WorkerPool) -> None:
     assert pool.run(own_handlers, 1, init=False) == [([signal.SIGUSR1, signal.SIGTERM], 2)]
-
-
-def highest_on_the_host() -> int:
-    backend = dist.get_backend
-    dist.get_backend = lambda *args: "nccl"
-    try:
-        meeting = preemption._Meeting(3, timedelta(seconds=20))
-    finally:
-        dist.get_backend = backend
-    found = meeting.highest(dist.get_rank())
-    meeting.end()
-    return found
-
-
-def test_on_gpus_the_ranks_meet_on_the_host(pool: WorkerPool) -> None:
-    assert pool.run(highest_on_the_host, 3) == [2, 2, 2]
-
-
-def highest_of_many(numbers: list[int]) -> list[int]:
-    with patch.object(preemption, "_IN_ONE_RING", 1):
-        meeting = preemption._Meeting(len(numbers), timedelta(seconds=20))
-        found = [meeting.highest(numbers[(dist.get_rank() + turn) % len(numbers)]) for turn in range(3)]
-        meeting.end()
-    return found
-
-
-@pytest.mark.parametrize("numbers", [[0, 1, 0, 0], [2, 0, 0], [0, 0, 0, 0]])
-def test_many_ranks_ask_along_rows_and_columns(pool: WorkerPool, numbers: list[int]) -> None:
-    assert pool.run(highest_of_many, len(numbers), numbers) == [[max(numbers)] * 3] * len(numbers)
-
-
-@pytest.mark.parametrize(("ranks", "lengths"), [(1024, [32, 32]), (96, [8, 12]), (127, [127])])
-def test_rows_and_columns_join_all_ranks(ranks: int, lengths: list[int]) -> None:
-    for rank in (0, 77, ranks - 1):
-        lines = preemption.row_and_column(rank, ranks, math.isqrt(ranks))
-        assert [len(line) for line in lines] == lengths and all(rank in line for line in lines)
-        heard = {other for one in lines[0] for other in preemption.row_and_column(one, ranks, math.isqrt(ranks))[-1]}
-        assert heard == set(range(ranks))
 
 
 class FailsOnce(Model):

@@ -57,6 +57,7 @@ def test_a_group_of_another_size_is_refused(pool: WorkerPool) -> None:
 
 def join_with(backend: str) -> None:
     dist.init_process_group(backend)
+    dist.barrier()  # a rank that is refused leaves, and the other one may still be connecting
     process_group.join(LightningEnvironment(), Layout.resolve(2, data=2), "gloo", timedelta(seconds=5))
 
 
@@ -67,6 +68,7 @@ def test_a_group_of_several_backends_is_refused(pool: WorkerPool) -> None:
 
 
 def join_bound() -> None:
+    dist.barrier()
     assert dist.group.WORLD is not None
     dist.group.WORLD.bound_device_id = GPU
     process_group.join(LightningEnvironment(), Layout.resolve(2, data=2), "gloo", timedelta(seconds=5))

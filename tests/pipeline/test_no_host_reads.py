@@ -2,6 +2,7 @@
 
 The meta device stands for a GPU. It has shapes and no values, so whatever reads a value from it raises an error, where
 a GPU would be waited for. Messages between stages carry nothing here, but are announced for real, between processes.
+Where there is a GPU, torch itself looks for waits.
 """
 
 from __future__ import annotations
@@ -55,16 +56,16 @@ class Launched:
         return False
 
 
-class Rank:
+class StageOnDevice:
     """This rank's stage of a pipeline, and a batch of it to run.
 
     Args:
         name: of the schedule.
         device: that the model is on.
-        links: made of the links that its groups make.
+        rewire: makes the links to use of those that its groups make.
     """
 
-    def __init__(self, name: str, device: torch.device, links: Callable[[Links], Links]) -> None:
+    def __init__(self, name: str, device: torch.device, rewire: Callable[[Links], Links]) -> None:
         layout = Layout.resolve(STAGES, dist.get_rank(), pipeline=STAGES)
         net = Net()
         ids = torch.zeros(3, 5, dtype=torch.int64)
@@ -79,7 +80,7 @@ class Rank:
         self.stage = Stage(net, parts, layout.stage, device)
         self.stage.flow = self.stage.survey(lambda: step(ids))
         self.stage.install()
-        made = links(Groups(layout).links(parts.placement))
+        made = rewire(Groups(layout).links(parts.placement))
         self._engine = Engine(self.stage, layout, made, device, loss_of=lambda loss: loss)
         self._actions = [action for action in lists[layout.stage] if not isinstance(action, Step)]
         self._step = lambda: step(ids)
@@ -93,6 +94,7 @@ class Rank:
 
 
 def announced(links: Links) -> Links:
+    """The same links, announced over gloo as over NCCL."""
     host = dist.new_group(range(STAGES))
     return Links(
         {cut: Wire(wire.group, wire.tag, host) for cut, wire in links.activations.items()},
@@ -113,11 +115,11 @@ def run(name: str) -> list[int]:
         return Launched() if buffer.device == GPU else irecv(link, buffer)
 
     with patch.object(Link, "isend", send), patch.object(Link, "irecv", receive):
-        rank = Rank(name, GPU, announced)
-        rank.run()
+        stage = StageOnDevice(name, GPU, announced)
+        stage.run()
         first = list(sent)
-        rank.run()
-    assert all(p.grad is not None for p in rank.stage.named_parameters().values())
+        stage.run()
+    assert all(p.grad is not None for p in stage.stage.named_parameters().values())
     return [both - one for both, one in zip(sent, first, strict=True)]
 
 
@@ -130,11 +132,11 @@ def test_a_step_reads_no_value_from_its_device(pool: WorkerPool, name: str) -> N
 
 
 def run_on_gpu(name: str) -> None:
-    rank = Rank(name, torch.device("cuda", 0), lambda links: links)
-    rank.run()
+    stage = StageOnDevice(name, torch.device("cuda", 0), lambda links: links)
+    stage.run()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        rank.run()
+        stage.run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -55,7 +55,8 @@ def column(table: Table, name: str) -> list[object]:
 def test_sleeping_stages() -> None:
     few = {"rounds": 1, "steps": 1, "fits": 1, "batches": 5}
     sizes = sleeping.Sizes(((2, 3),), ((2, 4),), (2,), forward=1e-3, backward=2e-3, width=4, **few)
-    synchronous, inside, asynchronous = sleeping.measure(sizes)
+    synchronous, onwards, inside, asynchronous = sleeping.measure(sizes)
+    assert column(onwards, "schedule") == ["zbv, ours", "zbv, by hand"]
     assert column(synchronous, "schedule") == [
         f"{s}, {w}" for s in ("gpipe", "1f1b", "interleaved", "zbv") for w in ("ours", "torch", "by hand")
     ]
@@ -304,7 +305,7 @@ def test_stages_that_share_a_device_are_measured_beside_one_process() -> None:
 def test_late_gradients_are_compared_with_synchronous_ones() -> None:
     (table,) = late.measure(late.QUICK)
     assert column(table, "arm") == ["synchronous", "8 stages, m=16, second_order"]
-    assert column(table, "from synchronous")[0] == "+0.00%"
+    assert column(table, "loss beside synchronous")[0] == "+0.00%"
 
 
 def test_the_large_model_has_a_hundred_million_parameters() -> None:

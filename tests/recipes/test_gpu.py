@@ -15,7 +15,7 @@ def test_without_a_gpu_nothing_is_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    gpu.main({"never": gpu.Part(60, ("no_such_module",))}, tmp_path / "gpu.json")
+    gpu.main({"never": gpu.Command(60, ("no_such_module",))}, tmp_path / "gpu.json")
     assert "gpu: not run" in capsys.readouterr().out
     assert not (tmp_path / "gpu.json").exists()
 
@@ -25,8 +25,8 @@ def test_all_parts_are_run_and_their_tables_kept_also_after_one_has_failed(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     parts = {
-        "fails": gpu.Part(60, ("no_such_module",)),
-        "works": gpu.Part(60, ("recipes.bench", "pipeline", "--quick", "--only", "one", "--output", "OUT")),
+        "fails": gpu.Command(60, ("no_such_module",)),
+        "works": gpu.Command(60, ("recipes.bench", "pipeline", "--quick", "--only", "one", "--output", "OUT")),
     }
     with pytest.raises(SystemExit, match="gpu: failed: fails$"):
         gpu.main(parts, tmp_path / "gpu.json")
@@ -39,9 +39,9 @@ def test_all_parts_are_run_and_their_tables_kept_also_after_one_has_failed(
 def test_a_part_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(SystemExit, match="gpu: failed: slow"):
-        gpu.main({"slow": gpu.Part(0.5, ("http.server", "0"))}, tmp_path / "gpu.json")
+        gpu.main({"slow": gpu.Command(0.5, ("http.server", "0"))}, tmp_path / "gpu.json")
     assert json.loads((tmp_path / "gpu.json").read_text())["slow"]["exit code"] == 124
 
 
 def test_all_parts_together_take_ten_minutes_at_most() -> None:
-    assert sum(part.limit for part in gpu.PARTS.values()) <= 600
+    assert sum(each.limit for each in gpu.COMMANDS.values()) <= 600

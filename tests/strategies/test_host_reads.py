@@ -38,9 +38,9 @@ IN_HOST_MEMORY = {
     "_get_value": "the optimizer's count of steps",
     "highest": "what ranks tell each other of signals",
     "__init__ of message.py": "the words of a packet",
-    "_receive": "the flags before a step's metrics; over NCCL they go from host to host",
-    "summed_over": "which gradients of shared parameters there are; the same",
-    "compare": "whether replicas have used the same modules; the same",
+    "_receive": "the flags before a step's metrics; over NCCL, from host to host",
+    "summed_over": "which gradients of shared parameters there are; over NCCL, from host to host",
+    "compare": "whether replicas have used the same modules, from host to host",
     "enter": "the state of torch's generator",
     "_known": "what a microbatch's own divisor is; only compared on a CPU",
 }
@@ -77,6 +77,7 @@ class Watch(Callback):
 
 
 def _place() -> str:
+    """The innermost function outside of torch, and of the helpers below, which only pass a read on."""
     frame: Any = sys._getframe(2)
     helpers = ("apply_func.py", "watching.py", "recording.py call", "loss_terms.py numbers", "result.py metrics")
     while True:
