@@ -147,7 +147,8 @@ class Sender:
     def send_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Send gradients, whose format the receiver knows. Without gradients nothing is sent, and it counts."""
         self._release()
-        whole = None if self._link.through_host else as_it_lies(gradients)
+        # A GPU copies in no time, and a CUDA graph may write its next result where this one lies.
+        whole = as_it_lies(gradients) if self._link.device.type == "cpu" else None
         if whole is not None:
             self._post(whole)
         elif gradients:
@@ -181,11 +182,13 @@ class Sender:
             self._poster.hand(part.buffer if isinstance(part, Packet) else part, copied)
 
     def _fill(self, packet: Packet, tensors: Sequence[Tensor], words: tuple[int, int] | None = None) -> Packet:
-        """Copy tensors into a packet. Through the host, the copies are only launched."""
+        """Copy tensors into a packet. Through the host they are copied on the device first: layers that are launched
+        later may write to their memory, and don't wait for the copies to the host, which are only launched."""
         if not self._link.through_host:
             return packet.fill(tensors, words)
-        with self._link.streams.outgoing(tensors):
-            return packet.fill(tensors, words, wait=False)
+        copies = [tensor.detach().clone() for tensor in tensors]
+        with self._link.streams.outgoing(copies):
+            return packet.fill(copies, words, wait=False)
 
     def _packet(self, format: Format, trailer: bool) -> Packet:
         """An idle packet, or else a new one in the place of the one that is idle longest: there are never more than

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_parallel.pipeline.arrival import Arrival
 from lightning_parallel.pipeline.message import Format, format_of
+from lightning_parallel.torch_private import memory_is_shared
 
 
 class Handover:
@@ -52,10 +53,11 @@ class Handover:
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def send_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Hand over gradients, if there are any."""
+        """Hand over gradients, if there are any; copies of those in memory that others may write to (see
+        :func:`.message.as_it_lies`)."""
         self.sent += 1
         if gradients:
-            self._gradients.append(list(gradients))
+            self._gradients.append([g.clone() if memory_is_shared(g) else g for g in gradients])
 
     def post_gradients(self, format: Format) -> None:
         """Nothing has to be posted."""

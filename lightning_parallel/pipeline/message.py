@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_parallel.torch_private import memory_is_shared
+
 Format = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]  # shape, dtype, requires_grad of each tensor
 
 _ALIGNMENT = 64  # bytes; any dtype can be viewed at such an offset
@@ -114,9 +116,13 @@ def _views(buffer: Tensor, format: Format) -> list[Tensor]:
 
 
 def as_it_lies(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The only tensor of a message as flat bytes, where it lies in memory; None if there are several, or if its memory
-    holds something else: gaps, or the conjugates of its numbers."""
-    if len(tensors) != 1:
+    """The only tensor of a message as flat bytes, where it lies in memory.
+
+    None if there are several; if its memory holds something else: gaps, or the conjugates of its numbers; or if others
+    refer to it, who may write to it before it has been sent. In ``x + p[None]`` autograd takes one memory for the
+    gradients of x and p, and the next microbatch's gradient of p is added there.
+    """
+    if len(tensors) != 1 or memory_is_shared(tensors[0]):
         return None
     flat = tensors[0].detach()
     # One number counts as contiguous with any stride, also with one by which it can't be seen as bytes.

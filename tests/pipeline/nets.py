@@ -67,6 +67,22 @@ class Tuples(Net):
         return (self.head(hidden) * depth).square().mean()
 
 
+class Shifted(Net):
+    """For a batch of one sample, autograd takes one memory for the gradients of a layer's input and of its shift, a
+    view of it: where nothing is summed, both are the gradient of the output."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.linspace(-1, 1, width))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + self.shift[None]).sin()
+
+    def block(self) -> nn.Module:
+        return self.Block(self.width)
+
+
 class Dicts(Net):
     class Block(nn.Module):
         def __init__(self, width: int) -> None:
