@@ -22,7 +22,7 @@ class Wire:
     Attributes:
         group: over which they go.
         tag: that nothing else uses there.
-        host_group: in which a message is announced from host to host, under the same tag. None if the message itself
+        host_group: in which each message is announced from host to host, under the same tag. None if the message itself
             says what the host has to know.
     """
 

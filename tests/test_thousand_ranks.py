@@ -10,8 +10,8 @@ from __future__ import annotations
 import pickle
 import time
 import tracemalloc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,11 +24,13 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _world
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend
 
+from lightning_parallel import groups as groups_module
 from lightning_parallel.checkpoint.agreement import RankSummary, agree
 from lightning_parallel.checkpoint.optimizers import divided
 from lightning_parallel.checkpoint.sharing import writers
 from lightning_parallel.groups import Groups, Links
 from lightning_parallel.layout import Layout
+from lightning_parallel.parts import meeting
 from lightning_parallel.pipeline.actions import Step, placement
 from lightning_parallel.pipeline.channel import Link
 from lightning_parallel.pipeline.chunk import Microbatch
@@ -37,6 +39,7 @@ from lightning_parallel.pipeline.message import encode
 from lightning_parallel.pipeline.partitioning import partition
 from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.pipeline.stage import Stage
+from lightning_parallel.torch_private import group_of_members
 from tests.pool import WorkerPool
 
 META = torch.device("meta")  # messages carry nothing here
@@ -90,6 +93,31 @@ def test_a_rank_makes_only_the_groups_that_it_is_in(
     stage, chunks = layout.stage, 2 * pipeline
     assert found.cuts == [c for c in range(chunks - 1) if stage in (c % pipeline, (c + 1) % pipeline)]
     assert found.seconds < 1  # milliseconds; making all groups of all ranks takes more
+
+
+def groups_over_nccl(name: str) -> tuple[int, int]:
+    """How many groups a rank of 1,024 joins, with the world, and with those in which it asks for signals."""
+
+    def fake(ranks: Sequence[int], timeout: Any, backend: str | None = None) -> dist.ProcessGroup:
+        return group_of_members(ranks, timeout, "fake")
+
+    with one_of(1024, 515), ExitStack() as patches:
+        for module in (groups_module, meeting):
+            patches.enter_context(patch.object(module, "group_of_members", fake))
+        patches.enter_context(patch.object(dist, "get_backend", lambda *args: "nccl"))
+        for messages in ("send", "recv", "all_reduce"):
+            patches.enter_context(patch.object(dist, messages))
+        groups = Groups(Layout.resolve(1024, 515, pipeline=8, data="auto", tensor=8))
+        groups.links(placement(SCHEDULES[name](8, 16)))
+        joined = len(_world.pg_group_ranks)
+        meeting.Meeting(1024, None)
+        return joined, len(_world.pg_group_ranks)
+
+
+@pytest.mark.parametrize(("name", "joined"), [("1f1b", 8), ("interleaved", 10)])
+def test_over_nccl_there_are_groups_for_lanes_and_for_hosts_too(pool: WorkerPool, name: str, joined: int) -> None:
+    """World, three axes, model, hosts of the pipeline, two kinds of messages a lane; row and column of the signals."""
+    assert pool.run(groups_over_nccl, 1, name, init=False) == [(joined, joined + 2)]
 
 
 def test_a_start_takes_hardly_longer_with_more_replicas(pool: WorkerPool) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_parallel.torch_private import record_memory_history, write_memory_history
@@ -47,13 +47,18 @@ class MemorySnapshot(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._write(trainer)
+        try:
+            self._write(trainer)
+        except Exception as error:  # any: the run's own error is to be seen, and the strategy has to close its groups
+            rank_zero_warn(f"The memory snapshot could not be written: {error}")
 
     def _write(self, trainer: pl.Trainer) -> None:
         if self._directory is None:
             return
         directory, self._directory = self._directory, None
-        directory.mkdir(parents=True, exist_ok=True)
-        write_memory_history(directory / f"memory_rank{trainer.global_rank}.pickle")
-        record_memory_history(None)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            write_memory_history(directory / f"memory_rank{trainer.global_rank}.pickle")
+        finally:
+            record_memory_history(None)
         rank_zero_info(f"Memory snapshots are in {directory}. https://docs.pytorch.org/memory_viz shows them.")

@@ -112,8 +112,19 @@ def leave() -> None:
     if dist.is_initialized():
         forget_meshes()
         gc.collect()  # a finished Trainer is part of reference cycles, and keeps groups alive
-        if dist.get_backend() == "nccl":
-            torch.cuda.synchronize()  # no gradient answers an evaluation's last message: it may only be launched
-        dist.destroy_process_group()
+        if dist.get_backend() == "nccl" and not _has_sent_all():
+            abort_groups()
+        else:
+            dist.destroy_process_group()
         time.sleep(0.01)
     rendezvous.end()
+
+
+def _has_sent_all() -> bool:
+    """Wait for this rank's GPU: no gradient answers an evaluation's last message, which may only be launched. False for
+    a GPU that has failed; its error has been told before."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True

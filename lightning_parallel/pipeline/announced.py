@@ -10,15 +10,21 @@ that is ahead of its device, and never for a device::
     sender's device         layer ........... send
     receiver's device                         receive, layer ...........
 
-    announcement    [ 0, a ]     a message in the format of the last one of this place
+    announcement    [ 0, a ]     a message in the format of the last one of this place, or a gradient
                     [ n, a ]     in another one: its description follows, n bytes, on the host too
                     [ -1, a ]    end of stream
+
+Gradients are announced too, though their format is known. NCCL's receive is a kernel that spins until the message
+comes. Were it launched before its send is, whatever waits for the whole device meanwhile would wait for ever: the
+allocator when memory is short, a kernel that is loaded at its first launch, a profiler. In GPipe the first gradient's
+receive would be posted ahead before forwards that this gradient depends on.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +50,7 @@ class AnnouncingSender(Sender):
 
     def send(self, tensors: Sequence[Tensor], place: Hashable, acknowledged: int = 0) -> Format:
         self._release()
+        self._launch(tensors)
         format = format_of(tensors)
         if format == self._formats.get(place):
             self._announce(0, acknowledged)
@@ -51,22 +58,32 @@ class AnnouncingSender(Sender):
             description = encode(format)
             self._announce(description.numel(), acknowledged, description)
             self._formats[place] = format
-        if any(tensor.numel() for tensor in tensors):
-            # Always a copy: a layer may write its next output where this one lies, before it has been sent.
-            self._post(self._packet(format, trailer=False).fill(tensors))
-        else:
-            self._post()
         return format
 
+    def send_gradients(self, gradients: Sequence[Tensor]) -> None:
+        self._release()
+        self._launch(gradients)
+        if gradients:
+            self._announce(0, 0)
+        else:
+            self._announced.append([])
+
     def end(self, place: Hashable, acknowledged: int = 0) -> None:
-        self._announce(END, acknowledged)
         self._post()
+        self._announce(END, acknowledged)
 
     def confirm(self, messages: int) -> None:
         super().confirm(messages)
         while len(self._announced) > len(self._unconfirmed):
             for work, _ in self._announced.popleft():
                 self._by_host.wait(work)
+
+    def _launch(self, tensors: Sequence[Tensor]) -> None:
+        """Always a copy: a layer may write its next output where this one lies, before it has been sent."""
+        if any(tensor.numel() for tensor in tensors):
+            self._post(self._packet(format_of(tensors), trailer=False).fill(tensors))
+        else:
+            self._post()
 
     def _announce(self, status: int, acknowledged: int, *more: Tensor) -> None:
         parts = [torch.tensor([status, acknowledged]), *more]
@@ -84,7 +101,10 @@ class AnnouncedReceiver(Receiver):
     def __init__(self, link: Link, announcements: Link) -> None:
         super().__init__(link)
         self._by_host = announcements
-        self._coming: tuple[dist.Work, Tensor, Hashable] | None = None  # an announcement, and the place it is for
+        # An announcement, and what it is for: a place, or the format of gradients.
+        self._coming: tuple[dist.Work, Tensor, Any] | None = None
+
+    # -- activations ---------------------------------------------------------------------------------------------
 
     def post(self, place: Hashable) -> None:
         if self._coming is None:
@@ -95,20 +115,41 @@ class AnnouncedReceiver(Receiver):
         return None
 
     def take(self, then: Hashable = None) -> Arrival | None:
-        assert self._coming is not None, "post before you take"
-        (work, announcement, place), self._coming = self._coming, None
-        self._by_host.wait(work)
-        status, self.acknowledged = announcement.tolist()
+        status, place = self._announced()
         if status > 0:
             description = torch.empty(status, dtype=torch.uint8)
             self._by_host.wait(self._by_host.irecv(description))
             self._formats[place] = decode(description)
         if then is not None:
             self.post(then)
-        if status == END:
-            return None
-        packet = self._packet(self._formats[place], trailer=False)
+        format = self._formats.get(place, ())
+        return None if status == END else Arrival(self._launched(format), format)
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def post_gradients(self, format: Format) -> None:
+        self.post(format)
+
+    def take_gradients(self, then: Format = ()) -> list[Tensor]:
+        _, format = self._announced()
+        if then:
+            self.post_gradients(then)
+        return self._launched(format)
+
+    # -- both ----------------------------------------------------------------------------------------------------
+
+    def _announced(self) -> tuple[int, Any]:
+        """Wait for the announcement posted: its first word, and what it is for."""
+        assert self._coming is not None, "post before you take"
+        (work, announcement, wanted), self._coming = self._coming, None
+        self._by_host.wait(work)
+        status, self.acknowledged = announcement.tolist()
+        return status, wanted
+
+    def _launched(self, format: Format) -> list[Tensor]:
+        """The tensors of a message that has been announced, as soon as its receive is launched."""
+        packet = self._packet(format, trailer=False)
         if packet.buffer.numel():
-            self._begin(packet, place)
+            self._begin(packet, None)
             self._wait()
-        return Arrival(self._on_device(packet), packet.format)
+        return self._on_device(packet)

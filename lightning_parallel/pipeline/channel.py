@@ -1,6 +1,6 @@
 """Messages between neighbouring stages: what a layer returned goes forward, its gradient comes back.
 
-What follows is so over gloo. Over NCCL an activation is announced from host to host (``announced.py``).
+What follows is so over gloo. Over NCCL each message is announced from host to host (``announced.py``).
 
 The *format* of a message (shapes, dtypes, which tensors want a gradient) is not sent along. For each place in the
 schedule, the sender and the receiver both remember the format of the last message there, and expect the next one to be
@@ -134,9 +134,8 @@ class Sender:
             self._post(message)
         else:
             description = encode(format)
-            details = description.pin_memory() if self._link.through_host else description
             first = self._packet(expected, trailer=True).fill((), (description.numel(), acknowledged))
-            self._post(first, details, message)
+            self._post(first, description, message)
             self._formats[place] = format
         return format
 
@@ -271,7 +270,7 @@ class Receiver:
         return arrival
 
     def _take_described(self, nbytes: int, place: Hashable) -> Arrival:
-        description = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._link.through_host)
+        description = torch.empty(nbytes, dtype=torch.uint8)
         self._link.wait(self._link.irecv(description))
         format = self._formats[place] = decode(description)
         packet = self._packet(format, trailer=True)

@@ -45,7 +45,7 @@ def ends_of(placement: Placement, layout: Layout, links: Links, device: torch.de
         wires: dict[int, Wire],
         inside: dict[int, Handover],
         end: type[Any],
-        announced: type[Any] | None = None,
+        announced: type[Any],
     ) -> Any:
         if not 0 <= neighbour < len(placement):
             return None
@@ -55,7 +55,7 @@ def ends_of(placement: Placement, layout: Layout, links: Links, device: torch.de
         link = partial(Link, peer=peer, peer_name=layout.describe(peer))
         wire = wires[cut]
         for_messages = link(wire, device=device, streams=streams)
-        if wire.host_group is None or announced is None:
+        if wire.host_group is None:
             return end(for_messages)
         return announced(for_messages, link(Wire(wire.host_group, wire.tag), device=torch.device("cpu")))
 
@@ -63,9 +63,8 @@ def ends_of(placement: Placement, layout: Layout, links: Links, device: torch.de
         chunk: Ends(
             activations_in=over(chunk - 1, chunk - 1, links.activations, activations, Receiver, AnnouncedReceiver),
             activations_out=over(chunk, chunk + 1, links.activations, activations, Sender, AnnouncingSender),
-            # Both sides know the formats of gradients: nothing is announced.
-            gradients_in=over(chunk, chunk + 1, links.gradients, gradients, Receiver),
-            gradients_out=over(chunk - 1, chunk - 1, links.gradients, gradients, Sender),
+            gradients_in=over(chunk, chunk + 1, links.gradients, gradients, Receiver, AnnouncedReceiver),
+            gradients_out=over(chunk - 1, chunk - 1, links.gradients, gradients, Sender, AnnouncingSender),
         )
         for chunk, stage in enumerate(placement)
         if stage == layout.stage

@@ -136,7 +136,7 @@ class Engine:
                     with self._completing(action.chunk) if i in last else nullcontext():
                         self._backward(action)
         if not endless:
-            self.flush()  # the receives are posted already: this waits for no computation
+            self.flush()  # the receives are posted already: no computation is waited for, but copies through the host
         return outputs
 
     def _backward(self, action: Backward | BackwardInput | BackwardWeight) -> None:

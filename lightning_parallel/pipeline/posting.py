@@ -74,7 +74,8 @@ def _post_all(send: Send, handed: SimpleQueue[_Handed | None], posted: SimpleQue
         buffer, copied = item
         try:
             if copied is not None:
-                copied.synchronize()
+                with torch.cuda.device(copied.device):  # a thread's own would be the first GPU
+                    copied.synchronize()
             posted.put(send(buffer))
         except BaseException as error:  # raised again on the stage's thread
             posted.put(error)

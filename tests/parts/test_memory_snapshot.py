@@ -46,6 +46,22 @@ def test_it_is_written_at_the_end_and_at_an_error(
     assert asked == [100_000, tmp_path / "memory_rank0.pickle", None]
 
 
+def test_a_snapshot_that_cannot_be_written_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning calls callbacks before the strategy, which has to close its groups."""
+
+    def fails(*args: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(MemorySnapshot, "setup", lambda *args, stage: None)
+    monkeypatch.setattr(memory_snapshot, "record_memory_history", lambda entries: None)
+    monkeypatch.setattr(memory_snapshot, "write_memory_history", fails)
+    with (
+        pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"),
+        pytest.warns(UserWarning, match="could not be written: No space left"),
+    ):
+        fit(Fails(), tmp_path)
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_it_is_a_file_that_can_be_opened(tmp_path: Path) -> None:
     fit(BoringModel(), tmp_path, "gpu")

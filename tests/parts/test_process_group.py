@@ -115,3 +115,18 @@ def test_a_rank_leaves_when_its_gpu_has_sent_all(
     monkeypatch.setattr(dist, "destroy_process_group", lambda: found.append("destroyed"))
     process_group.leave()
     assert found == ways
+
+
+def test_a_rank_whose_gpu_has_failed_leaves_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+
+    def fails() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    monkeypatch.setattr(process_group, "abort_groups", lambda: found.append("aborted"))
+    monkeypatch.setattr(process_group.rendezvous, "end", lambda: found.append("left"))
+    process_group.leave()
+    assert found == ["aborted", "left"]

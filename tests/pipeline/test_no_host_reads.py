@@ -7,6 +7,7 @@ Where there is a GPU, torch itself looks for waits.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -80,7 +81,7 @@ class StageOnDevice:
         self.stage = Stage(net, parts, layout.stage, device)
         self.stage.flow = self.stage.survey(lambda: step(ids))
         self.stage.install()
-        made = rewire(Groups(layout).links(parts.placement))
+        made = rewire(Groups(layout, device=device).links(parts.placement))
         self._engine = Engine(self.stage, layout, made, device, loss_of=lambda loss: loss)
         self._actions = [action for action in lists[layout.stage] if not isinstance(action, Step)]
         self._step = lambda: step(ids)
@@ -125,14 +126,14 @@ def run(name: str) -> list[int]:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zbv"])
 def test_a_step_reads_no_value_from_its_device(pool: WorkerPool, name: str) -> None:
-    """In the second batch an activation has one announcement, and a gradient none."""
+    """In the second batch each message has one announcement."""
     counts = pool.run(run, STAGES, name)
     crossing = MICROBATCHES * {"interleaved": 3, "zbv": 2}.get(name, 1)
-    assert [sum(each) for each in zip(*counts, strict=True)] == [2 * crossing, crossing]
+    assert [sum(each) for each in zip(*counts, strict=True)] == [2 * crossing, 2 * crossing]
 
 
-def run_on_gpu(name: str) -> None:
-    stage = StageOnDevice(name, torch.device("cuda", 0), lambda links: links)
+def run_watched(stage: StageOnDevice) -> None:
+    """A batch, and a second one in which torch raises an error where the host waits for the GPU."""
     stage.run()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -141,8 +142,27 @@ def run_on_gpu(name: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def run_on_one_gpu(name: str) -> None:
+    run_watched(StageOnDevice(name, torch.device("cuda", 0), lambda links: links))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zbv"])
 def test_on_a_gpu_torch_sees_no_wait_in_a_step(pool: WorkerPool, name: str) -> None:
-    """Stages share the GPU, so that messages go through the host: threads wait for copies, and the stage doesn't."""
-    pool.run(run_on_gpu, STAGES, name)
+    """Stages share the GPU, so that messages go through the host. torch sees reads and copies that wait; not that the
+    host waits for a thread, which it does at the end of the batch, for the copies of what it sends last."""
+    pool.run(run_on_one_gpu, STAGES, name)
+
+
+def run_over_nccl(name: str) -> None:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl")
+    run_watched(StageOnDevice(name, device, lambda links: links))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zbv"])
+def test_over_nccl_torch_sees_no_wait_in_a_step(pool: WorkerPool, name: str) -> None:
+    if torch.cuda.device_count() >= STAGES:
+        pool.run(run_over_nccl, STAGES, name, init=False)

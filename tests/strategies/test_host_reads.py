@@ -1,7 +1,8 @@
 """Where, in a whole training of a Trainer's, the host reads the value of a tensor: known places only.
 
 On a GPU each read would wait until the device has done all that was launched before. Here every tensor is on the CPU,
-so a read is known by the function that reads. `docs/gpu.md` lists those that read from the device.
+so a read is known by the function that reads. `docs/gpu.md` lists those that read from the device. What reads without a
+method of a tensor's in Python isn't seen here: copies to the host, and functions of torch's that wait inside.
 """
 
 from __future__ import annotations
@@ -32,22 +33,24 @@ READS = [
 ]  # fmt: skip
 FIRST, LAST = 2, 4  # batches; before, formats and names are announced
 
-# By function: what it reads.
+# By file and function: what it reads.
 IN_HOST_MEMORY = {
-    "draw_seed": "torch's generator of the host",
-    "_get_value": "the optimizer's count of steps",
-    "highest": "what ranks tell each other of signals",
-    "__init__ of message.py": "the words of a packet",
-    "_receive": "the flags before a step's metrics; over NCCL, from host to host",
-    "summed_over": "which gradients of shared parameters there are; over NCCL, from host to host",
-    "compare": "whether replicas have used the same modules, from host to host",
-    "enter": "the state of torch's generator",
-    "_known": "what a microbatch's own divisor is; only compared on a CPU",
+    "seeding.py draw_seed": "torch's generator of the host",
+    "optimizer.py _get_value": "the optimizer's count of steps",
+    "meeting.py highest": "what ranks tell each other of signals",
+    "message.py __init__": "the words of a packet",
+    "metric_board.py _receive": "the flags before a step's metrics; over NCCL, from host to host",
+    "recording.py _known": "what a microbatch's own divisor is; only compared on a CPU",
+    "summing.py summed_over": "which gradients of shared parameters there are; over NCCL, from host to host",
+    "uses.py compare": "whether replicas have used the same modules, from host to host",
+    "region.py enter": "the state of torch's generator",
 }
 ONCE_A_BATCH = {
-    "foreseen": "the number of labels that count",
-    "on_batch_end": "Lightning's: metrics of the progress bar",
+    "loss_terms.py foreseen": "the number of labels that count",
+    "logger_connector.py on_batch_end": "Lightning's: metrics of the progress bar",
 }
+# In a batch, of all of them; so many would not be reached by one that is read for each layer or parameter.
+AT_MOST = {"optimizer.py _get_value": 200, "seeding.py draw_seed": 100, "region.py enter": 20, "message.py __init__": 8}
 
 
 class Watch(Callback):
@@ -85,7 +88,7 @@ def _place() -> str:
         named = f"{os.path.basename(file)} {function}"
         in_torch = "/torch/" in file and "/optim/" not in file
         if not (in_torch or file == __file__ or function == "metrics" or named.startswith(helpers)):
-            return f"__init__ of {os.path.basename(file)}" if function == "__init__" else function
+            return named
         frame = frame.f_back
 
 
@@ -114,5 +117,5 @@ def test_the_host_reads_nothing_but_what_is_known(
     batches = LAST - FIRST + 1
     for each in found:
         assert each.keys() <= IN_HOST_MEMORY.keys() | ONCE_A_BATCH.keys(), each
-        assert all(each[name] <= batches for name in ONCE_A_BATCH), each
-    assert sum(found, Counter())["_get_value"] > 0  # reads are seen
+        assert all(count <= batches * AT_MOST.get(place, 1) for place, count in each.items()), each
+    assert sum(found, Counter())["optimizer.py _get_value"] > 0  # reads are seen
