@@ -29,9 +29,9 @@ NAMES: Mapping[Synchronous, str] = MappingProxyType({"1f1b": "1F1B", "zbv": "ZB-
 # one run, by `python -m recipes.bench pipeline --only sleeping` (the table "Inside Trainer.fit").
 MEASURED: Mapping[Schedule, Mapping[tuple[int, int], float]] = MappingProxyType(
     {
-        "1f1b": {(4, 8): 0.655, (8, 16): 0.620},
-        "zbv": {(4, 8): 0.805, (8, 16): 0.751},
-        "async": {(4, 8): 0.895, (8, 16): 0.868},
+        "1f1b": {(4, 8): 0.661, (8, 16): 0.623},
+        "zbv": {(4, 8): 0.833, (8, 16): 0.794},
+        "async": {(4, 8): 0.909, (8, 16): 0.883},
     }
 )
 
