@@ -85,6 +85,7 @@ class StageOnDevice:
         self._engine = Engine(self.stage, layout, made, device, loss_of=lambda loss: loss)
         self._actions = [action for action in lists[layout.stage] if not isinstance(action, Step)]
         self._step = lambda: step(ids)
+        self.net = net
 
     def run(self) -> None:
         work = {
@@ -130,6 +131,30 @@ def test_a_step_reads_no_value_from_its_device(pool: WorkerPool, name: str) -> N
     counts = pool.run(run, STAGES, name)
     crossing = MICROBATCHES * {"interleaved": 3, "zbv": 2}.get(name, 1)
     assert [sum(each) for each in zip(*counts, strict=True)] == [2 * crossing, 2 * crossing]
+
+
+def gradients(name: str) -> dict[str, Tensor]:
+    """On the CPU, where messages have values: two batches, announced."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    stage = StageOnDevice(name, torch.device("cpu"), announced)
+    stage.net.eval()
+    stage.run()
+    stage.run()
+    return {name: p.grad for name, p in stage.stage.named_parameters().items() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zbv"])
+def test_announced_messages_give_the_gradients_of_one_process(pool: WorkerPool, name: str) -> None:
+    found = {name: gradient for rank in pool.run(gradients, STAGES, name) for name, gradient in rank.items()}
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    net = Net().eval()
+    ids = torch.zeros(3, 5, dtype=torch.int64)
+    (2 * nn.functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())).backward()
+    torch.set_default_dtype(torch.float32)
+    for key, parameter in net.named_parameters():
+        torch.testing.assert_close(found[key], parameter.grad, rtol=0, atol=1e-12)
 
 
 def run_watched(stage: StageOnDevice) -> None:

@@ -166,7 +166,7 @@ def found_plans_train_as_the_whole(index: int) -> None:
 
 
 NAMES = [make.__name__ for make in MODELS]
-USUAL = ["opt", "bart_with_labels", "Net"]
+USUAL = ["opt", "Net"]
 
 
 @pytest.mark.parametrize("name", [*USUAL, *thorough(*(name for name in NAMES if name not in USUAL))])

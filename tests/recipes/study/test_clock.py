@@ -9,7 +9,6 @@ from lightning_parallel.pipeline.schedule import one_f_one_b
 from lightning_parallel.pipeline.simulate import simulate
 from recipes.study import clock
 
-
 LEAST, MOST = {(4, 8): 0.6, (8, 16): 0.5}, {(4, 8): 0.9, (8, 16): 0.8}
 
 
