@@ -32,7 +32,7 @@ class Average:
     name: str
     given: tuple[Any, ...]
     divisor: Callable[..., Tensor | float]
-    divided: Callable[[float], Tensor]
+    divided: Callable[[Tensor | float], Tensor]
     counted: bool = True
     numerator: Tensor | None = None
 
@@ -59,7 +59,7 @@ def average(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
         values = args[0] if args else None
         if len(args) > 1 or kwargs or not isinstance(values, Tensor) or not values.is_floating_point():
             return None
-        return Average(name, (values,), Tensor.numel, lambda divisor: values.sum() / divisor)
+        return Average(name, (values,), Tensor.numel, lambda divisor: _quotient(values.sum(), divisor))
     if name in DIVISIONS:
         numerator, denominator = args[0], args[1] if len(args) > 1 else kwargs["other"]
         if not (_is_scalar(numerator) and isinstance(numerator, Tensor) and _is_scalar(denominator)):
@@ -68,7 +68,8 @@ def average(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
             return None
         dtype = torch.result_type(numerator, denominator)
         value = numerator if name.endswith("_") or not dtype.is_floating_point else numerator.to(dtype)
-        return Average("division", (denominator,), lambda x: x, partial(function, value), False, numerator)
+        divided_by = lambda divisor: function(value, _as_scalar(divisor, value))  # noqa: E731
+        return Average("division", (denominator,), lambda x: x, divided_by, False, numerator)
     return None
 
 
@@ -97,13 +98,22 @@ def _of_loss(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
     elif values.shape != target.shape:
         return None  # the mean is over what they are broadcast to
 
-    def divided(by: float) -> Tensor:
+    def divided(by: Tensor | float) -> Tensor:
         # 16 bits hold no sum of many losses.
         exact = values.float() if values.dtype == torch.float16 else values
         total: Tensor = function(exact, target, **{**kwargs, "reduction": "sum"})
-        return (total / by).to(values.dtype) if exact is not values else total / by
+        return _quotient(total, by).to(values.dtype)
 
     return Average(function.__name__, given, divisor, divided, counted=how == "mean")
+
+
+def _quotient(total: Tensor, divisor: Tensor | float) -> Tensor:
+    return total / _as_scalar(divisor, total)
+
+
+def _as_scalar(divisor: Tensor | float, like: Tensor) -> Tensor | float:
+    """A divisor that doesn't change the dtype of what it divides, as a number of Python's wouldn't."""
+    return divisor.to(like.dtype) if isinstance(divisor, Tensor) else divisor
 
 
 def _labels(target: Tensor, weight: Tensor | None = None, *, ignored: int) -> Tensor:

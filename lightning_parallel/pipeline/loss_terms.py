@@ -30,6 +30,7 @@ from lightning_parallel.pipeline.batch_record import Record
 from lightning_parallel.pipeline.replay import Known
 
 Warn = Callable[[str, str], None]  # a key, of which the first warning is shown, and the words
+Divisor = Tensor | float  # a scalar that stays on its device, where nothing is checked
 
 _PROBABLY_EQUAL = 1e-6  # relative; sums of class weights are rounded
 
@@ -49,8 +50,8 @@ class Term:
 
     name: str
     place: str
-    divisors: list[float] | None = None
-    total: float = 0.0
+    divisors: list[Divisor] | None = None
+    total: Divisor = 0.0
     shared: bool = True
     each: float | None = None
 
@@ -66,7 +67,8 @@ class LossTerms:
         parts: its microbatches.
         sizes: of the microbatches.
         warn: shows a warning, each key's once.
-        checks: compare each divisor with what was foreseen. On a GPU the host has to wait for it.
+        checks: compare each divisor with what was foreseen. On a GPU the host has to wait for it. Without, divisors
+            stay where they are, and no host reads them.
 
     Attributes:
         terms: a place for each call of a function that may average, in order; None for what isn't a term.
@@ -102,18 +104,22 @@ class LossTerms:
             if term is not None
         )
 
-    def divisor(self, term: Term, number: int) -> float | None:
+    def divisor(self, term: Term, number: int) -> Divisor | None:
         """By what a term is divided in a microbatch; None for what its call divides by itself."""
-        if term.divisors is None or not term.total:
-            return None  # 0 / 0 is not a number, as in one process
-        divisor = term.total * self.sizes[number] / self.size if term.shared else term.total
-        return None if divisor == term.divisors[number] else divisor
+        if term.divisors is None:
+            return None
+        own, divisor = term.divisors[number], term.total
+        if term.shared:
+            divisor = divisor * self.sizes[number] / self.size
+        if isinstance(own, Tensor) or isinstance(divisor, Tensor):
+            return divisor  # whether it is the call's own isn't read
+        return divisor if divisor and divisor != own else None  # 0 / 0 is not a number, as in one process
 
-    def foreseen(self, record: Record, average: Average, wanted: list[int | Known | None]) -> list[float] | None:
+    def foreseen(self, record: Record, average: Average, wanted: list[int | Known | None]) -> list[Divisor] | None:
         """The divisors of all microbatches, and of a division's batch; None if they can't be computed ahead."""
         program = record.program((number for number in wanted if number is not None), counted=average.counted)
         batches = [*self._parts, self._batch] if average.numerator is not None else self._parts
-        found: list[Tensor | float] = []
+        found: list[Divisor] = []
         try:
             for batch in batches:
                 computed = iter(program.run(list(tensors(batch))))
@@ -124,10 +130,11 @@ class LossTerms:
                 found.append(average.divisor(*given))
         except Exception:  # whatever the user's functions raise for a batch that they weren't written for
             return None
-        return numbers(found)
+        found = [each.detach().double().reshape(()) if isinstance(each, Tensor) else float(each) for each in found]
+        return [*numbers(found)] if self.checks else found
 
 
-def numbers(values: Sequence[Tensor | float]) -> list[float]:
+def numbers(values: Sequence[Divisor]) -> list[float]:
     """Scalars as numbers. The host waits for a GPU once."""
     scalars = [value.detach().double().reshape(()) for value in values if isinstance(value, Tensor)]
     known = iter(torch.stack(scalars).tolist() if scalars else ())
@@ -141,7 +148,7 @@ def check(terms: LossTerms, term: Term, number: int, own: float) -> None:
         RuntimeError: another one was foreseen.
     """
     if term.divisors is not None:
-        foreseen = term.divisors[number]
+        foreseen = numbers([term.divisors[number]])[0]
         guarded = term.name == "division" and not foreseen  # max(count, 1), which Python has computed
         if not guarded and not nearly(own, foreseen):
             raise changed(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.batch import batch_size, sizes, split
 from lightning_parallel.parts.loss_means import LossMeans
+from lightning_parallel.pipeline import loss_terms, recording
 from lightning_parallel.pipeline.loss_terms import LossTerms
 from lightning_parallel.pipeline.recording import Recording
 
@@ -45,12 +46,14 @@ def a_batch() -> Batch:
     }
 
 
-def in_microbatches(step: Callable[[Net, Batch], Tensor], count: int = 4) -> tuple[float, Net, LossTerms, list[str]]:
+def in_microbatches(
+    step: Callable[[Net, Batch], Tensor], count: int = 4, checks: bool = True
+) -> tuple[float, Net, LossTerms, list[str]]:
     """The loss, the gradients on a model, the terms, and the warnings of a batch in microbatches."""
     net, batch, warned = Net().double(), a_batch(), []
     parts, counts = split(batch, count), sizes(SAMPLES, count)
     means = LossMeans(net, [net.embed, net.wide, net.narrow], None, is_last_stage=True, device=torch.device("cpu"))
-    terms = LossTerms(batch, parts, counts, warn=lambda key, words: warned.append(words), checks=True)
+    terms = LossTerms(batch, parts, counts, warn=lambda key, words: warned.append(words), checks=checks)
     total = 0.0
     with means.around_batch():
         for k, part in enumerate(parts):
@@ -70,8 +73,8 @@ def whole(step: Callable[[Net, Batch], Tensor]) -> tuple[float, Net]:
     return loss.item(), net
 
 
-def assert_equal(step: Callable[[Net, Batch], Tensor]) -> LossTerms:
-    total, net, terms, warned = in_microbatches(step)
+def assert_equal(step: Callable[[Net, Batch], Tensor], checks: bool = True) -> LossTerms:
+    total, net, terms, warned = in_microbatches(step, checks=checks)
     expected, reference = whole(step)
     assert total == pytest.approx(expected, rel=0, abs=1e-12)
     for (name, mine), theirs in zip(net.named_parameters(), reference.parameters(), strict=True):
@@ -157,14 +160,14 @@ def picked_samples(net: Net, batch: Batch) -> Tensor:
     return F.mse_loss(net.narrow(batch["x"])[long], batch["x"][:, :2][long])
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        transformers_causal, sizes_of_the_logits, sizes_of_the_batch, weights_of_classes, negative_log_likelihood,
-        two_terms, changed_in_place, divided_by_a_mask, divided_by_a_number, mean_over_a_mean, picked_labels,
-        picked_losses, picked_samples,
-    ],
-)  # fmt: skip
+COUNTED = [
+    transformers_causal, sizes_of_the_logits, sizes_of_the_batch, weights_of_classes, negative_log_likelihood,
+    two_terms, changed_in_place, divided_by_a_mask, divided_by_a_number, mean_over_a_mean, picked_labels,
+    picked_losses, picked_samples,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("step", COUNTED)
 def test_a_term_is_divided_by_the_batch_s_number(step: Callable[[Net, Batch], Tensor]) -> None:
     assert assert_equal(step).need_watching
 
@@ -198,6 +201,37 @@ def test_a_microbatch_without_labels_adds_nothing() -> None:
     terms = assert_equal(step)
     (term,) = terms.terms
     assert term is not None and term.divisors is not None and 0.0 in term.divisors
+
+
+READ_BY_THE_USER = (divided_by_a_number,)  # who asks for the value, once a microbatch
+
+
+@pytest.mark.parametrize("step", [step for step in COUNTED if step not in READ_BY_THE_USER])
+def test_where_nothing_is_checked_no_divisor_is_read(
+    step: Callable[[Net, Batch], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, after the first batch."""
+
+    def numbers(values: Any) -> Any:
+        raise AssertionError("the host waits")
+
+    monkeypatch.setattr(loss_terms, "numbers", numbers)
+    monkeypatch.setattr(recording, "numbers", numbers)
+    assert assert_equal(step, checks=False).need_watching
+
+
+def test_a_divisor_that_is_not_read_leaves_the_loss_its_dtype() -> None:
+    losses: list[Tensor] = []
+
+    def step(net: Net, batch: Batch) -> Tensor:
+        logits = net.logits(batch).float().transpose(1, 2)
+        losses.append(F.cross_entropy(logits, batch["labels"]))
+        counts = batch["labels"] != -100
+        losses.append((F.cross_entropy(logits, batch["ids"], reduction="none") * counts).sum() / counts.sum())
+        return losses[-2] + losses[-1]
+
+    in_microbatches(step, checks=False)
+    assert len(losses) == 8 and {loss.dtype for loss in losses} == {torch.float32}
 
 
 def test_integers_of_a_step_forget_the_batch_when_it_has_ended() -> None:

@@ -41,12 +41,12 @@ IN_HOST_MEMORY = {
     "message.py __init__": "the words of a packet",
     "metric_board.py _receive": "the flags before a step's metrics; over NCCL, from host to host",
     "recording.py _known": "what a microbatch's own divisor is; only compared on a CPU",
+    "loss_terms.py foreseen": "the number of labels that count; only read on a CPU, to be compared",
     "summing.py summed_over": "which gradients of shared parameters there are; over NCCL, from host to host",
     "uses.py compare": "whether replicas have used the same modules, from host to host",
     "region.py enter": "the state of torch's generator",
 }
 ONCE_A_BATCH = {
-    "loss_terms.py foreseen": "the number of labels that count",
     "logger_connector.py on_batch_end": "Lightning's: metrics of the progress bar",
 }
 # In a batch, of all of them; so many would not be reached by one that is read for each layer or parameter.
