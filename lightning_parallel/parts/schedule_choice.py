@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -90,7 +91,8 @@ def memory_for_activations(
     Args:
         module: whole, and not on the device yet.
         layout: how many ranks share it.
-        device: of this rank. Of a GPU's memory, what is free now counts; else the machine's.
+        device: of this rank. Of a GPU's memory, what is free now counts; else the machine's, or what a container or a
+            job may have of it.
         ranks_here: the number of ranks that share the device, or this machine.
         fully_sharded: replicas share a stage's state.
     """
@@ -98,7 +100,32 @@ def memory_for_activations(
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's, and not in use
         memory = torch.cuda.mem_get_info(device)[0] + cached
     else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *cgroup_limits()])
     state = sum((_COPIES if p.requires_grad else 1) * p.nbytes for p in module.parameters())
     sharers = layout.stages * layout.size("tensor") * (layout.size("data") if fully_sharded else 1)
     return max(0, int(_USABLE * (memory // ranks_here - state // sharers)))
+
+
+def cgroup_limits(root: Path = Path("/")) -> Iterator[int]:
+    """The bytes of memory that this process's control groups may have (cgroups(7)): by them containers, Kubernetes and
+    SLURM set limits. A group's own limit counts, and those of the groups around it."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # another system
+        return
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        if not kinds:
+            mount, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in kinds.split(","):
+            mount, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = Path(path.lstrip("/"))
+        for folder in (group, *group.parents):
+            try:
+                text = (mount / folder / name).read_text().strip()
+            except OSError:  # a group outside of the container, or without a limit
+                continue
+            if text.isdigit():
+                yield int(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +16,8 @@ from torch.utils.data import DataLoader
 
 import lightning_parallel as lp
 from lightning_parallel.layout import Layout
-from lightning_parallel.parts.schedule_choice import flops_per_second, memory_for_activations
+from lightning_parallel.parts import schedule_choice
+from lightning_parallel.parts.schedule_choice import cgroup_limits, flops_per_second, memory_for_activations
 from tests.pool import WorkerPool
 
 
@@ -223,3 +225,31 @@ def test_memory_is_what_parameters_gradients_and_moments_leave(monkeypatch: pyte
 
     assert left(False) == int(0.8 * (2_048_000 - state // 4)) and left(True) == int(0.8 * (2_048_000 - state // 8))
     assert memory_for_activations(module, layout, torch.device("cpu"), 10**9, fully_sharded=False) == 0
+
+
+@pytest.mark.parametrize(("groups", "files", "limits"), [
+    ("0::/job/step", {"job/memory.max": "3000", "job/step/memory.max": "max", "memory.max": "5000"}, [3000, 5000]),
+    ("4:memory:/pod\n0::/", {"memory/pod/memory.limit_in_bytes": "7000", "memory.max": "max"}, [7000]),
+    ("9:cpu,cpuacct:/x\n8:hugetlb,memory:/outside", {"memory/memory.limit_in_bytes": "6000"}, [6000]),
+    ("0::/elsewhere", {}, []),
+])  # fmt: skip
+def test_limits_of_containers_and_jobs_count(
+    tmp_path: Path, groups: str, files: dict[str, str], limits: list[int]
+) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(groups + "\n")
+    for name, text in files.items():
+        file = tmp_path / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    assert list(cgroup_limits(tmp_path)) == limits
+    assert list(cgroup_limits(tmp_path / "nothing")) == []
+
+
+def test_a_stage_may_have_what_its_container_has() -> None:
+    layout = Layout.resolve(2, 0, pipeline=2)
+    found = [0, 0]
+    for i, limits in enumerate(([], [2**30])):
+        with patch.object(schedule_choice, "cgroup_limits", return_value=limits):
+            found[i] = memory_for_activations(Net(2), layout, torch.device("cpu"), 2, fully_sharded=False)
+    assert 0.3 * 2**30 < found[1] < 0.4 * 2**30 < found[0]

@@ -40,6 +40,7 @@ LAYOUTS = (
     Layout("fsdp 2", ("strategy=fsdp", _WAIT)),
     Layout("tensor 2", ("strategy=tensor_parallel", _WAIT)),
     Layout("1F1B 2", ("strategy=pipeline_1f1b", _EVEN, _WAIT)),
+    Layout("ZB-V 2", ("strategy=pipeline_zbv", _EVEN, _WAIT)),
     Layout("async 2", ("strategy=pipeline_async", _EVEN, _WAIT), drains=True),
     Layout("1F1B 2 x data 2", ("strategy=pipeline_1f1b", "strategy.stages=2", _EVEN, _WAIT), ranks=4),
 )
