@@ -112,8 +112,11 @@ def _quotient(total: Tensor, divisor: Tensor | float) -> Tensor:
 
 
 def _as_scalar(divisor: Tensor | float, like: Tensor) -> Tensor | float:
-    """A divisor that doesn't change the dtype of what it divides, as a number of Python's wouldn't."""
-    return divisor.to(like.dtype) if isinstance(divisor, Tensor) else divisor
+    """A divisor that gives the dtype that a number of Python's would: that of what it divides, or the default one of
+    floating point where this is integers."""
+    if not isinstance(divisor, Tensor):
+        return divisor
+    return divisor.to(torch.get_default_dtype() if not like.is_floating_point() else like.dtype)
 
 
 def _labels(target: Tensor, weight: Tensor | None = None, *, ignored: int) -> Tensor:

@@ -234,6 +234,21 @@ def test_a_divisor_that_is_not_read_leaves_the_loss_its_dtype() -> None:
     assert len(losses) == 8 and {loss.dtype for loss in losses} == {torch.float32}
 
 
+def test_a_number_of_hits_is_divided_by_what_is_not_a_whole_number() -> None:
+    logged: dict[bool, list[float]] = {}
+
+    def step(net: Net, batch: Batch) -> Tensor:
+        logits = net.logits(batch)
+        counts = batch["labels"] != -100
+        hits = ((logits.argmax(-1) == batch["ids"]) & counts).sum() / counts.sum()
+        logged.setdefault(checks, []).append(float(hits))
+        return F.cross_entropy(logits.transpose(1, 2), batch["labels"])
+
+    for checks in (True, False):
+        in_microbatches(step, count=3, checks=checks)
+    assert logged[False] == pytest.approx(logged[True], rel=1e-6) and max(logged[True]) > 0
+
+
 def test_integers_of_a_step_forget_the_batch_when_it_has_ended() -> None:
     seen: list[int] = [0]
 
