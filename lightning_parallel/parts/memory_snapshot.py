@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_parallel.torch_private import record_memory_history, write_memory_history
@@ -50,7 +51,8 @@ class MemorySnapshot(Callback):
         try:
             self._write(trainer)
         except Exception as error:  # any: the run's own error is to be seen, and the strategy has to close its groups
-            rank_zero_warn(f"The memory snapshot could not be written: {error}")
+            rank = trainer.global_rank
+            warnings.warn(f"The memory snapshot of rank {rank} could not be written: {error}", stacklevel=2)
 
     def _write(self, trainer: pl.Trainer) -> None:
         if self._directory is None:

@@ -46,7 +46,7 @@ class AnnouncingSender(Sender):
     def __init__(self, link: Link, announcements: Link) -> None:
         super().__init__(link)
         self._by_host = announcements
-        self._announced: deque[list[tuple[dist.Work, Tensor]]] = deque()  # of the messages that are unconfirmed
+        self._announced: deque[list[tuple[dist.Work, Tensor]]] = deque()  # of messages that may not have arrived
 
     def send(self, tensors: Sequence[Tensor], place: Hashable, acknowledged: int = 0) -> Format:
         self._release()
@@ -74,7 +74,9 @@ class AnnouncingSender(Sender):
 
     def confirm(self, messages: int) -> None:
         super().confirm(messages)
-        while len(self._announced) > len(self._unconfirmed):
+        # Only where the peer is known to have read them: a message may have left, into the peer's memory, and its
+        # announcement not. Hosts that waited for that could wait for each other.
+        while self._announced and self.sent - len(self._announced) < messages:
             for work, _ in self._announced.popleft():
                 self._by_host.wait(work)
 

@@ -68,7 +68,8 @@ def average(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
             return None
         dtype = torch.result_type(numerator, denominator)
         value = numerator if name.endswith("_") or not dtype.is_floating_point else numerator.to(dtype)
-        divided_by = lambda divisor: function(value, _as_scalar(divisor, value))  # noqa: E731
+        in_place = name in ("div_", "divide_", "true_divide_", "__itruediv__")
+        divided_by = partial(function if in_place else _quotient, value)
         return Average("division", (denominator,), lambda x: x, divided_by, False, numerator)
     return None
 
@@ -102,24 +103,25 @@ def _of_loss(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
         # 16 bits hold no sum of many losses.
         exact = values.float() if values.dtype == torch.float16 else values
         total: Tensor = function(exact, target, **{**kwargs, "reduction": "sum"})
-        return _quotient(total, by).to(values.dtype)
+        mean = _quotient(total, by)
+        as_it_was = exact is values or torch.is_autocast_enabled(values.device.type)  # which computes losses exactly
+        return mean if as_it_was else mean.to(values.dtype)
 
     return Average(function.__name__, given, divisor, divided, counted=how == "mean")
 
 
 def _quotient(total: Tensor, divisor: Tensor | float) -> Tensor:
-    return total / _as_scalar(divisor, total)
-
-
-def _as_scalar(divisor: Tensor | float, like: Tensor) -> Tensor | float:
-    """A divisor that gives the dtype that a number of Python's would: that of what it divides, or the default one of
-    floating point where this is integers."""
+    """As with a number of Python's: a divisor on a device changes no dtype, and isn't rounded to 16 bits."""
     if not isinstance(divisor, Tensor):
-        return divisor
-    return divisor.to(torch.get_default_dtype() if not like.is_floating_point() else like.dtype)
+        return total / divisor
+    dtype = torch.result_type(total, 1.0)
+    exact = torch.promote_types(dtype, torch.float32)
+    return (total.to(exact) / divisor.to(exact)).to(dtype)
 
 
 def _labels(target: Tensor, weight: Tensor | None = None, *, ignored: int) -> Tensor:
     """The number of labels that count, or the sum of their classes' weights."""
     counts = target != ignored
-    return counts.sum() if weight is None else weight.detach()[target[counts]].sum()
+    if weight is None:
+        return counts.sum()
+    return (weight.detach()[target.where(counts, 0)] * counts).sum()  # target[counts] would wait for a GPU

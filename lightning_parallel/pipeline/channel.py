@@ -38,7 +38,7 @@ from torch import Tensor
 from lightning_parallel.collectives import PeerLostError
 from lightning_parallel.groups import Wire
 from lightning_parallel.pipeline.arrival import Arrival
-from lightning_parallel.pipeline.message import Format, Packet, as_it_lies, decode, encode, format_of
+from lightning_parallel.pipeline.message import Format, Packet, decode, encode, format_of
 from lightning_parallel.pipeline.posting import PostsDirectly, PostsFromThread
 from lightning_parallel.pipeline.streams import Streams
 
@@ -144,13 +144,13 @@ class Sender:
         self._post(self._packet(self._formats.get(place, ()), trailer=True).fill((), (END, acknowledged)))
 
     def send_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Send gradients, whose format the receiver knows. Without gradients nothing is sent, and it counts."""
+        """Send gradients, whose format the receiver knows. Without gradients nothing is sent, and it counts.
+
+        They are copied first: others may refer to their memory, and write to it. In ``x + p[None]`` autograd takes one
+        memory for the gradients of x and p, and adds the next microbatch's gradient of p to it.
+        """
         self._release()
-        # A GPU copies in no time, and a CUDA graph may write its next result where this one lies.
-        whole = as_it_lies(gradients) if self._link.device.type == "cpu" else None
-        if whole is not None:
-            self._post(whole)
-        elif gradients:
+        if gradients:
             self._post(self._fill(self._packet(format_of(gradients), trailer=False), gradients))
         else:
             self._post()
@@ -166,7 +166,7 @@ class Sender:
     def _release(self) -> None:
         """Release the buffers of messages that are known to have left, without waiting."""
         while self._unconfirmed and self._unconfirmed[0] and self._poster.next_is_done():
-            self.confirm(self.sent - len(self._unconfirmed) + 1)
+            Sender.confirm(self, self.sent - len(self._unconfirmed) + 1)  # of the buffers only
 
     def flush(self, keep: int = 0) -> None:
         """Wait until all but the last ``keep`` messages have arrived."""

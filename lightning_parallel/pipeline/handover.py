@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lightning_parallel.pipeline.arrival import Arrival
 from lightning_parallel.pipeline.message import Format, format_of
-from lightning_parallel.torch_private import memory_is_shared
 
 
 class Handover:
@@ -53,11 +52,10 @@ class Handover:
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def send_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Hand over gradients, if there are any; copies of those in memory that others may write to (see
-        :func:`.message.as_it_lies`)."""
+        """Hand over copies of gradients, if there are any (see :meth:`.Sender.send_gradients`)."""
         self.sent += 1
         if gradients:
-            self._gradients.append([g.clone() if memory_is_shared(g) else g for g in gradients])
+            self._gradients.append([gradient.clone() for gradient in gradients])
 
     def post_gradients(self, format: Format) -> None:
         """Nothing has to be posted."""

@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.torch_private import memory_is_shared
-
 Format = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]  # shape, dtype, requires_grad of each tensor
 
 _ALIGNMENT = 64  # bytes; any dtype can be viewed at such an offset
@@ -113,22 +111,6 @@ def _views(buffer: Tensor, format: Format) -> list[Tensor]:
         buffer.narrow(0, start, size).view(dtype).view(shape)
         for (start, size), (shape, dtype, _) in zip(places_in(format)[0], format, strict=True)
     ]
-
-
-def as_it_lies(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The only tensor of a message as flat bytes, where it lies in memory.
-
-    None if there are several; if its memory holds something else: gaps, or the conjugates of its numbers; or if others
-    refer to it, who may write to it before it has been sent. In ``x + p[None]`` autograd takes one memory for the
-    gradients of x and p, and the next microbatch's gradient of p is added there.
-    """
-    if len(tensors) != 1 or memory_is_shared(tensors[0]):
-        return None
-    flat = tensors[0].detach()
-    # One number counts as contiguous with any stride, also with one by which it can't be seen as bytes.
-    if not flat.is_contiguous() or flat.is_conj() or flat.is_neg() or (flat.dim() and flat.stride(-1) != 1):
-        return None
-    return flat.reshape(-1).view(torch.uint8)
 
 
 def encode(format: Format) -> Tensor:

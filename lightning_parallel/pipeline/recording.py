@@ -104,7 +104,8 @@ class Recording(Watching):
         if function not in OF_CLASSES:
             return None if register is None or from_sizes else self._known(found, [register])
         if from_sizes:
-            self._warn_of_negatives(found, args[0])
+            if self.terms.checks:  # it reads them
+                self._warn_of_negatives(found, args[0])
             return None
         weights = found.given[1:]
         if register is None or any(record.is_foreign(weight) for weight in weights):

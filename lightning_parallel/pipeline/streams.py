@@ -14,8 +14,8 @@ the last layer launched before it, and the next layer after the receive. So laye
         compute                  | layers 0, copy | layers 1, copy | layers 2, copy
         NCCL's own                                | send 0         | send 1         | send 2
 
-Over gloo a thread waits until the copy to the host is done, and then posts the send (``posting.py``). Over NCCL an
-activation is copied into its packet on compute; the only tensor of a gradient message is sent where it lies.
+Over gloo a thread waits until the copy to the host is done, and then posts the send (``posting.py``). What is sent is
+copied on compute first: layers that are launched later may write to where it lay.
 
 Averaged gradients need no stream of ours: NCCL's collectives run on a stream of NCCL's own, and compute waits for it
 where the averages are read.

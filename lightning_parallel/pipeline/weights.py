@@ -21,8 +21,8 @@ parameters: one copy more than without.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, Protocol
@@ -53,15 +53,39 @@ class Weights(Protocol):
 
 
 class CurrentWeights:
-    """Synchronous schedules: the module's own parameters. Gradients accumulate in ``p.grad``."""
+    """Synchronous schedules: the module's own parameters. Gradients accumulate in ``p.grad``.
+
+    Args:
+        parameters: of this stage.
+    """
 
     reading = None
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
 
     def forward(self, step: Callable[[], Any]) -> tuple[Any, None]:
         return step(), None
 
     def backward(self, token: None) -> AbstractContextManager[None]:
-        return nullcontext()
+        return gradients_apart(self._parameters)
+
+
+@contextmanager
+def gradients_apart(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Around a backward: the first gradients of leaves get memory of their own. In ``x + p[None] + q[None]``, for one
+    sample, autograd takes one memory for the gradients of p and q, and would add the next microbatch's to it twice."""
+    first = [leaf for leaf in leaves if leaf.grad is None and leaf.requires_grad]
+    yield
+    taken: set[int] = set()
+    for leaf in first:
+        gradient = leaf.grad
+        if type(gradient) is Tensor and gradient.layout is torch.strided:
+            place = gradient.untyped_storage().data_ptr()
+            if place in taken:
+                leaf.grad = gradient.clone()
+            if place:  # empty ones have none
+                taken.add(place)
 
 
 @dataclass(eq=False)
@@ -164,7 +188,7 @@ class WeightVersions:
     def backward(self, version: Version) -> Iterator[None]:
         """Around the backward of a forward that read ``version``."""
         # Activation checkpointing runs parts of the forward again here, and has to find the same weights.
-        with self._read_from(version):
+        with self._read_from(version), gradients_apart(version.leaves.values()):
             yield
         version.in_flight -= 1
         self.staleness[self._updates - version.updates] += 1

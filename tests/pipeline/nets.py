@@ -68,16 +68,17 @@ class Tuples(Net):
 
 
 class Shifted(Net):
-    """For a batch of one sample, autograd takes one memory for the gradients of a layer's input and of its shift, a
-    view of it: where nothing is summed, both are the gradient of the output."""
+    """For a batch of one sample, autograd takes one memory for the gradients of a layer's input and of both its shifts:
+    where nothing is summed, all are views of the output's gradient."""
 
     class Block(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
             self.shift = nn.Parameter(torch.linspace(-1, 1, width))
+            self.other = nn.Parameter(torch.linspace(1, 2, width))
 
         def forward(self, x: Tensor) -> Tensor:
-            return (x + self.shift[None]).sin()
+            return (x + self.shift[None] + self.other[None]).sin()
 
     def block(self) -> nn.Module:
         return self.Block(self.width)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from lightning_parallel.groups import Wire
 from lightning_parallel.pipeline.announced import AnnouncedReceiver, AnnouncingSender
 from lightning_parallel.pipeline.channel import Link
+from lightning_parallel.pipeline.posting import PostsDirectly
 from tests.pipeline.test_channel import CPU, check_stream, described, stream, tensor, wanting
 from tests.pool import WorkerPool
 
@@ -113,3 +115,28 @@ def kept_announcements() -> list[int] | None:
 
 def test_announcements_are_kept_as_long_as_their_messages(pool: WorkerPool) -> None:
     assert pool.run(kept_announcements, 2)[0] == [1, 1, 1, 1, 0]
+
+
+class Unread:
+    """An announcement that the peer has not received yet: whoever waits for it is stuck."""
+
+    def wait(self) -> None:
+        raise AssertionError("the host waits for the peer's host")
+
+
+def test_a_message_that_has_left_makes_nobody_wait_for_its_announcement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small message may be done before the peer has launched its receive. In interleaved schedules hosts that waited
+    here waited for each other."""
+    monkeypatch.setattr(dist, "get_group_rank", lambda group, peer: peer)
+    link, announcements = (Link(Wire(None, 0), 0, "the peer", CPU) for _ in range(2))  # type: ignore[arg-type]
+    monkeypatch.setattr(announcements, "isend", lambda buffer: Unread())
+    monkeypatch.setattr(announcements, "wait", lambda work: work.wait())
+    sender = AnnouncingSender(link, announcements)
+    done: Any = SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+    sender._poster = PostsDirectly(lambda buffer: done)
+    for _ in range(3):
+        sender.send([torch.ones(3)], 0)
+        sender.send_gradients([torch.ones(3)])
+    assert len(sender._unconfirmed) == 1 and len(sender._announced) == 6
+    with pytest.raises(AssertionError, match="the host waits"):
+        sender.confirm(1)  # once its gradient has come, it has been read

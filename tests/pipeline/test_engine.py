@@ -136,7 +136,9 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 # Microbatch sizes of the batches of one run: uneven, changing in number and size, fewer than stages.
 BATCHES = [[3, 3, 2, 2, 2], [3, 3, 2, 2, 2], [4, 4, 3], [1], [2, 2], [1, 1, 1, 1, 1, 1, 1], [5, 5]]
-NETS = ["Mixed", "Tuples", "Frozen", "FrozenFirst", "Tied", "Loose", "UNet", "InPlace", "Dicts", "Checkpointed"]
+NETS = [
+    "Mixed", "Tuples", "Frozen", "FrozenFirst", "Tied", "Loose", "UNet", "InPlace", "Dicts", "Checkpointed", "Shifted",
+]  # fmt: skip
 
 
 def synchronous(kind: str, schedule: str, batches: list[list[int]], options: dict[str, Any]) -> list[Any]:
@@ -177,13 +179,16 @@ def double() -> Iterator[None]:
 def whole_batch(model: Any, sizes: list[int], seed: int, *, split: bool) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and gradients of one process: of the undivided batch, or of a loop over its microbatches."""
     batch = rows(sum(sizes), seed)
-    model.zero_grad()
-    losses = []
+    losses, gradients = [], {}
     for part in batch.split(sizes) if split else [batch]:
+        model.zero_grad()  # summed here: autograd may have one memory for two gradients, and add to both
         loss = model.step(part) * (len(part) / len(batch))
         loss.backward()
         losses.append(loss.item())
-    return losses, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                gradients[name] = p.grad + gradients.get(name, 0.0)
+    return losses, gradients
 
 
 @pytest.mark.parametrize("stages", [2, 3, *thorough(4)])
@@ -643,7 +648,7 @@ def test_a_process_that_ends_early_takes_no_message_with_it(pool: WorkerPool, ho
 
 
 def test_current_weights_are_the_modules_own() -> None:
-    weights = CurrentWeights()
+    weights = CurrentWeights([])
     marker = object()
     assert weights.forward(lambda: marker) == (marker, None)
     with weights.backward(None):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_parallel.batch import batch_size, sizes, split
 from lightning_parallel.parts.loss_means import LossMeans
 from lightning_parallel.pipeline import loss_terms, recording
+from lightning_parallel.pipeline.averaging import average
 from lightning_parallel.pipeline.loss_terms import LossTerms
 from lightning_parallel.pipeline.recording import Recording
 
@@ -232,6 +233,30 @@ def test_a_divisor_that_is_not_read_leaves_the_loss_its_dtype() -> None:
 
     in_microbatches(step, checks=False)
     assert len(losses) == 8 and {loss.dtype for loss in losses} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("checks", [True, False])
+def test_under_autocast_the_loss_is_exact_as_in_one_process(checks: bool, dtype: torch.dtype) -> None:
+    losses: list[Tensor] = []
+
+    def step(net: Net, batch: Batch) -> Tensor:
+        logits = net.logits(batch).to(dtype).transpose(1, 2)
+        with torch.autocast("cpu", dtype):
+            losses.append(F.cross_entropy(logits, batch["labels"]))
+        return losses[-1].double()
+
+    in_microbatches(step, checks=checks)
+    assert {loss.dtype for loss in losses} == {torch.float32}
+
+
+def test_a_divisor_that_16_bits_do_not_hold_is_not_rounded() -> None:
+    total = torch.tensor(6e4, dtype=torch.float16)
+    for divide in (torch.div, Tensor.__truediv__, Tensor.div_):
+        found = average(divide, (total.clone(), torch.tensor(1)), {})
+        assert found is not None
+        quotient = found.divided(torch.tensor(1e5, dtype=torch.float64))
+        assert quotient.dtype == torch.float16 and float(quotient) == pytest.approx(0.6, rel=1e-3)
 
 
 def test_a_number_of_hits_is_divided_by_what_is_not_a_whole_number() -> None:

@@ -7,14 +7,12 @@ import torch
 
 from lightning_parallel.pipeline.message import (
     Packet,
-    as_it_lies,
     decode,
     encode,
     format_of,
     gradient_format,
     places_in,
 )
-from tests.pipeline.by_hand import arrived
 
 TENSORS = [
     torch.randn(3, 5),
@@ -60,25 +58,6 @@ def test_a_packet_made_in_inference_mode_may_be_filled_outside(device: str) -> N
         packet = Packet(format_of([torch.ones(3)]), device == "cpu", torch.device(device))
     packet.fill([torch.ones(3)], (1, 2) if device == "cpu" else None)
     assert device == "meta" or (packet.tensors[0].tolist(), packet.words()) == ([1.0] * 3, (1, 2))
-
-
-def test_what_nobody_else_refers_to_is_sent_as_it_lies() -> None:
-    alone = torch.ones(2, 3)
-    flat = as_it_lies([alone])
-    assert flat is not None and flat.data_ptr() == alone.data_ptr() and flat.numel() == 24
-    del flat
-    assert as_it_lies([alone.T]) is None and as_it_lies([torch.ones(2), torch.ones(2)]) is None
-
-
-def test_a_gradient_to_which_a_parameter_s_are_added_is_not_sent_as_it_lies() -> None:
-    shift = torch.zeros(4, requires_grad=True)
-    arrival = arrived([torch.ones(1, 4)], [True])
-    (x,) = arrival.receive()
-    output = x + shift[None]
-    output.backward(torch.ones_like(output))
-    (gradient,) = arrival.gradients(CPU)
-    assert shift.grad is not None and gradient.data_ptr() == shift.grad.data_ptr()  # autograd takes one for both
-    assert as_it_lies([gradient]) is None
 
 
 def test_every_tensor_begins_at_a_multiple_of_64_bytes() -> None:
