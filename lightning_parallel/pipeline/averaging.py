@@ -59,7 +59,9 @@ def average(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
         values = args[0] if args else None
         if len(args) > 1 or kwargs or not isinstance(values, Tensor) or not values.is_floating_point():
             return None
-        return Average(name, (values,), Tensor.numel, lambda divisor: _quotient(values.sum(), divisor))
+        exact = torch.promote_types(values.dtype, torch.float32)  # 16 bits hold no sum of many
+        mean = lambda divisor: _quotient(values.sum(dtype=exact), divisor).to(values.dtype)  # noqa: E731
+        return Average(name, (values,), Tensor.numel, mean)
     if name in DIVISIONS:
         numerator, denominator = args[0], args[1] if len(args) > 1 else kwargs["other"]
         if not (_is_scalar(numerator) and isinstance(numerator, Tensor) and _is_scalar(denominator)):
@@ -124,4 +126,5 @@ def _labels(target: Tensor, weight: Tensor | None = None, *, ignored: int) -> Te
     counts = target != ignored
     if weight is None:
         return counts.sum()
-    return (weight.detach()[target.where(counts, 0)] * counts).sum()  # target[counts] would wait for a GPU
+    each = weight.detach().double()[target.where(counts, 0).long()]  # target[counts] would wait for a GPU
+    return (each * counts).sum()

@@ -109,7 +109,7 @@ class Chunk:
         self._generators, self._loss_of, self._weights = generators, loss_of, weights
         self._span = partial(timeline.span, chunk=stage.chunks.index(index))
         self._in_flight: deque[_InFlight] = deque()
-        self._second_halves: deque[tuple[int, WeightGradients]] = deque()
+        self._second_halves: deque[tuple[int, WeightGradients, Any]] = deque()
         self._gradients_taken = 0  # gradient messages, empty ones included
         self._is_unanswered = False  # do no gradients come back?
         self._rounded_off = 0.0  # of the weights of the update's losses
@@ -246,7 +246,8 @@ class Chunk:
                 if in_halves:
                     anchor = None if flight.arrival is None else flight.arrival.anchor
                     inputs = [] if anchor is None else [anchor]
-                    self._second_halves.append((number, begin_backward(flight.edges, gradients, inputs)))
+                    begun = begin_backward(flight.edges, gradients, inputs)
+                    self._second_halves.append((number, begun, flight.token))
                 elif flight.edges:
                     torch.autograd.backward(flight.edges, gradients)
             if ends.gradients_out is not None and ends.activations_in is not None:
@@ -256,9 +257,9 @@ class Chunk:
 
     def second_half(self, number: int) -> None:
         """Run the second half of the backward of a microbatch."""
-        begun, gradients = self._second_halves.popleft()
+        begun, gradients, token = self._second_halves.popleft()
         assert begun == number, "second halves run in the order of the first ones"
-        with self._span("backward weight", number), self._stage.backward():
+        with self._span("backward weight", number), self._weights.second_half(token), self._stage.backward():
             gradients.run()
 
     def _post_gradients(self) -> None:

@@ -70,7 +70,7 @@ class Engine:
                 device,
                 generators=self._generators,
                 loss_of=loss_of,
-                weights=weights or CurrentWeights(stage.named_parameters().values()),
+                weights=weights or CurrentWeights(stage.module),
                 timeline=self._timeline,
             )
             for index, ends in ends_of(stage.partition.placement, layout, links, device).items()

@@ -30,6 +30,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_parallel.pipeline.absent import AbsentTensor
 from lightning_parallel.pipeline.staleness import Stashing, extrapolate
 from lightning_parallel.torch_private import parameters_of
 
@@ -43,7 +44,11 @@ class Weights(Protocol):
         ...
 
     def backward(self, token: Any) -> AbstractContextManager[None]:
-        """A context for the backward of the forward that returned ``token``."""
+        """A context for the backward of the forward that returned ``token``, or for the first half of it."""
+        ...
+
+    def second_half(self, token: Any) -> AbstractContextManager[None]:
+        """A context for the second half."""
         ...
 
     @property
@@ -56,19 +61,28 @@ class CurrentWeights:
     """Synchronous schedules: the module's own parameters. Gradients accumulate in ``p.grad``.
 
     Args:
-        parameters: of this stage.
+        module: the partitioned module.
     """
 
     reading = None
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._parameters = list(parameters)
+    def __init__(self, module: nn.Module) -> None:
+        # The places of the parameters: fully sharded layers have others there while they are gathered.
+        self._slots = [
+            (parameters_of(submodule), key)
+            for submodule in module.modules()
+            for key, parameter in parameters_of(submodule).items()
+            if parameter is not None and not isinstance(parameter, AbsentTensor)
+        ]
 
     def forward(self, step: Callable[[], Any]) -> tuple[Any, None]:
         return step(), None
 
     def backward(self, token: None) -> AbstractContextManager[None]:
-        return gradients_apart(self._parameters)
+        leaves = (store[key] for store, key in self._slots)
+        return gradients_apart({id(leaf): leaf for leaf in leaves if leaf is not None}.values())
+
+    second_half = backward
 
 
 @contextmanager
@@ -192,6 +206,9 @@ class WeightVersions:
             yield
         version.in_flight -= 1
         self.staleness[self._updates - version.updates] += 1
+
+    def second_half(self, version: Version) -> AbstractContextManager[None]:
+        return gradients_apart(version.leaves.values())
 
     @contextmanager
     def _read_from(self, version: Version) -> Iterator[None]:

@@ -84,6 +84,24 @@ class Shifted(Net):
         return self.Block(self.width)
 
 
+class Summed(Net):
+    """A weight that is the sum of two parameters, read through views: autograd takes one memory for the gradients of
+    both, whatever the number of samples, where the matmul's backward runs in halves."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.one = nn.Parameter(torch.randn(width * width))
+            self.other = nn.Parameter(torch.randn(width * width))
+            self.shape = (width, width)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.one.view(self.shape) + self.other.view(self.shape)).tanh()
+
+    def block(self) -> nn.Module:
+        return self.Block(self.width)
+
+
 class Dicts(Net):
     class Block(nn.Module):
         def __init__(self, width: int) -> None:

@@ -139,6 +139,7 @@ def test_interleaved_gradients_equal_one_process_s(pool: WorkerPool, kind: str, 
     [
         ("Loose", 2),
         ("Shifted", 2),
+        ("Summed", 2),
         ("InPlace", 2),
         ("HiddenPenalty", 2),
         ("Checkpointed", 2),

@@ -648,7 +648,7 @@ def test_a_process_that_ends_early_takes_no_message_with_it(pool: WorkerPool, ho
 
 
 def test_current_weights_are_the_modules_own() -> None:
-    weights = CurrentWeights([])
+    weights = CurrentWeights(nn.Module())
     marker = object()
     assert weights.forward(lambda: marker) == (marker, None)
     with weights.backward(None):
