@@ -72,6 +72,7 @@ def _kinds(layout: Layout, target: int) -> tuple[Kind, ...]:
 SAMPLE = (
     "1F1B 2, rank 1, backward, SIGKILL",
     "1F1B 2, rank 0, forward, SIGSTOP",
+    "ZB-V 2, rank 1, backward, exception",
     "async 2, rank 1, optimizer step, SIGTERM",
     "async 2, rank 0, writing, SIGKILL",
     "tensor 2, rank 1, start-up, SIGSTOP",
