@@ -33,6 +33,7 @@ from torch import Tensor
 from lightning_parallel.pipeline.arrival import Arrival
 from lightning_parallel.pipeline.channel import END, Link, Receiver, Sender
 from lightning_parallel.pipeline.message import Format, decode, encode, format_of
+from lightning_parallel.pipeline.posting import PostsDirectly
 
 
 class AnnouncingSender(Sender):
@@ -44,12 +45,12 @@ class AnnouncingSender(Sender):
     """
 
     def __init__(self, link: Link, announcements: Link) -> None:
-        super().__init__(link)
+        self._direct = PostsDirectly(link.isend)
+        super().__init__(link, self._direct)
         self._by_host = announcements
         self._announced: deque[list[tuple[dist.Work, Tensor]]] = deque()  # of messages that may not have arrived
 
     def send(self, tensors: Sequence[Tensor], place: Hashable, acknowledged: int = 0) -> Format:
-        self._release()
         self._launch(tensors)
         format = format_of(tensors)
         if format == self._formats.get(place):
@@ -61,7 +62,6 @@ class AnnouncingSender(Sender):
         return format
 
     def send_gradients(self, gradients: Sequence[Tensor]) -> None:
-        self._release()
         self._launch(gradients)
         if gradients:
             self._announce(0, 0)
@@ -82,10 +82,16 @@ class AnnouncingSender(Sender):
 
     def _launch(self, tensors: Sequence[Tensor]) -> None:
         """Always a copy: a layer may write its next output where this one lies, before it has been sent."""
+        self._release()
         if any(tensor.numel() for tensor in tensors):
             self._post(self._packet(format_of(tensors), trailer=False).fill(tensors))
         else:
             self._post()
+
+    def _release(self) -> None:
+        """Release the buffers of messages that are known to have left. gloo couldn't tell."""
+        while self._unconfirmed and self._unconfirmed[0] and self._direct.next_is_done():
+            super().confirm(self.sent - len(self._unconfirmed) + 1)  # of the buffers only
 
     def _announce(self, status: int, acknowledged: int, *more: Tensor) -> None:
         parts = [torch.tensor([status, acknowledged]), *more]

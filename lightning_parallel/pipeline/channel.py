@@ -21,8 +21,8 @@ and the buffer of the next message is allocated.
 gloo can't tell whether a send is done except by waiting for it. So a sender keeps a buffer until something proves that
 its message arrived (:meth:`Sender.confirm`). The gradient of a microbatch proves that its activation arrived; the
 second word, a, counts the gradients that had arrived when the activation was sent. So buffers are bounded by what is in
-flight. (NCCL can tell; there the next send releases what has left.) They are used again for messages of the same
-format, since the system takes longer to give fresh memory than to copy into it.
+flight. They are used again for messages of the same format, since the system takes longer to give fresh memory than to
+copy into it.
 """
 
 from __future__ import annotations
@@ -104,16 +104,19 @@ class Link:
 class Sender:
     """Sends messages over a link, in order.
 
+    Args:
+        link: for the messages.
+        poster: posts them; default: a thread of its own.
+
     Attributes:
         sent: the number of messages sent since the start.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, poster: PostsFromThread | PostsDirectly | None = None) -> None:
         self.sent = 0
         self._link = link
         self._formats: dict[Hashable, Format] = {}
-        in_host_memory = link.device.type == "cpu" or link.through_host
-        self._poster = PostsFromThread(link.isend) if in_host_memory else PostsDirectly(link.isend)
+        self._poster = PostsFromThread(link.isend) if poster is None else poster
         self._unconfirmed: deque[tuple[Packet | Tensor, ...]] = deque()
         self._idle: deque[Packet] = deque()  # of messages that have arrived
 
@@ -149,7 +152,6 @@ class Sender:
         They are copied first: others may refer to their memory, and write to it. In ``x + p[None]`` autograd takes one
         memory for the gradients of x and p, and adds the next microbatch's gradient of p to it.
         """
-        self._release()
         if gradients:
             self._post(self._fill(self._packet(format_of(gradients), trailer=False), gradients))
         else:
@@ -162,11 +164,6 @@ class Sender:
                 self._link.wait(self._poster.posted())
                 if isinstance(part, Packet):
                     self._idle.append(part)
-
-    def _release(self) -> None:
-        """Release the buffers of messages that are known to have left, without waiting."""
-        while self._unconfirmed and self._unconfirmed[0] and self._poster.next_is_done():
-            Sender.confirm(self, self.sent - len(self._unconfirmed) + 1)  # of the buffers only
 
     def flush(self, keep: int = 0) -> None:
         """Wait until all but the last ``keep`` messages have arrived."""

@@ -130,8 +130,9 @@ class LossTerms:
                 found.append(average.divisor(*given))
         except Exception:  # whatever the user's functions raise for a batch that they weren't written for
             return None
-        found = [each.detach().double().reshape(()) if isinstance(each, Tensor) else float(each) for each in found]
-        return [*numbers(found)] if self.checks else found
+        if self.checks:
+            return [*numbers(found)]
+        return [each.detach().double().reshape(()) if isinstance(each, Tensor) else float(each) for each in found]
 
 
 def numbers(values: Sequence[Divisor]) -> list[float]:
@@ -148,7 +149,7 @@ def check(terms: LossTerms, term: Term, number: int, own: float) -> None:
         RuntimeError: another one was foreseen.
     """
     if term.divisors is not None:
-        foreseen = numbers([term.divisors[number]])[0]
+        foreseen = float(term.divisors[number])  # a number already, where there are checks
         guarded = term.name == "division" and not foreseen  # max(count, 1), which Python has computed
         if not guarded and not nearly(own, foreseen):
             raise changed(

@@ -64,10 +64,6 @@ class PostsFromThread:
             raise work
         return work
 
-    def next_is_done(self) -> bool:
-        """Is the send that :meth:`posted` returns next known to be done? gloo doesn't know without waiting."""
-        return False
-
 
 def _post_all(send: Send, handed: SimpleQueue[_Handed | None], posted: SimpleQueue[dist.Work | BaseException]) -> None:
     while (item := handed.get()) is not None:

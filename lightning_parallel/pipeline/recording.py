@@ -152,7 +152,7 @@ class Recording(Watching):
         divisors = None if wanted is None else self.terms.foreseen(self._record, found, wanted)
         if divisors is not None:
             total = divisors.pop() if found.numerator is not None else sum(divisors)
-            if own is None or nearly(own, numbers([divisors[self.number]])[0]):
+            if own is None or nearly(own, float(divisors[self.number])):
                 return Term(found.name, _place(), divisors, total, shared)
         term = Term(found.name, _place())
         if own is not None:

@@ -73,6 +73,15 @@ QUICK = Sizes(
     fits=1,
     batches=30,
 )
+_SKIPPED, _COUNTED = 4, 8  # batches
+_BATCH_BY_BATCH = {
+    "stages": "d",
+    "microbatches": "d",
+    "schedule": "",
+    "batch (ms)": ".1f",
+    "utilisation": ".3f",
+    "range": "",
+}
 
 
 def measure(sizes: Sizes) -> list[Table]:
@@ -144,18 +153,9 @@ def _onwards(sizes: Sizes) -> Table:
         for name, seconds in times.items():
             scatter = spread([work / each for each in seconds])
             rows.append([stages, microbatches, name, 1e3 * median(seconds), work / median(seconds), scatter, theory])
-    columns = {
-        "stages": "d",
-        "microbatches": "d",
-        "schedule": "",
-        "batch (ms)": ".1f",
-        "utilisation": ".3f",
-        "range": "",
-        "theory": ".3f",
-    }
     return Table(
         "Across batches, outside of Trainer.fit",
-        columns,
+        {**_BATCH_BY_BATCH, "theory": ".3f"},
         rows,
         f"As above, but each stage goes on to the next batch by itself. Medians of {sizes.rounds} x {_COUNTED} "
         f"batches, after {_SKIPPED}. By hand: the receives of a batch are posted a batch ahead.",
@@ -183,24 +183,13 @@ def _inside(sizes: Sizes) -> Table:
             fits = [median(seconds[i * each : (i + 1) * each]) for i in range(sizes.fits)]
             period = median(fits)
             rows.append([stages, microbatches, name, period * 1e3, work / period, spread([work / fit for fit in fits])])
-    columns = {
-        "stages": "d",
-        "microbatches": "d",
-        "schedule": "",
-        "batch (ms)": ".1f",
-        "utilisation": ".3f",
-        "range": "",
-    }
     return Table(
         "Inside Trainer.fit, schedules side by side",
-        columns,
+        _BATCH_BY_BATCH,
         rows,
         f"Utilisation: m(f + b) / time from batch to batch on the last stage, the median of {_COUNTED} batches after "
         f"{_SKIPPED}, none logged; the median of {sizes.fits} trainings, in turn.",
     )
-
-
-_SKIPPED, _COUNTED = 4, 8  # batches
 
 
 def _trained(microbatches: int, sizes: Sizes) -> Times:

@@ -14,7 +14,6 @@ from torch import Tensor
 from lightning_parallel.groups import Wire
 from lightning_parallel.pipeline.announced import AnnouncedReceiver, AnnouncingSender
 from lightning_parallel.pipeline.channel import Link
-from lightning_parallel.pipeline.posting import PostsDirectly
 from tests.pipeline.test_channel import CPU, check_stream, described, stream, tensor, wanting
 from tests.pool import WorkerPool
 
@@ -131,9 +130,9 @@ def test_a_message_that_has_left_makes_nobody_wait_for_its_announcement(monkeypa
     link, announcements = (Link(Wire(None, 0), 0, "the peer", CPU) for _ in range(2))  # type: ignore[arg-type]
     monkeypatch.setattr(announcements, "isend", lambda buffer: Unread())
     monkeypatch.setattr(announcements, "wait", lambda work: work.wait())
-    sender = AnnouncingSender(link, announcements)
     done: Any = SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
-    sender._poster = PostsDirectly(lambda buffer: done)
+    monkeypatch.setattr(link, "isend", lambda buffer: done)
+    sender = AnnouncingSender(link, announcements)
     for _ in range(3):
         sender.send([torch.ones(3)], 0)
         sender.send_gradients([torch.ones(3)])

@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel.pipeline import channel
-from lightning_parallel.pipeline.announced import AnnouncedReceiver
+from lightning_parallel.pipeline.announced import AnnouncedReceiver, AnnouncingSender
 from lightning_parallel.pipeline.channel import Receiver, Sender
 from lightning_parallel.pipeline.message import Format, Packet, encode
-from lightning_parallel.pipeline.posting import PostsDirectly
 from lightning_parallel.pipeline.streams import Streams
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -176,8 +175,8 @@ class Sending:
 def test_between_gpus_the_memory_of_a_message_is_free_when_it_has_left(link: Link) -> None:
     link.through_host = False
     works = [Sending() for _ in range(4)]
-    sender = Sender(link)  # type: ignore[arg-type]
-    sender._poster = PostsDirectly(lambda buffer: works[sender.sent - 1])  # type: ignore[arg-type, return-value]
+    link.isend = lambda buffer: works[sender.sent - 1]  # type: ignore[assignment, method-assign, return-value]
+    sender = AnnouncingSender(link, Link())  # type: ignore[arg-type]
     held = []
     for number in range(4):
         sender.send_gradients([torch.ones(3)])
