@@ -226,4 +226,31 @@ class Autoencoder(Base):
         return F.mse_loss(rebuilt, x) + 0.1 * (mean.pow(2) + spread.exp() - spread - 1).mean()
 
 
-MODELS = {model.__name__: model for model in (GPT2, GPT2Untied, Llama, DemoTransformer, LeNet, Blocks, Autoencoder)}
+class Shift(nn.Module):
+    """For one sample, autograd takes one memory for the gradients of its input and of both parameters: nothing is
+    summed, so all are views of the output's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.linspace(-1, 1, LENGTH * 16).view(LENGTH, 16))
+        self.other = nn.Parameter(torch.linspace(1, 2, LENGTH * 16).view(LENGTH, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.shift[None] + self.other[None]).sin()
+
+
+class Shifts(Base):
+    def build(self) -> None:
+        self.embed = nn.Embedding(TOKENS, 16)
+        self.shifts = nn.ModuleList(Shift() for _ in range(4))
+        self.head = nn.Linear(16, TOKENS)
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.embed(batch["input_ids"])
+        for shift in self.shifts:
+            x = shift(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch["labels"].flatten())
+
+
+_MODELS = (GPT2, GPT2Untied, Llama, DemoTransformer, LeNet, Blocks, Autoencoder, Shifts)
+MODELS = {model.__name__: model for model in _MODELS}
