@@ -17,6 +17,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from recipes import ROOT
 from recipes.processes import INTERRUPTED, REQUEUE
 
@@ -196,3 +198,31 @@ def read_metrics(folder: Path) -> dict[str, float | None]:
     content = json.loads((folder / METRICS).read_text())
     assert isinstance(content, dict)
     return content
+
+
+def read_config(folder: Path, new: Path | None = None) -> dict[str, Any]:
+    """The resolved config of a run, whose folder may have been moved.
+
+    Args:
+        folder: of the run.
+        new: the folder to which its paths are changed; default: ``folder`` itself.
+
+    Raises:
+        ValueError: there is none.
+    """
+    file = folder / CONFIG
+    if not file.is_file():
+        raise ValueError(f"{folder} is no folder of a run: it has no {CONFIG}.")
+    recorded = yaml.safe_load(file.read_text())
+    config: dict[str, Any] = _moved(recorded, recorded["paths"]["output_dir"], str(new or folder.resolve()))
+    return config
+
+
+def _moved(value: Any, old: str, new: str) -> Any:
+    """A config in which paths in a folder are in another one."""
+    if isinstance(value, Mapping):
+        return {key: _moved(item, old, new) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_moved(item, old, new) for item in value]
+    inside = isinstance(value, str) and (value == old or value.startswith(f"{old}/"))
+    return new + value[len(old) :] if inside else value

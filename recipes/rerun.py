@@ -18,8 +18,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from recipes import record
 from recipes.launch import launch, write
 from recipes.launchers.launcher import WorkersFailed
@@ -35,24 +33,12 @@ def again(folder: Path, new: Path) -> dict[str, Any]:
     Raises:
         ConfigError: there is no such record.
     """
-    file = folder / record.CONFIG
-    if not file.is_file() or not record.read(folder):
+    if not (folder / record.CONFIG).is_file() or not record.read(folder):
         raise ConfigError([f"{folder} is no folder of a run: it has no {record.RUN} and {record.CONFIG}"])
-    recorded = yaml.safe_load(file.read_text())
-    config: dict[str, Any] = _moved(recorded, recorded["paths"]["output_dir"], str(new))
+    config = record.read_config(folder, new)
     if config["ckpt_path"] == "last":
         config["ckpt_path"] = None
     return config
-
-
-def _moved(value: Any, old: str, new: str) -> Any:
-    """A config in which paths in a folder are in another one."""
-    if isinstance(value, Mapping):
-        return {key: _moved(item, old, new) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_moved(item, old, new) for item in value]
-    inside = isinstance(value, str) and (value == old or value.startswith(f"{old}/"))
-    return new + value[len(old) :] if inside else value
 
 
 def beside(folder: Path) -> Path:

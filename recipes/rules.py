@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import math
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -22,6 +24,8 @@ from recipes.problem import Problem
 from recipes.schema import kind_of, world_size
 
 Config = Mapping[str, Any]
+
+_BYTES = 256  # the tokens of the example data
 
 
 def problems(config: Config, broken: Collection[str]) -> Iterator[Problem | str]:
@@ -99,6 +103,24 @@ def _model(config: Config) -> Iterator[Problem]:
         yield Problem("model.heads", model["heads"], f"does not divide model.width={model['width']}", fix)
     if _name(model) == "lenet" and model["size"] % 4:
         yield Problem("model.size", model["size"], "two poolings can't halve it", "use a multiple of 4")
+    if _name(model) == "hf":
+        yield from _folder(model["path"], example=_name(config["data"]) != "")
+
+
+def _folder(path: str | None, *, example: bool) -> Iterator[Problem]:
+    """Of a model of transformers, for one of the example data or for data of the user's own."""
+    missing = [package for package in ("transformers", "safetensors") if importlib.util.find_spec(package) is None]
+    if missing:
+        fix = 'pip install ".[recipes,hf]"'
+        yield Problem("model.name", "hf", f"{missing[0]} isn't installed", fix)
+    elif path is None or not Path(path).is_dir():
+        message = "names no folder" if path is None else "no such folder"
+        yield Problem("model.path", path, message, "give one that save_pretrained has written")
+    elif not (Path(path) / "config.json").exists():
+        yield Problem("model.path", path, "has no config.json", "give a folder that save_pretrained has written")
+    elif example and (size := json.loads((Path(path) / "config.json").read_text()).get("vocab_size", _BYTES)) < _BYTES:
+        message = f"its vocabulary of {size} tokens is smaller than the {_BYTES} bytes of the example data"
+        yield Problem("model.path", path, message, "use another model, or data of your own")
 
 
 def _context(config: Config) -> Iterator[Problem]:

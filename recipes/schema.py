@@ -86,6 +86,12 @@ class LeNet:
 
 
 @dataclass
+class HF:
+    path: str | None
+    lora: dict[str, Any] | None
+
+
+@dataclass
 class Stdlib:
     directory: str
     context: Count
@@ -245,7 +251,7 @@ class Paths:
 # Which dataclass a node has: by its `name`, by its `_target_`, or by its group.
 BY_NAME: Mapping[str, Mapping[str, type]] = MappingProxyType(
     {
-        "model": {"gpt": GPT, "mlp": MLP, "lenet": LeNet},
+        "model": {"gpt": GPT, "mlp": MLP, "lenet": LeNet, "hf": HF},
         "data": {"stdlib": Stdlib, "text": Text, "digits": Digits},
         "scheduler": {"constant": Constant, "cosine": Cosine},
     }
@@ -299,7 +305,7 @@ def world_size(config: Mapping[str, Any]) -> int:
 
 
 # What example models take and example data give.
-TAKES: Mapping[str, str] = MappingProxyType({"gpt": "tokens", "mlp": "images", "lenet": "images"})
+TAKES: Mapping[str, str] = MappingProxyType({"gpt": "tokens", "hf": "tokens", "mlp": "images", "lenet": "images"})
 GIVES: Mapping[str, str] = MappingProxyType({"stdlib": "tokens", "text": "tokens", "digits": "images"})
 
 # The modules with parameters of an example model of so many layers: a stage without any learns nothing, and is refused.

@@ -32,6 +32,7 @@ from recipes.schema import world_size
 from recipes.validate import validate
 from tests.pool import WorkerPool
 from tests.recipes.test_configs import composed
+from tests.recipes.test_hf import pretrained
 from tests.tensor.test_sharding import ranks
 
 README, KOREAN = ROOT / "README.md", ROOT / "README.ko.md"
@@ -115,6 +116,8 @@ def test_trainings_run(
     text = tmp_path / "my.txt"
     text.write_text((ROOT / "README.md").read_text() * 3)
     given = {"data.path=my.txt": f"data.path={text}"}
+    if "model=hf" in words:
+        given["model.path=my-model"] = f"model.path={pretrained(tmp_path / 'my-model')}"
     given |= {f"{key}={CHECKPOINT}": f"{key}={checkpoint}" for key in ("ckpt_path", "init_from")}
     words = [given.get(word, word) for word in words]
     if "experiment=async_quality" in words:

@@ -14,5 +14,6 @@ MODELS: Mapping[str, str] = MappingProxyType(
         "gpt": "recipes.models.gpt.GPT",
         "mlp": "recipes.models.mlp.MLP",
         "lenet": "recipes.models.lenet.LeNet",
+        "hf": "recipes.models.hf.CausalLM",
     }
 )

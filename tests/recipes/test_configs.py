@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -29,6 +30,16 @@ GROUPS = {
 }
 
 
+TAKE_TOKENS = ("gpt", "hf")
+
+
+@pytest.fixture
+def hf_folder(tmp_path: Path) -> Path:
+    """The folder of a model of transformers, as far as a config is checked."""
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
 def composed(*overrides: str) -> dict[str, Any]:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return resolved(compose("train", overrides=list(overrides)), "OUT")
@@ -39,7 +50,7 @@ def problems(*overrides: str) -> list[Problem | str]:
 
 
 def test_the_groups_are_those_of_the_design() -> None:
-    assert set(GROUPS["model"]) == {"gpt", "mlp", "lenet"}
+    assert set(GROUPS["model"]) == {"gpt", "hf", "mlp", "lenet"}
     assert set(GROUPS["data"]) == {"stdlib", "digits", "text"}
     pipelines = {"pipeline_naive", "pipeline_sync", "pipeline_1f1b", "pipeline_async"}
     pipelines |= {"pipeline_interleaved", "pipeline_zbv"}
@@ -52,19 +63,21 @@ def test_the_groups_are_those_of_the_design() -> None:
 @pytest.mark.parametrize(
     ("group", "option"), [(group, option) for group, options in GROUPS.items() for option in options]
 )
-def test_every_option_composes_and_is_valid(group: str, option: str) -> None:
-    images = ["data=digits"] if group == "model" and option != "gpt" else []
+def test_every_option_composes_and_is_valid(group: str, option: str, hf_folder: Path) -> None:
+    images = ["data=digits"] if group == "model" and option not in TAKE_TOKENS else []
     images = ["model=mlp"] if option == "digits" else images
     file = [f"data.path={__file__}", "data.context=16"] if option == "text" else []
+    file += [f"model.path={hf_folder}"] if option == "hf" else []
     elsewhere = ["launch=false"] if group == "cluster" else []  # here is nothing that it could join
     elsewhere += ["cluster.image=mine", "cluster.claim=runs"] if option == "kubernetes" else []
     assert problems(f"{group}={option}", *images, *file, *elsewhere) == []
 
 
-def test_every_model_meets_every_strategy() -> None:
+def test_every_model_meets_every_strategy(hf_folder: Path) -> None:
     for model, strategy in itertools.product(GROUPS["model"], GROUPS["strategy"]):
-        data = "stdlib" if model == "gpt" else "digits"
-        assert problems(f"model={model}", f"data={data}", f"strategy={strategy}") == [], (model, strategy)
+        data = "stdlib" if model in TAKE_TOKENS else "digits"
+        folder = [f"model.path={hf_folder}"] if model == "hf" else []
+        assert problems(f"model={model}", f"data={data}", f"strategy={strategy}", *folder) == [], (model, strategy)
 
 
 def test_single_and_pipeline_train_the_same() -> None:

@@ -67,8 +67,8 @@ def test_what_differs_is_told(run: Path) -> None:
 
 def test_paths_are_moved_as_wholes() -> None:
     config = {"a": ["/x/1", "/x/1/b", "/x/10/c", 3], "b": {"c": "/x/é 'q'", "d": None}}
-    assert rerun._moved(config, "/x/1", "/new") == {**config, "a": ["/new", "/new/b", "/x/10/c", 3]}
-    assert rerun._moved(config, "/x/é 'q'", "/new")["b"] == {"c": "/new", "d": None}
+    assert record._moved(config, "/x/1", "/new") == {**config, "a": ["/new", "/new/b", "/x/10/c", 3]}
+    assert record._moved(config, "/x/é 'q'", "/new")["b"] == {"c": "/new", "d": None}
 
 
 def test_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:

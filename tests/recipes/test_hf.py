@@ -1,0 +1,217 @@
+"""A folder of transformers' becomes a run under any layout, and the run a folder again."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+import lightning_parallel as lp
+from recipes import ROOT, export, launch, record, work
+from recipes.models.hf import CausalLM
+from recipes.problem import Problem
+from recipes.schema import world_size
+from recipes.validate import validate
+from tests.pool import WorkerPool
+from tests.recipes.test_configs import composed, problems
+from tests.strategies.harness import complete, here
+from tests.thorough import thorough
+
+EXACT = 1e-12  # float64
+OPTIMIZER = {"_target_": "torch.optim.AdamW", "lr": 1e-2, "eps": 1e-4}
+LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
+CONFIGS: dict[str, Any] = {
+    "llama": LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=None, eos_token_id=None,
+    ),
+    "gpt2": GPT2Config(
+        vocab_size=256, n_embd=32, n_layer=4, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    ),
+}  # fmt: skip
+
+
+def pretrained(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A folder as people share them, in several files."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind]).to(dtype)
+    model.save_pretrained(folder, max_shard_size="40KB")
+    return folder
+
+
+def batches() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, 256, (12, 17), generator=generator)
+    return DataLoader([(row[:-1], row[1:]) for row in tokens], batch_size=4)  # type: ignore[arg-type]
+
+
+STRATEGIES: dict[str, Any] = {
+    "single": lambda: "auto",
+    "pipeline": lambda: lp.PipelineStrategy(microbatches=4),
+    "zbv": lambda: lp.PipelineStrategy(microbatches=4, schedule="zbv"),
+    "tensor": lambda: lp.TensorParallelStrategy(),
+    "both": lambda: lp.PipelineStrategy(microbatches=2, tensor_parallel=2, stages=2),
+    "fsdp": lambda: lp.FullyShardedStrategy(),
+}
+
+
+def train(strategy: str, ranks: int, path: Path, lora: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Three updates in float64."""
+    trainer = L.Trainer(
+        accelerator="cpu", devices=ranks, strategy=STRATEGIES[strategy](), precision="64-true", max_epochs=1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    torch.manual_seed(7)
+    module = CausalLM(path=str(path), lora=lora, optimizer=OPTIMIZER)
+    trainer.fit(module, batches())
+    shards = trainer.strategy.local_model.shards if strategy != "single" else {}  # type: ignore[attr-defined]
+    return {
+        "loss": float(trainer.callback_metrics["train_loss"]),
+        "weights": {name: complete(p.detach()) for name, p in here(module).items()},
+        "shards": shards,
+        "trained": {name for name, p in here(module).items() if p.requires_grad},
+    }
+
+
+def assert_equal(ranks: list[dict[str, Any]], reference: dict[str, Any]) -> None:
+    assert ranks[0]["loss"] == pytest.approx(reference["loss"], rel=0, abs=EXACT)
+    seen: set[str] = set()
+    for rank in ranks:
+        for name, value in rank["weights"].items():
+            expected = reference["weights"][name]
+            expected = rank["shards"][name].take(expected) if name in rank["shards"] else expected
+            assert torch.allclose(value, expected, rtol=0, atol=EXACT), name
+            seen.add(name)
+    assert seen == reference["weights"].keys()
+
+
+@pytest.mark.parametrize(("kind", "strategy", "ranks"), [
+    ("llama", "both", 4), ("gpt2", "zbv", 2),
+    *thorough(("gpt2", "pipeline", 3), ("gpt2", "tensor", 2), ("llama", "tensor", 2), ("llama", "fsdp", 1)),
+])  # fmt: skip
+def test_a_folder_trains_as_in_one_process(
+    pool: WorkerPool, tmp_path: Path, kind: str, strategy: str, ranks: int
+) -> None:
+    folder = pretrained(tmp_path / "model", kind)
+    (reference,) = pool.run(train, 1, "single", 1, folder, init=False)
+    assert_equal(pool.run(train, ranks, strategy, ranks, folder, init=False), reference)
+
+
+def test_a_folder_without_weights_begins_a_new_model(pool: WorkerPool, tmp_path: Path) -> None:
+    folder = pretrained(tmp_path / "model")
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    (reference,) = pool.run(train, 1, "single", 1, folder, init=False)
+    assert_equal(pool.run(train, 2, "pipeline", 2, folder, init=False), reference)
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", *thorough("tensor", "zbv")])
+def test_adapters_train_and_nothing_else(pool: WorkerPool, tmp_path: Path, strategy: str) -> None:
+    folder = pretrained(tmp_path / "model")
+    (reference,) = pool.run(train, 1, "single", 1, folder, LORA, init=False)
+    ranks = pool.run(train, 2, strategy, 2, folder, LORA, init=False)
+    assert_equal(ranks, reference)
+    before = CausalLM(path=str(folder), lora=LORA, optimizer=OPTIMIZER).double().state_dict()
+    assert all("lora_" in name for rank in ranks for name in rank["trained"])
+    assert all(torch.equal(value, before[name]) for name, value in reference["weights"].items() if "lora_" not in name)
+
+
+# -- commands --------------------------------------------------------------------------------------------------------
+
+TINY = [
+    "model=hf", "data.context=16", "data.batch_size=4", "trainer.max_steps=2", "trainer.limit_val_batches=1",
+    "print_config=false", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false",
+    "trainer.precision=64-true", "logger=none",
+]  # fmt: skip
+
+
+def run(pool: WorkerPool, folder: Path, *overrides: str) -> Path:
+    """A run of a recipe, in the pool's processes; its folder."""
+    config = composed(*TINY, *overrides)
+    config["paths"] |= {"output_dir": str(folder), "data_dir": str(folder.parent / "data")}
+    config["callbacks"]["checkpoint"]["dirpath"] = str(folder / "checkpoints")
+    assert validate(config) == []
+    folder.mkdir()
+    launch.write(config)
+    pool.run(work.main, world_size(config), (folder / record.CONFIG).read_text(), init=False)
+    return folder
+
+
+def logits(folder: Path) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    with torch.no_grad():
+        result: Tensor = model(torch.arange(16)[None]).logits
+    return result
+
+
+def test_what_is_exported_is_what_one_process_has_trained(pool: WorkerPool, tmp_path: Path) -> None:
+    folder = pretrained(tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{}")
+    one = run(pool, tmp_path / "one", f"model.path={folder}", "strategy=single")
+    four = run(pool, tmp_path / "four", f"model.path={folder}", "strategy=tensor_pipeline", "cluster.devices=4")
+    for source in (one, four.rename(tmp_path / "moved")):
+        export.main([str(source), f"{source}-exported"])
+    assert (tmp_path / "moved-exported" / "tokenizer.json").exists()
+    (folder / "tokenizer.json").unlink()
+    exported = logits(tmp_path / "moved-exported")
+    assert torch.allclose(exported, logits(tmp_path / "one-exported"), rtol=0, atol=1e-9)
+    assert not torch.allclose(exported, logits(folder), rtol=0, atol=1e-3)
+
+
+def test_adapters_are_exported_alone_or_merged(pool: WorkerPool, tmp_path: Path) -> None:
+    folder = pretrained(tmp_path / "model")
+    lora = "model.lora={r:4,target_modules:all-linear,init_lora_weights:false}"
+    run(pool, tmp_path / "run", f"model.path={folder}", lora, "strategy=pipeline_1f1b", "cluster.devices=2")
+    export.main([str(tmp_path / "run"), str(tmp_path / "adapters")])
+    export.main([str(tmp_path / "run"), str(tmp_path / "merged"), "--merge"])
+    assert not list((tmp_path / "adapters").glob("model*"))
+    assert torch.allclose(logits(tmp_path / "adapters"), logits(tmp_path / "merged"), rtol=0, atol=1e-6)
+    assert not torch.allclose(logits(tmp_path / "merged"), logits(folder), rtol=0, atol=1e-3)
+    with pytest.raises(SystemExit, match="exists: give a folder"):
+        export.main([str(tmp_path / "run"), str(tmp_path / "merged")])
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    with pytest.raises(SystemExit, match="no whole checkpoint"):
+        export.main([str(tmp_path / "run"), str(tmp_path / "more")])
+
+
+def test_only_a_run_of_transformers_is_exported(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no folder of a run"):
+        export.main([str(tmp_path), str(tmp_path / "out")])
+    config = composed("model=gpt")
+    config["paths"]["output_dir"] = str(tmp_path)
+    launch.write(config)
+    with pytest.raises(SystemExit, match="use python -m recipes.convert"):
+        export.main([str(tmp_path), str(tmp_path / "out")])
+
+
+def test_a_vocabulary_too_small_for_bytes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 100}')
+    assert "smaller than the 256 bytes" in str(problems("model=hf", f"model.path={tmp_path}"))
+
+
+@pytest.mark.parametrize(("path", "words"), [
+    ("null", "names no folder"), ("/nowhere", "no such folder"), (str(ROOT), "has no config.json"),
+])  # fmt: skip
+def test_a_folder_that_is_none_is_refused_before_a_worker_starts(path: str, words: str) -> None:
+    (problem,) = problems("model=hf", f"model.path={path}")
+    assert isinstance(problem, Problem) and problem.path == "model.path" and words in str(problem)
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    ({"lora": {"r": 4, "target_modules": ["nothing"]}}, "model.lora="),
+    ({"lora": {"rank": 4}}, "model.lora="),
+    ({"path": "/nowhere"}, "model.path=/nowhere"),
+], ids=str)  # fmt: skip
+def test_bad_settings_are_named(tmp_path: Path, arguments: dict[str, Any], words: str) -> None:
+    given: dict[str, Any] = {"path": str(pretrained(tmp_path / "model")), "lora": None, **arguments}
+    with pytest.raises(ValueError, match=words):
+        CausalLM(optimizer=OPTIMIZER, **given)
