@@ -104,12 +104,13 @@ def _model(config: Config) -> Iterator[Problem]:
     if _name(model) == "lenet" and model["size"] % 4:
         yield Problem("model.size", model["size"], "two poolings can't halve it", "use a multiple of 4")
     if _name(model) == "hf":
-        yield from _folder(model["path"], example=_name(config["data"]) != "")
+        yield from _folder(model, example=_name(config["data"]) != "")
 
 
-def _folder(path: str | None, *, example: bool) -> Iterator[Problem]:
+def _folder(model: Config, *, example: bool) -> Iterator[Problem]:
     """Of a model of transformers, for one of the example data or for data of the user's own."""
-    missing = [package for package in ("transformers", "safetensors") if importlib.util.find_spec(package) is None]
+    path, needed = model["path"], ("transformers", "safetensors", *["peft"] * (model["lora"] is not None))
+    missing = [package for package in needed if importlib.util.find_spec(package) is None]
     if missing:
         fix = 'pip install ".[recipes,hf]"'
         yield Problem("model.name", "hf", f"{missing[0]} isn't installed", fix)
@@ -118,9 +119,18 @@ def _folder(path: str | None, *, example: bool) -> Iterator[Problem]:
         yield Problem("model.path", path, message, "give one that save_pretrained has written")
     elif not (Path(path) / "config.json").exists():
         yield Problem("model.path", path, "has no config.json", "give a folder that save_pretrained has written")
-    elif example and (size := json.loads((Path(path) / "config.json").read_text()).get("vocab_size", _BYTES)) < _BYTES:
+    elif example and (size := _vocabulary(Path(path))) < _BYTES:
         message = f"its vocabulary of {size} tokens is smaller than the {_BYTES} bytes of the example data"
         yield Problem("model.path", path, message, "use another model, or data of your own")
+
+
+def _vocabulary(folder: Path) -> int:
+    """The tokens that a model knows; enough where its file doesn't tell. Whether it can be read, transformers says."""
+    try:
+        size = json.loads((folder / "config.json").read_text()).get("vocab_size")
+    except (ValueError, AttributeError):
+        return _BYTES
+    return size if isinstance(size, int) else _BYTES
 
 
 def _context(config: Config) -> Iterator[Problem]:

@@ -107,5 +107,5 @@ def _with_adapters(model: nn.Module, lora: Mapping[str, Any]) -> nn.Module:
 
 def _outer(model: Any) -> list[nn.Module]:
     """The embeddings and the output layer, which Muon leaves to AdamW."""
-    outer = (model.get_input_embeddings(), model.get_output_embeddings())
-    return [part for part in outer if part is not None]
+    output = model.get_output_embeddings()
+    return [part for part in model.modules() if part is output or isinstance(part, nn.Embedding)]
