@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
+from recipes.models.language_model import LanguageModel
 from recipes.models.optimizer import configure
 
 
@@ -53,7 +53,7 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.norm_mlp(x)))
 
 
-class GPT(L.LightningModule):
+class GPT(LanguageModel):
     """Next-token model; the loss is the mean cross entropy in nats per token.
 
     Args:
@@ -114,21 +114,6 @@ class GPT(L.LightningModule):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
-
-    def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        tokens, targets = batch
-        return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss = self._loss(batch)
-        self.log("train_loss", loss, prog_bar=True, sync_dist=True)
-        return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True)
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.log("test_loss", self._loss(batch), sync_dist=True)
 
     def configure_tensor_parallel(self) -> dict[str, str]:
         """Heads, hidden units and vocabulary are divided over the ranks of a tensor group."""

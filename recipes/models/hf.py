@@ -6,17 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import lightning as L
-import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
+from recipes.models.language_model import LanguageModel
 from recipes.models.optimizer import configure
 
-WEIGHTS = ("*.safetensors", "*.bin")  # the files in which a folder has weights
+_WEIGHTS = ("*.safetensors", "*.bin")  # the files in which a folder has weights
 
 
-class CausalLM(L.LightningModule):
+class CausalLM(LanguageModel):
     """Trains a folder's model: the weights that are in it, or new ones for a folder with a ``config.json`` alone.
 
     Weights are trained in float32, whatever they are stored in, unless ``trainer.precision`` says otherwise. Files of
@@ -47,7 +46,8 @@ class CausalLM(L.LightningModule):
         self.save_hyperparameters()
         self.optimizer = dict(optimizer)
         self.scheduler = dict(scheduler) if scheduler else None
-        self.model = _with_adapters(_opened(path), lora) if lora is not None else _opened(path)
+        model = _opened(path)
+        self.model = model if lora is None else _with_adapters(model, lora)
         self.model.train()  # from_pretrained gives it in evaluation's mode
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -59,19 +59,7 @@ class CausalLM(L.LightningModule):
         if isinstance(batch, Mapping):
             loss: Tensor = self.model(**batch, use_cache=False).loss
             return loss
-        tokens, targets = batch
-        return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self._loss(batch)
-        self.log("train_loss", loss, prog_bar=True, sync_dist=True)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", self._loss(batch), sync_dist=True)
+        return super()._loss(batch)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
@@ -85,7 +73,7 @@ def _opened(path: str) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        if any(file for pattern in WEIGHTS for file in Path(path).glob(pattern)):
+        if any(file for pattern in _WEIGHTS for file in Path(path).glob(pattern)):
             model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True)
         else:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
