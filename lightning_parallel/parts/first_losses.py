@@ -98,7 +98,7 @@ def _noting(module: nn.Module, logged: dict[str, Any]) -> Any:
 
 def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
     return {
-        str(name): float(value)
+        str(name): float(value.detach() if isinstance(value, Tensor) else value)
         for name, value in values.items()
         if isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex())
     }

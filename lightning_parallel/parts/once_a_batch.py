@@ -37,7 +37,8 @@ class OnceABatch:
         self._changing: list[Tensor] = []
         self._before: list[Tensor] = []
         self._after: dict[int, Tensor] = {}  # by index, as a run has left it
-        self._frozen: list[tuple[Tensor, tuple[int, int]]] = []  # those that are not to change, and as they were
+        # Those that are not to change, and as they were.
+        self._frozen: list[tuple[Tensor, tuple[int, int], Tensor]] = []
 
     def follow(self, names: Collection[str], runs: int) -> None:
         """A batch is about to take so many runs of the step, in which these parameters and buffers change. Those of
@@ -78,10 +79,12 @@ class OnceABatch:
         if self._begun == 1:
             self._before = [tensor.clone() for tensor in self._changing]
             frozen = [p for p in self._module.parameters() if _is_here(p) and not p.requires_grad]
-            self._frozen = [(p, _state_of(p)) for p in frozen if not any(p is changing for changing in self._changing)]
+            frozen = [p for p in frozen if not any(p is changing for changing in self._changing)]
+            self._frozen = [(p, _state_of(p), _digest(p)) for p in frozen]
         elif self._begun == 2:
-            for parameter, state in self._frozen:
-                if _state_of(parameter) != state:
+            for parameter, state, digest in self._frozen:
+                # What PEFT puts in a parameter's place for a call, it takes away after it.
+                if _state_of(parameter) != state and not torch.equal(_digest(parameter), digest):
                     name = next(name for name, p in self._module.named_parameters() if p is parameter)
                     raise RuntimeError(
                         f"training_step has changed '{name}' inside a layer, or not in the first step. It is called "
@@ -99,3 +102,10 @@ def _is_here(tensor: Tensor) -> bool:
 
 def _state_of(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), version_of(tensor)
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    """A sum over the bits of a tensor, which nearly every change changes."""
+    wide = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    raw = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return raw.detach().view(wide[raw.element_size()]).sum(dtype=torch.int64)

@@ -92,6 +92,8 @@ class Known(int):
 
 
 def _computed(operation: Callable[[int, int], int], a: int, b: int) -> int:
+    if not (isinstance(a, int) and isinstance(b, int)):
+        return NotImplemented  # of a list, say
     value = operation(int(a) if isinstance(a, Known) else a, int(b) if isinstance(b, Known) else b)
     known = [x for x in (a, b) if isinstance(x, Known) and x.record.is_open]
     if value is NotImplemented or not known:

@@ -18,12 +18,13 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -112,7 +113,7 @@ class AsyncPipelineStrategy(StagedStrategy):
             trainer,
             automatic_microbatches=self._automatic_microbatches,
             completing=lambda chunk: self.replicas.completing(),
-            check=_refuse_ties,
+            check=partial(_refuse_ties, self.lightning_module),
             describe=self._describe,
             weights=self._make_versions,
             norm_group=self.groups.along("tensor"),  # of this stage alone: its update is not that of others
@@ -252,9 +253,12 @@ class AsyncPipelineStrategy(StagedStrategy):
         return 0.0
 
 
-def _refuse_ties(parts: Partition) -> None:
-    """Parameters that two stages hold can't have asynchronous updates of different staleness."""
-    tied = {name: stages for name, stages in parts.shared().items() if name not in parts.loose}
+def _refuse_ties(module: nn.Module | None, parts: Partition) -> None:
+    """Parameters that two stages hold and train can't have asynchronous updates of different staleness."""
+    assert module is not None
+    learns = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    shared = parts.shared().items()
+    tied = {name: stages for name, stages in shared if name not in parts.loose and name in learns}
     for name, stages in tied.items():
         others = [other for other, first in parts.aliases.items() if first == name and other != name]
         used = f"is tied to {others} on" if others else "is used on"

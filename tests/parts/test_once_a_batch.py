@@ -61,3 +61,16 @@ def test_a_run_that_is_left_before_the_change_leaves_what_the_others_leave() -> 
         with once.run():
             assert module.weight.item() == 1
         assert module.weight.item() == 2
+
+
+def test_a_frozen_parameter_that_is_changed_and_put_back_is_left_alone() -> None:
+    """As PEFT does for the time of a call, where it adapts a parameter that is in no layer of its own."""
+    module = nn.Linear(3, 2).requires_grad_(False)
+    once = OnceABatch(module)
+    once.follow({"weight"}, 2)
+    once.before()
+    with torch.no_grad():
+        own = module.bias.clone()
+        module.bias.add_(1)
+        module.bias.copy_(own)
+    once.before()
