@@ -17,6 +17,7 @@ from lightning_parallel.parts.exact_resume import ExactResume
 from lightning_parallel.parts.finite_loss import FiniteLoss
 from lightning_parallel.parts.memory_snapshot import MemorySnapshot
 from lightning_parallel.parts.preemption import Preemption
+from lightning_parallel.passes import in_passes
 from lightning_parallel.resumable_loader import ResumableDataLoader
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.fully_sharded import FullyShardedStrategy
@@ -41,6 +42,7 @@ __all__ = [
     "RowParallelLinear",
     "TensorParallelStrategy",
     "VocabParallelEmbedding",
+    "in_passes",
     "vocab_parallel_cross_entropy",
 ]
 

@@ -18,7 +18,10 @@ ROWS = (
     {"strategies"},
     {"parts"},
     {"pipeline", "tensor", "checkpoint", "fully_sharded", "threaded_replicas"},
-    {"gradients", "layout", "groups", "shard", "local_model", "batch", "collectives", "settings", "resumable_loader"},
+    {
+        "gradients", "layout", "groups", "shard", "local_model", "batch", "collectives", "settings", "resumable_loader",
+        "passes",
+    },
     {"lightning_private", "torch_private"},
 )
 KNOW_NO_LIGHTNING = ("pipeline", "tensor", "checkpoint", "fully_sharded", "threaded_replicas", "gradients")

@@ -6,16 +6,19 @@ split, so metrics see what they see in one process. Metrics are published at the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 from lightning_parallel.parts.batch_watch import BatchWatch
 from lightning_parallel.parts.earlier_chunks import EarlierChunks
 from lightning_parallel.parts.first_look import FirstLook
 from lightning_parallel.parts.last_stage import LastStage
+from lightning_parallel.parts.several_passes import Relay, run_in_passes
 from lightning_parallel.parts.stages import Stages
 from lightning_parallel.parts.tensor_shards import TensorShards
+from lightning_parallel.passes import first_pass, passes_of
 from lightning_parallel.pipeline.engine import Engine
 
 
@@ -29,6 +32,7 @@ class Evaluation:
         last_stage: runs the end of the steps.
         shards: compare the losses of tensor ranks.
         earlier: drops what runs for earlier chunks log.
+        relay: sends on what the passes of a step return.
     """
 
     def __init__(
@@ -39,12 +43,14 @@ class Evaluation:
         last_stage: LastStage,
         shards: TensorShards,
         earlier: EarlierChunks,
+        relay: Relay,
     ) -> None:
         self._engine = engine
         self._stages = stages
         self._look = look
         self._last_stage = last_stage
         self._shards, self._earlier = shards, earlier
+        self._relay = relay
         self._watch = BatchWatch()
         self._batches = 0
 
@@ -56,17 +62,30 @@ class Evaluation:
             *args, **kwargs: the step's arguments, the batch first.
 
         Returns:
-            What the step returned, on the last stage; None on the others.
+            What the step returned, on the last stage; None on the others. A step of several passes returns on all.
         """
         self._batches += 1
         # Each loader may have a step of its own.
-        self._look.follow(f"{step.__name__} {args[2:]}", partial(self._watch.look, step, *args, **kwargs))
+        look = partial(self._watch.look, first_pass(step), *args, **kwargs)
+        self._look.follow(f"{step.__name__} {args[2:]}", look)
         self._watch.check(step.__name__, self._stages.stage.partition)
         indices = [index for index in args[1:] if isinstance(index, int)]
+        passes = passes_of(step)
+        if passes is None or self._stages.stage.partition.stages == 1:
+            return self._pass(partial(step, *args, **kwargs), step.__name__, indices)
+        counter = count()
+
+        def run(one: Callable[[], Any]) -> Any:
+            return self._pass(one, step.__name__, [*indices, next(counter)])
+
+        return run_in_passes(passes, run, self._stages.stage.partition.stages, self._relay, *args, *kwargs.values())
+
+    def _pass(self, step: Callable[[], Any], name: str, indices: Sequence[int]) -> Any:
+        """One pass through the stages."""
 
         def alone() -> Any:
-            with self._last_stage.alone(step.__name__, *indices):
-                return self._shards.run(partial(self._earlier.run, step, *args, **kwargs), step.__name__)
+            with self._last_stage.alone(name, *indices):
+                return self._shards.run(partial(self._earlier.run, step), name)
 
         output = self._engine.evaluate(alone, self._batches)
         if self._stages.fully_sharded is not None:

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_parallel.batch import batch_size, split
 from lightning_parallel.lightning_private import before_batch_transfer, loader_source, mode_of
 from lightning_parallel.parts.logs import trial
+from lightning_parallel.passes import first_pass
 from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_kept
 from lightning_parallel.torch_private import tree_map
 
@@ -59,7 +60,7 @@ def first_step(trainer: pl.Trainer, module: pl.LightningModule, part: Callable[[
     indices = [0] if is_param_in_hook_signature(step, "batch_idx", min_args=2) else []
     if loaders > 1 and name != "training_step":
         indices.append(0)  # dataloader_idx
-    return partial(step, part(batch), *indices)
+    return partial(first_pass(step), part(batch), *indices)
 
 
 def trial_of(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[], None]:

@@ -43,6 +43,7 @@ from lightning_parallel.parts.loss_means import LossMeans
 from lightning_parallel.parts.manual import SEVERAL_OPTIMIZERS, refuse_manual_optimization
 from lightning_parallel.parts.microbatches import Microbatches, loss_of
 from lightning_parallel.parts.options import StagedOptions
+from lightning_parallel.parts.several_passes import Relay
 from lightning_parallel.parts.stages import Stages, refuse_evaluation, refuse_training
 from lightning_parallel.parts.tensor_shards import TensorShards
 from lightning_parallel.parts.timelines import warn_without_pictures, write_timeline
@@ -216,7 +217,10 @@ class StagedStrategy(LayoutStrategy):
             completing=completing,
         )
         earlier = EarlierChunks(module, self.stage)
-        self._evaluation = Evaluation(self._engine, self._stages, look, self._last_stage, self._shards, earlier)
+        relay = Relay(groups.host_group, layout.rank_at(pipeline=layout.stages - 1), device)
+        self._evaluation = Evaluation(
+            self._engine, self._stages, look, self._last_stage, self._shards, earlier, relay
+        )
         parts = self.stage.partition
         elsewhere = (name for name, chunks in parts.outside.items() if parts.chunks - 1 not in chunks)
         means = LossMeans(
