@@ -88,7 +88,7 @@ def begin_with(module: L.LightningModule, path: str) -> None:
     except RuntimeError as error:
         first, *others = str(error).split("\n\t")[1:] or [str(error)]
         more = f" (and {len(others)} more)" if others else ""
-        raise ValueError(f"init_from={path}: its weights are those of another model: {first}{more}") from error
+        raise ValueError(f"{path}: its weights are those of another model: {first}{more}") from error
 
 
 def strategy(config: Config) -> Strategy | str:

@@ -19,6 +19,7 @@ from recipes.problem import Problem, closest
 
 CONF = ROOT / "conf"
 NOT_KNOWN = "OUTPUT_DIR"  # the folder of a run, where Hydra has yet to choose it
+_PATHS = (("model", "path"), ("data", "path"), ("data", "val_path"), ("data", "tokenizer"))  # of the examples
 _JOBS_CHECKED = 64  # of a sweep; the rest are checked as they start
 
 
@@ -37,6 +38,10 @@ def resolved(config: DictConfig, output_dir: str) -> dict[str, Any]:
     OmegaConf.update(config, "paths.data_dir", str(Path(config.paths.data_dir).absolute()))
     plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     assert isinstance(plain, dict)
+    for node, key in _PATHS:  # a command may be given elsewhere for the run later
+        value = plain[node].get(key)
+        if isinstance(value, str) and "_target_" not in plain[node]:
+            plain[node][key] = str(Path(value).absolute())
     return {str(key): value for key, value in plain.items()}
 
 

@@ -6,7 +6,7 @@
 
 ``AutoModelForCausalLM.from_pretrained("my-model")`` has the weights of the run's newest checkpoint, whatever the layout
 it was trained under. Adapters are exported alone, as PEFT saves them, or with ``--merge`` as a model without adapters.
-The tokenizer of the folder that the run began with comes along.
+What else is in the folder that the run began with, such as the tokenizer, comes along.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from recipes import record
-
-_OF_TOKENIZERS = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json", "*.jinja")
 
 
 def export(run: Path, out: Path, checkpoint: Path | None = None, *, merge: bool = False) -> Path:
@@ -42,6 +40,8 @@ def export(run: Path, out: Path, checkpoint: Path | None = None, *, merge: bool 
     from recipes import build, resume  # here: they import torch
 
     config = record.read_config(run)
+    if config["model"].get("path") is not None and not Path(config["model"]["path"]).is_dir():
+        raise ValueError(f"model.path={config['model']['path']}, which the run began with, isn't there: put it back.")
     if out.exists():
         raise ValueError(f"{out} exists: give a folder that doesn't, or delete it.")
     if config["model"].get("name") != "hf":
@@ -54,14 +54,55 @@ def export(run: Path, out: Path, checkpoint: Path | None = None, *, merge: bool 
     module = build.model(config)
     build.begin_with(module, found)
     model: Any = module.model
+    _refuse(model, config["model"], merge=merge)
     part = out.with_name(f".{out.name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    (model.merge_and_unload() if merge else model).save_pretrained(part)
-    for pattern in _OF_TOKENIZERS:
-        for file in Path(config["model"]["path"]).glob(pattern):
-            shutil.copy2(file, part)
-    part.rename(out)
+    try:
+        (model.merge_and_unload() if merge else model).save_pretrained(part)
+        alone = config["model"]["lora"] is not None and not merge
+        # With the model's own config beside them, transformers would look for its weights.
+        _bring_along(Path(config["model"]["path"]), part, left_out={"config.json"} if alone else set())
+        part.rename(out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
     return Path(found)
+
+
+def _refuse(model: Any, config: Mapping[str, Any], *, merge: bool) -> None:
+    """What transformers would open as another model.
+
+    Raises:
+        ValueError: adapters of tied weights are to be merged, or adapters to be written whose base is nowhere, or which
+            transformers doesn't open.
+    """
+    from recipes.models.hf import has_weights  # here: it imports torch
+
+    if config["lora"] is None:
+        return
+    if not merge and not has_weights(Path(config["path"])):
+        raise ValueError(f"The weights that were adapted aren't in {config['path']}, but in the run: use --merge.")
+    if not merge and config["lora"].get("use_dora"):
+        raise ValueError("transformers opens adapters of DoRA without their magnitudes: use --merge.")
+    own = model.get_base_model()
+    outer = (own.get_input_embeddings(), own.get_output_embeddings())
+    if merge and own.config.tie_word_embeddings and any(hasattr(part, "lora_A") for part in outer):
+        raise ValueError(
+            "The embedding and the output layer share a weight, which can't be merged with adapters of one of them: "
+            "leave --merge out."
+        )
+
+
+def _bring_along(source: Path, out: Path, left_out: Collection[str]) -> None:
+    """The rest of the folder that the run began with: tokenizer, templates, code, licence."""
+    from recipes.models.hf import WEIGHTS  # here: it imports torch
+
+    for file in sorted(source.rglob("*")):
+        inside = file.relative_to(source)
+        weights = file.suffix in WEIGHTS or file.name.endswith(".index.json")
+        hidden = str(inside) in left_out or any(part.startswith(".") for part in inside.parts)
+        if file.is_file() and not (weights or hidden or (out / inside).exists()):
+            (out / inside).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(file, out / inside)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -76,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     try:
         found = export(given.run, given.out, given.checkpoint, merge=given.merge)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except (ValueError, OSError, RuntimeError, ModuleNotFoundError) as error:
         sys.exit(str(error))
     print(f"{given.out}: the weights of {found}")
 

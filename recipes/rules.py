@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import math
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -16,16 +14,13 @@ from lightning_parallel.settings import settings_of
 from lightning_parallel.strategies.fully_sharded import FullyShardedOptions
 from lightning_parallel.strategies.pipeline import PipelineOptions
 from lightning_parallel.strategies.pipeline_async import AsyncPipelineOptions
-from recipes import clusters, machine, resume, schema
+from recipes import clusters, machine, model_rules, resume, schema
 from recipes.clusters import counted, restarts_by_itself
 from recipes.compose import NOT_KNOWN
-from recipes.data.textfile import problem as unusable
 from recipes.problem import Problem
-from recipes.schema import kind_of, world_size
+from recipes.schema import example_of, kind_of, world_size
 
 Config = Mapping[str, Any]
-
-_BYTES = 256  # the tokens of the example data
 
 
 def problems(config: Config, broken: Collection[str]) -> Iterator[Problem | str]:
@@ -36,7 +31,7 @@ def problems(config: Config, broken: Collection[str]) -> Iterator[Problem | str]
         broken: paths of values that are wrong by themselves, or absent.
     """
     sound = _Sound(config, "", broken)
-    for rule in (*_RULES, *clusters.RULES, *machine.RULES):
+    for rule in (*model_rules.RULES, *_RULES, *clusters.RULES, *machine.RULES):
         try:
             yield from list(rule(sound))
         except _BrokenValue:
@@ -73,80 +68,10 @@ class _Sound(Mapping[str, Any]):
         return len(self._node)
 
 
-def _name(node: Config) -> str:
-    """Of an example; empty for a class of the user's own, whose ``name`` is an argument like others."""
-    return "" if node.get("_target_") is not None else str(node.get("name", ""))
-
-
 def _batch_size(config: Config) -> int | None:
     """Samples per batch; None where the data of the user's own don't say it with a number."""
     size = config["data"].get("batch_size")
     return size if isinstance(size, int) else None
-
-
-# -- model and data --------------------------------------------------------------------------------------------------
-
-
-def _model_takes_data(config: Config) -> Iterator[Problem]:
-    model, data = config["model"], config["data"]
-    takes, gives = schema.TAKES.get(_name(model)), schema.GIVES.get(_name(data))
-    if takes is not None and gives is not None and takes != gives:
-        fitting = " or ".join(f"data={name}" for name, kind in schema.GIVES.items() if kind == takes)
-        message = f"takes {takes}, but data={data['name']} gives {gives}"
-        yield Problem("model.name", model["name"], message, f"use {fitting}")
-
-
-def _model(config: Config) -> Iterator[Problem]:
-    model = config["model"]
-    if _name(model) == "gpt" and model["width"] % model["heads"]:
-        fix = "choose one that does"
-        yield Problem("model.heads", model["heads"], f"does not divide model.width={model['width']}", fix)
-    if _name(model) == "lenet" and model["size"] % 4:
-        yield Problem("model.size", model["size"], "two poolings can't halve it", "use a multiple of 4")
-    if _name(model) == "hf":
-        yield from _folder(model, example=_name(config["data"]) != "")
-
-
-def _folder(model: Config, *, example: bool) -> Iterator[Problem]:
-    """Of a model of transformers, for one of the example data or for data of the user's own."""
-    path, needed = model["path"], ("transformers", "safetensors", *["peft"] * (model["lora"] is not None))
-    missing = [package for package in needed if importlib.util.find_spec(package) is None]
-    if missing:
-        fix = 'pip install ".[recipes,hf]"'
-        yield Problem("model.name", "hf", f"{missing[0]} isn't installed", fix)
-    elif path is None or not Path(path).is_dir():
-        message = "names no folder" if path is None else "no such folder"
-        yield Problem("model.path", path, message, "give one that save_pretrained has written")
-    elif not (Path(path) / "config.json").exists():
-        yield Problem("model.path", path, "has no config.json", "give a folder that save_pretrained has written")
-    elif example and (size := _vocabulary(Path(path))) < _BYTES:
-        message = f"its vocabulary of {size} tokens is smaller than the {_BYTES} bytes of the example data"
-        yield Problem("model.path", path, message, "use another model, or data of your own")
-
-
-def _vocabulary(folder: Path) -> int:
-    """The tokens that a model knows; enough where its file doesn't tell. Whether it can be read, transformers says."""
-    try:
-        size = json.loads((folder / "config.json").read_text()).get("vocab_size")
-    except (ValueError, AttributeError):
-        return _BYTES
-    return size if isinstance(size, int) else _BYTES
-
-
-def _context(config: Config) -> Iterator[Problem]:
-    model, data = config["model"], config["data"]
-    tokens = schema.GIVES.get(_name(data)) == "tokens"
-    if _name(model) == "gpt" and tokens and model["context"] < data["context"]:
-        message = f"shorter than the windows of data.context={data['context']}"
-        yield Problem("model.context", model["context"], message, "make them equal")
-
-
-def _text(config: Config) -> Iterator[Problem]:
-    data = config["data"]
-    if _name(data) == "text":
-        found = unusable(data["path"], data["context"])
-        if found is not None:
-            yield Problem("data.path", data["path"], *found)
 
 
 # -- the strategy ----------------------------------------------------------------------------------------------------
@@ -202,7 +127,7 @@ def _sizes(strategy: Config) -> dict[str, Any]:
 def _stages(config: Config, strategy: Config, stages: int) -> Iterator[Problem]:
     """Each stage of an example model gets something that learns."""
     model = config["model"]
-    most = schema.MOST_STAGES.get(_name(model))
+    most = schema.MOST_STAGES.get(example_of(model))
     chunks = _chunks(strategy)
     limit = most(model.get("layers", 0)) // chunks if most is not None else stages
     if stages > limit:
@@ -308,7 +233,7 @@ def _incomplete(key: str, path: str | None) -> Iterator[Problem]:
 
 def _schedule(config: Config) -> Iterator[Problem]:
     scheduler = config["scheduler"]
-    if _name(scheduler) != "cosine":
+    if example_of(scheduler) != "cosine":
         return
     warmup, total = scheduler["warmup_steps"], scheduler["total_steps"]
     if total < 1:
@@ -320,10 +245,6 @@ def _schedule(config: Config) -> Iterator[Problem]:
 
 
 _RULES: tuple[Callable[[Config], Iterator[Problem | str]], ...] = (
-    _model_takes_data,
-    _model,
-    _context,
-    _text,
     _equal_shares,
     _axes,
     _microbatches,

@@ -53,6 +53,8 @@ class Run:
     logger: dict[str, Any]
     callbacks: dict[str, Any]
     paths: dict[str, Any]
+    command: Literal["train", "evaluate", "generate"] = "train"  # set by recipes.evaluate and recipes.generate
+    generation: dict[str, Any] | None = None  # how text is generated
 
 
 # -- model, data -----------------------------------------------------------------------------------------------------
@@ -105,6 +107,19 @@ class Text:
     path: str | None
     context: Count
     val_windows: Count | None
+    batch_size: Count
+    workers: Natural
+
+
+@dataclass
+class Documents:
+    path: str | None
+    val_path: str | None
+    tokenizer: str | None
+    column: str | None
+    context: Annotated[int, Range(2)]
+    packing: bool
+    directory: str
     batch_size: Count
     workers: Natural
 
@@ -252,7 +267,7 @@ class Paths:
 BY_NAME: Mapping[str, Mapping[str, type]] = MappingProxyType(
     {
         "model": {"gpt": GPT, "mlp": MLP, "lenet": LeNet, "hf": HF},
-        "data": {"stdlib": Stdlib, "text": Text, "digits": Digits},
+        "data": {"stdlib": Stdlib, "text": Text, "digits": Digits, "hf": Documents},
         "scheduler": {"constant": Constant, "cosine": Cosine},
     }
 )
@@ -296,6 +311,12 @@ def kind_of(group: str, node: Mapping[str, Any]) -> type | None:
     return BY_TARGET.get(group, {}).get(target)
 
 
+def example_of(node: Mapping[str, Any]) -> str:
+    """The name of an example model or example data; empty for a class of the user's own, whose ``name`` is an argument
+    like others."""
+    return "" if node.get("_target_") is not None else str(node.get("name", ""))
+
+
 def world_size(config: Mapping[str, Any]) -> int:
     """The processes of a run: one for strategy=single and strategy=dp, else one for each device of each machine."""
     in_one_process = (Single, DataParallelOptions)
@@ -305,8 +326,10 @@ def world_size(config: Mapping[str, Any]) -> int:
 
 
 # What example models take and example data give.
-TAKES: Mapping[str, str] = MappingProxyType({"gpt": "tokens", "hf": "tokens", "mlp": "images", "lenet": "images"})
-GIVES: Mapping[str, str] = MappingProxyType({"stdlib": "tokens", "text": "tokens", "digits": "images"})
+TAKES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"gpt": ("bytes",), "hf": ("bytes", "documents"), "mlp": ("images",), "lenet": ("images",)}
+)
+GIVES: Mapping[str, str] = MappingProxyType({"stdlib": "bytes", "text": "bytes", "digits": "images", "hf": "documents"})
 
 # The modules with parameters of an example model of so many layers: a stage without any learns nothing, and is refused.
 MOST_STAGES: Mapping[str, Callable[[int], int]] = MappingProxyType(

@@ -14,5 +14,6 @@ DATA: Mapping[str, str] = MappingProxyType(
         "stdlib": "recipes.data.stdlib.StdlibData",
         "text": "recipes.data.text.TextData",
         "digits": "recipes.data.digits.DigitsData",
+        "hf": "recipes.data.hf.HFData",
     }
 )

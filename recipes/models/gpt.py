@@ -89,6 +89,7 @@ class GPT(LanguageModel):
         self.save_hyperparameters()
         self.optimizer = dict(optimizer)
         self.scheduler = dict(scheduler) if scheduler else None
+        self.context = context
         self.token_embedding = nn.Embedding(vocab_size, width)
         self.position_embedding = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))

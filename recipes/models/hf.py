@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
+import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_parallel.checkpoint.agreement import first_few
+from recipes.data.hf import HFData
+from recipes.models.generation import static_cache
 from recipes.models.language_model import LanguageModel
 from recipes.models.optimizer import configure
 
-_WEIGHTS = ("*.safetensors", "*.bin")  # the files in which a folder has weights
+_READ = ("*.safetensors", "pytorch_model*.bin", "*.index.json")  # files of weights that transformers reads, and lists
+_OTHERS = frozenset({".gguf", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".npz", ".onnx"})
+WEIGHTS = _OTHERS | {".safetensors", ".bin"}  # suffixes of files of weights
 
 
 class CausalLM(LanguageModel):
@@ -49,6 +58,17 @@ class CausalLM(LanguageModel):
         model = _opened(path)
         self.model = model if lora is None else _with_adapters(model, lora)
         self.model.train()  # from_pretrained gives it in evaluation's mode
+        # Without positions of each text's own, what padding does differs from model to model (BLOOM: not a number).
+        self.takes_padding = takes(self.model, "position_ids")
+        self.longest = getattr(model.config, "max_position_embeddings", None)
+        self._met = False  # the data, by which it is checked once
+
+    def setup(self, stage: str) -> None:
+        """Before the first run, while every rank holds the whole model: refuse data that it can't be trained on."""
+        data = getattr(self.trainer, "datamodule", None)
+        if isinstance(data, HFData) and not self._met:
+            self._met = True
+            check_fit(self.model, data)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [batch, time, vocabulary] of the token after each of ``tokens`` [batch, time]."""
@@ -61,6 +81,25 @@ class CausalLM(LanguageModel):
             return loss
         return super()._loss(batch)
 
+    def begin_text(self, length: int) -> Any:
+        return static_cache(self.model, length) if takes(self.model, "past_key_values") else None
+
+    def next_logits(self, tokens: Tensor, attended: Tensor, kept: Any, seen: int) -> Tensor:
+        more: dict[str, Any] = {"use_cache": False}
+        if kept is None:
+            seen = 0
+        else:
+            kept.begin(seen)
+            more = {"past_key_values": kept, "use_cache": True}
+        if takes(self.model, "position_ids"):
+            more["position_ids"] = (attended.cumsum(1) - 1).clamp(min=0)[:, seen:]
+        if kept is not None:  # of one size throughout, as the masks that the layers get are
+            attended = F.pad(attended, (0, kept.length - attended.shape[1]))
+        if takes(self.model, "logits_to_keep"):
+            more["logits_to_keep"] = 1
+        logits: Tensor = self.model(input_ids=tokens[:, seen:], attention_mask=attended, **more).logits
+        return logits[:, -1]
+
     def configure_optimizers(self) -> OptimizerLRScheduler:
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         outer = {id(parameter) for part in _outer(self.model) for parameter in part.parameters()}
@@ -70,27 +109,95 @@ class CausalLM(LanguageModel):
 
 def _opened(path: str) -> nn.Module:
     """The folder's model, in float32."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from safetensors import SafetensorError
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     try:
-        if any(file for pattern in _WEIGHTS for file in Path(path).glob(pattern)):
-            model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True)
+        if has_weights(Path(path)):
+            given: dict[str, Any] = {"dtype": "auto", "local_files_only": True, "output_loading_info": True}
+            model, said = cast(Any, AutoModelForCausalLM.from_pretrained(path, **given))
+            if said["missing_keys"]:
+                raise ValueError(f"it has no {first_few(sorted(said['missing_keys']))}, which would begin at random")
+            if said["unexpected_keys"]:
+                rank_zero_warn(f"model.path={path}: not used: {first_few(sorted(said['unexpected_keys']))}.")
         else:
+            rank_zero_info(f"model.path={path} has no weights: a new model begins.")
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
-    except (OSError, ValueError, KeyError) as error:
+            if Path(path, "generation_config.json").exists():
+                model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"model.path={path}: transformers can't open it: {error}") from error
     whole: nn.Module = model.float()
     return whole
+
+
+def has_weights(folder: Path) -> bool:
+    """Are weights in the folder of a model, which transformers reads?
+
+    Raises:
+        ValueError: there are others.
+    """
+    if any(file for pattern in _READ for file in folder.glob(pattern)):
+        return True
+    others = sorted(file.name for file in folder.iterdir() if file.suffix in _OTHERS)
+    if others:
+        raise ValueError(f"its weights are in {first_few(others)}: convert them to safetensors.")
+    return False
 
 
 def _with_adapters(model: nn.Module, lora: Mapping[str, Any]) -> nn.Module:
     from peft import LoraConfig, TaskType, get_peft_model
 
     try:
-        adapted: nn.Module = get_peft_model(model, LoraConfig(task_type=TaskType.CAUSAL_LM, **lora))  # type: ignore[arg-type]
+        config = LoraConfig(**{"task_type": TaskType.CAUSAL_LM, **lora})  # type: ignore[arg-type]
+        adapted: nn.Module = get_peft_model(model, config)  # type: ignore[arg-type]
     except (ValueError, TypeError) as error:
         raise ValueError(f"model.lora={dict(lora)}: {error}") from error
     return adapted
+
+
+def check_fit(model: Any, data: HFData) -> None:
+    """
+    Args:
+        model: of transformers, whole.
+        data: set up.
+
+    Raises:
+        ValueError: the data have tokens that the model doesn't know; or share rows among documents, and the model lets
+            one document see another.
+    """
+    known = model.get_input_embeddings().num_embeddings
+    if data.vocabulary > known:
+        raise ValueError(
+            f"data.tokenizer={data.tokenizer}: it has {data.vocabulary} tokens, and the model knows {known}: name the "
+            f"folder of the model's own tokenizer."
+        )
+    if data.packing and not _keeps_documents_apart(model):
+        raise ValueError(
+            f"data.packing=true: a {type(model).__name__} lets a document in a row see the ones before it, whatever "
+            f"their positions are: use data.packing=false."
+        )
+
+
+def _keeps_documents_apart(model: nn.Module) -> bool:
+    """Does what the model says of a document depend on the one before it in the row? It is tried with two."""
+    if not takes(model, "position_ids"):
+        return False
+    first, positions = torch.arange(8)[None], torch.arange(4).repeat(2)[None]
+    other = torch.cat([first[:, :4].flip(1), first[:, 4:]], dim=1)
+    modes = {part: part.training for part in model.modules()}
+    model.eval()  # draws nothing
+    with torch.no_grad():
+        said = [model(input_ids=tokens, position_ids=positions, use_cache=False).logits for tokens in (first, other)]
+    for part, training in modes.items():
+        part.training = training
+    return torch.equal(said[0][:, 4:], said[1][:, 4:])
+
+
+def takes(model: Any, name: str) -> bool:
+    """Does the model, below its adapters, have an argument of this name?"""
+    own = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return name in signature(own.forward).parameters
 
 
 def _outer(model: Any) -> list[nn.Module]:

@@ -22,6 +22,7 @@ from recipes.models import MODELS
 from recipes.models.muon import MuonAdamW
 from recipes.problem import Problem
 from recipes.validate import validate
+from tests.recipes.tiny import texts
 
 GROUPS = {
     folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
@@ -51,7 +52,7 @@ def problems(*overrides: str) -> list[Problem | str]:
 
 def test_the_groups_are_those_of_the_design() -> None:
     assert set(GROUPS["model"]) == {"gpt", "hf", "mlp", "lenet"}
-    assert set(GROUPS["data"]) == {"stdlib", "digits", "text"}
+    assert set(GROUPS["data"]) == {"stdlib", "digits", "text", "hf"}
     pipelines = {"pipeline_naive", "pipeline_sync", "pipeline_1f1b", "pipeline_async"}
     pipelines |= {"pipeline_interleaved", "pipeline_zbv"}
     others = {"single", "dp", "ddp", "fsdp", "tensor_parallel", "tensor_pipeline", "hybrid"}
@@ -67,7 +68,8 @@ def test_every_option_composes_and_is_valid(group: str, option: str, hf_folder: 
     images = ["data=digits"] if group == "model" and option not in TAKE_TOKENS else []
     images = ["model=mlp"] if option == "digits" else images
     file = [f"data.path={__file__}", "data.context=16"] if option == "text" else []
-    file += [f"model.path={hf_folder}"] if option == "hf" else []
+    file += ["model=hf", f"model.path={hf_folder}"] if option == "hf" else []
+    file += [f"data.path={texts(hf_folder / 'texts.jsonl')}"] if (group, option) == ("data", "hf") else []
     elsewhere = ["launch=false"] if group == "cluster" else []  # here is nothing that it could join
     elsewhere += ["cluster.image=mine", "cluster.claim=runs"] if option == "kubernetes" else []
     assert problems(f"{group}={option}", *images, *file, *elsewhere) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import lightning_parallel as lp
-from recipes import ROOT, export, launch, record, work
+from recipes import ROOT, build, export, launch, record, work
 from recipes.models.hf import CausalLM
 from recipes.problem import Problem
 from recipes.schema import world_size
@@ -35,6 +36,10 @@ CONFIGS: dict[str, Any] = {
     "gpt2": GPT2Config(
         vocab_size=256, n_embd=32, n_layer=4, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    ),
+    "tied": LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=None, eos_token_id=None, tie_word_embeddings=True,
     ),
 }  # fmt: skip
 
@@ -57,6 +62,7 @@ STRATEGIES: dict[str, Any] = {
     "single": lambda: "auto",
     "pipeline": lambda: lp.PipelineStrategy(microbatches=4),
     "zbv": lambda: lp.PipelineStrategy(microbatches=4, schedule="zbv"),
+    "async": lambda: lp.AsyncPipelineStrategy(microbatches=2),
     "tensor": lambda: lp.TensorParallelStrategy(),
     "both": lambda: lp.PipelineStrategy(microbatches=2, tensor_parallel=2, stages=2),
     "fsdp": lambda: lp.FullyShardedStrategy(),
@@ -108,7 +114,7 @@ def test_a_folder_trains_as_in_one_process(
 
 def test_a_folder_without_weights_begins_a_new_model(pool: WorkerPool, tmp_path: Path) -> None:
     folder = pretrained(tmp_path / "model")
-    for file in folder.glob("*.safetensors"):
+    for file in folder.glob("*.safetensors*"):
         file.unlink()
     (reference,) = pool.run(train, 1, "single", 1, folder, init=False)
     assert_equal(pool.run(train, 2, "pipeline", 2, folder, init=False), reference)
@@ -123,6 +129,22 @@ def test_adapters_train_and_nothing_else(pool: WorkerPool, tmp_path: Path, strat
     before = CausalLM(path=str(folder), lora=LORA, optimizer=OPTIMIZER).double().state_dict()
     assert all("lora_" in name for rank in ranks for name in rank["trained"])
     assert all(torch.equal(value, before[name]) for name, value in reference["weights"].items() if "lora_" not in name)
+
+
+def test_late_updates_of_adapters_leave_tied_frozen_weights_alone(pool: WorkerPool, tmp_path: Path) -> None:
+    """The asynchronous pipeline refuses tied weights because they would drift apart. Frozen ones can't."""
+    tied, untied = pretrained(tmp_path / "tied", "tied", torch.float64), tmp_path / "untied"
+    model = AutoModelForCausalLM.from_pretrained(tied, dtype=torch.float64)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.save_pretrained(untied)
+    lora = {**LORA, "target_modules": ["q_proj", "up_proj"]}
+    found = pool.run(train, 2, "async", 2, tied, lora, init=False)
+    expected = pool.run(train, 2, "async", 2, untied, lora, init=False)
+    assert found[0]["loss"] == expected[0]["loss"]
+    for rank, reference in zip(found, expected, strict=True):
+        adapters = [name for name in reference["weights"] if "lora_" in name]
+        assert adapters and all(torch.equal(rank["weights"][name], reference["weights"][name]) for name in adapters)
 
 
 # -- commands --------------------------------------------------------------------------------------------------------
@@ -215,3 +237,101 @@ def test_bad_settings_are_named(tmp_path: Path, arguments: dict[str, Any], words
     given: dict[str, Any] = {"path": str(pretrained(tmp_path / "model")), "lora": None, **arguments}
     with pytest.raises(ValueError, match=words):
         CausalLM(optimizer=OPTIMIZER, **given)
+
+
+# -- folders as people have them -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "consolidated.00.pth", "tf_model.h5"])
+def test_weights_of_another_format_are_not_taken_for_none(tmp_path: Path, name: str) -> None:
+    folder = pretrained(tmp_path / "model")
+    for file in folder.glob("model*"):
+        file.unlink()
+    (folder / name).touch()
+    with pytest.raises(ValueError, match=f"its weights are in {name}: convert them"):
+        CausalLM(path=str(folder), optimizer=OPTIMIZER)
+
+
+def test_weights_that_are_missing_or_damaged_are_refused(tmp_path: Path) -> None:
+    folder = pretrained(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 5, "layer_types": None}))
+    with pytest.raises(ValueError, match="has no model.layers.4.* which would begin at random"):
+        CausalLM(path=str(folder), optimizer=OPTIMIZER)
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3, "layer_types": None}))
+    with pytest.warns(UserWarning, match="not used: model.layers.3"):
+        CausalLM(path=str(folder), optimizer=OPTIMIZER)
+    files = sorted(folder.glob("*.safetensors"))
+    files[1].write_bytes(files[1].read_bytes()[:100])
+    with pytest.raises(ValueError, match="transformers can't open it"):
+        CausalLM(path=str(folder), optimizer=OPTIMIZER)
+    for file in files:
+        file.unlink()
+    with pytest.raises(ValueError, match="transformers can't open it"):
+        CausalLM(path=str(folder), optimizer=OPTIMIZER)  # there is a list of them
+
+
+def fake_run(folder: Path, *overrides: str) -> Path:
+    """A run of a model as it begins, with a checkpoint."""
+    config = composed(*TINY, *overrides)
+    config["paths"]["output_dir"] = str(folder)
+    folder.mkdir()
+    launch.write(config)
+    torch.save({"state_dict": build.model(config).state_dict()}, folder / "begin.ckpt")
+    return folder
+
+
+def exported(run: Path, *words: str) -> None:
+    export.main([str(run), str(run.parent / "out"), "--checkpoint", str(run / "begin.ckpt"), *words])
+
+
+@pytest.mark.parametrize(("lora", "words", "said"), [
+    ("{r:4,target_modules:[q_proj,embed_tokens]}", ["--merge"], "share a weight, which can't be merged"),
+    ("{r:4,target_modules:[q_proj],use_dora:true}", [], "without their magnitudes: use --merge"),
+], ids=["tied", "dora"])  # fmt: skip
+def test_what_transformers_would_open_as_another_model_is_not_exported(
+    tmp_path: Path, lora: str, words: list[str], said: str
+) -> None:
+    folder = pretrained(tmp_path / "model", "tied")
+    run = fake_run(tmp_path / "run", f"model.path={folder}", f"model.lora={lora}")
+    with pytest.raises(SystemExit, match=said):
+        exported(run, *words)
+    assert not list(tmp_path.glob("*out*")) and not list(tmp_path.glob(".*out*"))
+
+
+def test_adapters_of_a_new_model_are_exported_with_it(tmp_path: Path) -> None:
+    folder = pretrained(tmp_path / "model")
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    run = fake_run(tmp_path / "run", f"model.path={folder}", "model.lora={r:4,target_modules:all-linear}")
+    with pytest.raises(SystemExit, match="but in the run: use --merge"):
+        exported(run)
+    exported(run, "--merge")
+    assert torch.isfinite(logits(tmp_path / "out")).all()
+
+
+def test_the_rest_of_the_folder_comes_along(tmp_path: Path) -> None:
+    folder = pretrained(tmp_path / "model")
+    rest = ["spiece.model", "additional_chat_templates/tools.jinja", "modeling_own.py", "LICENSE"]
+    for name in [*rest, "other.gguf", ".cache/x"]:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(name)
+    (folder / "tokenizer").mkdir()
+    (folder / "generation_config.json").write_text('{"max_new_tokens": 77}')
+    exported(fake_run(tmp_path / "run", f"model.path={folder}"))
+    files = {str(file.relative_to(tmp_path / "out")) for file in (tmp_path / "out").rglob("*") if file.is_file()}
+    assert files == {*rest, "config.json", "generation_config.json", "model.safetensors"}
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["max_new_tokens"] == 77
+
+
+def test_a_run_remembers_where_its_folder_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    run = fake_run(tmp_path / "run", "model.path=model")
+    (tmp_path / "elsewhere" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    exported(run)
+    assert torch.equal(logits(tmp_path / "out"), logits(folder))
+    shutil.rmtree(folder)
+    with pytest.raises(SystemExit, match=f"model.path={folder}, which the run began with, isn't there"):
+        exported(run)

@@ -1,0 +1,149 @@
+"""Documents of the user's own, as the tokens of a model of transformers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from recipes.data.base import SeededData
+from recipes.data.documents import Document, reader
+from recipes.data.files import KINDS, files_of
+from recipes.data.rows import learns, rows_of
+from recipes.data.textfile import HELD_OUT
+from recipes.data.tokenizer import Tokenizer, files_of_tokenizer, tokenizer_of
+
+_FORMAT = 1  # of the rows: a change makes what was prepared before out of date
+
+
+class HFData(SeededData):
+    """Rows of tokens, made of files by ``datasets`` and the model's tokenizer. They are made once, and kept.
+
+    A batch is a dictionary of int64 tensors [batch, context]: ``input_ids``, ``labels`` (-100 for what isn't learned),
+    and ``position_ids`` or, without packing, ``attention_mask``.
+
+    Args:
+        path: a file of documents, or a folder of them: JSON lines, parquet, or texts, a document each. See
+            :mod:`recipes.data.documents` for their columns.
+        val_path: the same for validation and test. None takes the last twentieth of the rows for test, and the one
+            before it for validation.
+        tokenizer: a folder with one. None, or a folder without: bytes.
+        column: of the documents; None finds it by its name.
+        context: tokens in a row.
+        packing: several documents share a row. See :mod:`recipes.data.rows`.
+        directory: where the rows are kept.
+        batch_size, workers, seed: see :class:`SeededData`.
+
+    Attributes:
+        vocabulary: the number of tokens. Known after ``setup``.
+
+    Raises:
+        ValueError: the files hold no such documents, or too few; names the setting and the fix.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        directory: str,
+        val_path: str | None = None,
+        tokenizer: str | None = None,
+        column: str | None = None,
+        context: int = 512,
+        packing: bool = True,
+        batch_size: int = 8,
+        workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(batch_size, workers, seed)
+        self.path, self.val_path = Path(path), None if val_path is None else Path(val_path)
+        self.directory = Path(directory)
+        self.tokenizer, self.column = tokenizer, column
+        self.context, self.packing = context, packing
+        self.vocabulary: int
+
+    def prepare_data(self) -> None:
+        for path in filter(None, (self.path, self.val_path)):
+            self._rows(path)
+
+    def setup(self, stage: str) -> None:
+        self.vocabulary = tokenizer_of(self.tokenizer).size
+        rows = self._rows(self.path)
+        if self.val_path is not None:
+            self.train_set = rows
+            self.val_set = self.test_set = self._rows(self.val_path)
+            return
+        held_out = len(rows) // HELD_OUT
+        if held_out == 0:
+            raise ValueError(
+                f"data.path={self.path}: {len(rows)} rows of data.context={self.context} tokens are too few to hold "
+                f"one in {HELD_OUT} out for validation: give more documents, a smaller context, or data.val_path."
+            )
+        val, test = len(rows) - 2 * held_out, len(rows) - held_out
+        self.train_set = rows.select(range(val))
+        self.val_set, self.test_set = rows.select(range(val, test)), rows.select(range(test, len(rows)))
+
+    @property
+    def fingerprint(self) -> str:
+        content = hashlib.sha256()
+        for file in files_of(self.path):
+            with file.open("rb") as stream:
+                content.update(hashlib.file_digest(stream, "sha256").digest())
+        return f"{self.path.name} sha256:{content.hexdigest()}"
+
+    def _rows(self, path: Path) -> Any:
+        """The rows of a path, from the disk if they have been made before; a ``datasets.Dataset``."""
+        import datasets
+
+        files = files_of(path)
+        kind = KINDS[files[0].suffix]
+        more = {"sample_by": "document"} if kind == "text" else {}
+        quiet = not datasets.are_progress_bars_disabled()
+        datasets.disable_progress_bars()
+        try:
+            given, kept = list(map(str, files)), str(self.directory / "datasets")
+            records = datasets.load_dataset(kind, data_files=given, split="train", cache_dir=kept, **more)
+            tokenizer = tokenizer_of(self.tokenizer)
+            read = reader(records.column_names, self.column, tokenizer)
+            rows = records.map(
+                lambda batch: _packed([read(each) for each in _records(batch)], self.context, tokenizer, self.packing),
+                batched=True,
+                remove_columns=records.column_names,
+                new_fingerprint=self._key(files),
+            )
+        except datasets.exceptions.DatasetGenerationError as error:
+            raise ValueError(f"data.path={path}: datasets can't read it: {error.__cause__ or error}") from error
+        finally:
+            if quiet:
+                datasets.enable_progress_bars()
+        if len(rows) == 0:
+            raise ValueError(f"data.path={path}: nothing in it is to be learned: give documents with text in them.")
+        return rows.with_format("torch")
+
+    def _key(self, files: list[Path]) -> str:
+        """What rows depend on."""
+        known = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        tokens = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files_of_tokenizer(self.tokenizer)]
+        text = json.dumps([_FORMAT, known, tokens, self.column, self.context, self.packing])
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _records(batch: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+
+
+def _packed(documents: list[Document], context: int, tokenizer: Tokenizer, packing: bool) -> dict[str, list[Any]]:
+    """Rows as columns."""
+    too_long = sum(document.labels is not None and len(document.tokens) > context for document in documents)
+    if too_long:
+        rank_zero_warn(
+            f"{too_long} of {len(documents)} documents with answers are longer than data.context={context} tokens. "
+            f"What is over is left out."
+        )
+    rows = [row for row in rows_of(documents, context, tokenizer.padding, packed=packing) if learns(row)]
+    names = ("input_ids", "labels", "position_ids" if packing else "attention_mask")
+    return {name: [row[name] for row in rows] for name in names}

@@ -1,0 +1,129 @@
+"""Text as tokens, and back: by the tokenizer in a model's folder, or as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+Messages = Sequence[Mapping[str, Any]]  # each with a role and content
+
+
+class Tokenizer(Protocol):
+    """What data and generation need of a tokenizer.
+
+    Attributes:
+        size: tokens are from 0 to this number, exclusively.
+        end: the token that ends a document; None for none.
+        padding: a token for places that nobody reads.
+    """
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def end(self) -> int | None: ...
+
+    @property
+    def padding(self) -> int: ...
+
+    def encode(self, text: str, *, special: bool = True) -> tuple[list[int], list[int]]:
+        """The tokens, and for each the place in ``text`` where it begins.
+
+        Args:
+            text: of a document.
+            special: put those tokens around it that the model expects.
+        """
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text, without special tokens."""
+
+    def chat(self, messages: Messages, *, answering: bool = False) -> str:
+        """A conversation as the text that the model is used to.
+
+        Args:
+            messages: of it.
+            answering: the model is about to answer.
+
+        Raises:
+            ValueError: the tokenizer has no template for chats, or refuses this one.
+        """
+
+
+class Bytes:
+    """Each byte of UTF-8 is a token; 0 ends a document."""
+
+    size, end, padding = 256, 0, 0
+
+    def encode(self, text: str, *, special: bool = True) -> tuple[list[int], list[int]]:
+        pieces = [character.encode() for character in text]
+        places = [[place] * len(piece) for place, piece in enumerate(pieces)]
+        return list(b"".join(pieces)), list(chain.from_iterable(places))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if 0 < token < self.size).decode(errors="replace")
+
+    def chat(self, messages: Messages, *, answering: bool = False) -> str:
+        raise ValueError("bytes have no template for chats: name the folder of a tokenizer that has one.")
+
+
+class OfFolder:
+    """A tokenizer of transformers.
+
+    Args:
+        folder: as ``save_pretrained`` writes it.
+
+    Raises:
+        ValueError: transformers can't open it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._own: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"{folder}: transformers can't open its tokenizer: {error}") from error
+        self.size: int = len(self._own)
+        self.end: int | None = self._own.eos_token_id
+        known = (self._own.pad_token_id, self.end)
+        self.padding: int = next((token for token in known if token is not None), 0)
+
+    def encode(self, text: str, *, special: bool = True) -> tuple[list[int], list[int]]:
+        found = self._own(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
+        return found["input_ids"], [begin for begin, _ in found["offset_mapping"]]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text: str = self._own.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def chat(self, messages: Messages, *, answering: bool = False) -> str:
+        from jinja2 import TemplateError
+
+        if not self._own.chat_template:
+            raise ValueError(f"{self._own.name_or_path}: its tokenizer has no template for chats (chat_template).")
+        try:
+            text: str = self._own.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=answering
+            )
+        except TemplateError as error:
+            raise ValueError(f"{self._own.name_or_path}: its template for chats refuses one: {error}") from error
+        return text
+
+
+def tokenizer_of(folder: str | None) -> Tokenizer:
+    """The tokenizer in a folder; bytes where there is none."""
+    return Bytes() if folder is None or not _has_one(Path(folder)) else OfFolder(Path(folder))
+
+
+def files_of_tokenizer(folder: str | None) -> list[Path]:
+    """What its tokens depend on."""
+    names = (*_FILES, "chat_template.jinja", "merges.txt", "special_tokens_map.json")
+    return [] if folder is None else [file for name in names if (file := Path(folder, name)).exists()]
+
+
+def _has_one(folder: Path) -> bool:
+    return any((folder / name).exists() for name in _FILES)

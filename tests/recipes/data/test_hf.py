@@ -1,0 +1,214 @@
+"""recipes/data/hf.py: files become rows once, and train a model as in one process, whatever the layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig
+
+from recipes import launch, record, work
+from recipes.data.hf import HFData
+from recipes.models.hf import CausalLM
+from recipes.problem import Problem
+from recipes.schema import world_size
+from recipes.validate import validate
+from tests.pool import WorkerPool
+from tests.recipes.test_configs import composed, problems
+from tests.recipes.tiny import TEXTS, chats, lines, questions, texts, tokenizer
+from tests.thorough import thorough
+
+
+def model(folder: Path, config: Any = None) -> Path:
+    """A pretrained model with its tokenizer."""
+    tokenizer(folder)
+    torch.manual_seed(3)
+    config = config or LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=None, eos_token_id=0, max_position_embeddings=64,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).double().save_pretrained(folder)
+    return folder
+
+
+def data(tmp_path: Path, file: Path, **more: Any) -> HFData:
+    made = HFData(path=str(file), directory=str(tmp_path / "kept"), **{"context": 32, "batch_size": 2, **more})
+    made.prepare_data()
+    made.setup("fit")
+    return made
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_jsonl_parquet_and_text_hold_the_same(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"text": TEXTS}).to_parquet(tmp_path / "a.parquet")
+    for number, text in enumerate(TEXTS):
+        (tmp_path / "c").mkdir(exist_ok=True)
+        (tmp_path / "c" / f"{number:03}.txt").write_text(text)
+    kinds = [texts(tmp_path / "b.jsonl"), tmp_path / "a.parquet", tmp_path / "c"]
+    rows = [data(tmp_path, file).train_set for file in kinds]
+    first = [rows[0][i]["input_ids"].tolist() for i in range(len(rows[0]))]  # type: ignore[arg-type]
+    assert len(first) > 20
+    for others in rows[1:]:
+        assert [others[i]["input_ids"].tolist() for i in range(len(others))] == first  # type: ignore[arg-type]
+
+
+def test_rows_are_made_once_and_anew_for_other_settings_and_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = texts(tmp_path / "a.jsonl")
+    before = data(tmp_path, file).train_set[0]
+    monkeypatch.setattr("recipes.data.hf.rows_of", lambda *args, **kwargs: 1 / 0)
+    assert torch.equal(data(tmp_path, file).train_set[0]["input_ids"], before["input_ids"])
+    for change in ({"context": 16}, {"packing": False}, {"tokenizer": str(tokenizer(tmp_path / "t"))}):
+        with pytest.raises(ZeroDivisionError):
+            data(tmp_path, file, **change)
+    lines(file, [{"text": "something else"}] * 60)
+    with pytest.raises(ZeroDivisionError):
+        data(tmp_path, file)
+
+
+def test_validation_has_documents_of_its_own_or_the_last_ones(tmp_path: Path) -> None:
+    file = texts(tmp_path / "a.jsonl")
+    own = data(tmp_path, file)
+    splits = (own.train_set, own.val_set, own.test_set)
+    sizes = [len(split) for split in splits]  # type: ignore[arg-type]
+    assert sizes[1] == sizes[2] == sum(sizes) // 20 > 0
+    given = data(tmp_path, file, val_path=str(questions(tmp_path / "b.jsonl")))
+    assert len(given.train_set) == sum(sizes)  # type: ignore[arg-type]
+    assert bytes(given.val_set[0]["input_ids"].tolist()).startswith(b"0 + 1 = 1\x001 + 1 = 2\x00")
+
+
+def test_what_is_too_long_for_a_row_is_told(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="60 of 60 documents with answers are longer than data.context=4 tokens"):
+        data(tmp_path, lines(tmp_path / "a.jsonl", [{"prompt": "1", "completion": "23456"}] * 60), context=4)
+
+
+@pytest.mark.parametrize(("content", "words"), [
+    ('{"text": "a"}\n', "1 rows of data.context=32 tokens are too few"),
+    ('{"text": ""}\n', "nothing in it is to be learned"),
+    ('{"text": \n', "datasets can't read it"),
+    ('{"other": "a"}\n', "none of this name among other"),
+])  # fmt: skip
+def test_files_that_cannot_be_used_are_named(tmp_path: Path, content: str, words: str) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=words):
+        data(tmp_path, tmp_path / "a.jsonl")
+
+
+# -- settings --------------------------------------------------------------------------------------------------------
+
+
+def refused(folder: Path, *overrides: str) -> Problem:
+    (problem,) = problems("model=hf", f"model.path={folder}", "data=hf", "data.context=32", *overrides)
+    assert isinstance(problem, Problem)
+    return problem
+
+
+def test_bad_paths_are_refused_before_a_worker_starts(tmp_path: Path) -> None:
+    folder = model(tmp_path / "model")
+    assert "no file is given" in str(refused(folder))
+    assert "no such file or folder" in str(refused(folder, "data.path=/nowhere"))
+    assert "no documents there" in str(refused(folder, f"data.path={folder}/model.safetensors"))
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    texts(mixed / "a.jsonl"), (mixed / "b.txt").write_text("b")
+    assert "several kinds, .jsonl, .txt" in str(refused(folder, f"data.path={mixed}"))
+    file = f"data.path={texts(tmp_path / 'a.jsonl')}"
+    assert refused(folder, file, "data.val_path=/nowhere").path == "data.val_path"
+    assert refused(folder, file, "data.tokenizer=/nowhere").path == "data.tokenizer"
+    assert "more than the 64 tokens" in str(refused(folder, file, "data.context=65"))
+    (problem,) = problems("model=gpt", "data=hf", file)
+    assert "takes bytes, but data=hf gives documents" in str(problem)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    module = CausalLM(path=str(model(tmp_path / "model")), optimizer={})
+    module.model.resize_token_embeddings(290)
+    file = texts(tmp_path / "a.jsonl")
+    module._trainer = type("Trainer", (), {"datamodule": data(tmp_path, file, tokenizer=str(tmp_path / "model"))})()
+    with pytest.raises(ValueError, match="it has 300 tokens, and the model knows 290"):
+        module.setup("fit")
+
+
+def test_a_model_that_lets_documents_see_each_other_is_refused(tmp_path: Path) -> None:
+    config = BloomConfig(vocab_size=300, hidden_size=32, n_layer=2, n_head=4)
+    module = CausalLM(path=str(model(tmp_path / "model", config)), optimizer={})
+    file = texts(tmp_path / "a.jsonl")
+    module._trainer = type("Trainer", (), {"datamodule": data(tmp_path, file)})()
+    with pytest.raises(ValueError, match="use data.packing=false"):
+        module.setup("fit")
+    module._trainer.datamodule = data(tmp_path, file, packing=False)
+    module.setup("fit")
+
+
+def test_a_packed_row_has_the_losses_of_its_documents(tmp_path: Path) -> None:
+    """Each by itself, weighted by its labels."""
+    module = CausalLM(path=str(model(tmp_path / "model")), optimizer={}).double().eval()
+    file = questions(tmp_path / "a.jsonl")
+    packed = data(tmp_path, file, tokenizer=str(tmp_path / "model")).train_set
+    apart = data(tmp_path, file, tokenizer=str(tmp_path / "model"), packing=False).train_set
+    rows = {key: torch.stack([packed[i][key] for i in range(4)]) for key in packed[0]}
+    documents = int((rows["position_ids"] == 0).sum())
+    losses, labels = [], []
+    with torch.no_grad():
+        whole = module._loss(rows)
+        for i in range(documents):
+            batch = {key: value[None] for key, value in apart[i].items()}
+            if i < len(apart) and (batch["labels"] != -100).any():  # type: ignore[arg-type]
+                losses.append(module._loss(batch))
+                labels.append(int((batch["labels"] != -100).sum()))
+    learned = int((rows["labels"] != -100).sum())
+    several = [i for i in range(1, len(labels) + 1) if sum(labels[:i]) == learned]
+    assert several, "the first documents are those of the first rows"
+    mean = sum(loss * n for loss, n in zip(losses[: several[0]], labels, strict=False)) / learned
+    assert torch.allclose(whole, mean, rtol=0, atol=1e-6)  # transformers computes losses in float32
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+TINY = [
+    "model=hf", "data=hf", "data.context=32", "data.batch_size=4", "trainer.max_steps=4", "trainer.limit_val_batches=2",
+    "print_config=false", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false",
+    "trainer.precision=64-true", "logger=none", "trainer.val_check_interval=2",
+]  # fmt: skip
+
+
+def run(pool: WorkerPool, folder: Path, *overrides: str) -> dict[str, Any]:
+    """Run a recipe in the pool's processes. Returns its numbers."""
+    config = composed(*TINY, *overrides)
+    config["paths"] |= {"output_dir": str(folder), "data_dir": str(folder.parent / "data")}
+    config["data"]["directory"] = config["paths"]["data_dir"]
+    config["callbacks"]["checkpoint"]["dirpath"] = str(folder / "checkpoints")
+    assert validate(config) == []
+    folder.mkdir(exist_ok=True)
+    launch.write(config)
+    pool.run(work.main, world_size(config), (folder / record.CONFIG).read_text(), init=False)
+    return record.read_metrics(folder)
+
+
+@pytest.mark.parametrize(("file", "packing", "strategy", "ranks"), [
+    ("chats", "true", "pipeline_zbv", 2),
+    ("questions", "false", "tensor_parallel", 2),
+    *thorough(("texts", "true", "tensor_pipeline", 4), ("chats", "false", "pipeline_1f1b", 2)),
+])  # fmt: skip
+def test_documents_train_as_in_one_process(
+    pool: WorkerPool, tmp_path: Path, file: str, packing: str, strategy: str, ranks: int
+) -> None:
+    documents = {"chats": chats, "questions": questions, "texts": texts}[file](tmp_path / "documents.jsonl")
+    given = [f"model.path={model(tmp_path / 'model')}", f"data.path={documents}", f"data.packing={packing}"]
+    one = run(pool, tmp_path / "one", *given, "strategy=single")
+    several = run(pool, tmp_path / "several", *given, f"strategy={strategy}", f"cluster.devices={ranks}")
+    assert several == pytest.approx(one, rel=0, abs=1e-6)  # transformers computes losses in float32
+
+
+def test_a_run_that_goes_on_in_the_middle_of_an_epoch_sees_the_same_rows(pool: WorkerPool, tmp_path: Path) -> None:
+    given = [f"model.path={model(tmp_path / 'model')}", f"data.path={texts(tmp_path / 'a.jsonl')}", "data.workers=1"]
+    given += ["strategy=pipeline_1f1b", "cluster.devices=2"]
+    whole = run(pool, tmp_path / "whole", *given)
+    run(pool, tmp_path / "parts", *given, "trainer.max_steps=2")
+    assert run(pool, tmp_path / "parts", *given, "resume=auto") == whole

@@ -1,0 +1,57 @@
+"""A tiny tokenizer, and files of documents: what users bring, made here, so that nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+CHATS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)  # as ChatML has it
+SPECIAL = ["<|end|>", "<|im_start|>", "<|im_end|>"]
+TEXTS = [f"The sum of {n} and {n + 1} is {2 * n + 1}, and their product {n * (n + 1)}." for n in range(60)]
+QUESTIONS = [{"prompt": f"{n} + 1 = ", "completion": str(n + 1)} for n in range(60)]
+MESSAGES = [
+    [
+        {"role": "user", "content": f"{n} + 1?"},
+        {"role": "assistant", "content": f"{n + 1}"},
+        {"role": "user", "content": "And one more?"},
+        {"role": "assistant", "content": f"It is {n + 2}."},
+    ]
+    for n in range(60)
+]
+
+
+def tokenizer(folder: Path, template: str | None = CHATS) -> Path:
+    """A tokenizer of bytes and pairs of them, of about 300 tokens."""
+    pairs = Tokenizer(models.BPE())
+    pairs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pairs.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    pairs.train_from_iterator(TEXTS, trainer)
+    whole = PreTrainedTokenizerFast(tokenizer_object=pairs, eos_token=SPECIAL[0])
+    whole.chat_template = template
+    whole.save_pretrained(folder)
+    return folder
+
+
+def lines(file: Path, records: list[dict[str, object]]) -> Path:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def texts(file: Path) -> Path:
+    return lines(file, [{"text": text} for text in TEXTS])
+
+
+def chats(file: Path) -> Path:
+    return lines(file, [{"messages": messages} for messages in MESSAGES])
+
+
+def questions(file: Path) -> Path:
+    return lines(file, [dict(question) for question in QUESTIONS])
