@@ -8,8 +8,9 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import lightning as L
@@ -21,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import record as record_er
 
 from lightning_parallel.layout import Layout
 from lightning_parallel.parts import process_group
-from recipes import attempts, build, record, resume
+from recipes import after, attempts, build, record, resume
 from recipes.logs import ContinuedLogs
 from recipes.processes import REQUEUE, restarts
 from recipes.schema import world_size
@@ -57,10 +58,9 @@ def coordinates(trainer: L.Trainer) -> dict[str, int]:
     return {axis.name: layout.index(axis.name) for axis in layout.axes}
 
 
-def run(config: Mapping[str, Any]) -> None:
+def train(config: Mapping[str, Any]) -> None:
     """Train, and test if asked. It leaves ``metrics.json``, ``run.json``, logs and checkpoints in the run's folder."""
     folder = Path(config["paths"]["output_dir"])
-    L.seed_everything(config["seed"], workers=True, verbose=False)
     datamodule, model = build.data(config), build.model(config)
     path = resume.chosen(config)
     own = [resume.SameStart(path), RecordLayout(folder), attempts.RecordAttempt(folder), ContinuedLogs()]
@@ -81,6 +81,17 @@ def run(config: Mapping[str, Any]) -> None:
     if trainer.is_global_zero:
         record.update(folder, steps=steps, metrics=record.write_metrics(folder, metrics))
         record.end(folder, "completed")
+
+
+def run(config: Mapping[str, Any]) -> None:
+    """Do the command that a config is for."""
+    L.seed_everything(config["seed"], workers=True, verbose=False)
+    COMMANDS[config.get("command", "train")](config)
+
+
+COMMANDS: Mapping[str, Callable[[Mapping[str, Any]], None]] = MappingProxyType(
+    {"train": train, "evaluate": after.evaluate, "generate": after.generate}
+)
 
 
 @record_error

@@ -1,0 +1,89 @@
+"""``python -m recipes.generate RUN --prompt TEXT [KEY=VALUE ...]``: text from a run's language model.
+
+::
+
+    python -m recipes.generate logs/train/runs/2026-11-23_04-26-12-951180 --prompt "def main(" --temperature 0.8
+
+It takes the run's newest checkpoint, under the run's own layout unless told otherwise (``strategy=single``). A single
+text is printed as it comes; several are printed at the end. ``texts.jsonl`` in a folder ``generate`` of the run has
+them all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from recipes.commands import run_on
+from recipes.launchers.launcher import WorkersFailed
+from recipes.problem import ConfigError
+from recipes.processes import INTERRUPTED
+
+TEXTS = "texts.jsonl"
+SETTINGS = ("chat", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "batch_size")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    given = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
+    try:
+        prompts = list(given.prompt)
+        if given.prompts is not None:
+            prompts += given.prompts.read_text().splitlines()
+        if not prompts:
+            raise ConfigError(["there is no prompt: give one with --prompt, or a file of them with --prompts"])
+        generation = {"prompts": prompts, **{name: getattr(given, name) for name in SETTINGS}}
+        folder, _ = run_on("generate", given.run, given.overrides, given.checkpoint, {"generation": generation})
+    except (ConfigError, WorkersFailed, OSError) as error:
+        sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    if len(prompts) > 1 and (folder / TEXTS).exists():
+        for line in (folder / TEXTS).read_text().splitlines():
+            text = json.loads(line)
+            print(f"{text['prompt']}\n>>> {text['text']}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m recipes.generate", description="Text from a run's language model.")
+    parser.add_argument("run", type=Path, help="the folder of a run")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes of its config, as strategy=single")
+    parser.add_argument("--prompt", action="append", default=[], help="what a text goes on from; may be given again")
+    parser.add_argument("--prompts", type=Path, help="a file with a prompt in each line")
+    parser.add_argument("--chat", action="store_true", help="prompts are what a user says, and the model answers")
+    parser.add_argument("--max-new-tokens", type=_positive, default=64, help="of each text, at most (64)")
+    parser.add_argument("--temperature", type=_not_negative, default=0.0, help="0 (default): the most likely token")
+    parser.add_argument("--top-k", type=_positive, help="draw among so many of the most likely tokens")
+    likely = "draw among the most likely tokens that together have this probability"
+    parser.add_argument("--top-p", type=_fraction, help=likely)
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
+    parser.add_argument("--batch-size", type=_positive, default=8, help="prompts at a time (8)")
+    parser.add_argument("--checkpoint", type=Path, help="of the run; default: its newest one")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("give a number of at least 1")
+    return int(text)
+
+
+def _not_negative(text: str) -> float:
+    if not 0 <= float(text) < float("inf"):
+        raise argparse.ArgumentTypeError("give a number of at least 0")
+    return float(text)
+
+
+def _fraction(text: str) -> float:
+    if not 0 < float(text) <= 1:
+        raise argparse.ArgumentTypeError("give a number over 0, at most 1")
+    return float(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""What comes after training: scores and texts of a run's model, under any layout, with the numbers of one process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from recipes import commands, evaluate, export, generate, launch, record, work
+from recipes.models.generation import Generation
+from recipes.problem import ConfigError
+from recipes.schema import world_size
+from recipes.validate import validate
+from tests.pool import WorkerError, WorkerPool
+from tests.recipes.data.test_hf import model
+from tests.recipes.test_configs import composed
+from tests.recipes.tiny import texts
+from tests.thorough import thorough
+
+SMALL = [
+    "print_config=false", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false", "logger=none",
+    "trainer.precision=64-true", "trainer.max_steps=2", "trainer.limit_val_batches=2", "optimizer.lr=0.02",
+]  # fmt: skip
+GPT = ["model.layers=2", "model.width=16", "model.heads=2", "data.context=16", "data.batch_size=4"]
+
+
+def do(pool: WorkerPool, config: dict[str, Any]) -> Path:
+    """Run a config in the pool's processes. Returns its folder."""
+    folder = Path(config["paths"]["output_dir"])
+    assert validate(config) == []
+    folder.mkdir(parents=True, exist_ok=True)
+    launch.write(config)
+    pool.run(work.main, world_size(config), (folder / record.CONFIG).read_text(), init=False)
+    return folder
+
+
+def trained(pool: WorkerPool, folder: Path, *overrides: str) -> Path:
+    line = [*SMALL, *overrides]
+    config = composed(*line)
+    config["paths"] |= {"output_dir": str(folder), "data_dir": str(folder.parent / "data")}
+    config["data"] |= {"directory": config["paths"]["data_dir"]} if "directory" in config["data"] else {}
+    config["callbacks"]["checkpoint"]["dirpath"] = str(folder / "checkpoints")
+    do(pool, config)
+    record.update(folder, overrides=[*line, f"paths.data_dir={config['paths']['data_dir']}"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hf(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a pretrained model in a pipeline."""
+    here = tmp_path_factory.mktemp("hf")
+    given = ["model=hf", f"model.path={model(here / 'model')}", "data=hf", f"data.path={texts(here / 'a.jsonl')}"]
+    return trained(pool, here / "run", *given, "data.context=32", "strategy=pipeline_1f1b", "cluster.devices=2")
+
+
+def exported(run: Path) -> Path:
+    out = run.parent / "exported"
+    if not out.exists():
+        export.main([str(run), str(out)])
+    return out
+
+
+# -- recipes.evaluate ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [
+    [], ["strategy=tensor_parallel"], *thorough(["strategy=fsdp"], ["strategy=tensor_pipeline", "cluster.devices=4"]),
+], ids=str)  # fmt: skip
+def test_scores_are_those_of_the_run_under_any_layout(
+    pool: WorkerPool, hf: Path, tmp_path: Path, layout: list[str]
+) -> None:
+    found = record.read_metrics(do(pool, commands.config_of("evaluate", hf, tmp_path / "scores", layout)))
+    own = record.read_metrics(hf)["val_loss"]
+    assert found["val_loss"] == pytest.approx(own, rel=0, abs=1e-6)  # transformers computes losses in float32
+    assert found["test_loss"] is not None and found["test_loss"] != own
+    assert record.read(tmp_path / "scores")["status"] == "completed"
+
+
+def test_other_data_may_be_scored(pool: WorkerPool, hf: Path, tmp_path: Path) -> None:
+    other = [f"data.val_path={texts(tmp_path / 'b.jsonl')}", "strategy=single", "trainer.limit_val_batches=1.0"]
+    config = commands.config_of("evaluate", hf, tmp_path / "scores", other)
+    assert config["data"]["path"].endswith("a.jsonl") and config["trainer"]["precision"] == "64-true"
+    assert record.read_metrics(do(pool, config))["val_loss"] != record.read_metrics(hf)["val_loss"]
+
+
+def test_what_cannot_be_done_is_refused_before_a_worker_starts(hf: Path, tmp_path: Path) -> None:
+    for main in (evaluate.main, lambda words: generate.main([*words, "--prompt", "a"])):
+        with pytest.raises(SystemExit, match="no folder of a run"):
+            main([str(tmp_path)])
+    with pytest.raises(ConfigError, match="no such strategy; did you mean single"):
+        commands.config_of("evaluate", hf, tmp_path, ["strategy=singel"])
+    moved = shutil.copytree(hf, tmp_path / "moved")
+    shutil.rmtree(moved / "checkpoints")
+    with pytest.raises(SystemExit, match="no whole checkpoint: give one"):
+        evaluate.main([str(moved)])
+    record.update(moved, overrides=None)
+    with pytest.raises(ConfigError, match="can't be changed: leave out strategy=single"):
+        commands.config_of("evaluate", moved, tmp_path, ["strategy=single"], hf / "checkpoints" / "last.ckpt")
+    with pytest.raises(SystemExit, match="there is no prompt"):
+        generate.main([str(hf)])
+
+
+# -- recipes.generate ------------------------------------------------------------------------------------------------
+
+PROMPTS = ["The sum of 3 and 4 is", "The product", "The sum of 10 and 11 is 21, and", "It is"]
+
+
+def written(pool: WorkerPool, run: Path, folder: Path, *layout: str, **more: Any) -> list[str]:
+    """The texts that a run's model writes."""
+    words = [str(run), *(word for prompt in PROMPTS for word in ("--prompt", prompt)), "--max-new-tokens", "12"]
+    given = vars(generate._parser().parse_args(words))
+    generation = {"prompts": PROMPTS, **{name: given[name] for name in generate.SETTINGS}, **more}
+    do(pool, commands.config_of("generate", run, folder, layout, None, {"generation": generation}))
+    lines = [json.loads(line) for line in (folder / generate.TEXTS).read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == generation["prompts"]
+    return [line["text"] for line in lines]
+
+
+@pytest.mark.parametrize("layout", [
+    [], ["strategy=tensor_parallel"],
+    *thorough(["strategy=pipeline_zbv"], ["strategy=tensor_pipeline", "cluster.devices=4"], ["strategy=fsdp"]),
+], ids=str)  # fmt: skip
+def test_the_most_likely_text_is_transformers_own(
+    pool: WorkerPool, hf: Path, tmp_path: Path, layout: list[str]
+) -> None:
+    from recipes.data.tokenizer import tokenizer_of
+
+    tokenizer = tokenizer_of(str(exported(hf)))
+    own = AutoModelForCausalLM.from_pretrained(exported(hf), dtype=torch.float64)
+    expected = []
+    for prompt in PROMPTS:
+        tokens = torch.tensor([tokenizer.encode(prompt)[0]])
+        made = own.generate(tokens, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, tokens.shape[1] :]
+        expected.append(tokenizer.decode(made.tolist()))
+    assert written(pool, hf, tmp_path / "texts", *layout) == expected
+    assert (record.read_metrics(tmp_path / "texts")["tokens_per_second"] or 0) > 0
+
+
+def test_what_is_drawn_goes_by_the_seed_alone(pool: WorkerPool, hf: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"temperature": 1.2, "top_p": 0.9, "top_k": 50}
+    drawn = written(pool, hf, tmp_path / "a", **settings)
+    assert written(pool, hf, tmp_path / "b", "strategy=single", **settings) == drawn
+    assert written(pool, hf, tmp_path / "c", "strategy=single", batch_size=1, **settings) == drawn
+    assert written(pool, hf, tmp_path / "d", "strategy=single", seed=1, **settings) != drawn
+    assert written(pool, hf, tmp_path / "e", "strategy=single") != drawn
+
+
+def test_one_text_is_printed_as_it_comes(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], pool: WorkerPool
+) -> None:
+    config = commands.config_of("generate", hf, tmp_path / "texts", ["strategy=single"])
+    parts = written(pool, hf, tmp_path / "all", "strategy=single")
+    settings = {"chat": False, "max_new_tokens": 12, "temperature": 0.0, "top_k": None, "top_p": None, "seed": 0}
+    config["generation"] = {"prompts": PROMPTS[:1], "batch_size": 8, **settings}
+    (tmp_path / "texts").mkdir()
+    record.start(tmp_path / "texts", config, {})
+    work.run(config)
+    assert f"{parts[0]}\n" in capsys.readouterr().out
+
+
+def test_a_model_of_the_examples_writes_bytes(pool: WorkerPool, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("abcabcabc" * 200)
+    given = ["data=text", f"data.path={text}", *GPT, "strategy=pipeline_1f1b", "cluster.devices=2"]
+    run = trained(pool, tmp_path / "run", *given)
+    one = written(pool, run, tmp_path / "one", "strategy=single", batch_size=2)
+    assert written(pool, run, tmp_path / "two", batch_size=2) == one
+    assert any(one)
+
+
+def test_too_long_a_text_and_a_model_without_texts_are_refused(pool: WorkerPool, hf: Path, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match="are more than the 64 tokens that the model takes"):
+        written(pool, hf, tmp_path / "texts", "strategy=single", max_new_tokens=60)
+    run = trained(pool, tmp_path / "lenet", "model=lenet", "data=digits", "strategy=single")
+    with pytest.raises(WorkerError, match="A LeNet writes no text"):
+        written(pool, run, tmp_path / "none", "strategy=single")
+
+
+@pytest.mark.parametrize("words", [
+    ["--temperature", "-1"], ["--top-p", "0"], ["--top-k", "0"], ["--max-new-tokens", "x"],
+])  # fmt: skip
+def test_settings_that_mean_nothing_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        generate.main(["run", "--prompt", "a", *words])
+    assert words[0] in capsys.readouterr().err
+
+
+# -- choosing a token ------------------------------------------------------------------------------------------------
+
+
+def chosen(settings: Generation, logits: list[float], number: int = 2000) -> dict[int, float]:
+    """How often each token is drawn."""
+    prompts = torch.arange(number)
+    tokens = settings.choose(torch.tensor(logits).expand(number, -1), prompts, 0)
+    return {token: (tokens == token).sum().item() / number for token in range(len(logits))}
+
+
+def test_tokens_are_drawn_with_their_probabilities() -> None:
+    logits = [2.0, 1.0, 0.0, -1.0]
+    for temperature in (0.5, 1.0, 3.0):
+        expected = (torch.tensor(logits) / temperature).softmax(0).tolist()
+        found = chosen(Generation(temperature=temperature), logits)
+        assert [found[token] for token in range(4)] == pytest.approx(expected, abs=0.04)
+
+
+def test_only_the_most_likely_ones_are_drawn() -> None:
+    logits = [0.0, 2.0, 1.0, -1.0]  # 0.088, 0.64, 0.24, 0.03
+    assert chosen(Generation(), logits)[1] == 1
+    for settings, kept in ((Generation(temperature=1, top_k=2), {1, 2}), (Generation(temperature=1, top_p=0.6), {1}),
+                           (Generation(temperature=1, top_p=0.9), {0, 1, 2})):  # fmt: skip
+        assert {token for token, share in chosen(settings, logits).items() if share} == kept
