@@ -31,7 +31,7 @@ def evaluate(config: Config) -> None:
     Raises:
         ValueError: the module has neither step.
     """
-    datamodule, module = build.data(config), _trained(config)
+    datamodule, module = build.data(config), _model(config)
     trainer = build.trainer(config)
     metrics: dict[str, Any] = {}
     loops = {"validation_step": trainer.validate, "test_step": trainer.test}
@@ -39,7 +39,7 @@ def evaluate(config: Config) -> None:
     if not known:
         raise ValueError(f"A {type(module).__name__} has neither a validation_step nor a test_step.")
     for loop in known:
-        loop(module, datamodule=datamodule, verbose=False)
+        loop(module, datamodule=datamodule, ckpt_path=config["ckpt_path"], verbose=False)
         metrics |= trainer.callback_metrics
     _end(config, trainer, metrics)
 
@@ -50,7 +50,7 @@ def generate(config: Config) -> None:
     Raises:
         ValueError: the module is no language model of the recipes, or a prompt is too long for it.
     """
-    module, settings = _trained(config), config["generation"]
+    module, settings = _model(config), config["generation"]
     if not isinstance(module, LanguageModel):
         raise ValueError(f"A {type(module).__name__} writes no text: model=gpt and model=hf do.")
     tokenizer = _tokenizer(config)
@@ -67,7 +67,8 @@ def generate(config: Config) -> None:
         module.generation = replace(module.generation, told=printing.add)
     batches = batches_of(prompts, settings["batch_size"], tokenizer.padding, pad=module.takes_padding)
     began = time.perf_counter()
-    predicted = trainer.predict(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+    predicted = trainer.predict(module, loader, ckpt_path=config["ckpt_path"])
     seconds = time.perf_counter() - began
     if not trainer.is_global_zero:
         return
@@ -86,9 +87,11 @@ def generate(config: Config) -> None:
     _end(config, trainer, {"tokens": tokens, "tokens_per_second": tokens / seconds})
 
 
-def _trained(config: Config) -> L.LightningModule:
+def _model(config: Config) -> L.LightningModule:
+    """Of a checkpoint each rank reads its own part later; a file of weights is read whole."""
     module = build.model(config)
-    build.begin_with(module, config["init_from"])
+    if config["init_from"] is not None:
+        build.begin_with(module, config["init_from"])
     return module
 
 

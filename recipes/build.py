@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_parallel import ExactResume, FiniteLoss, MemorySnapshot, Preemption
 from lightning_parallel.checkpoint import read_full
+from lightning_parallel.parts.own_part import configure_part
 from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from recipes.data import DATA
@@ -78,11 +79,12 @@ def model(config: Config) -> L.LightningModule:
 
 
 def begin_with(module: L.LightningModule, path: str) -> None:
-    """Give a model the weights of a checkpoint, of any kind.
+    """Give a whole model the weights of a checkpoint, of any kind.
 
     Raises:
         ValueError: they are those of another model.
     """
+    configure_part(module)
     try:
         module.load_state_dict(read_full(path))
     except RuntimeError as error:

@@ -80,7 +80,12 @@ def config_of(
     except ValueError as error:
         raise ConfigError([str(error)]) from error
     config |= _changed(run, overrides, folder)
-    begins = {"init_from": found, "ckpt_path": None, "resume": None}
+    only_weights = found.endswith(".safetensors")
+    begins = {
+        "init_from": found if only_weights else None,
+        "ckpt_path": None if only_weights else found,
+        "resume": None,
+    }
     return config | begins | {"command": command, "timeline": False, "callbacks": {}, **more}
 
 

@@ -154,6 +154,7 @@ def _quiet() -> None:
     """Leave out hints of Lightning's that don't apply to the example data, and its advertising."""
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*smaller than the logging interval.*")
+    warnings.filterwarnings("ignore", message=".*callbacks used to create the checkpoint need to be provided.*")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
     warnings.filterwarnings("ignore", message=".*`srun` command is available.*")  # recipes.train has its own way there
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(

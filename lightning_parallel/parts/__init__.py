@@ -14,7 +14,9 @@ end of their own.
     last_stage.py      what the last stage does for all        metric_board.py  metrics, the same on every stage
     batch_watch.py     does a step change its batch?           schedule_choice.py  schedule="auto"
     earlier_chunks.py  runs of a step that don't count     between_batches.py  do stages wait? (outcome_readers.py)
-    evaluation.py      forward only                            logs.py          self.log inside microbatches
+    evaluation.py      forward only                            several_passes.py  a prediction made token by token
+    last_gradients.py  of the update before                    logs.py          self.log inside microbatches
+    own_part.py        a hook for a divided module
     asynchronous.py    updates without a flush                 late_gradients.py, optimizer_options.py
     timelines.py       what ran when                           callbacks.py     brought along, or refused
     memory_snapshot.py what takes a GPU's memory               meeting.py       asks all ranks, between batches

@@ -25,6 +25,7 @@ from lightning_parallel.groups import Groups
 from lightning_parallel.layout import Layout
 from lightning_parallel.local_model import LocalModel
 from lightning_parallel.parts.options import StagedOptions
+from lightning_parallel.parts.own_part import configure_part
 from lightning_parallel.pipeline.absent import AbsentTensor
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.stage import Stage
@@ -99,6 +100,7 @@ class Stages:
             _announce(parts, module, layout, describe)
             divide()
             self._stage = Stage(module, parts, layout.stage, device)
+            configure_part(module)
             if self._options.data_parallel_kind == "fully_shard" and replicas.size() > 1:
                 # Before the stage's hooks: after its last layer they leave the step, and torch's have to run by then.
                 layers = untied(module, self._stage.layers)

@@ -34,6 +34,7 @@ from lightning_parallel.gradients.swapping import Gradients, swap_gradients
 from lightning_parallel.layout import Placement
 from lightning_parallel.parts.between_batches import gained, reasons_to_wait
 from lightning_parallel.parts.cutting import Partitions
+from lightning_parallel.parts.last_gradients import taken_off
 from lightning_parallel.parts.logs import LogRecorder
 from lightning_parallel.parts.microbatches import loss_scale
 from lightning_parallel.parts.options import StagedOptions
@@ -245,8 +246,8 @@ class PipelineStrategy(StagedStrategy):
             check_placement(lists, self.stage.partition.placement, f"schedule={self._schedule_name}")
         actions = lists[layout.stage]
 
-        # zero_grad runs later: set aside what `p.grad` still holds of the last update.
-        earlier = {} if self._accumulates else swap_gradients(parameters, {})
+        module = self.lightning_module
+        earlier = {} if self._accumulates else taken_off(module.trainer, module, parameters)  # zero_grad runs later
         if self._stages.fully_sharded is not None:
             self._stages.fully_sharded.hold_back()
             own = {*self.stage.chunks}

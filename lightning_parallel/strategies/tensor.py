@@ -33,6 +33,7 @@ from lightning_parallel.parts.first_batch import trial_of
 from lightning_parallel.parts.loaders import check_same_batch
 from lightning_parallel.parts.manual import BackwardGuard
 from lightning_parallel.parts.options import ProcessOptions
+from lightning_parallel.parts.own_part import configure_part
 from lightning_parallel.parts.tensor_shards import TensorShards
 from lightning_parallel.settings import Auto, Count, takes
 from lightning_parallel.strategies.base import LayoutStrategy
@@ -73,6 +74,7 @@ class TensorParallelStrategy(LayoutStrategy):
     """
 
     options: TensorParallelOptions
+    configures_part = True
 
     @takes(TensorParallelOptions)
     def __init__(self, options: TensorParallelOptions) -> None:
@@ -89,6 +91,7 @@ class TensorParallelStrategy(LayoutStrategy):
         self._ends_update = False
         module = self.prepare(trainer)
         self._shards.divide(module, groups.along("tensor"), device, partial(trial_of, trainer, module))
+        configure_part(module)
         local = LocalModel.of(module, self._shards.shards)
         self.hold(trainer, local)
         install_clipping(

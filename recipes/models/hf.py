@@ -27,8 +27,8 @@ WEIGHTS = _OTHERS | {".safetensors", ".bin"}  # suffixes of files of weights
 class CausalLM(LanguageModel):
     """Trains a folder's model: the weights that are in it, or new ones for a folder with a ``config.json`` alone.
 
-    Weights are trained in float32, whatever they are stored in, unless ``trainer.precision`` says otherwise. Files of
-    float32 are mapped into memory, so that a rank of a pipeline reads the part that it needs.
+    Weights are trained in float32, whatever they are stored in, unless ``trainer.precision`` says otherwise. Files are
+    mapped into memory, and a rank that holds a part of the model reads and converts its part only.
 
     Args:
         path: the folder, as ``save_pretrained`` writes it.
@@ -61,14 +61,24 @@ class CausalLM(LanguageModel):
         # Without positions of each text's own, what padding does differs from model to model (BLOOM: not a number).
         self.takes_padding = takes(self.model, "position_ids")
         self.longest = getattr(model.config, "max_position_embeddings", None)
-        self._met = False  # the data, by which it is checked once
+        self._is_set_up, self._converts = False, True
 
     def setup(self, stage: str) -> None:
         """Before the first run, while every rank holds the whole model: refuse data that it can't be trained on."""
+        if self._is_set_up:
+            return
+        self._is_set_up = True
+        self._converts = self.trainer.precision in ("32-true", "bf16-mixed", "16-mixed")
         data = getattr(self.trainer, "datamodule", None)
-        if isinstance(data, HFData) and not self._met:
-            self._met = True
+        if isinstance(data, HFData):
             check_fit(self.model, data)
+        if not getattr(self.trainer.strategy, "configures_part", False):
+            self.configure_part()
+
+    def configure_part(self) -> None:
+        """Convert what this rank holds, unless the Trainer has done so."""
+        if self._converts:
+            self.model.float()
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [batch, time, vocabulary] of the token after each of ``tokens`` [batch, time]."""
@@ -108,7 +118,7 @@ class CausalLM(LanguageModel):
 
 
 def _opened(path: str) -> nn.Module:
-    """The folder's model, in float32."""
+    """The folder's model, in the dtype in which it is stored."""
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -127,8 +137,8 @@ def _opened(path: str) -> nn.Module:
                 model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"model.path={path}: transformers can't open it: {error}") from error
-    whole: nn.Module = model.float()
-    return whole
+    opened: nn.Module = model
+    return opened
 
 
 def has_weights(folder: Path) -> bool:
@@ -149,6 +159,8 @@ def _with_adapters(model: nn.Module, lora: Mapping[str, Any]) -> nn.Module:
     from peft import LoraConfig, TaskType, get_peft_model
 
     try:
+        if isinstance(lora.get("init_lora_weights"), str):
+            model.float()  # some of these change the weights, too
         config = LoraConfig(**{"task_type": TaskType.CAUSAL_LM, **lora})  # type: ignore[arg-type]
         adapted: nn.Module = get_peft_model(model, config)  # type: ignore[arg-type]
     except (ValueError, TypeError) as error:

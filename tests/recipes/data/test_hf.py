@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import lightning as L
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig
@@ -126,11 +127,17 @@ def test_bad_paths_are_refused_before_a_worker_starts(tmp_path: Path) -> None:
     assert "takes bytes, but data=hf gives documents" in str(problem)
 
 
+def attach(module: CausalLM, documents: HFData) -> None:
+    """To a Trainer that is about to run."""
+    module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    module.trainer.datamodule = documents  # type: ignore[attr-defined]
+
+
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     module = CausalLM(path=str(model(tmp_path / "model")), optimizer={})
     module.model.resize_token_embeddings(290)
     file = texts(tmp_path / "a.jsonl")
-    module._trainer = type("Trainer", (), {"datamodule": data(tmp_path, file, tokenizer=str(tmp_path / "model"))})()
+    attach(module, data(tmp_path, file, tokenizer=str(tmp_path / "model")))
     with pytest.raises(ValueError, match="it has 300 tokens, and the model knows 290"):
         module.setup("fit")
 
@@ -139,10 +146,11 @@ def test_a_model_that_lets_documents_see_each_other_is_refused(tmp_path: Path) -
     config = BloomConfig(vocab_size=300, hidden_size=32, n_layer=2, n_head=4)
     module = CausalLM(path=str(model(tmp_path / "model", config)), optimizer={})
     file = texts(tmp_path / "a.jsonl")
-    module._trainer = type("Trainer", (), {"datamodule": data(tmp_path, file)})()
+    attach(module, data(tmp_path, file))
     with pytest.raises(ValueError, match="use data.packing=false"):
         module.setup("fit")
-    module._trainer.datamodule = data(tmp_path, file, packing=False)
+    module = CausalLM(path=str(tmp_path / "model"), optimizer={})
+    attach(module, data(tmp_path, file, packing=False))
     module.setup("fit")
 
 
