@@ -32,7 +32,6 @@ from recipes.schema import world_size
 from recipes.validate import validate
 from tests.pool import WorkerPool
 from tests.recipes.test_configs import composed
-from tests.recipes.test_hf import pretrained
 from tests.tensor.test_sharding import ranks
 
 README, KOREAN = ROOT / "README.md", ROOT / "README.ko.md"
@@ -68,6 +67,9 @@ OTHER_MODULES = [command for command in COMMANDS if command.startswith("python -
 # Of a cluster that isn't here: their configs are checked. tests/clusters runs some.
 ELSEWHERE = [words for words in TRAININGS if any(re.match("cluster=(?!local)", word) for word in words)]
 ELSEWHERE += [line.partition("-m recipes.train ")[2].split() for line in COMMANDS if line.startswith("torchrun ")]
+# One after the other: tests/recipes/test_pretrained_page.py.
+PRETRAINED = [shlex.split(line.removeprefix(TRAIN)) for line in commands(ROOT / "docs" / "pretrained.md")]
+HERE = [words for words in TRAININGS if words not in [*ELSEWHERE, *PRETRAINED]]
 TARGETS = [command for command in COMMANDS if command.startswith("make ")]
 
 
@@ -109,15 +111,13 @@ def test_trainings_elsewhere_are_right(words: list[str], monkeypatch: pytest.Mon
     assert check([*words, "launch=false"]) == []
 
 
-@pytest.mark.parametrize("words", [words for words in TRAININGS if words not in ELSEWHERE], ids=" ".join)
+@pytest.mark.parametrize("words", HERE, ids=" ".join)
 def test_trainings_run(
     pool: WorkerPool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
     text = tmp_path / "my.txt"
     text.write_text((ROOT / "README.md").read_text() * 3)
     given = {"data.path=my.txt": f"data.path={text}"}
-    if "model=hf" in words:
-        given["model.path=my-model"] = f"model.path={pretrained(tmp_path / 'my-model')}"
     given |= {f"{key}={CHECKPOINT}": f"{key}={checkpoint}" for key in ("ckpt_path", "init_from")}
     words = [given.get(word, word) for word in words]
     if "experiment=async_quality" in words:
@@ -150,7 +150,7 @@ def test_arguments_of_other_programs_are_right(command: str, monkeypatch: pytest
         parse(self, args, namespace)
         raise Parsed
 
-    _, _, module, *arguments = command.split()
+    _, _, module, *arguments = shlex.split(command)
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
     monkeypatch.setattr(sys, "argv", [module, *arguments])
     package = ROOT / module.replace(".", "/")

@@ -72,7 +72,8 @@ MODULES = {kind.__name__: kind for kind in (Net, Looks, LooksInTheOptimizer, Loo
 def fit(kind: str, strategy: bool) -> tuple[list[int], list[float]]:
     trainer = L.Trainer(
         accelerator="cpu", devices=2 if strategy else 1,
-        strategy=lp.PipelineStrategy(microbatches=2) if strategy else "auto", max_steps=3, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        strategy=lp.PipelineStrategy(microbatches=2) if strategy else "auto", max_steps=3, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     module = MODULES[kind]()
     trainer.fit(module, DataLoader(torch.ones(12, 4), batch_size=4))  # type: ignore[arg-type]

@@ -1,0 +1,102 @@
+"""docs/pretrained.md: its commands, as printed and one after the other, lead from a folder to a folder."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from recipes import ROOT, commands, evaluate, export, generate, launch, record, work
+from recipes.schema import world_size
+from recipes.validate import validate
+from tests.pool import WorkerPool
+from tests.recipes.data.test_hf import model
+from tests.recipes.test_configs import composed
+from tests.recipes.tiny import chats, texts
+from tests.test_pages import commands as commands_of
+from tests.thorough import thorough
+
+PAGE = commands_of(ROOT / "docs" / "pretrained.md")
+SMALL = [
+    "data.context=32", "data.batch_size=4", "trainer.max_steps=2", "trainer.limit_val_batches=1", "logger=none",
+    "print_config=false", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false",
+]  # fmt: skip
+AFTER: dict[str, Callable[[Sequence[str]], None]] = {
+    "recipes.evaluate": evaluate.main,
+    "recipes.generate": generate.main,
+    "recipes.export": export.main,
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the page takes for granted."""
+    model(tmp_path / "my-model", longest=256)
+    chats(tmp_path / "chats.jsonl")
+    texts(tmp_path / "texts.jsonl")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def assert_there(here: Path) -> None:
+    """What the page promises."""
+    scores = [record.read_metrics(folder) for folder in sorted((here / "runs" / "pipeline" / "evaluate").iterdir())]
+    assert len(scores) == 2 and scores[0].keys() == {"val_loss", "test_loss"}
+    (texts_of,) = (here / "runs" / "adapters" / "generate").iterdir()
+    lines = [json.loads(line) for line in (texts_of / generate.TEXTS).read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == ["2 + 2?", "3 + 3?"]
+    outputs = {}
+    for name in ("my-model", "my-new-model", "my-adapters", "my-merged-model"):
+        opened = AutoModelForCausalLM.from_pretrained(here / name, dtype=torch.float64)
+        with torch.no_grad():
+            outputs[name] = opened(torch.arange(16)[None]).logits
+        assert name == "my-model" or list((here / name).glob("tokenizer.json"))
+    assert torch.allclose(outputs["my-adapters"], outputs["my-merged-model"], rtol=0, atol=1e-5)
+    assert not torch.allclose(outputs["my-adapters"], outputs["my-model"], rtol=0, atol=1e-5)
+    assert not torch.allclose(outputs["my-new-model"], outputs["my-model"], rtol=0, atol=1e-5)
+
+
+def in_the_pool(pool: WorkerPool, config: Mapping[str, Any], overrides: Sequence[str] | None) -> Any:
+    folder = Path(config["paths"]["output_dir"])
+    folder.mkdir(parents=True, exist_ok=True)
+    file = launch.write(config)
+    record.start(folder, config, {}, overrides)
+    pool.run(work.main, world_size(config), file.read_text(), init=False)
+    return record.read_metrics(folder)
+
+
+def test_its_commands_do_what_it_says(pool: WorkerPool, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the pool's processes, with fewer steps."""
+    monkeypatch.setattr(commands, "launch", lambda config, choices, overrides: in_the_pool(pool, config, overrides))
+    assert len(PAGE) == 10
+    for command in PAGE:
+        _, _, module, *arguments = shlex.split(command)
+        if module != "recipes.train":
+            AFTER[module](arguments)
+            continue
+        (folder,) = (here / word.partition("=")[2] for word in arguments if word.startswith("hydra.run.dir="))
+        line = [*(word for word in arguments if not word.startswith("hydra.")), *SMALL]
+        config = composed(*line, f"paths.data_dir={here / 'data'}")
+        config["paths"]["output_dir"] = str(folder)
+        config["callbacks"]["checkpoint"]["dirpath"] = str(folder / "checkpoints")
+        assert validate(config) == []
+        in_the_pool(pool, config, line)
+    assert_there(here)
+
+
+@pytest.mark.parametrize("_", thorough("as printed"))
+def test_its_commands_run_as_printed(here: Path, _: str) -> None:
+    """But for the number of steps."""
+    for command in PAGE:
+        words = [sys.executable, *shlex.split(command)[1:]]
+        words += SMALL if "recipes.train" in words else []
+        subprocess.run(words, check=True, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(here)})
+    assert_there(here)
