@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from recipes import build, record
 from recipes.data.prompts import batches_of
-from recipes.data.tokenizer import Tokenizer, tokenizer_of
+from recipes.data.tokenizer import Bytes, Tokenizer, tokenizer_of
 from recipes.generate import TEXTS
 from recipes.models.generation import Generation
 from recipes.models.language_model import LanguageModel
@@ -60,9 +61,12 @@ def generate(config: Config) -> None:
     prompts = [tokenizer.encode(text, special=not settings["chat"])[0] for text in texts]
     trainer = build.trainer(config)
     own = {name: settings[name] for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")}
-    module.generation = Generation(**own, end=tokenizer.end, padding=tokenizer.padding)
+    ends = frozenset() if tokenizer.end is None else frozenset({tokenizer.end})
+    if not isinstance(tokenizer, Bytes):
+        ends |= module.ends
+    module.generation = Generation(**own, ends=ends, padding=tokenizer.padding)
     _check(module, prompts, texts)
-    printing = _Printing(tokenizer)
+    printing = _Printing(tokenizer, ends)
     if len(prompts) == 1 and trainer.is_global_zero:
         module.generation = replace(module.generation, told=printing.add)
     batches = batches_of(prompts, settings["batch_size"], tokenizer.padding, pad=module.takes_padding)
@@ -77,7 +81,7 @@ def generate(config: Config) -> None:
     made: dict[int, list[int]] = {}
     for batch, rows in zip(batches, predicted or [], strict=True):
         for number, row in zip(batch["prompt"].tolist(), rows, strict=True):  # type: ignore[arg-type]
-            made[number] = _until(row.tolist(), tokenizer.end)
+            made[number] = _until(row.tolist(), ends)
     with (Path(config["paths"]["output_dir"]) / TEXTS).open("w") as file:
         for number, prompt in enumerate(settings["prompts"]):
             file.write(
@@ -115,23 +119,23 @@ def _check(module: LanguageModel, prompts: list[list[int]], texts: list[str]) ->
             )
 
 
-def _until(tokens: list[int], end: int | None) -> list[int]:
+def _until(tokens: list[int], ends: Collection[int]) -> list[int]:
     """The tokens before the end."""
-    return tokens[: tokens.index(end)] if end in tokens else tokens
+    return list(takewhile(lambda token: token not in ends, tokens))
 
 
 class _Printing:
     """Prints one text as it comes: what of it can't change any more."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, ends: Collection[int]) -> None:
+        self._tokenizer, self._ends = tokenizer, ends
         self._tokens: list[int] = []
         self._text = ""
         self._printed = 0
 
     def add(self, prompts: Tensor, tokens: Tensor) -> None:
         self._tokens += tokens.tolist()
-        self._text = self._tokenizer.decode(_until(self._tokens, self._tokenizer.end))
+        self._text = self._tokenizer.decode(_until(self._tokens, self._ends))
         self._print(self._text.rstrip("\N{REPLACEMENT CHARACTER}"))  # a character of which bytes are still to come
 
     def end(self) -> None:

@@ -13,11 +13,25 @@ from types import MappingProxyType
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 
 from recipes import record
-from recipes.compose import CONF, check, resolved
+from recipes.compose import CONF, NOT_KNOWN, resolved, unknown
 from recipes.launch import launch, write
 from recipes.problem import ConfigError
+
+_IDLE = (
+    "callbacks",
+    "ckpt_path",
+    "command",
+    "generation",
+    "hydra",
+    "init_from",
+    "launch",
+    "resume",
+    "test",
+    "timeline",
+)
 
 
 def run_on(
@@ -72,40 +86,60 @@ def config_of(
     """
     from recipes import resume  # here: it imports torch
 
+    if checkpoint is not None and not checkpoint.exists():
+        raise ConfigError([f"--checkpoint={checkpoint}: no such checkpoint."])
     try:
-        found = str(checkpoint.resolve()) if checkpoint else resume.newest(record.read_config(run))
+        config, moved = record.read_config(run), record.read_config(run, folder)
+        found = str(checkpoint.resolve()) if checkpoint else resume.newest(config)
         if found is None:
             raise ValueError(f"{run} has no whole checkpoint: give one with --checkpoint.")
-        config = record.read_config(run, folder)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
-    config |= _changed(run, overrides, folder)
+    if overrides:
+        config = _changed(config, run, overrides)
+    config["paths"]["output_dir"], config["logger"] = str(folder), moved["logger"]
     only_weights = found.endswith(".safetensors")
-    begins = {
-        "init_from": found if only_weights else None,
-        "ckpt_path": None if only_weights else found,
-        "resume": None,
-    }
-    return config | begins | {"command": command, "timeline": False, "callbacks": {}, **more}
+    config |= {"init_from": found if only_weights else None, "ckpt_path": None if only_weights else found}
+    return config | {"command": command, "resume": None, "timeline": False, "callbacks": {}, **more}
 
 
-def _changed(run: Path, overrides: Sequence[str], folder: Path) -> dict[str, Any]:
-    """The nodes of the config that a command line concerns, as they would be with the run's own one before it.
+def _changed(config: Mapping[str, Any], run: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """A run's config with what a command line changes in it: the difference that it makes to the run's own one.
 
     Raises:
-        ConfigError: a key or a value isn't known, or the run's own command line isn't.
+        ConfigError: a key or a value isn't known or changes nothing here, or the run's own command line isn't known.
     """
-    if not overrides:
-        return {}
     own = record.read(run).get("overrides")
     if own is None:
         words = " ".join(overrides)
         raise ConfigError([f"{run} doesn't say how it was started, so its config can't be changed: leave out {words}"])
-    line = [*own, *overrides]
-    wrong = check(line)
-    if wrong:
-        raise ConfigError(wrong)
-    with initialize_config_dir(str(CONF), version_base="1.3", job_name="command"):
-        composed = resolved(compose("train", overrides=line), str(folder))
-    concerned = {override.lstrip("+~").split("=")[0].split(".")[0] for override in overrides}
-    return {key: composed[key] for key in concerned if key in composed}
+    idle = [word for word in overrides if word.lstrip("+~").split("=")[0].split(".")[0] in _IDLE]
+    if idle:
+        raise ConfigError([f"{word}: it changes nothing here; leave it out" for word in idle])
+    try:
+        wrong = unknown([*own, *overrides])
+        if wrong:
+            raise ConfigError(wrong)
+        with initialize_config_dir(str(CONF), version_base="1.3", job_name="command"):
+            before, after = (
+                resolved(compose("train", overrides=line), NOT_KNOWN) for line in (own, [*own, *overrides])
+            )
+    except HydraException as error:
+        raise ConfigError([str(error)]) from error
+    changed = _with_difference(config, before, after)
+    assert isinstance(changed, dict)
+    return changed
+
+
+def _with_difference(value: Any, before: Any, after: Any) -> Any:
+    """A value, changed as ``after`` differs from ``before``."""
+    if before == after:
+        return value
+    if not (isinstance(value, Mapping) and isinstance(before, Mapping) and isinstance(after, Mapping)):
+        return after
+    kept = {key: item for key, item in value.items() if key in after or key not in before}
+    return kept | {
+        key: _with_difference(value.get(key), before.get(key), item)
+        for key, item in after.items()
+        if before.get(key, after) != item
+    }

@@ -65,6 +65,13 @@ def check(overrides: Sequence[str], *, multirun: bool = False, config_dir: Path 
         return [*told, *_wrong_values(commands, unsure, multirun=multirun or searches)]
 
 
+def unknown(overrides: Sequence[str], config_dir: Path = CONF) -> list[Problem]:
+    """The problems of a command line with names alone: options and keys that there aren't."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    with initialize_config_dir(str(config_dir), version_base="1.3", job_name="check"):
+        return [problem for _, problem in _unknown(parsed, config_dir)]
+
+
 def _search(parsed: Sequence[Override]) -> tuple[list[Override], bool]:
     """What a search tries besides what the command line says, and whether there is one."""
     chosen = [str(each.input_line) for each in parsed if each.key_or_group in ("hparams_search", "hydra/sweeper")]

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("run", type=Path, help="the folder of a run")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes of its config, as strategy=single")
     parser.add_argument("--checkpoint", type=Path, help="of the run; default: its newest one")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
     try:
         run_on("evaluate", given.run, given.overrides, given.checkpoint, {})

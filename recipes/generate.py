@@ -29,7 +29,7 @@ SETTINGS = ("chat", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    given = _parser().parse_args(arguments)
+    given = _parser().parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
     try:
         prompts = list(given.prompt)

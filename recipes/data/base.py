@@ -8,6 +8,7 @@ import lightning as L
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_parallel import ResumableDataLoader
+from recipes.data.label_counts import CountedRows, CountingSampler
 
 
 class SeededData(L.LightningDataModule):
@@ -59,8 +60,12 @@ class SeededData(L.LightningDataModule):
                 f"data.batch_size={self.batch_size} is more than the {samples} training samples: "
                 "use a smaller one or more data"
             )
-        sampler: DistributedSampler[Any] = DistributedSampler(
-            dataset, num_replicas=replicas, rank=rank, shuffle=train, seed=self.seed, drop_last=train
+        order: dict[str, Any] = {"num_replicas": replicas, "rank": rank, "seed": self.seed}
+        order |= {"shuffle": train, "drop_last": train}
+        sampler: DistributedSampler[Any] = (
+            CountingSampler(dataset, self.batch_size, **order)
+            if isinstance(dataset, CountedRows)
+            else DistributedSampler(dataset, **order)
         )
         loader = ResumableDataLoader if train else DataLoader
         return loader(

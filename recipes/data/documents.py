@@ -67,7 +67,9 @@ def _ended(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
     return tokens if ends else [*tokens, tokenizer.end]  # type: ignore[list-item]
 
 
-def _answered(prompt: str, answer: str, tokenizer: Tokenizer) -> Document:
+def _answered(prompt: Any, answer: Any, tokenizer: Tokenizer) -> Document:
+    if not (isinstance(prompt, str) and isinstance(answer, str)):
+        raise ValueError("its prompt or its completion is no text.")
     tokens, places = tokenizer.encode(prompt + answer)
     ended = _ended(tokens, tokenizer)
     return _learned(ended, [*places, len(prompt)][: len(ended)], [(len(prompt), len(prompt + answer) + 1)])
@@ -75,11 +77,15 @@ def _answered(prompt: str, answer: str, tokenizer: Tokenizer) -> Document:
 
 def _conversation(messages: Messages, tokenizer: Tokenizer) -> Document:
     """The answers in it are found in its text: what a message of the assistant adds to the messages before it."""
+    if not messages or not all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in messages):
+        raise ValueError("its messages need a role each, and content.")
     whole = tokenizer.chat(messages)
     spans: list[tuple[int, int]] = []
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
+        if number == 0:
+            raise ValueError("it begins with the assistant: give it a message before.")
         before = tokenizer.chat(messages[:number], answering=True)
         through = tokenizer.chat(messages[: number + 1])
         if not (through.startswith(before) and whole.startswith(through)):

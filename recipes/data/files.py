@@ -22,6 +22,9 @@ def files_of(path: Path | None) -> list[Path]:
     known = [file for file in found if file.suffix in KINDS and not _is_hidden(file.relative_to(path))]
     if not known:
         raise ValueError(f"no documents there; {fix}")
+    chained = next((str(file) for file in known if "::" in str(file)), None)
+    if chained is not None:
+        raise ValueError(f"'::' in {chained} would be read as a chain of files; rename it")
     kinds = sorted({file.suffix for file in known})
     if len({KINDS[kind] for kind in kinds}) > 1:
         raise ValueError(f"files of several kinds, {', '.join(kinds)}; {fix}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 from collections.abc import Mapping
@@ -11,20 +12,23 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from recipes.data.base import SeededData
-from recipes.data.documents import Document, reader
+from recipes.data.documents import IGNORED, Document, Reader, reader
 from recipes.data.files import KINDS, files_of
+from recipes.data.label_counts import CountedRows
 from recipes.data.rows import learns, rows_of
 from recipes.data.textfile import HELD_OUT
 from recipes.data.tokenizer import Tokenizer, files_of_tokenizer, tokenizer_of
 
-_FORMAT = 1  # of the rows: a change makes what was prepared before out of date
+_FORMAT = 2  # of the rows: a change makes what was prepared before out of date
+_COUNT = "count"  # a column of the rows
 
 
 class HFData(SeededData):
     """Rows of tokens, made of files by ``datasets`` and the model's tokenizer. They are made once, and kept.
 
     A batch is a dictionary of int64 tensors [batch, context]: ``input_ids``, ``labels`` (-100 for what isn't learned),
-    and ``position_ids`` or, without packing, ``attention_mask``.
+    and ``position_ids`` or, without packing, ``attention_mask``; and ``labels_in_batch`` [batch]
+    (:mod:`recipes.data.label_counts`).
 
     Args:
         path: a file of documents, or a folder of them: JSON lines, parquet, or texts, a document each. See
@@ -74,8 +78,8 @@ class HFData(SeededData):
         self.vocabulary = tokenizer_of(self.tokenizer).size
         rows = self._rows(self.path)
         if self.val_path is not None:
-            self.train_set = rows
-            self.val_set = self.test_set = self._rows(self.val_path)
+            self.train_set = _counted(rows)
+            self.val_set = self.test_set = _counted(self._rows(self.val_path))
             return
         held_out = len(rows) // HELD_OUT
         if held_out == 0:
@@ -84,8 +88,9 @@ class HFData(SeededData):
                 f"one in {HELD_OUT} out for validation: give more documents, a smaller context, or data.val_path."
             )
         val, test = len(rows) - 2 * held_out, len(rows) - held_out
-        self.train_set = rows.select(range(val))
-        self.val_set, self.test_set = rows.select(range(val, test)), rows.select(range(test, len(rows)))
+        self.train_set = _counted(rows.select(range(val)))
+        self.val_set = _counted(rows.select(range(val, test)))
+        self.test_set = _counted(rows.select(range(test, len(rows))))
 
     @property
     def fingerprint(self) -> str:
@@ -105,12 +110,19 @@ class HFData(SeededData):
         quiet = not datasets.are_progress_bars_disabled()
         datasets.disable_progress_bars()
         try:
-            given, kept = list(map(str, files)), str(self.directory / "datasets")
+            given = [glob.escape(str(file)) for file in files]
+            kept = str(self.directory / "datasets" / self._key(files))  # by itself it goes by names and times alone
             records = datasets.load_dataset(kind, data_files=given, split="train", cache_dir=kept, **more)
             tokenizer = tokenizer_of(self.tokenizer)
             read = reader(records.column_names, self.column, tokenizer)
             rows = records.map(
-                lambda batch: _packed([read(each) for each in _records(batch)], self.context, tokenizer, self.packing),
+                lambda batch, numbers: _packed(
+                    [_read(read, each, n, path) for each, n in zip(_records(batch), numbers, strict=True)],
+                    self.context,
+                    tokenizer,
+                    self.packing,
+                ),  # fmt: skip
+                with_indices=True,
                 batched=True,
                 remove_columns=records.column_names,
                 new_fingerprint=self._key(files),
@@ -132,12 +144,20 @@ class HFData(SeededData):
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+def _read(read: Reader, record: Mapping[str, Any], number: int, path: Path) -> Document:
+    try:
+        return read(record)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        said = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"data.path={path}: document {number} can't be read: {said}") from error
+
+
 def _records(batch: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
     return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
 
 
 def _packed(documents: list[Document], context: int, tokenizer: Tokenizer, packing: bool) -> dict[str, list[Any]]:
-    """Rows as columns."""
+    """Rows as columns, with the number of labels of each."""
     too_long = sum(document.labels is not None and len(document.tokens) > context for document in documents)
     if too_long:
         rank_zero_warn(
@@ -146,4 +166,10 @@ def _packed(documents: list[Document], context: int, tokenizer: Tokenizer, packi
         )
     rows = [row for row in rows_of(documents, context, tokenizer.padding, packed=packing) if learns(row)]
     names = ("input_ids", "labels", "position_ids" if packing else "attention_mask")
-    return {name: [row[name] for row in rows] for name in names}
+    counts = [sum(label != IGNORED for label in row["labels"][1:]) for row in rows]
+    return {**{name: [row[name] for row in rows] for name in names}, _COUNT: counts}
+
+
+def _counted(rows: Any) -> CountedRows:
+    counts = rows.with_format(None)[_COUNT]
+    return CountedRows(rows.remove_columns(_COUNT), list(counts))

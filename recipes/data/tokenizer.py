@@ -7,7 +7,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
-_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model", "tiktoken.model", "tekken.json",
+)  # fmt: skip
 
 Messages = Sequence[Mapping[str, Any]]  # each with a role and content
 
@@ -87,6 +90,8 @@ class OfFolder:
             self._own: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"{folder}: transformers can't open its tokenizer: {error}") from error
+        if not self._own.is_fast:
+            raise ValueError(f"{folder}: its tokenizer doesn't tell where tokens begin: it needs a fast one.")
         self.size: int = len(self._own)
         self.end: int | None = self._own.eos_token_id
         known = (self._own.pad_token_id, self.end)
@@ -94,7 +99,12 @@ class OfFolder:
 
     def encode(self, text: str, *, special: bool = True) -> tuple[list[int], list[int]]:
         found = self._own(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
-        return found["input_ids"], [begin for begin, _ in found["offset_mapping"]]
+        places = [begin for begin, _ in found["offset_mapping"]]
+        for number in reversed(range(len(places))):  # special tokens after the text have no place of their own
+            if found["offset_mapping"][number][1] > found["offset_mapping"][number][0]:
+                break
+            places[number] = len(text)
+        return found["input_ids"], places
 
     def decode(self, tokens: Sequence[int]) -> str:
         text: str = self._own.decode(tokens, skip_special_tokens=True)

@@ -21,7 +21,7 @@ class Generation:
         temperature: 0 takes the most likely token; 1 draws from the model's own distribution.
         top_k: draw among so many of the most likely ones; None: among all.
         top_p: draw among the most likely ones that together have this probability.
-        end: token that ends a text; None for none.
+        ends: tokens that end a text.
         padding: token in the place of those after the end.
         seed: of what is drawn. It goes by prompt and place, so a text doesn't depend on the layout.
         told: called with the numbers of prompts and their new tokens, both [batch].
@@ -31,7 +31,7 @@ class Generation:
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
-    end: int | None = None
+    ends: frozenset[int] = frozenset()
     padding: int = 0
     seed: int = 0
     told: Callable[[Tensor, Tensor], None] = lambda prompts, tokens: None
@@ -43,7 +43,15 @@ class Generation:
             logits: [batch, vocabulary].
             prompts: their numbers, int64 [batch].
             place: in the new text.
+
+        Raises:
+            ValueError: the logits aren't numbers.
         """
+        if logits.isnan().any():
+            raise ValueError(
+                "The model's logits are not numbers. Some models' are so for padded prompts: use --batch-size 1, or "
+                "another trainer.precision."
+            )
         if not self.temperature:
             return logits.argmax(-1)
         logits = logits.double() / self.temperature
@@ -74,6 +82,10 @@ def static_cache(model: Any, length: int) -> Any | None:
     masks and positions go by the first layer's.
     """
     from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
+
+    own = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not getattr(own, "_can_compile_fullgraph", False):  # transformers' mark of models that work with such a cache
+        return None
 
     class Cache(StaticCache):
         seen = 0  # tokens that have been kept

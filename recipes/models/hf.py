@@ -36,7 +36,7 @@ class CausalLM(LanguageModel):
         optimizer, scheduler: see :func:`recipes.models.optimizer.configure`.
 
     A batch is ``(tokens, targets)``, both int64 [batch, time], the targets one token ahead; or a dictionary of what
-    the model takes, with ``labels`` among it. Logs ``train_loss``, ``val_loss`` and ``test_loss``.
+    the model takes, and ``labels``, of which the loss is a mean. Logs ``train_loss``, ``val_loss`` and ``test_loss``.
 
     Raises:
         ModuleNotFoundError: transformers, or peft for ``lora``, isn't installed.
@@ -58,8 +58,13 @@ class CausalLM(LanguageModel):
         model = _opened(path)
         self.model = model if lora is None else _with_adapters(model, lora)
         self.model.train()  # from_pretrained gives it in evaluation's mode
-        # Without positions of each text's own, what padding does differs from model to model (BLOOM: not a number).
-        self.takes_padding = takes(self.model, "position_ids")
+        self._rope_limit = rope_limit(self.model.config)
+        # Otherwise what padding does differs from model to model: it is read (recurrent layers), or not a number comes
+        # of it (BLOOM).
+        keeps = static_cache(self.model, 1) is not None and self._rope_limit is None
+        self.takes_padding = keeps and takes(self.model, "position_ids")
+        ends = getattr(self.model.generation_config, "eos_token_id", None)
+        self.ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
         self.longest = getattr(model.config, "max_position_embeddings", None)
         self._is_set_up, self._converts = False, True
 
@@ -86,13 +91,31 @@ class CausalLM(LanguageModel):
         return logits
 
     def _loss(self, batch: Any) -> Tensor:
-        if isinstance(batch, Mapping):
-            loss: Tensor = self.model(**batch, use_cache=False).loss
-            return loss
-        return super()._loss(batch)
+        if not isinstance(batch, Mapping):
+            return super()._loss(batch)
+        given = {key: value for key, value in batch.items() if key not in ("labels", "labels_in_batch")}
+        output = self.model(**given, use_cache=False)
+        logits, labels = output.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+        if "labels_in_batch" in batch:
+            loss = F.cross_entropy(logits, labels, reduction="sum") / (batch["labels_in_batch"][0] / self._replicas)
+        else:
+            loss = F.cross_entropy(logits, labels)
+        balance = getattr(output, "aux_loss", None)  # of a mixture's experts, with output_router_logits
+        config: Any = self.model.config
+        return loss if balance is None else loss + config.router_aux_loss_coef * balance
+
+    @property
+    def _replicas(self) -> int:
+        return int((self.trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
+
+    def _weight(self, batch: Any) -> int | None:
+        counted = isinstance(batch, Mapping) and "labels_in_batch" in batch
+        return int(batch["labels_in_batch"][0]) if counted else None
 
     def begin_text(self, length: int) -> Any:
-        return static_cache(self.model, length) if takes(self.model, "past_key_values") else None
+        if not takes(self.model, "past_key_values") or (self._rope_limit is not None and length > self._rope_limit):
+            return None
+        return static_cache(self.model, length)
 
     def next_logits(self, tokens: Tensor, attended: Tensor, kept: Any, seen: int) -> Tensor:
         more: dict[str, Any] = {"use_cache": False}
@@ -184,6 +207,12 @@ def check_fit(model: Any, data: HFData) -> None:
             f"data.tokenizer={data.tokenizer}: it has {data.vocabulary} tokens, and the model knows {known}: name the "
             f"folder of the model's own tokenizer."
         )
+    limit = rope_limit(model.config)
+    if data.packing and limit is not None and data.context > limit:
+        raise ValueError(
+            f"data.packing=true: in rows of more than {limit} tokens the positions of this model (rope_type) go by the "
+            f"longest document in the batch: use data.packing=false, or data.context={limit}."
+        )
     if data.packing and not _keeps_documents_apart(model):
         raise ValueError(
             f"data.packing=true: a {type(model).__name__} lets a document in a row see the ones before it, whatever "
@@ -195,15 +224,32 @@ def _keeps_documents_apart(model: nn.Module) -> bool:
     """Does what the model says of a document depend on the one before it in the row? It is tried with two."""
     if not takes(model, "position_ids"):
         return False
-    first, positions = torch.arange(8)[None], torch.arange(4).repeat(2)[None]
-    other = torch.cat([first[:, :4].flip(1), first[:, 4:]], dim=1)
+    lengths = (24, 40)
+    row = torch.arange(sum(lengths))[None] % 50
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    other = torch.cat([row[:, : lengths[0]].flip(1), row[:, lengths[0] :]], dim=1)
     modes = {part: part.training for part in model.modules()}
     model.eval()  # draws nothing
     with torch.no_grad():
-        said = [model(input_ids=tokens, position_ids=positions, use_cache=False).logits for tokens in (first, other)]
+        said = [model(input_ids=tokens, position_ids=positions, use_cache=False).logits for tokens in (row, other)]
     for part, training in modes.items():
         part.training = training
-    return torch.equal(said[0][:, 4:], said[1][:, 4:])
+    one, two = (logits[:, lengths[0] :].float() for logits in said)
+    # Experts get the tokens of both documents in one product, which may be rounded otherwise.
+    rounding = 4 * torch.finfo(said[0].dtype).eps * one.abs().max()
+    return bool((one - two).abs().max() <= max(rounding, 1e-4 * one.abs().max()))
+
+
+def rope_limit(config: Any) -> int | None:
+    """The length up to which each token's position is its own: beyond it, some models scale positions by the longest
+    text in the batch. None for models that don't."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(each for each in rope.values() if isinstance(each, Mapping))]
+    for each in kinds:
+        if each.get("rope_type") in ("longrope", "dynamic"):
+            known = each.get("original_max_position_embeddings")
+            return int(known or config.max_position_embeddings)
+    return None
 
 
 def takes(model: Any, name: str) -> bool:

@@ -25,11 +25,13 @@ class LanguageModel(L.LightningModule):
         context: tokens that the model sees at most; None for any number.
         longest: tokens that a text may have; None for any number.
         takes_padding: prompts of several lengths may share a batch.
+        ends: tokens that end a text, besides the tokenizer's own.
     """
 
     context: int | None = None
     longest: int | None = None
     takes_padding = False
+    ends: frozenset[int] = frozenset()
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,10 +47,14 @@ class LanguageModel(L.LightningModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True)
+        self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True, batch_size=self._weight(batch))
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", self._loss(batch), sync_dist=True)
+        self.log("test_loss", self._loss(batch), sync_dist=True, batch_size=self._weight(batch))
+
+    def _weight(self, batch: Any) -> int | None:
+        """Of a batch's loss in the mean over all batches; None for the number of its samples."""
+        return None
 
     @in_passes
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Passes:
@@ -73,10 +79,10 @@ class LanguageModel(L.LightningModule):
             tokens = torch.cat([tokens, new[:, None]], dim=1)
             attended = torch.cat([attended, torch.ones_like(new)[:, None]], dim=1)
             settings.told(prompts[going], new[going])
-            if settings.end is not None:
-                going = going & (new != settings.end)
-                if not going.any():
-                    break
+            for end in settings.ends:
+                going = going & (new != end)
+            if not going.any():
+                break
         return F.pad(tokens[:, first:], (0, first + settings.max_new_tokens - tokens.shape[1]), value=settings.padding)
 
     def _choose(self, prompts: Tensor, place: int, *text: Any) -> Tensor:

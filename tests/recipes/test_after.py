@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPTNeoConfig, MistralConfig
 
 from recipes import commands, evaluate, export, generate, launch, record, work
+from recipes.data.tokenizer import tokenizer_of
 from recipes.models.generation import Generation
+from recipes.models.hf import CausalLM
 from recipes.problem import ConfigError
 from recipes.schema import world_size
 from recipes.validate import validate
@@ -105,6 +107,41 @@ def test_what_cannot_be_done_is_refused_before_a_worker_starts(hf: Path, tmp_pat
         generate.main([str(hf)])
 
 
+def test_what_the_run_had_stays_where_it_was(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the folder from which the command is given, and wherever the run has been moved."""
+    run = shutil.copytree(hf, tmp_path / "run")
+    own = composed(*record.read(run)["overrides"], "data.path=docs.jsonl")["data"]["path"]
+    config = record.read_config(run)
+    config["data"]["path"], config["model"]["path"] = own, str(run / "model")
+    launch.write(config)
+    record.update(run, overrides=[*record.read(run)["overrides"], "data.path=docs.jsonl"])
+    shutil.copytree(hf.parent / "model", run / "model")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    changed = commands.config_of("evaluate", run, tmp_path / "out", ["data.batch_size=2"])
+    assert (changed["data"]["path"], changed["data"]["batch_size"]) == (own, 2)
+    assert changed["model"]["path"] == str(run / "model") and changed["paths"]["output_dir"] == str(tmp_path / "out")
+
+
+def test_a_changed_value_changes_what_goes_by_it(hf: Path, tmp_path: Path) -> None:
+    changed = commands.config_of("evaluate", hf, tmp_path, [f"paths.data_dir={tmp_path}", "strategy=single"])
+    assert changed["data"]["directory"] == str(tmp_path) and changed["strategy"] == {"_target_": None}
+
+
+@pytest.mark.parametrize("word", ["callbacks=early_stopping", "hydra.run.dir=x", "resume=auto", "+test=true"])
+def test_what_would_change_nothing_is_refused(hf: Path, tmp_path: Path, word: str) -> None:
+    with pytest.raises(ConfigError, match="it changes nothing here"):
+        commands.config_of("evaluate", hf, tmp_path, [word])
+
+
+@pytest.mark.parametrize("word", ["data.context=16,32", "strategy@foo=single", "data.batch_size=[", "data.contxt=3"])
+def test_what_hydra_does_not_take_is_told_in_its_words(hf: Path, tmp_path: Path, word: str) -> None:
+    with pytest.raises(ConfigError):
+        commands.config_of("evaluate", hf, tmp_path, [word])
+    with pytest.raises(ConfigError, match="--checkpoint=none: no such checkpoint"):
+        commands.config_of("evaluate", hf, tmp_path, [], Path("none"))
+
+
 # -- recipes.generate ------------------------------------------------------------------------------------------------
 
 PROMPTS = ["The sum of 3 and 4 is", "The product", "The sum of 10 and 11 is 21, and", "It is"]
@@ -128,8 +165,6 @@ def written(pool: WorkerPool, run: Path, folder: Path, *layout: str, **more: Any
 def test_the_most_likely_text_is_transformers_own(
     pool: WorkerPool, hf: Path, tmp_path: Path, layout: list[str]
 ) -> None:
-    from recipes.data.tokenizer import tokenizer_of
-
     tokenizer = tokenizer_of(str(exported(hf)))
     own = AutoModelForCausalLM.from_pretrained(exported(hf), dtype=torch.float64)
     expected = []
@@ -190,6 +225,49 @@ def test_settings_that_mean_nothing_are_refused(words: list[str], capsys: pytest
     assert words[0] in capsys.readouterr().err
 
 
+def test_options_and_changes_come_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    for module in (generate, evaluate):
+        monkeypatch.setattr(module, "run_on", lambda *given: told.append(given) or (Path(), {}))
+    generate.main(["run", "--prompt", "a", "strategy=single", "--top-k", "3", "seed=2"])
+    evaluate.main(["run", "--checkpoint", "c", "strategy=single"])
+    assert [given[2] for given in told] == [["strategy=single", "seed=2"], ["strategy=single"]]
+
+
+def test_a_text_ends_where_the_model_s_own_settings_say(pool: WorkerPool, hf: Path, tmp_path: Path) -> None:
+    by = tokenizer_of(str(exported(hf)))
+    own = AutoModelForCausalLM.from_pretrained(exported(hf), dtype=torch.float64)
+    tokens = torch.tensor([by.encode(PROMPTS[0])[0]])
+    made = own.generate(tokens, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, tokens.shape[1] :].tolist()
+    place = next(i for i in range(1, len(made)) if made[i] not in made[:i])
+    folder = shutil.copytree(record.read_config(hf)["model"]["path"], tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, made[place]]}))
+    ended = written(pool, hf, tmp_path / "ended", "strategy=single", f"model.path={folder}")
+    assert ended[0] == by.decode(made[:place])
+
+
+@pytest.mark.parametrize("config", [
+    GPTNeoConfig(
+        vocab_size=300, hidden_size=32, num_layers=2, num_heads=4, intermediate_size=64, window_size=4,
+        attention_types=[[["global", "local"], 1]], max_position_embeddings=64,
+    ),
+    MistralConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=4,
+    ),
+], ids=lambda config: config.model_type)  # fmt: skip
+def test_texts_longer_than_a_window_are_transformers_own(tmp_path: Path, config: Any) -> None:
+    module = CausalLM(path=str(model(tmp_path / "model", config)), optimizer={}).double().eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(3)  # so that not every token is alike
+        module.generation = Generation(max_new_tokens=12)
+        batch = {"input_ids": torch.tensor([[5, 6, 7, 8, 9]]), "attention_mask": torch.ones(1, 5, dtype=torch.int64)}
+        made = module.predict_step({**batch, "prompt": torch.tensor([0])}, 0)
+        own = module.model.generate(**batch, max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0)
+    assert made.tolist() == own[:, 5:].tolist() and len(set(made[0].tolist())) > 2
+
+
 # -- choosing a token ------------------------------------------------------------------------------------------------
 
 
@@ -198,6 +276,11 @@ def chosen(settings: Generation, logits: list[float], number: int = 2000) -> dic
     prompts = torch.arange(number)
     tokens = settings.choose(torch.tensor(logits).expand(number, -1), prompts, 0)
     return {token: (tokens == token).sum().item() / number for token in range(len(logits))}
+
+
+def test_logits_that_are_no_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match="not numbers. Some models' are so for padded prompts: use --batch-size 1"):
+        Generation().choose(torch.tensor([[0.0, torch.nan]]), torch.tensor([0]), 0)
 
 
 def test_tokens_are_drawn_with_their_probabilities() -> None:

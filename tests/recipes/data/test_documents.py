@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from recipes.data.documents import IGNORED, Document, reader
 from recipes.data.tokenizer import Bytes, Tokenizer, tokenizer_of
@@ -37,6 +38,16 @@ def test_of_a_prompt_and_its_completion_the_second_is_learned(by: Tokenizer, pro
     assert learned(document, by) == "twö"
     assert document.labels is not None and document.labels[-1] == by.end
     assert by.decode(document.tokens) == f"{prompt}twö"
+
+
+def test_an_end_that_the_tokenizer_writes_itself_is_learned_too(tmp_path: Path) -> None:
+    by: Any = tokenizer_of(str(tokenizer(tmp_path)))
+    by._own._tokenizer.post_processor = TemplateProcessing(single="<|im_start|> $A <|end|>", special_tokens=[
+        ("<|im_start|>", 1), ("<|end|>", 0),
+    ])  # fmt: skip
+    document = reader(["prompt", "completion"], None, by)({"prompt": "1 + 1 = ", "completion": "2"})
+    assert document.labels is not None and document.labels.count(0) == 1 and document.labels[-1] == 0
+    assert document.labels[0] == IGNORED and document.tokens[0] == 1
 
 
 def test_of_a_conversation_all_answers_are_learned(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import datasets
 import lightning as L
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, MixtralConfig
 
 from recipes import launch, record, work
 from recipes.data.hf import HFData
@@ -35,11 +36,18 @@ def model(folder: Path, config: Any = None, longest: int = 64) -> Path:
     return folder
 
 
+def rows(counted: Any) -> list[dict[str, Any]]:
+    return [counted.rows[number] for number in range(len(counted))]
+
+
 def data(tmp_path: Path, file: Path, **more: Any) -> HFData:
     made = HFData(path=str(file), directory=str(tmp_path / "kept"), **{"context": 32, "batch_size": 2, **more})
     made.prepare_data()
     made.setup("fit")
     return made
+
+
+EXACT = 1e-12  # float64
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -51,20 +59,17 @@ def test_jsonl_parquet_and_text_hold_the_same(tmp_path: Path) -> None:
         (tmp_path / "c").mkdir(exist_ok=True)
         (tmp_path / "c" / f"{number:03}.txt").write_text(text)
     kinds = [texts(tmp_path / "b.jsonl"), tmp_path / "a.parquet", tmp_path / "c"]
-    rows = [data(tmp_path, file).train_set for file in kinds]
-    first = [rows[0][i]["input_ids"].tolist() for i in range(len(rows[0]))]  # type: ignore[arg-type]
-    assert len(first) > 20
-    for others in rows[1:]:
-        assert [others[i]["input_ids"].tolist() for i in range(len(others))] == first  # type: ignore[arg-type]
+    first, *others = [[row["input_ids"].tolist() for row in rows(data(tmp_path, file).train_set)] for file in kinds]
+    assert len(first) > 20 and all(each == first for each in others)
 
 
 def test_rows_are_made_once_and_anew_for_other_settings_and_other_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = texts(tmp_path / "a.jsonl")
-    before = data(tmp_path, file).train_set[0]
+    before = rows(data(tmp_path, file).train_set)[0]
     monkeypatch.setattr("recipes.data.hf.rows_of", lambda *args, **kwargs: 1 / 0)
-    assert torch.equal(data(tmp_path, file).train_set[0]["input_ids"], before["input_ids"])
+    assert torch.equal(rows(data(tmp_path, file).train_set)[0]["input_ids"], before["input_ids"])
     for change in ({"context": 16}, {"packing": False}, {"tokenizer": str(tokenizer(tmp_path / "t"))}):
         with pytest.raises(ZeroDivisionError):
             data(tmp_path, file, **change)
@@ -81,7 +86,7 @@ def test_validation_has_documents_of_its_own_or_the_last_ones(tmp_path: Path) ->
     assert sizes[1] == sizes[2] == sum(sizes) // 20 > 0
     given = data(tmp_path, file, val_path=str(questions(tmp_path / "b.jsonl")))
     assert len(given.train_set) == sum(sizes)  # type: ignore[arg-type]
-    assert bytes(given.val_set[0]["input_ids"].tolist()).startswith(b"0 + 1 = 1\x001 + 1 = 2\x00")
+    assert bytes(rows(given.val_set)[0]["input_ids"].tolist()).startswith(b"0 + 1 = 1\x001 + 1 = 2\x00")
 
 
 def test_what_is_too_long_for_a_row_is_told(tmp_path: Path) -> None:
@@ -99,6 +104,34 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path, content: str, words
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(ValueError, match=words):
         data(tmp_path, tmp_path / "a.jsonl")
+
+
+def test_a_file_s_name_is_taken_as_it_is(tmp_path: Path) -> None:
+    texts(tmp_path / "x1.jsonl")
+    found = data(tmp_path, lines(tmp_path / "x[1].jsonl", [{"text": "in brackets"}] * 60))
+    assert bytes(rows(found.train_set)[0]["input_ids"].tolist()).startswith(b"in brackets")
+
+
+def test_a_file_that_is_written_anew_is_read_anew_whatever_its_time(tmp_path: Path) -> None:
+    for text in ("old text", "a newer text"):
+        file = lines(tmp_path / "a.jsonl", [{"text": text}] * 90)
+        os.utime(file, (1e9, 1e9))
+        assert bytes(rows(data(tmp_path, file).train_set)[0]["input_ids"].tolist()).startswith(text.encode())
+
+
+@pytest.mark.parametrize("record", [
+    {"messages": [{"from": "human", "value": "a"}]}, {"messages": []},
+    {"messages": [{"role": "assistant", "content": "a"}]},
+    {"prompt": None, "completion": "a"}, {"text": None}, {"text": 5},
+], ids=str)  # fmt: skip
+def test_a_document_that_cannot_be_read_is_named(tmp_path: Path, record: dict[str, Any]) -> None:
+    whole = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    good = {key: whole.get(key, "x") for key in record} if "messages" not in record else whole
+    good = {"text": 5} if record == {"text": 5} else good
+    file = tmp_path / "a.parquet"
+    datasets.Dataset.from_list([good] * 3 + [record]).to_parquet(file)
+    with pytest.raises(ValueError, match=f"data.path={file}: document [03] can't be read"):
+        data(tmp_path, file, tokenizer=str(tokenizer(tmp_path / "t")))
 
 
 # -- settings --------------------------------------------------------------------------------------------------------
@@ -154,33 +187,62 @@ def test_a_model_that_lets_documents_see_each_other_is_refused(tmp_path: Path) -
     module.setup("fit")
 
 
+def test_experts_are_no_reason_to_refuse_packed_rows(tmp_path: Path) -> None:
+    config = MixtralConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, output_router_logits=True,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tokenizer(tmp_path / "model"))
+    module = CausalLM(path=str(tmp_path / "model"), optimizer={})
+    attach(module, data(tmp_path, texts(tmp_path / "a.jsonl")))
+    module.setup("fit")
+    batch = {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}
+    own = module.model(**batch).loss
+    assert torch.allclose(module._loss(batch), own)
+    assert not torch.allclose(own, module.model(**batch, output_router_logits=False).loss)
+
+
+def test_positions_that_go_by_the_longest_document_are_refused_in_packed_rows(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, rope_parameters=rope,
+    )  # fmt: skip
+    module = CausalLM(path=str(model(tmp_path / "model", config)), optimizer={})
+    attach(module, data(tmp_path, texts(tmp_path / "a.jsonl")))
+    with pytest.raises(ValueError, match="in rows of more than 16 tokens the positions of this model"):
+        module.setup("fit")
+    assert module.begin_text(16) is not None and module.begin_text(17) is None and not module.takes_padding
+
+
 def test_a_packed_row_has_the_losses_of_its_documents(tmp_path: Path) -> None:
     """Each by itself, weighted by its labels."""
     module = CausalLM(path=str(model(tmp_path / "model")), optimizer={}).double().eval()
     file = questions(tmp_path / "a.jsonl")
-    packed = data(tmp_path, file, tokenizer=str(tmp_path / "model")).train_set
-    apart = data(tmp_path, file, tokenizer=str(tmp_path / "model"), packing=False).train_set
-    rows = {key: torch.stack([packed[i][key] for i in range(4)]) for key in packed[0]}
-    documents = int((rows["position_ids"] == 0).sum())
+    packed = rows(data(tmp_path, file, tokenizer=str(tmp_path / "model")).train_set)
+    apart = rows(data(tmp_path, file, tokenizer=str(tmp_path / "model"), packing=False).train_set)
+    four = {key: torch.stack([packed[i][key] for i in range(4)]) for key in packed[0]}
+    documents = int((four["position_ids"] == 0).sum())
     losses, labels = [], []
     with torch.no_grad():
-        whole = module._loss(rows)
+        whole = module._loss(four)
         for i in range(documents):
             batch = {key: value[None] for key, value in apart[i].items()}
-            if i < len(apart) and (batch["labels"] != -100).any():  # type: ignore[arg-type]
+            if (batch["labels"] != -100).any():
                 losses.append(module._loss(batch))
                 labels.append(int((batch["labels"] != -100).sum()))
-    learned = int((rows["labels"] != -100).sum())
+    learned = int((four["labels"] != -100).sum())
     several = [i for i in range(1, len(labels) + 1) if sum(labels[:i]) == learned]
     assert several, "the first documents are those of the first rows"
     mean = sum(loss * n for loss, n in zip(losses[: several[0]], labels, strict=False)) / learned
-    assert torch.allclose(whole, mean, rtol=0, atol=1e-6)  # transformers computes losses in float32
+    assert torch.allclose(whole, mean, rtol=0, atol=1e-12)
 
 
 # -- training --------------------------------------------------------------------------------------------------------
 
 TINY = [
-    "model=hf", "data=hf", "data.context=32", "data.batch_size=4", "trainer.max_steps=4", "trainer.limit_val_batches=2",
+    "model=hf", "data=hf", "data.context=32", "data.batch_size=4", "trainer.max_steps=4",
+    "trainer.limit_val_batches=1.0",
     "print_config=false", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false",
     "trainer.precision=64-true", "logger=none", "trainer.val_check_interval=2",
 ]  # fmt: skip
@@ -201,8 +263,12 @@ def run(pool: WorkerPool, folder: Path, *overrides: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("file", "packing", "strategy", "ranks"), [
     ("chats", "true", "pipeline_zbv", 2),
-    ("questions", "false", "tensor_parallel", 2),
-    *thorough(("texts", "true", "tensor_pipeline", 4), ("chats", "false", "pipeline_1f1b", 2)),
+    ("questions", "false", "ddp", 2),
+    *thorough(
+        ("texts", "true", "tensor_pipeline", 4), ("chats", "false", "pipeline_1f1b", 2),
+        ("questions", "true", "fsdp", 2), ("questions", "false", "tensor_parallel", 2),
+        ("questions", "false", "hybrid", 8), ("chats", "false", "dp", 1),
+    ),
 ])  # fmt: skip
 def test_documents_train_as_in_one_process(
     pool: WorkerPool, tmp_path: Path, file: str, packing: str, strategy: str, ranks: int
@@ -211,7 +277,7 @@ def test_documents_train_as_in_one_process(
     given = [f"model.path={model(tmp_path / 'model')}", f"data.path={documents}", f"data.packing={packing}"]
     one = run(pool, tmp_path / "one", *given, "strategy=single")
     several = run(pool, tmp_path / "several", *given, f"strategy={strategy}", f"cluster.devices={ranks}")
-    assert several == pytest.approx(one, rel=0, abs=1e-6)  # transformers computes losses in float32
+    assert several == pytest.approx(one, rel=0, abs=EXACT)
 
 
 def test_a_run_that_goes_on_in_the_middle_of_an_epoch_sees_the_same_rows(pool: WorkerPool, tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""How many labels a batch has over all replicas, so that a loss is the mean over them and not a mean of means.
+
+Replicas take the rows of a batch in turn, and each row may have another number of labels. The sampler knows the rows of
+all replicas, so it hands the dataset a row's number together with the sum of its batch's labels::
+
+    rows of a batch     0    1    2    3         replica 0 gets (0, 9), (2, 9)
+    labels              2    4    0    3         replica 1 gets (1, 9), (3, 9)
+
+Where the last batch has no row left for a replica, it gets one of which nothing is learned.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, DistributedSampler
+
+from recipes.data.documents import IGNORED
+
+Place = tuple[int, int]  # a row's number, and the labels in its batch; a row to fill up is ~number
+
+
+class CountedRows(Dataset[dict[str, Tensor]]):
+    """Rows with ``labels_in_batch``, int64: a number for all of a batch.
+
+    Args:
+        rows: a ``datasets.Dataset`` of tensors, with ``labels``.
+        counts: the labels of each row.
+    """
+
+    def __init__(self, rows: Any, counts: Sequence[int]) -> None:
+        self.rows, self.counts = rows, counts
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __getitem__(self, place: Place) -> dict[str, Tensor]:
+        number, counted = place
+        row: dict[str, Tensor] = dict(self.rows[number if number >= 0 else ~number])
+        if number < 0:
+            row["labels"] = torch.full_like(row["labels"], IGNORED)
+        return {**row, "labels_in_batch": torch.tensor(counted)}
+
+
+class CountingSampler(DistributedSampler[Place]):
+    """A DistributedSampler that counts labels.
+
+    Args:
+        rows: of the data.
+        batch_size: over all replicas.
+        **options: as for torch's DistributedSampler.
+    """
+
+    def __init__(self, rows: CountedRows, batch_size: int, **options: Any) -> None:
+        super().__init__(rows, **options)
+        self._counts, self._batch_size = rows.counts, batch_size
+
+    def __iter__(self) -> Iterator[Place]:
+        whole = copy.copy(self)
+        whole.num_replicas, whole.rank = 1, 0
+        whole.num_samples = whole.total_size
+        order: list[int] = list(DistributedSampler.__iter__(whole))  # type: ignore[arg-type]
+        order = [number if place < len(self._counts) else ~number for place, number in enumerate(order)]
+        for place in range(self.rank, len(order), self.num_replicas):
+            begin = place // self._batch_size * self._batch_size
+            batch = order[begin : begin + self._batch_size]
+            yield order[place], sum(self._counts[number] for number in batch if number >= 0)
