@@ -11,15 +11,11 @@ too (``data.val_path=FILE``). The numbers are printed, and written into a folder
 from __future__ import annotations
 
 import argparse
-import logging
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from recipes.command_line import errors_in_a_word
 from recipes.commands import run_on
-from recipes.launchers.launcher import WorkersFailed
-from recipes.problem import ConfigError
-from recipes.processes import INTERRUPTED
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -31,13 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes of its config, as strategy=single")
     parser.add_argument("--checkpoint", type=Path, help="of the run; default: its newest one")
     given = parser.parse_intermixed_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
-    try:
+    with errors_in_a_word():
         run_on("evaluate", given.run, given.overrides, given.checkpoint, {})
-    except (ConfigError, WorkersFailed) as error:
-        sys.exit(str(error))
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from recipes.command_line import errors_in_a_word
 from recipes.commands import run_on
-from recipes.launchers.launcher import WorkersFailed
 from recipes.problem import ConfigError
-from recipes.processes import INTERRUPTED
 
 TEXTS = "texts.jsonl"
 SETTINGS = ("chat", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "batch_size")
@@ -30,8 +27,7 @@ SETTINGS = ("chat", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     given = _parser().parse_intermixed_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
-    try:
+    with errors_in_a_word():
         prompts = list(given.prompt)
         if given.prompts is not None:
             prompts += given.prompts.read_text().splitlines()
@@ -39,10 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ConfigError(["there is no prompt: give one with --prompt, or a file of them with --prompts"])
         generation = {"prompts": prompts, **{name: getattr(given, name) for name in SETTINGS}}
         folder, _ = run_on("generate", given.run, given.overrides, given.checkpoint, {"generation": generation})
-    except (ConfigError, WorkersFailed, OSError) as error:
-        sys.exit(str(error))
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
     if len(prompts) > 1 and (folder / TEXTS).exists():
         for line in (folder / TEXTS).read_text().splitlines():
             text = json.loads(line)

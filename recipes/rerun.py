@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from recipes import record
+from recipes.command_line import errors_in_a_word
 from recipes.launch import launch, write
-from recipes.launchers.launcher import WorkersFailed
 from recipes.problem import ConfigError
-from recipes.processes import INTERRUPTED, joined
+from recipes.processes import joined
 
 log = logging.getLogger(__name__)
 
@@ -92,13 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m recipes.rerun", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", type=Path, help="the folder of a run")
     given = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
-    try:
+    with errors_in_a_word():
         rerun(given.run.absolute())
-    except (ConfigError, WorkersFailed) as error:
-        sys.exit(str(error))
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":
