@@ -151,6 +151,9 @@ def trainer(config: Config, extra_callbacks: Sequence[Callback] = ()) -> L.Train
         if shared:
             chosen.parallel_devices = shared
             devices = torch.cuda.device_count()  # what Lightning checks; the strategy's list is what it uses
+    plugins = [built(node) for node in options.pop("plugins", None) or []]
+    if "RANK" in os.environ:  # by itself Lightning finds SLURM, whose signals it would answer in its own way
+        plugins.append(TorchElasticEnvironment())
     attached = [*callbacks(config), *extra_callbacks]
     if not any(isinstance(callback, FiniteLoss) for callback in attached):
         attached.insert(0, FiniteLoss() if config["on_nan"] == "stop" else FiniteLoss(stop_after=None))
@@ -162,8 +165,7 @@ def trainer(config: Config, extra_callbacks: Sequence[Callback] = ()) -> L.Train
         devices=devices,
         num_nodes=int(os.environ.get("WORLD_SIZE", 1)) // local,
         strategy=chosen,
-        # By itself Lightning finds SLURM, whose signals it would answer in its own way.
-        plugins=[TorchElasticEnvironment()] if "RANK" in os.environ else None,
+        plugins=plugins,
         logger=loggers(config),
         callbacks=attached,
         enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in attached),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ _JOBS_CHECKED = 64  # of a sweep; the rest are checked as they start
 
 
 def resolved(config: DictConfig, output_dir: str) -> dict[str, Any]:
-    """The config as plain dictionaries and lists, interpolations filled in, paths absolute.
+    """The config as plain dictionaries and lists, interpolations filled in, paths absolute, and a seed drawn for none.
 
     Args:
         config: as composed.
@@ -38,6 +39,8 @@ def resolved(config: DictConfig, output_dir: str) -> dict[str, Any]:
     OmegaConf.update(config, "paths.data_dir", str(Path(config.paths.data_dir).absolute()))
     plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     assert isinstance(plain, dict)
+    if plain["seed"] is None:
+        plain["seed"] = secrets.randbelow(2**31)
     for node, key in _PATHS:  # a command may be given elsewhere for the run later
         value = plain[node].get(key)
         if isinstance(value, str) and "_target_" not in plain[node]:

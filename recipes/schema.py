@@ -239,6 +239,11 @@ class Trainer:
     fast_dev_run: bool | int = False
     profiler: str | None = None
     inference_mode: bool = True
+    limit_predict_batches: Limit = None
+    reload_dataloaders_every_n_epochs: Natural = 0
+    enable_autolog_hparams: bool = True
+    model_registry: str | None = None
+    plugins: list[dict[str, Any]] | None = None  # each with a _target_
 
 
 TRAINER_SET_ELSEWHERE: Mapping[str, str] = MappingProxyType(
@@ -252,6 +257,7 @@ TRAINER_SET_ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "enable_checkpointing": "the group callbacks=...",
         "use_distributed_sampler": "nothing: the example data have their own sampler",
         "check_val_every_n_epoch": "trainer.val_check_interval",
+        "barebones": "logger=none callbacks=none",
     }
 )
 

@@ -38,7 +38,9 @@ class CountedRows(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self.counts)
 
-    def __getitem__(self, place: Place) -> dict[str, Tensor]:
+    def __getitem__(self, place: Place | int) -> dict[str, Tensor]:
+        if isinstance(place, int):  # of another sampler, such as Lightning's for overfit_batches: nothing is counted
+            return dict(self.rows[place])
         number, counted = place
         row: dict[str, Tensor] = dict(self.rows[number if number >= 0 else ~number])
         if number < 0:

@@ -58,7 +58,7 @@ def test_the_groups_are_those_of_the_design() -> None:
     others = {"single", "dp", "ddp", "fsdp", "tensor_parallel", "tensor_pipeline", "hybrid"}
     assert set(GROUPS["strategy"]) == others | pipelines
     assert set(GROUPS["optimizer"]) == {"adamw", "adam", "sgd", "muon", "nadamw"}
-    assert {"trainer", "cluster", "logger", "callbacks", "paths", "experiment"} < set(GROUPS)
+    assert {"trainer", "cluster", "logger", "callbacks", "paths", "experiment", "debug"} < set(GROUPS)
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,9 @@ def test_every_option_composes_and_is_valid(group: str, option: str, hf_folder: 
     images = ["data=digits"] if group == "model" and option not in TAKE_TOKENS else []
     images = ["model=mlp"] if option == "digits" else images
     file = [f"data.path={__file__}", "data.context=16"] if option == "text" else []
-    file += ["model=hf", f"model.path={hf_folder}"] if option == "hf" else []
-    file += [f"data.path={texts(hf_folder / 'texts.jsonl')}"] if (group, option) == ("data", "hf") else []
+    documents = (group, option) == ("data", "hf") or (group == "experiment" and option.startswith("hf_"))
+    file += ["model=hf", f"model.path={hf_folder}"] if option == "hf" or documents else []
+    file += [f"data.path={texts(hf_folder / 'texts.jsonl')}"] if documents else []
     elsewhere = ["launch=false"] if group == "cluster" else []  # here is nothing that it could join
     elsewhere += ["cluster.image=mine", "cluster.claim=runs"] if option == "kubernetes" else []
     assert problems(f"{group}={option}", *images, *file, *elsewhere) == []
@@ -80,6 +81,12 @@ def test_every_model_meets_every_strategy(hf_folder: Path) -> None:
         data = "stdlib" if model in TAKE_TOKENS else "digits"
         folder = [f"model.path={hf_folder}"] if model == "hf" else []
         assert problems(f"model={model}", f"data={data}", f"strategy={strategy}", *folder) == [], (model, strategy)
+
+
+def test_no_seed_is_a_new_one_for_each_run() -> None:
+    seeds = {composed("seed=null")["seed"] for _ in range(3)}
+    assert len(seeds) == 3 and all(isinstance(seed, int) for seed in seeds)
+    assert problems("seed=null") == []
 
 
 def test_single_and_pipeline_train_the_same() -> None:
@@ -151,8 +158,7 @@ def test_schemas_know_only_arguments_that_the_classes_take() -> None:
     def keys(kind: type) -> set[str]:
         return {field.name for field in fields(kind)}
 
-    assert keys(schema.Trainer) <= set(inspect.signature(L.Trainer).parameters)
-    assert set(schema.TRAINER_SET_ELSEWHERE) <= set(inspect.signature(L.Trainer).parameters)
+    assert keys(schema.Trainer) | set(schema.TRAINER_SET_ELSEWHERE) == set(inspect.signature(L.Trainer).parameters)
     assert keys(schema.Adam) <= set(inspect.signature(torch.optim.AdamW).parameters)
     assert keys(schema.NAdam) <= set(inspect.signature(torch.optim.NAdam).parameters)
     assert keys(schema.Muon) <= set(inspect.signature(MuonAdamW).parameters)

@@ -1,0 +1,54 @@
+"""conf/experiment and conf/debug: each is a recipe that runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipes import launch, record, work
+from recipes.schema import world_size
+from recipes.validate import validate
+from tests.pool import WorkerPool
+from tests.recipes.data.test_hf import model
+from tests.recipes.test_configs import GROUPS, composed
+from tests.recipes.tiny import texts
+
+SMALL = ["print_config=false", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false", "logger=none"]
+FEW = ["trainer.max_steps=2", "trainer.limit_val_batches=1"]
+GPT = ["model.layers=4", "model.width=16", "model.heads=2", "data.context=16", "data.batch_size=8"]
+WARM_UP = ["scheduler.warmup_steps=1"]
+
+
+def run(pool: WorkerPool, folder: Path, *overrides: str) -> dict[str, float | None]:
+    """In the pool's processes, in a small form."""
+    config = composed(*SMALL, *overrides, f"paths.data_dir={folder.parent / 'data'}")
+    config["paths"]["output_dir"] = str(folder)
+    for callback in config["callbacks"].values():
+        if "dirpath" in callback:
+            callback["dirpath"] = str(folder / "checkpoints")
+    assert validate(config) == []
+    folder.mkdir()
+    launch.write(config)
+    pool.run(work.main, world_size(config), (folder / record.CONFIG).read_text(), init=False)
+    assert record.read(folder)["status"] == "completed"
+    return record.read_metrics(folder)
+
+
+@pytest.mark.parametrize("experiment", GROUPS["experiment"])
+def test_every_experiment_trains(pool: WorkerPool, tmp_path: Path, experiment: str) -> None:
+    given = [f"experiment={experiment}", *FEW]
+    chosen = composed(given[0])
+    if chosen["model"]["name"] == "hf":
+        given += [f"model.path={model(tmp_path / 'model')}", f"data.path={texts(tmp_path / 'a.jsonl')}"]
+        given.append("data.context=32")
+    given += GPT if chosen["model"]["name"] == "gpt" else []
+    given += WARM_UP if chosen["scheduler"]["name"] == "cosine" else []
+    assert run(pool, tmp_path / "run", *given)["val_loss"] is not None
+
+
+@pytest.mark.parametrize("debug", GROUPS["debug"])
+def test_every_way_to_debug_runs_in_a_pipeline(pool: WorkerPool, tmp_path: Path, debug: str) -> None:
+    few = ["trainer.max_steps=8"] if debug in ("overfit", "profiler") else []
+    metrics = run(pool, tmp_path / "run", f"debug={debug}", "strategy=pipeline_1f1b", "cluster.devices=2", *GPT, *few)
+    assert metrics["train_loss"] is not None
