@@ -78,8 +78,13 @@ def model(config: Config) -> L.LightningModule:
     return module
 
 
-def begin_with(module: L.LightningModule, path: str) -> None:
+def begin_with(module: L.LightningModule, path: str, setting: str = "init_from") -> None:
     """Give a whole model the weights of a checkpoint, of any kind.
+
+    Args:
+        module: the model.
+        path: of the checkpoint.
+        setting: that named it.
 
     Raises:
         ValueError: they are those of another model.
@@ -90,7 +95,7 @@ def begin_with(module: L.LightningModule, path: str) -> None:
     except RuntimeError as error:
         first, *others = str(error).split("\n\t")[1:] or [str(error)]
         more = f" (and {len(others)} more)" if others else ""
-        raise ValueError(f"{path}: its weights are those of another model: {first}{more}") from error
+        raise ValueError(f"{setting}={path}: its weights are those of another model: {first}{more}") from error
 
 
 def strategy(config: Config) -> Strategy | str:

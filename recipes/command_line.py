@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from recipes.launchers.launcher import WorkersFailed
 from recipes.problem import ConfigError
@@ -13,12 +15,24 @@ from recipes.processes import INTERRUPTED
 
 
 @contextmanager
-def errors_in_a_word() -> Iterator[None]:
-    """Around a command: it logs to the terminal, and what is wrong ends it with a message instead of a traceback."""
+def as_command(*errors: type[Exception]) -> Iterator[None]:
+    """Inside, the log goes to the terminal, and what is wrong ends the program with a message instead of a traceback.
+
+    Args:
+        *errors: that say what is wrong, besides those of configs and workers.
+    """
+    told: tuple[type[Exception], ...] = (ConfigError, WorkersFailed, *errors)
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
     try:
         yield
-    except (ConfigError, WorkersFailed, OSError) as error:
+    except told as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """The arguments of a command that uses a run's model: ``run``, ``overrides`` and ``checkpoint``."""
+    parser.add_argument("run", type=Path, help="the folder of a run")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes of its config, as strategy=single")
+    parser.add_argument("--checkpoint", type=Path, help="of the run; default: its newest one")

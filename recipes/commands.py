@@ -1,4 +1,4 @@
-"""What comes after training: a run's model is used, under the run's layout or another one.
+"""A run's model is used: ``recipes.evaluate``, ``recipes.generate``.
 
 Such a command is a run of its own, in a folder inside the first one's. It has the same config, but for what the command
 line says, and begins with the weights of a checkpoint.
@@ -34,9 +34,7 @@ _IDLE = (
 )
 
 
-def run_on(
-    command: str, run: Path, overrides: Sequence[str], checkpoint: Path | None, more: Mapping[str, Any]
-) -> tuple[Path, dict[str, float | None]]:
+def run_on(command: str, run: Path, overrides: Sequence[str], checkpoint: Path | None, more: Mapping[str, Any]) -> Path:
     """Start the workers that do a command with a run's model, and wait for them.
 
     Args:
@@ -44,7 +42,7 @@ def run_on(
         run, overrides, checkpoint, more: see :func:`config_of`.
 
     Returns:
-        The folder of what the command did, and its numbers.
+        The folder of what the command did.
 
     Raises:
         ConfigError: there is no such run or checkpoint, or the config can't be run here.
@@ -59,8 +57,8 @@ def run_on(
         raise ConfigError(problems)
     folder.mkdir(parents=True)
     write(config)
-    metrics = launch(config, record.read(run).get("choices", {}), list(overrides))
-    return folder, metrics or {}
+    launch(config, record.read(run).get("choices", {}), list(overrides))
+    return folder
 
 
 def config_of(
@@ -138,8 +136,5 @@ def _with_difference(value: Any, before: Any, after: Any) -> Any:
     if not (isinstance(value, Mapping) and isinstance(before, Mapping) and isinstance(after, Mapping)):
         return after
     kept = {key: item for key, item in value.items() if key in after or key not in before}
-    return kept | {
-        key: _with_difference(value.get(key), before.get(key), item)
-        for key, item in after.items()
-        if before.get(key, after) != item
-    }
+    changed = {key: item for key, item in after.items() if key not in before or before[key] != item}
+    return kept | {key: _with_difference(value.get(key), before.get(key), item) for key, item in changed.items()}

@@ -41,7 +41,7 @@ def resolved(config: DictConfig, output_dir: str) -> dict[str, Any]:
     assert isinstance(plain, dict)
     if plain["seed"] is None:
         plain["seed"] = secrets.randbelow(2**31)
-    for node, key in _PATHS:  # a command may be given elsewhere for the run later
+    for node, key in _PATHS:  # a later command may be started in another folder
         value = plain[node].get(key)
         if isinstance(value, str) and "_target_" not in plain[node]:
             plain[node][key] = str(Path(value).absolute())

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
-from recipes.command_line import errors_in_a_word
+from recipes.command_line import add_run, as_command
 from recipes.commands import run_on
 
 
@@ -23,11 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m recipes.evaluate", description="Score a run's model on the validation and the test data."
     )
-    parser.add_argument("run", type=Path, help="the folder of a run")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes of its config, as strategy=single")
-    parser.add_argument("--checkpoint", type=Path, help="of the run; default: its newest one")
+    add_run(parser)
     given = parser.parse_intermixed_args(arguments)
-    with errors_in_a_word():
+    with as_command():
         run_on("evaluate", given.run, given.overrides, given.checkpoint, {})
 
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from recipes import record
+from recipes.command_line import as_command
 
 
 def export(run: Path, out: Path, checkpoint: Path | None = None, *, merge: bool = False) -> Path:
@@ -52,7 +52,7 @@ def export(run: Path, out: Path, checkpoint: Path | None = None, *, merge: bool 
     if found is None:
         raise ValueError(f"{run} has no whole checkpoint: give one with --checkpoint.")
     module = build.model(config)
-    build.begin_with(module, found)
+    build.begin_with(module, found, "--checkpoint")
     model: Any = module.model
     _refuse(model, config["model"], merge=merge)
     part = out.with_name(f".{out.name}.part")
@@ -75,7 +75,7 @@ def _refuse(model: Any, config: Mapping[str, Any], *, merge: bool) -> None:
         ValueError: adapters of tied weights are to be merged, or adapters to be written whose base is nowhere, or which
             transformers doesn't open.
     """
-    from recipes.models.hf import has_weights  # here: it imports torch
+    from recipes.models.hf_folder import has_weights  # here: it imports torch
 
     if config["lora"] is None:
         return
@@ -94,7 +94,7 @@ def _refuse(model: Any, config: Mapping[str, Any], *, merge: bool) -> None:
 
 def _bring_along(source: Path, out: Path, left_out: Collection[str]) -> None:
     """The rest of the folder that the run began with: tokenizer, templates, code, licence."""
-    from recipes.models.hf import WEIGHTS  # here: it imports torch
+    from recipes.models.hf_folder import WEIGHTS  # here: it imports torch
 
     for file in sorted(source.rglob("*")):
         inside = file.relative_to(source)
@@ -115,10 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--checkpoint", type=Path, help="of the run; default: its newest one")
     parser.add_argument("--merge", action="store_true", help="add LoRA's adapters to the weights that they adapt")
     given = parser.parse_args(arguments)
-    try:
+    with as_command(ValueError, OSError, RuntimeError, ModuleNotFoundError):
         found = export(given.run, given.out, given.checkpoint, merge=given.merge)
-    except (ValueError, OSError, RuntimeError, ModuleNotFoundError) as error:
-        sys.exit(str(error))
     print(f"{given.out}: the weights of {found}")
 
 

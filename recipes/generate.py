@@ -16,25 +16,23 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.command_line import errors_in_a_word
+from recipes.command_line import add_run, as_command
 from recipes.commands import run_on
+from recipes.generated import SETTINGS, TEXTS
 from recipes.problem import ConfigError
-
-TEXTS = "texts.jsonl"
-SETTINGS = ("chat", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "batch_size")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     given = _parser().parse_intermixed_args(arguments)
-    with errors_in_a_word():
+    with as_command(OSError):
         prompts = list(given.prompt)
         if given.prompts is not None:
             prompts += given.prompts.read_text().splitlines()
         if not prompts:
             raise ConfigError(["there is no prompt: give one with --prompt, or a file of them with --prompts"])
         generation = {"prompts": prompts, **{name: getattr(given, name) for name in SETTINGS}}
-        folder, _ = run_on("generate", given.run, given.overrides, given.checkpoint, {"generation": generation})
+        folder = run_on("generate", given.run, given.overrides, given.checkpoint, {"generation": generation})
     if len(prompts) > 1 and (folder / TEXTS).exists():
         for line in (folder / TEXTS).read_text().splitlines():
             text = json.loads(line)
@@ -43,8 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m recipes.generate", description="Text from a run's language model.")
-    parser.add_argument("run", type=Path, help="the folder of a run")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes of its config, as strategy=single")
+    add_run(parser)
     parser.add_argument("--prompt", action="append", default=[], help="what a text goes on from; may be given again")
     parser.add_argument("--prompts", type=Path, help="a file with a prompt in each line")
     parser.add_argument("--chat", action="store_true", help="prompts are what a user says, and the model answers")
@@ -55,7 +52,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-p", type=_fraction, help=likely)
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
     parser.add_argument("--batch-size", type=_positive, default=8, help="prompts at a time (8)")
-    parser.add_argument("--checkpoint", type=Path, help="of the run; default: its newest one")
     return parser
 
 

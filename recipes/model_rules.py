@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from recipes import schema
-from recipes.data.files import files_of
+from recipes.data.files import problem as unreadable
 from recipes.data.textfile import problem as unusable
+from recipes.data.tokenizer import ByteTokenizer
 from recipes.problem import Problem
 from recipes.schema import example_of
 
 Config = Mapping[str, Any]
 
-_BYTES = 256  # the tokens of the example data
 _EXTRA = 'pip install ".[recipes,hf]"'
 
 
@@ -64,8 +64,8 @@ def _fits(path: str, data: Config) -> Iterator[Problem]:
     if not isinstance(known, dict) or example_of(data) not in schema.GIVES:
         return
     size, longest = known.get("vocab_size"), known.get("max_position_embeddings", known.get("n_positions"))
-    if schema.GIVES[example_of(data)] == "bytes" and isinstance(size, int) and size < _BYTES:
-        message = f"its vocabulary of {size} tokens is smaller than the {_BYTES} bytes of the example data"
+    if schema.GIVES[example_of(data)] == "bytes" and isinstance(size, int) and size < ByteTokenizer.size:
+        message = f"its vocabulary of {size} tokens is smaller than the {ByteTokenizer.size} bytes of the example data"
         yield Problem("model.path", path, message, "use another model, or data=hf")
     if "context" in data and isinstance(longest, int) and longest < data["context"]:
         message = f"more than the {longest} tokens that {path} takes"
@@ -97,10 +97,9 @@ def _documents(config: Config) -> Iterator[Problem]:
         return
     validation = [("val_path", data["val_path"])] if data["val_path"] is not None else []
     for key, path in [("path", data["path"]), *validation]:
-        try:
-            files_of(None if path is None else Path(path))
-        except ValueError as error:
-            yield Problem(f"data.{key}", path, *str(error).split("; ", 1))
+        found = unreadable(path)
+        if found is not None:
+            yield Problem(f"data.{key}", path, *found)
     folder = data["tokenizer"]
     if folder is not None and not Path(folder).is_dir():
         yield Problem("data.tokenizer", folder, "no such folder", "give one with a tokenizer, or null for bytes")

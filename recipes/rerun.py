@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes import record
-from recipes.command_line import errors_in_a_word
+from recipes.command_line import as_command
 from recipes.launch import launch, write
 from recipes.problem import ConfigError
 from recipes.processes import joined
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m recipes.rerun", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", type=Path, help="the folder of a run")
     given = parser.parse_args(arguments)
-    with errors_in_a_word():
+    with as_command():
         rerun(given.run.absolute())
 
 

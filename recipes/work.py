@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import record as record_er
 
 from lightning_parallel.layout import Layout
 from lightning_parallel.parts import process_group
-from recipes import after, attempts, build, record, resume
+from recipes import attempts, build, record, resume, using
 from recipes.logs import ContinuedLogs
 from recipes.processes import REQUEUE, restarts
 from recipes.schema import world_size
@@ -90,7 +90,7 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 COMMANDS: Mapping[str, Callable[[Mapping[str, Any]], None]] = MappingProxyType(
-    {"train": train, "evaluate": after.evaluate, "generate": after.generate}
+    {"train": train, "evaluate": using.evaluate, "generate": using.generate}
 )
 
 

@@ -90,7 +90,7 @@ def checkpoint(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 def trained(pool: WorkerPool, folder: Path, overrides: list[str]) -> Path:
     """Run a recipe in a small form, in the pool's processes; the folder of the run."""
-    gpt = not any(word.startswith("model=") for word in overrides)
+    gpt = composed(*overrides)["model"].get("name") == "gpt"
     config = composed(*SMALL, *(SMALL_GPT if gpt else []), *(word for word in overrides if "max_steps=200" not in word))
     output = folder / "run"
     config["paths"] |= {"output_dir": str(output), "data_dir": str(folder.parent / "data")}
@@ -144,14 +144,16 @@ class Parsed(Exception):
 
 @pytest.mark.parametrize("command", OTHER_MODULES)
 def test_arguments_of_other_programs_are_right(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    parse = argparse.ArgumentParser.parse_args
+    def stopping(parse: Any) -> Any:
+        def parse_and_stop(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
+            parse(self, args, namespace)
+            raise Parsed
 
-    def parse_and_stop(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
-        parse(self, args, namespace)
-        raise Parsed
+        return parse_and_stop
 
+    for name in ("parse_args", "parse_intermixed_args"):
+        monkeypatch.setattr(argparse.ArgumentParser, name, stopping(getattr(argparse.ArgumentParser, name)))
     _, _, module, *arguments = shlex.split(command)
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
     monkeypatch.setattr(sys, "argv", [module, *arguments])
     package = ROOT / module.replace(".", "/")
     with pytest.raises(Parsed):

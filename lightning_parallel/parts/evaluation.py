@@ -1,7 +1,8 @@
 """Validation, test and prediction in a pipeline: batches stream through the stages, forward only.
 
 A batch is one message to the next chunk, and with one chunk a stage no stage waits for the end of a batch. It is not
-split, so metrics see what they see in one process. Metrics are published at the end of the loop.
+split, so metrics see what they see in one process; only that of a step of several passes is (``several_passes.py``).
+Metrics are published at the end of the loop.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Evaluation:
         counter = count()
 
         def run(one: Callable[[], Any]) -> Any:
-            return self._pass(one, step.__name__, [*indices, next(counter)])
+            return self._pass(one, step.__name__, [*indices, next(counter)])  # each draws numbers of its own
 
         return run_in_passes(passes, run, self._stages.stage.partition.stages, self._relay, *args, *kwargs.values())
 

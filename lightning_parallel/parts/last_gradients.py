@@ -17,19 +17,18 @@ from lightning_parallel.gradients.swapping import Gradients, swap_gradients
 from lightning_parallel.lightning_private import callbacks_of
 
 
-def taken_off(trainer: pl.Trainer, module: pl.LightningModule, parameters: Mapping[str, nn.Parameter]) -> Gradients:
+def last_gradients(module: pl.LightningModule, parameters: Mapping[str, nn.Parameter]) -> Gradients:
     """Take them off the parameters before the new ones are made.
 
     Args:
-        trainer: of the run.
         module: whose parameters they are.
         parameters: of this rank.
 
     Returns:
-        Those that somebody may look at when they are erased, to be put back until then; nothing if nobody does.
+        Those that somebody may look at when Lightning erases them, to be put back until then; nothing if nobody does.
     """
     last = swap_gradients(parameters, {})
-    return last if _are_looked_at(trainer, module) else {}
+    return last if _are_looked_at(module.trainer, module) else {}
 
 
 def _are_looked_at(trainer: pl.Trainer, module: pl.LightningModule) -> bool:

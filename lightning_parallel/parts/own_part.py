@@ -1,16 +1,4 @@
-"""A hook for a module that has been divided: what would take memory for the whole model is done for this rank's part.
-
-A module with a method ``configure_part`` is asked when its layers are divided, before they are moved to the device and
-the optimizer is made::
-
-    class MyModule(L.LightningModule):
-        def setup(self, stage):
-            if not getattr(self.trainer.strategy, "configures_part", False):
-                self.configure_part()  # under strategies where every rank holds the whole
-
-        def configure_part(self):
-            self.float()  # weights that have been mapped from files in bfloat16
-"""
+"""A hook for a module that has been divided."""
 
 from __future__ import annotations
 
@@ -18,7 +6,24 @@ from torch import nn
 
 
 def configure_part(module: nn.Module) -> None:
-    """Call the module's hook, if it has one."""
+    """Call the module's method ``configure_part``, if it has one: what would take memory for the whole model is done
+    there for this rank's part.
+
+    Pipelines and tensor parallelism call it once for a module, when its layers are divided, before they are moved to
+    the device and the optimizer is made. Other strategies, and a single process, don't; there the module calls it
+    itself::
+
+        class MyModule(L.LightningModule):
+            def setup(self, stage):
+                if stage == "fit" and not getattr(self.trainer.strategy, "calls_configure_part", False):
+                    self.configure_part()
+
+            def configure_part(self):
+                self.float()  # weights that have been mapped from files in bfloat16
+
+    Args:
+        module: divided.
+    """
     hook = getattr(module, "configure_part", None)
     if callable(hook):
         hook()

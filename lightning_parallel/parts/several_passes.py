@@ -92,9 +92,10 @@ class Relay:
             return
         if not isinstance(value, Tensor) or value.dtype not in _DTYPES or value.dim() > _MOST_DIMS:
             raise TypeError(
-                f"A pass of predict_step returned {type(value).__name__}: what the other stages hear of it has to be a "
+                f"A pass of predict_step returned {_described(value)}: what the other stages hear of it has to be a "
                 f"tensor of at most {_MOST_DIMS} dimensions, and of a dtype among {', '.join(map(str, _DTYPES))}."
             )
+        # Dtype, number of dimensions, shape.
         head = torch.zeros(_MOST_DIMS + 2, dtype=torch.int64)
         head[: value.dim() + 2] = torch.tensor([_DTYPES.index(value.dtype), value.dim(), *value.shape])
         content = value.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
@@ -116,3 +117,7 @@ class Relay:
 
     def _begun(self, tensor: Tensor) -> Any:
         return guarded(dist.broadcast, tensor, self._source, self._group, True)
+
+
+def _described(value: object) -> str:
+    return f"a {value.dtype} of shape {[*value.shape]}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -93,11 +93,11 @@ class Known(int):
 
 def _computed(operation: Callable[[int, int], int], a: int, b: int) -> int:
     if not (isinstance(a, int) and isinstance(b, int)):
-        return NotImplemented  # of a list, say
+        return NotImplemented  # Python asks the other operand, such as a float or a list
     value = operation(int(a) if isinstance(a, Known) else a, int(b) if isinstance(b, Known) else b)
     known = [x for x in (a, b) if isinstance(x, Known) and x.record.is_open]
-    if value is NotImplemented or not known:
-        return value  # or Python asks the other operand, such as a float
+    if not known:
+        return value
     left, right = (x if not isinstance(x, Known) or x.record.is_open else int(x) for x in (a, b))
     reads = frozenset[int]().union(*(x.reads for x in known))
     return Known.of(

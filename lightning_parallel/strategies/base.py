@@ -55,7 +55,7 @@ class LayoutStrategy(ParallelStrategy):
     """
 
     refused_callbacks: Reasons = IN_PARTS
-    configures_part = False  # is a module's configure_part called (parts/own_part.py)?
+    calls_configure_part = False  # is a module's configure_part called (parts/own_part.py)?
     saves_random_states = True  # ExactResume asks for it
 
     def __init__(self, options: ProcessOptions, **axes: Size) -> None:

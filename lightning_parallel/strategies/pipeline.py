@@ -34,7 +34,7 @@ from lightning_parallel.gradients.swapping import Gradients, swap_gradients
 from lightning_parallel.layout import Placement
 from lightning_parallel.parts.between_batches import gained, reasons_to_wait
 from lightning_parallel.parts.cutting import Partitions
-from lightning_parallel.parts.last_gradients import taken_off
+from lightning_parallel.parts.last_gradients import last_gradients
 from lightning_parallel.parts.logs import LogRecorder
 from lightning_parallel.parts.microbatches import loss_scale
 from lightning_parallel.parts.options import StagedOptions
@@ -246,8 +246,7 @@ class PipelineStrategy(StagedStrategy):
             check_placement(lists, self.stage.partition.placement, f"schedule={self._schedule_name}")
         actions = lists[layout.stage]
 
-        module = self.lightning_module
-        earlier = {} if self._accumulates else taken_off(module.trainer, module, parameters)  # zero_grad runs later
+        earlier = {} if self._accumulates else last_gradients(self.lightning_module, parameters)
         if self._stages.fully_sharded is not None:
             self._stages.fully_sharded.hold_back()
             own = {*self.stage.chunks}

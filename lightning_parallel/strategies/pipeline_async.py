@@ -109,6 +109,7 @@ class AsyncPipelineStrategy(StagedStrategy):
                 "asynchronous pipeline doesn't have. Use 'bf16-mixed' or '32-true'."
             )
         self._ends_update, self._training = False, None
+        assert self.lightning_module is not None
         self.set_up(
             trainer,
             automatic_microbatches=self._automatic_microbatches,
@@ -253,9 +254,8 @@ class AsyncPipelineStrategy(StagedStrategy):
         return 0.0
 
 
-def _refuse_ties(module: nn.Module | None, parts: Partition) -> None:
+def _refuse_ties(module: nn.Module, parts: Partition) -> None:
     """Parameters that two stages hold and train can't have asynchronous updates of different staleness."""
-    assert module is not None
     learns = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     shared = parts.shared().items()
     tied = {name: stages for name, stages in shared if name not in parts.loose and name in learns}

@@ -64,7 +64,7 @@ class StagedStrategy(LayoutStrategy):
     """
 
     options: StagedOptions
-    configures_part = True
+    calls_configure_part = True
 
     def __init__(self, options: StagedOptions) -> None:
         super().__init__(options, pipeline=options.stages, data=options.data_parallel, tensor=options.tensor_parallel)

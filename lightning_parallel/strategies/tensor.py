@@ -74,7 +74,7 @@ class TensorParallelStrategy(LayoutStrategy):
     """
 
     options: TensorParallelOptions
-    configures_part = True
+    calls_configure_part = True
 
     @takes(TensorParallelOptions)
     def __init__(self, options: TensorParallelOptions) -> None:

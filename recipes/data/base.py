@@ -8,7 +8,6 @@ import lightning as L
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_parallel import ResumableDataLoader
-from recipes.data.label_counts import CountedRows, CountingSampler
 
 
 class SeededData(L.LightningDataModule):
@@ -60,13 +59,8 @@ class SeededData(L.LightningDataModule):
                 f"data.batch_size={self.batch_size} is more than the {samples} training samples: "
                 "use a smaller one or more data"
             )
-        order: dict[str, Any] = {"num_replicas": replicas, "rank": rank, "seed": self.seed}
-        order |= {"shuffle": train, "drop_last": train}
-        sampler: DistributedSampler[Any] = (
-            CountingSampler(dataset, self.batch_size, **order)
-            if isinstance(dataset, CountedRows)
-            else DistributedSampler(dataset, **order)
-        )
+        order = {"num_replicas": replicas, "rank": rank, "shuffle": train, "seed": self.seed, "drop_last": train}
+        sampler = self._sampler(dataset, order)
         loader = ResumableDataLoader if train else DataLoader
         return loader(
             dataset,
@@ -76,6 +70,9 @@ class SeededData(L.LightningDataModule):
             persistent_workers=self.workers > 0,
             drop_last=train,
         )
+
+    def _sampler(self, dataset: Dataset[Any], order: dict[str, Any]) -> DistributedSampler[Any]:
+        return DistributedSampler(dataset, **order)
 
     def train_dataloader(self) -> DataLoader[Any]:
         return self._loader(self.train_set, train=True)

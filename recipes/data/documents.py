@@ -47,8 +47,10 @@ def reader(columns: Collection[str], column: str | None, tokenizer: Tokenizer) -
     if column is None and {"prompt", "completion"} <= set(columns):
         return lambda record: _answered(record["prompt"], record["completion"], tokenizer)
     chosen = column or next((name for name in ("messages", "text") if name in columns), None)
-    if chosen is None or chosen not in columns:
-        known = ", ".join(sorted(columns))
+    known = ", ".join(sorted(columns))
+    if chosen is None:
+        raise ValueError(f"data.column=null: none of prompt and completion, messages, text is among {known}: name one.")
+    if chosen not in columns:
         raise ValueError(f"data.column={column}: there is none of this name among {known}: name one of them.")
 
     def read(record: Mapping[str, Any]) -> Document:
@@ -71,7 +73,7 @@ def _answered(prompt: Any, answer: Any, tokenizer: Tokenizer) -> Document:
     if not (isinstance(prompt, str) and isinstance(answer, str)):
         raise ValueError("its prompt or its completion is no text.")
     tokens, places = tokenizer.encode(prompt + answer)
-    ended = _ended(tokens, tokenizer)
+    ended = _ended(tokens, tokenizer)  # its end is learned, too
     return _learned(ended, [*places, len(prompt)][: len(ended)], [(len(prompt), len(prompt + answer) + 1)])
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,15 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from recipes.data.base import SeededData
 from recipes.data.documents import IGNORED, Document, Reader, reader
-from recipes.data.files import KINDS, files_of
-from recipes.data.label_counts import CountedRows
+from recipes.data.files import KINDS, files_of, problem
+from recipes.data.label_counts import CountedRows, CountingSampler
 from recipes.data.rows import learns, rows_of
 from recipes.data.textfile import HELD_OUT
-from recipes.data.tokenizer import Tokenizer, files_of_tokenizer, tokenizer_of
+from recipes.data.tokenizer import files_of_tokenizer, tokenizer_of
 
 _FORMAT = 2  # of the rows: a change makes what was prepared before out of date
 _COUNT = "count"  # a column of the rows
+_AT_A_TIME = 1000  # documents
 
 
 class HFData(SeededData):
@@ -94,54 +96,78 @@ class HFData(SeededData):
 
     @property
     def fingerprint(self) -> str:
-        content = hashlib.sha256()
-        for file in files_of(self.path):
-            with file.open("rb") as stream:
-                content.update(hashlib.file_digest(stream, "sha256").digest())
-        return f"{self.path.name} sha256:{content.hexdigest()}"
+        return f"{self.path.name} sha256:{_hash(files_of(self.path))}"
+
+    def _sampler(self, dataset: Any, order: dict[str, Any]) -> CountingSampler:
+        return CountingSampler(dataset, self.batch_size, **order)
 
     def _rows(self, path: Path) -> Any:
         """The rows of a path, from the disk if they have been made before; a ``datasets.Dataset``."""
         import datasets
 
+        found = problem(str(path))
+        if found is not None:
+            raise ValueError(f"data.path={path}: {found[0]}; {found[1]}")
         files = files_of(path)
         kind = KINDS[files[0].suffix]
         more = {"sample_by": "document"} if kind == "text" else {}
-        quiet = not datasets.are_progress_bars_disabled()
-        datasets.disable_progress_bars()
-        try:
-            given = [glob.escape(str(file)) for file in files]
-            kept = str(self.directory / "datasets" / self._key(files))  # by itself it goes by names and times alone
-            records = datasets.load_dataset(kind, data_files=given, split="train", cache_dir=kept, **more)
-            tokenizer = tokenizer_of(self.tokenizer)
-            read = reader(records.column_names, self.column, tokenizer)
+        content = _hash(files)  # datasets' own key is of names and times alone
+        tokenizer = tokenizer_of(self.tokenizer)
+        with _without_progress_bars():
+            try:
+                given, kept = [glob.escape(str(file)) for file in files], str(self.directory / "datasets" / content)
+                records = datasets.load_dataset(kind, data_files=given, split="train", cache_dir=kept, **more)
+            except datasets.exceptions.DatasetGenerationError as error:
+                raise ValueError(f"data.path={path}: datasets can't read it: {error.__cause__ or error}") from error
+            try:
+                read = reader(records.column_names, self.column, tokenizer)
+            except ValueError as error:
+                raise ValueError(f"data.path={path}: {error}") from error
+
+            def columns(batch: Mapping[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
+                documents = [_read(read, each, n, path) for each, n in zip(_records(batch), numbers, strict=True)]
+                return _columns_of(documents, self.context, tokenizer.padding, self.packing)
+
+            # A thousand documents at a time, of which the last row is filled up.
             rows = records.map(
-                lambda batch, numbers: _packed(
-                    [_read(read, each, n, path) for each, n in zip(_records(batch), numbers, strict=True)],
-                    self.context,
-                    tokenizer,
-                    self.packing,
-                ),  # fmt: skip
+                columns,
                 with_indices=True,
                 batched=True,
+                batch_size=_AT_A_TIME,
                 remove_columns=records.column_names,
-                new_fingerprint=self._key(files),
+                new_fingerprint=self._key(content),
             )
-        except datasets.exceptions.DatasetGenerationError as error:
-            raise ValueError(f"data.path={path}: datasets can't read it: {error.__cause__ or error}") from error
-        finally:
-            if quiet:
-                datasets.enable_progress_bars()
         if len(rows) == 0:
             raise ValueError(f"data.path={path}: nothing in it is to be learned: give documents with text in them.")
         return rows.with_format("torch")
 
-    def _key(self, files: list[Path]) -> str:
+    def _key(self, content: str) -> str:
         """What rows depend on."""
-        known = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        tokens = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files_of_tokenizer(self.tokenizer)]
-        text = json.dumps([_FORMAT, known, tokens, self.column, self.context, self.packing])
+        tokens = _hash(files_of_tokenizer(self.tokenizer))
+        text = json.dumps([_FORMAT, content, tokens, self.column, self.context, self.packing])
         return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _hash(files: Iterable[Path]) -> str:
+    """Of the files' content."""
+    content = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            content.update(hashlib.file_digest(stream, "sha256").digest())
+    return content.hexdigest()
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    import datasets
+
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
 
 
 def _read(read: Reader, record: Mapping[str, Any], number: int, path: Path) -> Document:
@@ -156,15 +182,15 @@ def _records(batch: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
     return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
 
 
-def _packed(documents: list[Document], context: int, tokenizer: Tokenizer, packing: bool) -> dict[str, list[Any]]:
-    """Rows as columns, with the number of labels of each."""
+def _columns_of(documents: list[Document], context: int, padding: int, packing: bool) -> dict[str, list[Any]]:
+    """The columns of the documents' rows, with the number of labels of each."""
     too_long = sum(document.labels is not None and len(document.tokens) > context for document in documents)
     if too_long:
         rank_zero_warn(
             f"{too_long} of {len(documents)} documents with answers are longer than data.context={context} tokens. "
             f"What is over is left out."
         )
-    rows = [row for row in rows_of(documents, context, tokenizer.padding, packed=packing) if learns(row)]
+    rows = [row for row in rows_of(documents, context, padding, packed=packing) if learns(row)]
     names = ("input_ids", "labels", "position_ids" if packing else "attention_mask")
     counts = [sum(label != IGNORED for label in row["labels"][1:]) for row in rows]
     return {**{name: [row[name] for row in rows] for name in names}, _COUNT: counts}

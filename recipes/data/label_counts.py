@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,20 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from recipes.data.documents import IGNORED
 
-Place = tuple[int, int]  # a row's number, and the labels in its batch; a row to fill up is ~number
+
+@dataclass(frozen=True)
+class Place:
+    """A row in a batch.
+
+    Attributes:
+        number: of the row.
+        labels: in the batch, over all replicas.
+        fills_up: nothing of it is learned.
+    """
+
+    number: int
+    labels: int
+    fills_up: bool
 
 
 class CountedRows(Dataset[dict[str, Tensor]]):
@@ -41,15 +55,14 @@ class CountedRows(Dataset[dict[str, Tensor]]):
     def __getitem__(self, place: Place | int) -> dict[str, Tensor]:
         if isinstance(place, int):  # of another sampler, such as Lightning's for overfit_batches: nothing is counted
             return dict(self.rows[place])
-        number, counted = place
-        row: dict[str, Tensor] = dict(self.rows[number if number >= 0 else ~number])
-        if number < 0:
+        row: dict[str, Tensor] = dict(self.rows[place.number])
+        if place.fills_up:
             row["labels"] = torch.full_like(row["labels"], IGNORED)
-        return {**row, "labels_in_batch": torch.tensor(counted)}
+        return {**row, "labels_in_batch": torch.tensor(place.labels)}
 
 
 class CountingSampler(DistributedSampler[Place]):
-    """A DistributedSampler that counts labels.
+    """A DistributedSampler that gives :class:`Place` instead of numbers.
 
     Args:
         rows: of the data.
@@ -62,12 +75,11 @@ class CountingSampler(DistributedSampler[Place]):
         self._counts, self._batch_size = rows.counts, batch_size
 
     def __iter__(self) -> Iterator[Place]:
-        whole = copy.copy(self)
-        whole.num_replicas, whole.rank = 1, 0
-        whole.num_samples = whole.total_size
-        order: list[int] = list(DistributedSampler.__iter__(whole))  # type: ignore[arg-type]
-        order = [number if place < len(self._counts) else ~number for place, number in enumerate(order)]
+        only = copy.copy(self)  # as the only replica it gives the order of all rows, and repeats some to fill up
+        only.num_replicas, only.rank, only.num_samples = 1, 0, self.total_size
+        order: list[int] = list(DistributedSampler.__iter__(only))  # type: ignore[arg-type]
+        rows = len(self._counts)
         for place in range(self.rank, len(order), self.num_replicas):
             begin = place // self._batch_size * self._batch_size
-            batch = order[begin : begin + self._batch_size]
-            yield order[place], sum(self._counts[number] for number in batch if number >= 0)
+            batch = order[begin : min(begin + self._batch_size, rows)]
+            yield Place(order[place], sum(self._counts[number] for number in batch), fills_up=place >= rows)

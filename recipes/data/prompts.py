@@ -30,5 +30,5 @@ def _batch(prompts: Sequence[Sequence[int]], numbers: Sequence[int], padding: in
     return {
         "input_ids": torch.tensor([[padding] * (longest - len(prompt)) + list(prompt) for prompt in prompts]),
         "attention_mask": torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
-        "prompt": torch.tensor(numbers),
+        "prompt_number": torch.tensor(numbers),
     }

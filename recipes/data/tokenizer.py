@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
     def padding(self) -> int: ...
 
     def encode(self, text: str, *, special: bool = True) -> tuple[list[int], list[int]]:
-        """The tokens, and for each the place in ``text`` where it begins.
+        """The tokens, and for each the index of the character in ``text`` with which it begins.
 
         Args:
             text: of a document.
@@ -56,7 +56,7 @@ class Tokenizer(Protocol):
         """
 
 
-class Bytes:
+class ByteTokenizer:
     """Each byte of UTF-8 is a token; 0 ends a document."""
 
     size, end, padding = 256, 0, 0
@@ -70,10 +70,10 @@ class Bytes:
         return bytes(token for token in tokens if 0 < token < self.size).decode(errors="replace")
 
     def chat(self, messages: Messages, *, answering: bool = False) -> str:
-        raise ValueError("bytes have no template for chats: name the folder of a tokenizer that has one.")
+        raise ValueError("bytes have no template for chats: set data.tokenizer to a folder with a tokenizer that has.")
 
 
-class OfFolder:
+class FolderTokenizer:
     """A tokenizer of transformers.
 
     Args:
@@ -86,12 +86,13 @@ class OfFolder:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
 
+        self._folder = folder
         try:
             self._own: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"{folder}: transformers can't open its tokenizer: {error}") from error
+            raise ValueError(f"data.tokenizer={folder}: transformers can't open it: {error}") from error
         if not self._own.is_fast:
-            raise ValueError(f"{folder}: its tokenizer doesn't tell where tokens begin: it needs a fast one.")
+            raise ValueError(f"data.tokenizer={folder}: it doesn't tell where tokens begin: use a fast tokenizer.")
         self.size: int = len(self._own)
         self.end: int | None = self._own.eos_token_id
         known = (self._own.pad_token_id, self.end)
@@ -114,19 +115,21 @@ class OfFolder:
         from jinja2 import TemplateError
 
         if not self._own.chat_template:
-            raise ValueError(f"{self._own.name_or_path}: its tokenizer has no template for chats (chat_template).")
+            raise ValueError(
+                f"data.tokenizer={self._folder}: it has no template for chats: use one with a chat_template."
+            )
         try:
             text: str = self._own.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=answering
             )
         except TemplateError as error:
-            raise ValueError(f"{self._own.name_or_path}: its template for chats refuses one: {error}") from error
+            raise ValueError(f"data.tokenizer={self._folder}: its template for chats refuses one: {error}") from error
         return text
 
 
 def tokenizer_of(folder: str | None) -> Tokenizer:
     """The tokenizer in a folder; bytes where there is none."""
-    return Bytes() if folder is None or not _has_one(Path(folder)) else OfFolder(Path(folder))
+    return ByteTokenizer() if folder is None or not _has_one(Path(folder)) else FolderTokenizer(Path(folder))
 
 
 def files_of_tokenizer(folder: str | None) -> list[Path]:

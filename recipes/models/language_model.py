@@ -25,13 +25,13 @@ class LanguageModel(L.LightningModule):
         context: tokens that the model sees at most; None for any number.
         longest: tokens that a text may have; None for any number.
         takes_padding: prompts of several lengths may share a batch.
-        ends: tokens that end a text, besides the tokenizer's own.
+        end_tokens: tokens that end a text, besides the tokenizer's own.
     """
 
     context: int | None = None
     longest: int | None = None
     takes_padding = False
-    ends: frozenset[int] = frozenset()
+    end_tokens: frozenset[int] = frozenset()
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,43 +62,43 @@ class LanguageModel(L.LightningModule):
 
         Args:
             batch: ``input_ids`` int64 [batch, time], the padding at the left; ``attention_mask`` of the same shape;
-                ``prompt``, their numbers, int64 [batch].
+                ``prompt_number``, int64 [batch].
 
         Returns:
             The new tokens, int64 [batch, max_new_tokens].
         """
-        tokens, attended, prompts = batch["input_ids"], batch["attention_mask"], batch["prompt"]
-        settings = self.generation
-        kept = self.begin_text(tokens.shape[1] + settings.max_new_tokens)
-        first = tokens.shape[1]
-        going = torch.ones_like(prompts, dtype=torch.bool)
+        tokens, attention_mask, numbers = batch["input_ids"], batch["attention_mask"], batch["prompt_number"]
+        settings, length = self.generation, tokens.shape[1]
+        cache = self.make_cache(length + settings.max_new_tokens)
+        going = torch.ones_like(numbers, dtype=torch.bool)
         for place in range(settings.max_new_tokens):
-            seen = tokens.shape[1] - 1 if place else 0
-            new: Tensor = yield partial(self._choose, prompts, place, tokens, attended, kept, seen)
+            cached = tokens.shape[1] - 1 if place else 0
+            new: Tensor = yield partial(self._choose, numbers, place, tokens, attention_mask, cache, cached)
             new = new.where(going, settings.padding)
             tokens = torch.cat([tokens, new[:, None]], dim=1)
-            attended = torch.cat([attended, torch.ones_like(new)[:, None]], dim=1)
-            settings.told(prompts[going], new[going])
-            for end in settings.ends:
+            attention_mask = torch.cat([attention_mask, torch.ones_like(new)[:, None]], dim=1)
+            settings.on_tokens(new[going])
+            for end in settings.end_tokens:
                 going = going & (new != end)
             if not going.any():
                 break
-        return F.pad(tokens[:, first:], (0, first + settings.max_new_tokens - tokens.shape[1]), value=settings.padding)
+        missing = length + settings.max_new_tokens - tokens.shape[1]
+        return F.pad(tokens[:, length:], (0, missing), value=settings.padding)
 
-    def _choose(self, prompts: Tensor, place: int, *text: Any) -> Tensor:
-        return self.generation.choose(self.next_logits(*text), prompts, place)
+    def _choose(self, prompt_numbers: Tensor, place: int, *text: Any) -> Tensor:
+        return self.generation.choose(self.next_logits(*text), prompt_numbers, place)
 
-    def begin_text(self, length: int) -> Any:
+    def make_cache(self, length: int) -> Any:
         """What the layers keep of earlier tokens, in texts of at most ``length``. By default nothing."""
         return None
 
-    def next_logits(self, tokens: Tensor, attended: Tensor, kept: Any, seen: int) -> Tensor:
+    def next_logits(self, tokens: Tensor, attention_mask: Tensor, cache: Any, cached: int) -> Tensor:
         """Logits [batch, vocabulary] of the token after ``tokens``.
 
         Args:
             tokens: int64 [batch, time].
-            attended: where these aren't padding, of the same shape.
-            kept: of the first ``seen`` of them; None for nothing.
+            attention_mask: 0 where these are padding, of the same shape.
+            cache: has what the layers kept of the first ``cached`` of them; None for nothing.
         """
         logits: Tensor = self(tokens if self.context is None else tokens[:, -self.context :])
         return logits[:, -1]

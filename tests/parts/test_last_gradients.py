@@ -81,7 +81,7 @@ def fit(kind: str, strategy: bool) -> tuple[list[int], list[float]]:
 
 
 @pytest.mark.parametrize("kind", MODULES)
-def test_they_are_kept_only_for_whom_they_may_concern(pool: WorkerPool, kind: str) -> None:
+def test_the_last_gradients_are_kept_only_if_somebody_may_look_at_them(pool: WorkerPool, kind: str) -> None:
     for kept, _ in pool.run(fit, 2, kind, True, init=False):
         assert kept == ([0, 0] if kind == "Net" else [4, 4])  # a weight and a bias in each of two layers
 

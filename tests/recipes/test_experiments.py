@@ -10,9 +10,8 @@ from recipes import launch, record, work
 from recipes.schema import world_size
 from recipes.validate import validate
 from tests.pool import WorkerPool
-from tests.recipes.data.test_hf import model
 from tests.recipes.test_configs import GROUPS, composed
-from tests.recipes.tiny import texts
+from tests.recipes.tiny import model, texts
 
 SMALL = ["print_config=false", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false", "logger=none"]
 FEW = ["trainer.max_steps=2", "trainer.limit_val_batches=1"]

@@ -15,12 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from recipes import ROOT, commands, evaluate, export, generate, launch, record, work
+from recipes.generated import TEXTS
 from recipes.schema import world_size
 from recipes.validate import validate
 from tests.pool import WorkerPool
-from tests.recipes.data.test_hf import model
 from tests.recipes.test_configs import composed
-from tests.recipes.tiny import chats, texts
+from tests.recipes.tiny import chats, model, texts
 from tests.test_pages import commands as commands_of
 from tests.thorough import thorough
 
@@ -51,7 +51,7 @@ def assert_there(here: Path) -> None:
     scores = [record.read_metrics(folder) for folder in sorted((here / "runs" / "pipeline" / "evaluate").iterdir())]
     assert len(scores) == 2 and scores[0].keys() == {"val_loss", "test_loss"}
     (texts_of,) = (here / "runs" / "adapters" / "generate").iterdir()
-    lines = [json.loads(line) for line in (texts_of / generate.TEXTS).read_text().splitlines()]
+    lines = [json.loads(line) for line in (texts_of / TEXTS).read_text().splitlines()]
     assert [line["prompt"] for line in lines] == ["2 + 2?", "3 + 3?"]
     outputs = {}
     for name in ("my-model", "my-new-model", "my-adapters", "my-merged-model"):

@@ -29,7 +29,7 @@ def test_the_tree_shows_every_group_its_option_and_its_values() -> None:
     text = console.export_text()
     assert "strategy: ddp" in text and "model: gpt" in text
     assert "lr: 0.0005" in text and "seed: 1" in text
-    choosers = {"experiment", "hparams_search"}  # among the options of the others
+    choosers = {"experiment", "hparams_search", "debug"}  # among the options of the others
     assert all(group in text for group in GROUPS.keys() - choosers)
 
 

@@ -1,12 +1,14 @@
-"""A tiny tokenizer, and files of documents: what users bring, made here, so that nothing is downloaded."""
+"""What users bring: a tiny model with its tokenizer, files of documents. All is made here; nothing is downloaded."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 CHATS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -55,3 +57,15 @@ def chats(file: Path) -> Path:
 
 def questions(file: Path) -> Path:
     return lines(file, [dict(question) for question in QUESTIONS])
+
+
+def model(folder: Path, config: Any = None, longest: int = 64) -> Path:
+    """A pretrained model with its tokenizer."""
+    tokenizer(folder)
+    torch.manual_seed(3)
+    config = config or LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=None, eos_token_id=0, max_position_embeddings=longest,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).double().save_pretrained(folder)
+    return folder

@@ -9,7 +9,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from recipes.data.documents import IGNORED, Document, reader
-from recipes.data.tokenizer import Bytes, Tokenizer, tokenizer_of
+from recipes.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_of
 from tests.recipes.tiny import MESSAGES, tokenizer
 
 
@@ -82,19 +82,19 @@ def test_one_answer_is_found_even_where_more_would_be_forgotten(tmp_path: Path) 
 
 
 def test_bytes_know_no_chats() -> None:
-    with pytest.raises(ValueError, match="no template for chats: name the folder"):
-        reader(["messages"], None, Bytes())({"messages": MESSAGES[0]})
+    with pytest.raises(ValueError, match="no template for chats: set data.tokenizer"):
+        reader(["messages"], None, ByteTokenizer())({"messages": MESSAGES[0]})
 
 
 @pytest.mark.parametrize(("columns", "column", "record", "words"), [
-    (["body"], None, {}, "none of this name among body"),
+    (["body"], None, {}, "data.column=null: none of prompt and completion, messages, text is among body"),
     (["body"], "text", {}, "data.column=text: there is none"),
     (["text"], "text", {"text": 5}, "neither a text nor a list of messages"),
 ])  # fmt: skip
 def test_other_columns_are_refused(columns: list[str], column: str | None, record: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        reader(columns, column, Bytes())(record)
+        reader(columns, column, ByteTokenizer())(record)
 
 
 def test_another_column_is_read_if_named() -> None:
-    assert reader(["id", "body"], "body", Bytes())({"id": 1, "body": "ab"}).tokens == [97, 98, 0]
+    assert reader(["id", "body"], "body", ByteTokenizer())({"id": 1, "body": "ab"}).tokens == [97, 98, 0]

@@ -20,20 +20,8 @@ from recipes.schema import world_size
 from recipes.validate import validate
 from tests.pool import WorkerPool
 from tests.recipes.test_configs import composed, problems
-from tests.recipes.tiny import TEXTS, chats, lines, questions, texts, tokenizer
+from tests.recipes.tiny import TEXTS, chats, lines, model, questions, texts, tokenizer
 from tests.thorough import thorough
-
-
-def model(folder: Path, config: Any = None, longest: int = 64) -> Path:
-    """A pretrained model with its tokenizer."""
-    tokenizer(folder)
-    torch.manual_seed(3)
-    config = config or LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, bos_token_id=None, eos_token_id=0, max_position_embeddings=longest,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).double().save_pretrained(folder)
-    return folder
 
 
 def rows(counted: Any) -> list[dict[str, Any]]:
@@ -82,8 +70,10 @@ def test_validation_has_documents_of_its_own_or_the_last_ones(tmp_path: Path) ->
     file = texts(tmp_path / "a.jsonl")
     own = data(tmp_path, file)
     splits = (own.train_set, own.val_set, own.test_set)
-    sizes = [len(split) for split in splits]  # type: ignore[arg-type]
+    train, val, test = ([row["input_ids"].tolist() for row in rows(each)] for each in splits)
+    sizes = [len(train), len(val), len(test)]
     assert sizes[1] == sizes[2] == sum(sizes) // 20 > 0
+    assert train + val + test == [row["input_ids"].tolist() for row in own._rows(file)]
     given = data(tmp_path, file, val_path=str(questions(tmp_path / "b.jsonl")))
     assert len(given.train_set) == sum(sizes)  # type: ignore[arg-type]
     assert bytes(rows(given.val_set)[0]["input_ids"].tolist()).startswith(b"0 + 1 = 1\x001 + 1 = 2\x00")
@@ -98,11 +88,11 @@ def test_what_is_too_long_for_a_row_is_told(tmp_path: Path) -> None:
     ('{"text": "a"}\n', "1 rows of data.context=32 tokens are too few"),
     ('{"text": ""}\n', "nothing in it is to be learned"),
     ('{"text": \n', "datasets can't read it"),
-    ('{"other": "a"}\n', "none of this name among other"),
+    ('{"other": "a"}\n', "none of prompt and completion, messages, text is among other"),
 ])  # fmt: skip
 def test_files_that_cannot_be_used_are_named(tmp_path: Path, content: str, words: str) -> None:
     (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=f"data.path={tmp_path}/a.jsonl: .*{words}"):
         data(tmp_path, tmp_path / "a.jsonl")
 
 
@@ -113,7 +103,7 @@ def test_a_file_s_name_is_taken_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_written_anew_is_read_anew_whatever_its_time(tmp_path: Path) -> None:
-    for text in ("old text", "a newer text"):
+    for text in ("old text", "new text"):
         file = lines(tmp_path / "a.jsonl", [{"text": text}] * 90)
         os.utime(file, (1e9, 1e9))
         assert bytes(rows(data(tmp_path, file).train_set)[0]["input_ids"].tolist()).startswith(text.encode())
@@ -212,7 +202,7 @@ def test_positions_that_go_by_the_longest_document_are_refused_in_packed_rows(tm
     attach(module, data(tmp_path, texts(tmp_path / "a.jsonl")))
     with pytest.raises(ValueError, match="in rows of more than 16 tokens the positions of this model"):
         module.setup("fit")
-    assert module.begin_text(16) is not None and module.begin_text(17) is None and not module.takes_padding
+    assert module.make_cache(16) is not None and module.make_cache(17) is None and not module.takes_padding
 
 
 def test_a_packed_row_has_the_losses_of_its_documents(tmp_path: Path) -> None:

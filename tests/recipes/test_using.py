@@ -11,17 +11,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPTNeoConfig, MistralConfig
 
-from recipes import commands, evaluate, export, generate, launch, record, work
-from recipes.data.tokenizer import tokenizer_of
+from recipes import commands, evaluate, export, generate, launch, record, using, work
+from recipes.data.tokenizer import ByteTokenizer, tokenizer_of
+from recipes.generated import SETTINGS, TEXTS
 from recipes.models.generation import Generation
 from recipes.models.hf import CausalLM
 from recipes.problem import ConfigError
 from recipes.schema import world_size
 from recipes.validate import validate
 from tests.pool import WorkerError, WorkerPool
-from tests.recipes.data.test_hf import model
 from tests.recipes.test_configs import composed
-from tests.recipes.tiny import texts
+from tests.recipes.tiny import model, texts
 from tests.thorough import thorough
 
 SMALL = [
@@ -134,10 +134,16 @@ def test_what_would_change_nothing_is_refused(hf: Path, tmp_path: Path, word: st
         commands.config_of("evaluate", hf, tmp_path, [word])
 
 
-@pytest.mark.parametrize("word", ["data.context=16,32", "strategy@foo=single", "data.batch_size=[", "data.contxt=3"])
-def test_what_hydra_does_not_take_is_told_in_its_words(hf: Path, tmp_path: Path, word: str) -> None:
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize(("word", "said"), [
+    ("data.context=16,32", "16,32"), ("strategy@foo=single", "foo"), ("data.batch_size=[", "no viable alternative"),
+    ("data.contxt=3", "did you mean context"),
+])  # fmt: skip
+def test_what_hydra_does_not_take_is_told_in_its_words(hf: Path, tmp_path: Path, word: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
         commands.config_of("evaluate", hf, tmp_path, [word])
+
+
+def test_a_checkpoint_that_is_not_there_is_refused(hf: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--checkpoint=none: no such checkpoint"):
         commands.config_of("evaluate", hf, tmp_path, [], Path("none"))
 
@@ -151,9 +157,9 @@ def written(pool: WorkerPool, run: Path, folder: Path, *layout: str, **more: Any
     """The texts that a run's model writes."""
     words = [str(run), *(word for prompt in PROMPTS for word in ("--prompt", prompt)), "--max-new-tokens", "12"]
     given = vars(generate._parser().parse_args(words))
-    generation = {"prompts": PROMPTS, **{name: given[name] for name in generate.SETTINGS}, **more}
+    generation = {"prompts": PROMPTS, **{name: given[name] for name in SETTINGS}, **more}
     do(pool, commands.config_of("generate", run, folder, layout, None, {"generation": generation}))
-    lines = [json.loads(line) for line in (folder / generate.TEXTS).read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / TEXTS).read_text().splitlines()]
     assert [line["prompt"] for line in lines] == generation["prompts"]
     return [line["text"] for line in lines]
 
@@ -209,7 +215,7 @@ def test_a_model_of_the_examples_writes_bytes(pool: WorkerPool, tmp_path: Path) 
 
 
 def test_too_long_a_text_and_a_model_without_texts_are_refused(pool: WorkerPool, hf: Path, tmp_path: Path) -> None:
-    with pytest.raises(WorkerError, match="are more than the 64 tokens that the model takes"):
+    with pytest.raises(WorkerError, match="more than the 64 tokens that the model takes; use at most"):
         written(pool, hf, tmp_path / "texts", "strategy=single", max_new_tokens=60)
     run = trained(pool, tmp_path / "lenet", "model=lenet", "data=digits", "strategy=single")
     with pytest.raises(WorkerError, match="A LeNet writes no text"):
@@ -228,7 +234,7 @@ def test_settings_that_mean_nothing_are_refused(words: list[str], capsys: pytest
 def test_options_and_changes_come_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     for module in (generate, evaluate):
-        monkeypatch.setattr(module, "run_on", lambda *given: told.append(given) or (Path(), {}))
+        monkeypatch.setattr(module, "run_on", lambda *given: told.append(given) or Path())
     generate.main(["run", "--prompt", "a", "strategy=single", "--top-k", "3", "seed=2"])
     evaluate.main(["run", "--checkpoint", "c", "strategy=single"])
     assert [given[2] for given in told] == [["strategy=single", "seed=2"], ["strategy=single"]]
@@ -263,9 +269,24 @@ def test_texts_longer_than_a_window_are_transformers_own(tmp_path: Path, config:
             parameter.mul_(3)  # so that not every token is alike
         module.generation = Generation(max_new_tokens=12)
         batch = {"input_ids": torch.tensor([[5, 6, 7, 8, 9]]), "attention_mask": torch.ones(1, 5, dtype=torch.int64)}
-        made = module.predict_step({**batch, "prompt": torch.tensor([0])}, 0)
+        made = module.predict_step({**batch, "prompt_number": torch.tensor([0])}, 0)
         own = module.model.generate(**batch, max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0)
     assert made.tolist() == own[:, 5:].tolist() and len(set(made[0].tolist())) > 2
+
+
+def test_of_a_text_that_comes_what_cannot_change_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    printing = using._Printing(ByteTokenizer(), {0})
+    shown = []
+    for byte in ["a", "ü", "漢", "b"]:
+        for each in byte.encode():
+            printing.add(torch.tensor([each]))
+            shown.append(capsys.readouterr().out)
+    assert shown == ["a", "", "ü", "", "", "漢", "b"]
+    printing.add(torch.tensor([0xE6]))  # the first byte of three
+    printing.add(torch.tensor([0]))
+    assert capsys.readouterr().out == ""
+    printing.end()
+    assert capsys.readouterr().out == "\N{REPLACEMENT CHARACTER}\n"
 
 
 # -- choosing a token ------------------------------------------------------------------------------------------------
