@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -76,6 +77,11 @@ def model(config: Config) -> L.LightningModule:
     if not isinstance(module, L.LightningModule):
         raise ValueError(f"model._target_={config['model']['_target_']} is not a LightningModule: give one")
     return module
+
+
+def disk_offload(trainer: L.Trainer) -> AbstractContextManager[Any]:
+    """Inside, a model is made without holding the whole of it in memory, where the strategy divides it."""
+    return trainer.strategy.disk_offload if isinstance(trainer.strategy, LayoutStrategy) else nullcontext()
 
 
 def begin_with(module: L.LightningModule, path: str, setting: str = "init_from") -> None:

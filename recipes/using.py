@@ -33,8 +33,8 @@ def evaluate(config: Config) -> None:
     Raises:
         ValueError: the module has neither step.
     """
-    datamodule, module = build.data(config), _model(config)
-    trainer = build.trainer(config)
+    datamodule, trainer = build.data(config), build.trainer(config)
+    module = _model(config, trainer)
     metrics: dict[str, Any] = {}
     loops = {"validation_step": trainer.validate, "test_step": trainer.test}
     known = [loop for name, loop in loops.items() if is_overridden(name, module)]
@@ -52,10 +52,11 @@ def generate(config: Config) -> None:
     Raises:
         ValueError: the module is no language model of the recipes, or a prompt is too long for it.
     """
-    module, settings = _model(config), config["generation"]
+    trainer, settings = build.trainer(config), config["generation"]
+    module = _model(config, trainer)
     if not isinstance(module, LanguageModel):
         raise ValueError(f"A {type(module).__name__} writes no text: use a run of model=gpt or model=hf.")
-    tokenizer, trainer = _tokenizer(config), build.trainer(config)
+    tokenizer = _tokenizer(config)
     prompts = _prompts(settings, tokenizer)
     module.generation = _generation(module, settings, tokenizer)
     _check_lengths(module, prompts)
@@ -84,11 +85,12 @@ def generate(config: Config) -> None:
     _end(config, trainer, {"tokens": tokens, "tokens_per_second": tokens / clock.seconds})
 
 
-def _model(config: Config) -> L.LightningModule:
+def _model(config: Config, trainer: L.Trainer) -> L.LightningModule:
     """Of a checkpoint each rank reads its own part later; a file of weights is read whole."""
-    module = build.model(config)
-    if config["init_from"] is not None:
-        build.begin_with(module, config["init_from"])
+    with build.disk_offload(trainer):
+        module = build.model(config)
+        if config["init_from"] is not None:
+            build.begin_with(module, config["init_from"])
     return module
 
 

@@ -61,15 +61,17 @@ def coordinates(trainer: L.Trainer) -> dict[str, int]:
 def train(config: Mapping[str, Any]) -> None:
     """Train, and test if asked. It leaves ``metrics.json``, ``run.json``, logs and checkpoints in the run's folder."""
     folder = Path(config["paths"]["output_dir"])
-    datamodule, model = build.data(config), build.model(config)
+    datamodule = build.data(config)
     path = resume.chosen(config)
     own = [resume.SameStart(path), RecordLayout(folder), attempts.RecordAttempt(folder), ContinuedLogs()]
     trainer = build.trainer(config, own)
     if trainer.is_global_zero:
         record.update_attempt(folder, resumed_from=path)
     resume.check(path)
-    if config["init_from"] is not None and path is None:
-        build.begin_with(model, config["init_from"])
+    with build.disk_offload(trainer):
+        model = build.model(config)
+        if config["init_from"] is not None and path is None:
+            build.begin_with(model, config["init_from"])
     trainer.fit(model, datamodule=datamodule, ckpt_path=path)
     if trainer.interrupted:
         raise KeyboardInterrupt("interrupted while training")

@@ -109,9 +109,9 @@ def materialize(name: str, module: nn.Module, device: torch.device) -> None:
         initialise = getattr(part, "reset_parameters", None)
         if not callable(initialise):
             raise ValueError(
-                f"'{path}' ({type(part).__name__}) was built on the meta device, as all that configure_model() makes "
-                f"is, and holds {', '.join(empty_ones)}, but has no reset_parameters() to give them values. Add one, "
-                f"or build it in __init__, in memory."
+                f"'{path}' ({type(part).__name__}) was built on the meta device, so {', '.join(empty_ones)} has no "
+                f"values, and it has no reset_parameters() to give it some. Build it in configure_model(), without "
+                f"that device: there no rank needs memory for the whole model."
             )
         for short, tensor in empty_ones.items():
             if id(tensor) not in made:

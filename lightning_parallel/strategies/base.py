@@ -7,7 +7,8 @@ part of the model to :meth:`LayoutStrategy.hold`, which sets up optimizers, buff
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_parallel.disk_offload import DiskOffload
 from lightning_parallel.groups import Groups
 from lightning_parallel.layout import Layout, Size
 from lightning_parallel.lightning_private import (
@@ -67,6 +69,7 @@ class LayoutStrategy(ParallelStrategy):
             precision_plugin=options.precision_plugin,
         )
         self.options = options
+        self.disk_offload = DiskOffload()
         self._axes: Mapping[str, Any] = axes
         self._num_nodes = 1
         self._layout: Layout | None = None
@@ -188,6 +191,15 @@ class LayoutStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         return loaders.prepare(dataloader, self.layout)
 
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Around ``configure_model()``, and what ``trainer.init_module()`` gives: large tensors that are made inside
+        lie in files, until :meth:`hold` brings this rank's part into memory."""
+        # They are made on the CPU: a GPU needs room for this rank's part only.
+        with super().tensor_init_context(empty_init), torch.device("cpu"), self.disk_offload:
+            yield
+
     # -- set-up: a strategy's `setup` calls these, in this order -------------------------------------------------
 
     def prepare(self, trainer: pl.Trainer) -> pl.LightningModule:
@@ -213,6 +225,7 @@ class LayoutStrategy(ParallelStrategy):
         self._replicas = Replicas(local, self.groups.along("data"))
         training = trainer.state.fn == TrainerFn.FITTING
         self.model_to_device()
+        self.disk_offload.load()
         if training:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()

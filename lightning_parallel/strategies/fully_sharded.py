@@ -31,7 +31,6 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
@@ -100,9 +99,7 @@ class FullyShardedStrategy(LayoutStrategy):
         trainer.fit(AnyLightningModule(), datamodule)
 
     In hooks, parameters and their gradients are DTensors, of which each rank has a part. Only inside ``training_step``
-    and the other steps they are whole. All ranks have to use the same parameters in a step. Modules that
-    ``configure_model()`` builds take no memory until ``fully_shard`` divides them, unit by unit. Then each module's
-    ``reset_parameters()`` initialises them.
+    and the other steps they are whole. All ranks have to use the same parameters in a step.
 
     Mixed precision is autocast's, as under DDP, with the same numbers: parameters are gathered, and gradients reduced,
     in the parameters' own dtype, and a loss scaler finds the overflow of any rank. Gradients are reduced after each
@@ -123,13 +120,6 @@ class FullyShardedStrategy(LayoutStrategy):
         self._guard = BackwardGuard()
 
     # -- set-up --------------------------------------------------------------------------------------------------
-
-    @override
-    @contextmanager
-    def model_sharded_context(self) -> Iterator[None]:
-        """Around ``configure_model()``."""
-        with torch.device("meta"):
-            yield
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -148,6 +148,10 @@ class StagedStrategy(LayoutStrategy):
             refuse_manual_optimization(module)
             refuse_training(module)
         refuse_evaluation(module)
+        def divide() -> None:
+            with self.disk_offload:
+                self._shards.divide(module, groups.along("tensor"), device, partial(trial_of, trainer, module))
+
         self._stages.take(
             module,
             layout,
@@ -164,9 +168,7 @@ class StagedStrategy(LayoutStrategy):
             ),
             check=check,
             describe=describe,
-            divide=partial(
-                self._shards.divide, module, groups.along("tensor"), device, partial(trial_of, trainer, module)
-            ),
+            divide=divide,
             replicas=groups.along("data"),
         )
         local = self._stages.local_model(self._shards.shards)

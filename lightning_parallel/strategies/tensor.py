@@ -90,7 +90,8 @@ class TensorParallelStrategy(LayoutStrategy):
         groups, device = self.groups, self.root_device
         self._ends_update = False
         module = self.prepare(trainer)
-        self._shards.divide(module, groups.along("tensor"), device, partial(trial_of, trainer, module))
+        with self.disk_offload:
+            self._shards.divide(module, groups.along("tensor"), device, partial(trial_of, trainer, module))
         configure_part(module)
         local = LocalModel.of(module, self._shards.shards)
         self.hold(trainer, local)

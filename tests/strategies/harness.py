@@ -104,7 +104,7 @@ def make_trainer(strategy: str, callbacks: list[Callback], options: dict[str, An
 
 
 def train(
-    model: str,
+    model: str | type[Any],
     strategy: str = "single",
     options: dict[str, Any] | None = None,
     *,
@@ -117,10 +117,11 @@ def train(
 ) -> Report:
     """``strategy`` and ``options`` as in `make_trainer`; ``batch_size`` of each replica."""
     torch.set_default_dtype(dtype)
-    module = ALL[model]()
+    kind = ALL[model] if isinstance(model, str) else model
+    module = kind()
     report = Report()
     trainer = make_trainer(strategy, [Witness(report), *(callbacks or [])], options or {}, **trainer_options)
-    loader, replicas = ALL[model].loader, getattr(trainer.strategy, "is_distributed", False)
+    loader, replicas = kind.loader, getattr(trainer.strategy, "is_distributed", False)
     share = trainer.distributed_sampler_kwargs if replicas else None
     if shuffle:
         torch.manual_seed(11)  # as a user's seed_everything would
@@ -128,7 +129,7 @@ def train(
     report.weights = {name: complete(p.detach()) for name, p in here(module).items()}
     report.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     report.shards = trainer.strategy.local_model.shards if strategy not in ("single", "data", "ddp") else {}  # type: ignore[attr-defined]
-    report.validation = trainer.validate(module, ALL[model].loader(), verbose=False)
+    report.validation = trainer.validate(module, kind.loader(), verbose=False)
     return report
 
 

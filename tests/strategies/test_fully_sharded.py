@@ -233,43 +233,36 @@ def test_every_sample_is_seen_once_an_epoch(pool: WorkerPool) -> None:
 # -- models that are built on the meta device --------------------------------------------------------------------
 
 
-class Late(LeNet):
-    """Builds its layers in configure_model, with two layers tied."""
+class OnMeta(LeNet):
+    """With two layers tied."""
 
     def build(self) -> None:
-        self.net = None
-        self.was_meta = False
-
-    def configure_model(self) -> None:
-        if self.net is None:
+        with torch.device("meta"):
             self.net = nn.Sequential(
                 nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32),
                 nn.Linear(32, 10),
             )  # fmt: skip
-            self.net[5].weight = self.net[3].weight
-            self.was_meta = self.net[1].weight.is_meta
+        self.net[5].weight = self.net[3].weight
 
 
-class LateGate(Late):
+class GateOnMeta(OnMeta):
     """With a parameter that nothing initialises."""
 
-    def configure_model(self) -> None:
-        super().configure_model()
-        assert self.net is not None
-        self.net.append(Gate(10))
+    def build(self) -> None:
+        super().build()
+        with torch.device("meta"):
+            self.net.append(Gate(10))
 
 
-def late(model: type[Late]) -> dict[str, Any]:
+def on_meta() -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
-    module, first = model(), First()
-    trainer = make_trainer("fsdp", [first], {})
-    trainer.fit(module, model.loader(), model.loader())
-    return {"meta": module.was_meta, "weights": first.weights, "variance": first.buffers["net.2.running_var"]}
+    module, first = OnMeta(), First()
+    make_trainer("fsdp", [first], {}).fit(module, module.loader(), module.loader())
+    return {"weights": first.weights, "variance": first.buffers["net.2.running_var"]}
 
 
-def test_configure_model_builds_on_the_meta_device(pool: WorkerPool) -> None:
-    for rank in pool.run(late, 2, Late, init=False):
-        assert rank["meta"]
+def test_modules_on_the_meta_device_initialise_themselves(pool: WorkerPool) -> None:
+    for rank in pool.run(on_meta, 2, init=False):
         weight = rank["weights"]["net.1.weight"]
         assert weight.abs().max() <= 1 / 64**0.5
         assert weight.unique().numel() == weight.numel()  # no shard repeats another
@@ -301,7 +294,7 @@ def refused(model: Any, options: dict[str, Any], trainers: int = 1) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    ((LateGate, {}), ["net.7", "Gate", "scale", "reset_parameters"]),
+    ((GateOnMeta, {}), ["net.7", "Gate", "scale", "reset_parameters"]),
     ((TwoKinds, {}), ["net.7", "float32, torch.float64", "units"]),
     ((Borrowed, {}), ["while it was sharded", "units"]),
     ((Blocks, {"data_parallel": 3}), ["data 3", "devices"]),

@@ -1,0 +1,189 @@
+"""What is made in files has the values, the ties and the generator that it has in memory, and takes none meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+import os
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from lightning_parallel import disk_offload
+from lightning_parallel.disk_offload import DiskOffload
+from tests.pool import WorkerPool
+
+MIB = 2**20
+
+
+@pytest.fixture
+def _of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_offload, "LARGE", 1)
+    monkeypatch.setattr(disk_offload, "KEPT", 10_000)  # so that memory is dropped often
+
+
+def mapped_files() -> int:
+    return len(re.findall(r"/#\d+ \(deleted\)$", Path("/proc/self/maps").read_text(), re.MULTILINE))
+
+
+# -- the same as in memory -------------------------------------------------------------------------------------------
+
+
+class Everything(nn.Module):
+    """What constructors do to tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0)
+        self.layers = nn.ModuleList(copy.deepcopy(self.layer) for _ in range(2))
+        self.tied = self.layers[1].linear1
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self.recurrent = nn.LSTM(8, 8, 2)
+        whole = torch.randn(6, 8)
+        self.upper, self.lower = nn.Parameter(whole[:3]), nn.Parameter(whole[3:])  # of one memory
+        self.turned = nn.Parameter(torch.arange(12.0).view(3, 4).t())
+        self.outside = [whole.numpy(), torch.from_numpy(whole.numpy())]
+        self.register_buffer("mask", torch.ones(5, 5).tril().bool())
+        self.register_buffer("waves", torch.polar(torch.ones(4), torch.arange(4.0)).conj())
+        self.register_buffer("sorted", torch.sort(torch.randn(9))[1])
+        nn.init.orthogonal_(self.layer.linear2.weight)
+        with torch.no_grad():
+            self.upper.mul_(2)
+        self.normed(torch.randn(3, 8)).sum().backward()
+
+
+MODELS: list[Callable[[], nn.Module]] = [
+    Everything,
+    lambda: GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=8, n_layer=2, n_head=2)),
+    lambda: MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=8, num_hidden_layers=2, state_size=4)),
+    lambda: T5ForConditionalGeneration(T5Config(vocab_size=40, d_model=8, d_ff=16, num_layers=2, num_heads=2, d_kv=4)),
+]
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    named = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+    return named | {f"{name}.grad": p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def sharing(tensors: dict[str, Tensor]) -> set[frozenset[str]]:
+    """The names of tensors that lie in one memory."""
+    by_memory: dict[int, set[str]] = {}
+    for name, tensor in tensors.items():
+        by_memory.setdefault(tensor.untyped_storage().data_ptr(), set()).add(name)
+    return {frozenset(names) for names in by_memory.values()}
+
+
+@pytest.mark.usefixtures("_of_any_size")
+@pytest.mark.parametrize("make", MODELS)
+def test_a_model_is_the_one_that_it_is_in_memory(make: Callable[[], nn.Module]) -> None:
+    offload = DiskOffload()
+    modules, ends = [], []
+    for mode in (nullcontext(), offload):
+        torch.manual_seed(0)
+        with mode:
+            modules.append(make())
+        ends.append(torch.get_rng_state())
+    in_memory, in_files = map(tensors_of, modules)
+    assert mapped_files() > 5
+    places = {name: tensor.data_ptr() for name, tensor in in_files.items()}
+    offload.load()
+    assert mapped_files() == 0
+    assert in_memory.keys() == in_files.keys() and torch.equal(*ends)
+    for name, tensor in in_files.items():
+        other = in_memory[name]
+        assert torch.equal(tensor, other) and tensor.dtype == other.dtype and type(tensor) is type(other), name
+        assert tensor.stride() == other.stride() and tensor.requires_grad == other.requires_grad, name
+        assert tensor.data_ptr() == places[name]
+    assert sharing(in_memory) == sharing(in_files)
+
+
+@pytest.mark.usefixtures("_of_any_size")
+def test_other_views_of_the_memory_stay_right() -> None:
+    offload = DiskOffload()
+    with offload:
+        weight = torch.zeros(64, 64)
+        array, row = weight.numpy(), weight[3]
+    array[3, 5] = 1.0
+    offload.load()
+    array[3, 6] = 2.0
+    assert row[5:7].tolist() == [1.0, 2.0]
+    assert weight.sum() == 3.0
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def memory_of_a_model_in_files() -> tuple[int, int, int]:
+    """What is resident while 256 MiB are made and initialised twice, then of half of it, and the open files."""
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before, highest = resident(), 0
+    offload = DiskOffload()
+    with offload:
+        layers = nn.Sequential()
+        for _ in range(16):
+            layers.append(nn.Linear(2048, 2048, bias=False))
+            highest = max(highest, resident())
+        for layer in layers:
+            nn.init.normal_(layer.weight)
+            highest = max(highest, resident())
+    files = len(os.listdir("/proc/self/fd"))
+    del layers[8:], layer
+    gc.collect()
+    offload.load()
+    return highest - before, resident() - before, files
+
+
+def test_memory_is_taken_by_what_is_loaded_only(pool: WorkerPool) -> None:
+    made, loaded, files = pool.run(memory_of_a_model_in_files, 1, init=False)[0]
+    assert made < 120 * MIB
+    assert 120 * MIB < loaded < 150 * MIB
+    assert files < 16
+
+
+# -- where there is no disk ------------------------------------------------------------------------------------------
+
+
+def full(file: int, begin: int, size: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.usefixtures("_of_any_size")
+def test_on_a_full_disk_models_are_made_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.warns(UserWarning, match="No space left.*Set TMPDIR") as told, DiskOffload():
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    torch.manual_seed(0)
+    assert torch.equal(module[0].weight, nn.Linear(8, 8).weight)
+    assert mapped_files() == 0 and len(told) == 1
+
+
+@pytest.mark.usefixtures("_of_any_size")
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no file system in memory")
+def test_a_file_system_in_memory_is_not_taken_for_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", "/dev/shm")
+    with pytest.warns(UserWarning, match="/dev/shm is not on a disk"), DiskOffload():
+        assert torch.ones(4).sum() == 4
+    assert mapped_files() == 0
+
+
+@pytest.mark.usefixtures("_of_any_size")
+def test_a_missing_folder_is_told(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="No such file or directory"), DiskOffload(tmp_path / "none"):
+        assert torch.ones(4).sum() == 4
