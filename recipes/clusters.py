@@ -54,7 +54,7 @@ def _started_already(config: Config) -> Iterator[Problem]:
             message = f"this is one of {there} processes that have been started, and each would start workers"
             yield Problem("cluster._target_", config["cluster"]["_target_"], message, "use cluster=torchrun")
     elif there == 0:
-        fix = "put torchrun --nproc-per-node=NUMBER before -m recipes.train, or use cluster=local"
+        fix = "start it with torchrun --nproc-per-node=NUMBER -m recipes.train, or use cluster=local"
         yield Problem("cluster", "torchrun", "nothing has started processes for it", fix)
     elif missing():
         fix = "set them for each process, as torchrun does"

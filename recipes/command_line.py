@@ -1,4 +1,4 @@
-"""What the commands beside ``recipes.train`` do alike."""
+"""What the commands do alike."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from pathlib import Path
 from recipes.launchers.launcher import WorkersFailed
 from recipes.problem import ConfigError
 from recipes.processes import INTERRUPTED
+
+
+def typed(command: str) -> str:
+    """How the user starts a command such as ``train``: as the one that runs, by its installed name or as a module."""
+    installed = Path(sys.argv[0]).name.startswith("lp-")
+    return f"lp-{command}" if installed else f"python -m recipes.{command}"
 
 
 @contextmanager

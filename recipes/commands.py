@@ -12,11 +12,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from hydra import compose, initialize_config_dir
+import yaml
 from hydra.errors import HydraException
 
 from recipes import record
-from recipes.compose import CONF, NOT_KNOWN, resolved, unknown
+from recipes.compose import NOT_KNOWN, resolved, unknown
+from recipes.configs import Configs
 from recipes.launch import launch, write
 from recipes.problem import ConfigError
 
@@ -115,14 +116,15 @@ def _changed(config: Mapping[str, Any], run: Path, overrides: Sequence[str]) -> 
     if idle:
         raise ConfigError([f"{word}: it changes nothing here; leave it out" for word in idle])
     try:
-        wrong = unknown([*own, *overrides])
+        configs = Configs.of_record(record.read(run).get("configs"))
+        wrong = unknown([*own, *overrides], configs)
         if wrong:
             raise ConfigError(wrong)
-        with initialize_config_dir(str(CONF), version_base="1.3", job_name="command"):
-            before, after = (
-                resolved(compose("train", overrides=line), NOT_KNOWN) for line in (own, [*own, *overrides])
-            )
-    except HydraException as error:
+        with configs.opened():
+            before, after = (resolved(configs.composed(line), NOT_KNOWN) for line in (own, [*own, *overrides]))
+    except ConfigError:
+        raise
+    except (HydraException, yaml.YAMLError) as error:
         raise ConfigError([str(error)]) from error
     changed = _with_difference(config, before, after)
     assert isinstance(changed, dict)

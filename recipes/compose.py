@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from recipes import ROOT
+from recipes.configs import Configs
 from recipes.problem import Problem, closest
 
-CONF = ROOT / "conf"
 NOT_KNOWN = "OUTPUT_DIR"  # the folder of a run, where Hydra has yet to choose it
 _PATHS = (("model", "path"), ("data", "path"), ("data", "val_path"), ("data", "tokenizer"))  # of the examples
 _JOBS_CHECKED = 64  # of a sweep; the rest are checked as they start
@@ -48,58 +48,83 @@ def resolved(config: DictConfig, output_dir: str) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
-def check(overrides: Sequence[str], *, multirun: bool = False, config_dir: Path = CONF) -> list[Problem | str]:
+def check(overrides: Sequence[str], *, multirun: bool = False, configs: Configs | None = None) -> list[Problem | str]:
     """All problems of a command line: unknown options and keys, and those of the values that are composed from the
-    rest of it."""
+    rest of it.
+
+    Args:
+        overrides: of the command line.
+        multirun: they are of a sweep.
+        configs: where configs are found; default: in conf/ only.
+
+    Raises:
+        HydraException: no config can be composed, for a reason that Hydra explains itself.
+    """
+    configs = configs or Configs()
+    try:
+        return _checked(overrides, configs, multirun=multirun)
+    except MissingConfigException as error:  # a file has named it: what the command line names is known
+        return [configs.missing(error)]
+    except yaml.YAMLError as error:
+        return [f"not YAML: {' '.join(str(error).split())}"]
+
+
+def _checked(overrides: Sequence[str], configs: Configs, *, multirun: bool) -> list[Problem | str]:
     parsed = OverridesParser.create().parse_overrides(list(overrides))
-    with initialize_config_dir(str(config_dir), version_base="1.3", job_name="check"):
-        searched, searches = _search(parsed)
-        wrong = list(_unknown(parsed, config_dir))
+    hidden = configs.problem_of_name()
+    if hidden is not None:
+        return [hidden]
+    with configs.opened():
+        searched, searches = _search(parsed, configs)
+        wrong = list(_unknown(parsed, configs))
         # What belongs to an option that there isn't can't be judged.
-        options = {override.key_or_group for override, _ in wrong} & _options(config_dir).keys()
+        options = {override.key_or_group for override, _ in wrong} & configs.options().keys()
         misspelt = {id(override) for override, _ in wrong}
         rest = [each for each in parsed if id(each) not in misspelt and _top(each) not in options]
         told = [problem for _, problem in wrong]
-        if told and not rest:
+        if told and (not rest or any(map(configs.is_global, options))):
             return list(told)  # at once
         unsure = {_top(override) for override, _ in wrong}
         rest = list({each.key_or_group: each for each in (*searched, *rest)}.values())
         commands = jobs(rest, one_change_each=searches) if multirun or searches else [_words(rest)]
-        return [*told, *_wrong_values(commands, unsure, multirun=multirun or searches)]
+        return [*told, *_wrong_values(commands, unsure, configs, multirun=multirun or searches)]
 
 
-def unknown(overrides: Sequence[str], config_dir: Path = CONF) -> list[Problem]:
+def unknown(overrides: Sequence[str], configs: Configs) -> list[Problem]:
     """The problems of a command line with names alone: options and keys that there aren't."""
     parsed = OverridesParser.create().parse_overrides(list(overrides))
-    with initialize_config_dir(str(config_dir), version_base="1.3", job_name="check"):
-        return [problem for _, problem in _unknown(parsed, config_dir)]
+    with configs.opened():
+        return [problem for _, problem in _unknown(parsed, configs)]
 
 
-def _search(parsed: Sequence[Override]) -> tuple[list[Override], bool]:
+def _search(parsed: Sequence[Override], configs: Configs) -> tuple[list[Override], bool]:
     """What a search tries besides what the command line says, and whether there is one."""
     chosen = [str(each.input_line) for each in parsed if each.key_or_group in ("hparams_search", "hydra/sweeper")]
     if not chosen:
         return [], False
     try:
-        hydra = compose("train", overrides=chosen, return_hydra_config=True).hydra
+        hydra = configs.composed(chosen, hydra=True).hydra
     except HydraException:
         return [], False  # there is no such option
     params = [f"{key}={value}" for key, value in (hydra.sweeper.get("params") or {}).items()]
     return OverridesParser.create().parse_overrides(params), hydra.mode == RunMode.MULTIRUN
 
 
-def _wrong_values(commands: Sequence[Sequence[str]], unsure: Collection[str], *, multirun: bool) -> list[Problem | str]:
+def _wrong_values(
+    commands: Sequence[Sequence[str]], unsure: Collection[str], configs: Configs, *, multirun: bool
+) -> list[Problem | str]:
     """Problems of what is composed. Jobs of a sweep share most of theirs."""
     from recipes.validate import validate  # here: it imports torch, which takes seconds
 
     found: dict[str, Problem | str] = {}
     for words in commands:
-        config = compose("train", overrides=list(words), return_hydra_config=True)
+        config = configs.composed(words, hydra=True)
         own = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         try:
             wrong = validate(resolved(own, NOT_KNOWN if multirun else str(config.hydra.run.dir)), unsure)
         except OmegaConfBaseException as error:
             wrong = [str(error)]
+        wrong = [*filter(None, starmap(configs.problem, config.hydra.runtime.choices.items())), *wrong]
         if multirun:
             wrong = [*started_several_times(config.hydra.launcher), *wrong]
         found.update((str(problem), problem) for problem in wrong)
@@ -170,15 +195,9 @@ def _top(override: Override) -> str:
     return override.key_or_group.split(".")[0].split("/")[0]
 
 
-def _options(config_dir: Path) -> dict[str, list[str]]:
-    """Of each group."""
-    folders = (folder for folder in config_dir.iterdir() if folder.is_dir())
-    return {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in folders}
-
-
-def _unknown(parsed: Sequence[Override], config_dir: Path) -> Iterator[tuple[Override, Problem]]:
+def _unknown(parsed: Sequence[Override], configs: Configs) -> Iterator[tuple[Override, Problem]]:
     """Options that a group doesn't have, and keys that the config doesn't have with the chosen options."""
-    groups = _options(config_dir)
+    groups = configs.options()
     chosen: list[str] = []
     broken: set[str] = set()
     for override in parsed:
@@ -187,12 +206,17 @@ def _unknown(parsed: Sequence[Override], config_dir: Path) -> Iterator[tuple[Ove
             values = _values(override)
             for value in values:
                 name = "null" if value is None else value  # Hydra takes no null
-                if isinstance(name, str) and name not in groups[group]:
+                problem = configs.problem(group, name)
+                if isinstance(name, str) and name not in groups[group] and configs.are_listed:
+                    problem = Problem(group, name, f"no such {group}", closest(name, groups[group]))
+                if problem is not None:
                     broken.add(group)
-                    yield override, Problem(group, name, f"no such {group}", closest(name, groups[group]))
+                    yield override, problem
             if group not in broken and values and isinstance(values[0], str):
                 chosen.append(f"{group}={values[0]}")
-    config = compose("train", overrides=chosen)
+    if any(map(configs.is_global, broken)):
+        return  # keys may be of an option that it chooses
+    config = configs.composed(chosen)
     for override in parsed:
         key, top = override.key_or_group, _top(override)
         plain = not (override.is_add() or override.is_force_add() or override.is_delete())
@@ -211,10 +235,14 @@ def _unknown_key(config: DictConfig, key: str, override: Override) -> Iterator[P
             path = ".".join(parts[:depth])
             where = f"no such key in {path}" if path else "no such key"
             value = override.get_value_element_as_str()
-            if depth == 1 and part in _optional(path, node):
+            if depth == 1 and part == "_target_" and "name" in node:
+                yield Problem(key, value, f"{path}={node.name} is an example", f"use {path}=custom {key}={value}")
+            elif depth == 1 and part in _optional(path, node):
                 yield Problem(key, value, f"not set in {path}", f"put + before it: +{key}={value}")
             else:
-                yield Problem(key, value, where, closest(part, [str(name) for name in node]))
+                custom = depth == 1 and path in ("model", "data") and "name" not in node
+                plus = f"put + before an argument of your class that is not set: +{key}={value}; " if custom else ""
+                yield Problem(key, value, where, plus + closest(part, [str(name) for name in node]))
             return
         node = node._get_node(part)
         if isinstance(node, DictConfig) and node._is_none():

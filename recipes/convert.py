@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_parallel.checkpoint import convert
+from recipes.command_line import typed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m recipes.convert",
+        prog=typed("convert"),
         description="Make a plain .ckpt of a checkpoint's directory, a directory of a .ckpt, or safetensors of either.",
     )
     parser.add_argument("source", type=Path, help="a directory, a plain .ckpt, or *.safetensors")

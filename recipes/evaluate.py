@@ -13,14 +13,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from recipes.command_line import add_run, as_command
+from recipes.command_line import add_run, as_command, typed
 from recipes.commands import run_on
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m recipes.evaluate", description="Score a run's model on the validation and the test data."
+        prog=typed("evaluate"), description="Score a run's model on the validation and the test data."
     )
     add_run(parser)
     given = parser.parse_intermixed_args(arguments)

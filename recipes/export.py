@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes import record
-from recipes.command_line import as_command
+from recipes.command_line import as_command, typed
 
 
 def export(run: Path, out: Path, checkpoint: Path | None = None, *, merge: bool = False) -> Path:
@@ -45,7 +45,7 @@ def export(run: Path, out: Path, checkpoint: Path | None = None, *, merge: bool 
     if out.exists():
         raise ValueError(f"{out} exists: give a folder that doesn't, or delete it.")
     if config["model"].get("name") != "hf":
-        raise ValueError(f"{run} has a model of another kind than model=hf: use python -m recipes.convert.")
+        raise ValueError(f"{run} has a model of another kind than model=hf: use {typed('convert')}.")
     if merge and config["model"]["lora"] is None:
         raise ValueError("--merge: the run has no adapters (model.lora).")
     found = resume.newest(config) if checkpoint is None else str(checkpoint)
@@ -108,7 +108,7 @@ def _bring_along(source: Path, out: Path, left_out: Collection[str]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m recipes.export", description="Write a run's model as a folder that transformers opens."
+        prog=typed("export"), description="Write a run's model as a folder that transformers opens."
     )
     parser.add_argument("run", type=Path, help="the folder of a run with model=hf")
     parser.add_argument("out", type=Path, help="the folder to be written")

@@ -16,7 +16,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.command_line import add_run, as_command
+from recipes.command_line import add_run, as_command, typed
 from recipes.commands import run_on
 from recipes.generated import SETTINGS, TEXTS
 from recipes.problem import ConfigError
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m recipes.generate", description="Text from a run's language model.")
+    parser = argparse.ArgumentParser(prog=typed("generate"), description="Text from a run's language model.")
     add_run(parser)
     parser.add_argument("--prompt", action="append", default=[], help="what a text goes on from; may be given again")
     parser.add_argument("--prompts", type=Path, help="a file with a prompt in each line")

@@ -25,7 +25,10 @@ def write(config: Mapping[str, Any]) -> Path:
 
 
 def launch(
-    config: Mapping[str, Any], choices: Mapping[str, str], overrides: Sequence[str] | None
+    config: Mapping[str, Any],
+    choices: Mapping[str, str],
+    overrides: Sequence[str] | None,
+    configs: Mapping[str, Any] | None = None,
 ) -> dict[str, float | None] | None:
     """Start the workers of a run, whose config has been written.
 
@@ -33,6 +36,7 @@ def launch(
         config: resolved.
         choices: the option of each group.
         overrides: of the command line; None where it isn't known.
+        configs: where those of the user's own are (:attr:`Configs.recorded <recipes.configs.Configs.recorded>`).
 
     Returns:
         The run's metrics; None where it goes on elsewhere.
@@ -46,7 +50,7 @@ def launch(
     from recipes.schema import world_size
 
     folder = Path(config["paths"]["output_dir"])
-    record.start(folder, config, choices, overrides)
+    record.start(folder, config, choices, overrides, configs)
     try:
         left = launcher(config).launch(folder / record.CONFIG, world_size(config))
     except WorkersFailed as error:

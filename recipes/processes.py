@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+
+WORKER = ("-u", "-P", "-m", "recipes.worker")  # Python's arguments; -P: see import_from_here
 
 LAUNCHED = "RECIPES_LAUNCHER"  # set for workers: the process that launched them and prints their error
 RESTARTS = "RECIPES_RESTARTS"  # set for workers: how often their launcher has started the run again
@@ -17,6 +20,15 @@ PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)  # a scheduler is about to end the
 INTERRUPTED = 130  # after Ctrl-C
 REFUSED = 78  # EX_CONFIG, <sysexits.h>: a worker's settings are wrong; they would be again
 REQUEUE = 75  # EX_TEMPFAIL, <sysexits.h>: it asks to be run again
+
+
+def import_from_here() -> None:
+    """What a config names may be in the folder where a command is started, as under ``python -m``.
+
+    It is called when this package has been imported, so that a package of its name in that folder can't hide it.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 def restarts() -> int:

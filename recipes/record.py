@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from recipes import ROOT
+from recipes import IN_CHECKOUT, ROOT
 from recipes.processes import INTERRUPTED, REQUEUE
 
 RUN, METRICS, CONFIG, TREE = "run.json", "metrics.json", "resolved.yaml", "config_tree.txt"
@@ -52,7 +52,7 @@ def _versions() -> dict[str, str]:
 
 
 def _git(root: Path) -> dict[str, Any] | None:
-    """The commit of the checkout and whether files differ from it; None outside a repository."""
+    """The commit of a folder and whether files differ from it; None outside a repository."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]
@@ -72,12 +72,18 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """What a run depends on besides its config: versions of packages, the system, the commit of the checkout."""
-    return {"versions": _versions(), "platform": platform.platform(), "git": _git(ROOT)}
+    """What a run depends on besides its config: versions of packages, the system, and a commit, of the checkout or,
+    where this package is installed, of the folder from which the run is started."""
+    root = ROOT if IN_CHECKOUT else Path.cwd()
+    return {"versions": _versions(), "platform": platform.platform(), "git": _git(root)}
 
 
 def start(
-    folder: Path, config: Mapping[str, Any], choices: Mapping[str, str], overrides: Sequence[str] | None = None
+    folder: Path,
+    config: Mapping[str, Any],
+    choices: Mapping[str, str],
+    overrides: Sequence[str] | None = None,
+    configs: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes the part of ``run.json`` that is known before anything runs.
 
@@ -86,6 +92,7 @@ def start(
         config: resolved.
         choices: the option of each group.
         overrides: of the command line; None where it isn't known.
+        configs: where those of the user's own are; None where there are none.
     """
     shutil.rmtree(folder / ERRORS, ignore_errors=True)  # of an earlier run in this folder
     goes_on = config["resume"] is not None or config["ckpt_path"] is not None
@@ -99,6 +106,7 @@ def start(
         "argv": sys.argv,
         "overrides": None if overrides is None else list(overrides),
         "choices": dict(choices),
+        "configs": None if configs is None else dict(configs),
         "config": CONFIG,
         "config_hash": config_hash(config),
         "seed": config["seed"],

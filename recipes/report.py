@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from recipes import record
+from recipes.command_line import typed
 
 CSV, PICTURE = "report.csv", "report.png"
 _PRUNED = "pruned at"  # a status
@@ -210,7 +211,7 @@ class AtTheEnd(Callback):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m recipes.report", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog=typed("report"), description="The runs in a folder, side by side.")
     parser.add_argument("folder", type=Path, help="of a sweep, or with runs")
     given = parser.parse_args(arguments)
     if not any(given.folder.rglob(record.RUN)):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes import record
-from recipes.command_line import as_command
+from recipes.command_line import as_command, typed
 from recipes.launch import launch, write
 from recipes.problem import ConfigError
 from recipes.processes import joined
@@ -76,7 +76,7 @@ def rerun(folder: Path) -> list[str]:
     code = list(differences(recorded, record.environment(), ["versions", "platform", "git"]))
     for line in code:
         log.warning("differs: %s", line)
-    if launch(config, recorded["choices"], recorded.get("overrides")) is None:
+    if launch(config, recorded["choices"], recorded.get("overrides"), recorded.get("configs")) is None:
         return code
     found = list(differences(recorded, record.read(new), ["data", "steps", "metrics"]))
     for line in found:
@@ -88,7 +88,7 @@ def rerun(folder: Path) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m recipes.rerun", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog=typed("rerun"), description="Repeat a run from its record.")
     parser.add_argument("run", type=Path, help="the folder of a run")
     given = parser.parse_args(arguments)
     with as_command():

@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 
 from recipes.problem import Problem, closest
-from recipes.schema import kind_of
+from recipes.schema import BY_NAME, kind_of
 
 Config = Mapping[str, Any]
 
@@ -75,9 +75,22 @@ def _problems(path: str, node: Config, group: str | None = None) -> Iterator[Pro
         fix = f"name a subclass of {needed.__module__.split('.')[0]}'s {needed.__name__}"
         yield Problem(f"{path}._target_", node["_target_"], f"not what {group} needs", fix)
         return
+    example = node.get("name")
+    if group is not None and example in BY_NAME.get(group, ()) and not _takes(target, "name"):
+        fix = f"use {group}=custom {group}._target_={node['_target_']}"
+        yield Problem(f"{path}._target_", node["_target_"], f"has the settings of {group}={example}, too", fix)
+        return
     yield from _arguments(path, node, target, leading=group == "optimizer")
     passed_on = _EXAMPLES if group == "model" else ()  # the model makes them
     yield from _inside(path, {key: value for key, value in node.items() if key not in passed_on})
+
+
+def _takes(target: Any, argument: str) -> bool:
+    try:
+        parameters = inspect.signature(target).parameters
+    except (TypeError, ValueError):  # of a type that isn't written in Python
+        return True
+    return argument in parameters or any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
 
 
 def _inside(path: str, node: Config) -> Iterator[Problem]:

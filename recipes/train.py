@@ -20,19 +20,23 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException, HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.syntax import Syntax
 from rich.tree import Tree
 
-from recipes import record
-from recipes.compose import CONF, check, resolved
+from recipes import CONF, record
+from recipes.command_line import typed
+from recipes.compose import check, resolved
+from recipes.configs import Configs
 from recipes.launch import launch, write
 from recipes.problem import ConfigError
 from recipes.processes import INTERRUPTED, PREEMPTING, REQUEUE, may_be_told
 from recipes.worker import start
 
 log = logging.getLogger(__name__)
+
+OmegaConf.register_new_resolver("command", typed, replace=True)  # in the help text
 
 
 class UnknownMetric(CompactHydraException):
@@ -71,7 +75,7 @@ def run(cfg: DictConfig) -> float | None:
         processes = world_size(config)
         log.info("start it with: torchrun --nproc-per-node=%d -m recipes.worker %s", processes, config_file)
         return None
-    metrics = launch(config, choices, job.overrides.task)
+    metrics = launch(config, choices, job.overrides.task, Configs.of_job(job).recorded)
     if metrics is None:
         return None
     return _optimized(config["optimized_metric"], metrics, sweeping=sweeping)
@@ -134,10 +138,12 @@ def _asks(args: Namespace) -> bool:
 
 def compose_and_run(args: Namespace) -> None:
     """All problems with the command line are reported before the first job starts."""
-    own = args.config_dir or args.config_path or args.config_name or args.experimental_rerun
-    if not own and not _asks(args):  # with configs of the user's own, each job is checked as it starts
+    # Configs in place of all of these are checked as each job starts.
+    if not (args.config_path or args.experimental_rerun or _asks(args)):
         try:
-            problems = check(args.overrides, multirun=args.multirun)
+            problems = check(args.overrides, multirun=args.multirun, configs=Configs.of_command_line(args))
+        except ConfigError as error:
+            sys.exit(str(error))
         except HydraException:
             problems = []  # of a kind that Hydra explains itself, e.g. of the command line's grammar
         if problems:

@@ -38,6 +38,8 @@ def _group(name: str, node: Config) -> Iterator[Problem]:
     if kind is not None:
         by = {"name"} if name in schema.BY_NAME else {"_target_"} if name in schema.BY_TARGET else set()
         yield from _node(name, {key: value for key, value in node.items() if key not in by}, kind)
+    elif name in schema.BY_NAME and target is None and "name" not in node:
+        yield Problem(f"{name}._target_", target, "not a class", f"name your own: {name}._target_=my_package.MyClass")
     elif name in schema.BY_NAME and target is None:
         fix = closest(str(node.get("name")), schema.BY_NAME[name]) + "; or give your own class as _target_"
         yield Problem(f"{name}.name", node.get("name"), f"no such {name}", fix)

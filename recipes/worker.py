@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
-from recipes.processes import INTERRUPTED, LAUNCHED, REFUSED
+from recipes.processes import INTERRUPTED, LAUNCHED, REFUSED, import_from_here
 
 
 def end_with_the_launcher() -> None:
@@ -75,4 +75,5 @@ def _text(file: Path) -> str:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m recipes.worker RESOLVED_YAML (recipes.train writes it)")
+    import_from_here()
     start(_text(Path(sys.argv[1])))

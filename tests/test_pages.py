@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
-import os
 import re
 import runpy
 import shlex
@@ -63,6 +62,7 @@ def name_of(path: Path) -> str:
 COMMANDS = commands(*PAGES)
 TRAIN = "python -m recipes.train"
 TRAININGS = [shlex.split(command.removeprefix(TRAIN)) for command in COMMANDS if command.startswith(TRAIN)]
+INSTALLED = [command for command in COMMANDS if command.startswith("lp-")]  # tests/recipes/test_installed.py
 OTHER_MODULES = [command for command in COMMANDS if command.startswith("python -m") and not command.startswith(TRAIN)]
 # Of a cluster that isn't here: their configs are checked. tests/clusters runs some.
 ELSEWHERE = [words for words in TRAININGS if any(re.match("cluster=(?!local)", word) for word in words)]
@@ -74,7 +74,8 @@ TARGETS = [command for command in COMMANDS if command.startswith("make ")]
 
 
 def test_every_command_is_of_a_kind_that_is_run_here() -> None:
-    known = {*(f"{TRAIN} {shlex.join(words)}" for words in TRAININGS), *OTHER_MODULES, *TARGETS, "pip install ."}
+    known = {*(f"{TRAIN} {shlex.join(words)}" for words in TRAININGS), *INSTALLED, *OTHER_MODULES, *TARGETS}
+    known |= {"pip install .", "pip install '.[recipes]'"}
     known |= {line for line in COMMANDS if re.match("torchrun .* -m recipes.train cluster=torchrun", line)}
     assert set(COMMANDS) <= known and len(TRAININGS) > 8
 
@@ -170,30 +171,6 @@ def test_make_knows_the_target_and_runs_a_program_that_exists(command: str) -> N
     assert modules
     for module in modules:
         assert importlib.util.find_spec(module) is not None, module
-
-
-def test_installed_it_trains_from_a_script_outside_of_the_checkout(tmp_path: Path) -> None:
-    """``pip install .``: into a folder of its own, since what it depends on is installed here."""
-    pip = ["-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(tmp_path / "lib"), "."]
-    copy = tmp_path / "checkout"
-    copy.mkdir()
-    for name in ("lightning_parallel", "pyproject.toml", "README.md", "LICENSE"):
-        os.symlink(ROOT / name, copy / name)
-    subprocess.run([sys.executable, *pip], cwd=copy, check=True, capture_output=True)
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys; sys.path.insert(0, 'lib')\n"
-        "import lightning as L, lightning_parallel\n"
-        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
-        "assert lightning_parallel.__file__.startswith(sys.argv[1]), lightning_parallel.__file__\n"
-        "strategy = lightning_parallel.DataParallelStrategy()\n"
-        "trainer = L.Trainer(accelerator='cpu', devices=2, strategy=strategy, max_steps=2, logger=False,\n"
-        "                    enable_checkpointing=False, enable_progress_bar=False)\n"
-        "trainer.fit(BoringModel())\n"
-        "assert trainer.global_step == 2\n"
-    )
-    subprocess.run([sys.executable, script, str(tmp_path / "lib")], cwd=tmp_path, check=True, capture_output=True)
-    assert (tmp_path / "lib" / "lightning_parallel" / "py.typed").exists()
 
 
 # -- snippets ------------------------------------------------------------------------------------------------

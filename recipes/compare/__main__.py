@@ -13,30 +13,33 @@ from pathlib import Path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import CompactHydraException, HydraException
 
+from recipes.command_line import typed
 from recipes.compare.run import REFERENCE, STRATEGIES, Outcome, configs, run
-from recipes.compose import CONF, check
+from recipes.compose import check
+from recipes.configs import Configs
 from recipes.problem import ConfigError, Problem, closest
 
-_HELP = f"""\
+_HELP = """\
 Run one model and its data under several strategies, one after the other, each in fresh processes, and write a report:
 tables here, compare.md, compare.csv and compare.png in a folder.
 
-    python -m recipes.compare [strategies=[NAME,...]] [output=FOLDER] [GROUP=OPTION ...] [KEY=VALUE ...]
+    {compare} [strategies=[NAME,...]] [output=FOLDER] [GROUP=OPTION ...] [KEY=VALUE ...]
 
 Its own
-    strategies=[...]   default: {",".join(STRATEGIES[:4])},
-                       {",".join(STRATEGIES[4:])}
-                       ({REFERENCE}, one process, is always measured first: efficiencies are against it)
+    strategies=[...]   default: {strategies[0]},
+                       {strategies[1]}
+                       ({reference}, one process, is always measured first: efficiencies are against it)
     output=FOLDER      default: logs/compare/<time>; must not exist
+    --config-dir DIR   a folder with configs of your own
 
-Groups and values of recipes.train (python -m recipes.train --help)
+Groups and values of recipes.train ({train} --help)
     model=gpt  data=stdlib  cluster.devices=2  trainer.max_steps=30 (the default here)  data.batch_size=24
     strategy.KEY=VALUE   for those of the strategies that have KEY
 
 Examples
-    python -m recipes.compare
-    python -m recipes.compare strategies=[ddp,fsdp] cluster.devices=4
-    python -m recipes.compare model=mlp data=digits trainer.max_steps=100
+    {compare}
+    {compare} strategies=[ddp,fsdp] cluster.devices=4
+    {compare} model=mlp data=digits trainer.max_steps=100
 
 What is measured
     step time       median and quartiles of the updates after a warm-up
@@ -52,19 +55,27 @@ _STEPS = 30
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m recipes.compare",
+        prog=typed("compare"),
         usage=argparse.SUPPRESS,
-        description=_HELP,
+        description=_HELP.format(
+            compare=typed("compare"),
+            train=typed("train"),
+            reference=REFERENCE,
+            strategies=(",".join(STRATEGIES[:4]), ",".join(STRATEGIES[4:])),
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("overrides", nargs="*", help=argparse.SUPPRESS)
-    words: list[str] = parser.parse_args(arguments).overrides
-    strategies, folder, overrides = _options(words)
+    parser.add_argument("--config-dir", help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments, argparse.Namespace(config_name=None))
+    words: list[str] = given.overrides
+    own = Configs.of_command_line(argparse.Namespace(**{**vars(given), "overrides": []}))
+    strategies, folder, overrides = _options(words, own)
     # What concerns some strategies only is told in their rows.
-    problems = check([word for word in overrides if not word.startswith("strategy.")])
+    problems = check([word for word in overrides if not word.startswith("strategy.")], configs=own)
     if problems:
         raise ConfigError(problems)
-    planned = list(configs(overrides, strategies, folder))
+    planned = list(configs(overrides, strategies, folder, own))
     folder.mkdir(parents=True)
     try:
         _compare(planned, folder, words)
@@ -73,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise
 
 
-def _options(words: Sequence[str]) -> tuple[list[str], Path, list[str]]:
+def _options(words: Sequence[str], own: Configs) -> tuple[list[str], Path, list[str]]:
     """The strategies, the folder, and what is left for ``recipes.train``."""
     strategies, output = list(STRATEGIES), Path("logs", "compare", time.strftime("%Y-%m-%d_%H-%M-%S"))
     rest: list[str] = []
@@ -90,7 +101,7 @@ def _options(words: Sequence[str]) -> tuple[list[str], Path, list[str]]:
             raise ConfigError([Problem(parsed.key_or_group, parsed.value(), "Hydra runs nothing here", fix)])
         else:
             rest.append(word)
-    known = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
+    known = own.options()["strategy"]
     wrong = [
         Problem("strategies", name, "no such strategy", closest(name, known))
         for name in strategies
@@ -130,7 +141,8 @@ def _compare(planned: Sequence[Outcome], folder: Path, words: Sequence[str]) -> 
     print(f"\nWritten: {folder}/compare.md, compare.csv and compare.png")
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """The program: as :func:`main`, but what is wrong ends it with a message instead of a traceback."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as after Ctrl-C: no worker is left
     try:
         main()
@@ -138,3 +150,7 @@ if __name__ == "__main__":
         sys.exit(130)
     except (CompactHydraException, HydraException) as error:
         sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    command()

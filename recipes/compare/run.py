@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from recipes import record
-from recipes.compose import CONF, resolved
+from recipes.compose import resolved
+from recipes.configs import Configs
 from recipes.launchers.launcher import WorkersFailed
 from recipes.problem import ConfigError
 
@@ -53,20 +53,24 @@ class Outcome:
     metrics: Mapping[str, float | None] | None = None
 
 
-def configs(overrides: Sequence[str], strategies: Sequence[str], folder: Path) -> Iterator[Outcome]:
+def configs(
+    overrides: Sequence[str], strategies: Sequence[str], folder: Path, own: Configs | None = None
+) -> Iterator[Outcome]:
     """For each strategy its resolved config, with what measures it; or what is wrong with that.
 
     Args:
         overrides: as of ``recipes.train``; ``strategy.KEY=VALUE`` is for the strategies that have such a key.
         folder: of all runs; each gets one in it, by the strategy's name.
+        own: where configs are found; default: in conf/ only.
 
     Raises:
         ConfigError: what is wrong with it under every strategy.
     """
     from recipes.validate import validate  # here: it imports torch, for which --help need not wait
 
-    with initialize_config_dir(str(CONF), version_base="1.3", job_name="compare"):
-        nodes = {strategy: compose("train", overrides=[f"strategy={strategy}"]).strategy for strategy in strategies}
+    own = own or Configs()
+    with own.opened():
+        nodes = {strategy: own.composed([f"strategy={strategy}"]).strategy for strategy in strategies}
         nowhere = [word for word in overrides if not any(_concerns(node, word) for node in nodes.values())]
         if nowhere:
             raise ConfigError(f"{word}: none of {', '.join(strategies)} has such a value" for word in nowhere)
@@ -74,7 +78,7 @@ def configs(overrides: Sequence[str], strategies: Sequence[str], folder: Path) -
             output = str(folder / strategy)
             words = [word for word in overrides if _concerns(node, word)]
             try:
-                config = resolved(compose("train", overrides=[*words, f"strategy={strategy}"]), output)
+                config = resolved(own.composed([*words, f"strategy={strategy}"]), output)
             except (HydraException, OmegaConfBaseException) as error:
                 yield Outcome(strategy, None, str(error).splitlines()[0])
                 continue

@@ -8,7 +8,7 @@ from typing import Literal
 
 from lightning_parallel.parts.options import Seconds
 from lightning_parallel.settings import Count, Natural, check
-from recipes import ROOT
+from recipes import IN_CHECKOUT, ROOT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,8 @@ class Cluster:
         wanted = {"OMP_NUM_THREADS": str(self.threads)}
         new = {name: value for name, value in wanted.items() if name not in os.environ}
         new |= interface_variables(self.interface)
-        # Workers import this package, and what the user's own config names.
+        if not IN_CHECKOUT:  # this package is found like any other
+            return new
         return new | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 

@@ -60,6 +60,8 @@ class KubernetesLauncher(Cluster):
         foreign = [word for word in overrides if word.lstrip("+~").startswith("hydra.") and "hydra.run.dir" not in word]
         if foreign:
             raise ValueError(f"{foreign[0]}: can't be handed on by cluster=kubernetes; leave it out.")
+        if said["configs"] is not None:
+            raise ValueError("--config-dir: can't be handed on by cluster=kubernetes; give its values as KEY=VALUE.")
         file = folder / JOB
         run = f"{folder.parent.name}-{folder.name}-{said['config_hash'][:6]}"  # 0, 1, ... in every sweep
         file.write_text(yaml.safe_dump(self.job(run, overrides, processes), sort_keys=False))

@@ -24,7 +24,7 @@ from recipes import record
 from recipes.launchers.cluster import Cluster
 from recipes.launchers.launcher import Failure, Preempted, WorkersFailed
 from recipes.launchers.watch import Ended, watched, workers
-from recipes.processes import LAUNCHED, PREEMPTING, REQUEUE, RESTARTS, how_it_ended
+from recipes.processes import LAUNCHED, PREEMPTING, REQUEUE, RESTARTS, WORKER, how_it_ended
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -94,7 +94,7 @@ class LocalLauncher(Cluster):
             )
             try:
                 with watched(Path(scratch), _SHUTDOWN_SECONDS) as ended:
-                    agent("-u", "-m", "recipes.worker", str(config_file))
+                    agent(*WORKER, str(config_file))
             except ChildFailedError as error:
                 raise _reason(error, processes, config_file.parent, ended, preempted=bool(handed_on)) from None
             except SignalException as error:

@@ -32,7 +32,7 @@ from ray.train.collective import broadcast_from_rank_zero
 
 from recipes import record
 from recipes.launchers.cause import first_failure
-from recipes.processes import LAUNCHED, REQUEUE, RESTARTS, how_it_ended
+from recipes.processes import LAUNCHED, REQUEUE, RESTARTS, WORKER, how_it_ended
 
 # Files in the run's folder: the workers are to save the run, and leave; one has told its processes so.
 LEAVE, LEAVING = "leave", "leaving"
@@ -71,7 +71,7 @@ def run(work: Work) -> None:
         RuntimeError: one has failed, and all may be started again.
     """
     folder = work.config_file.parent
-    command = [sys.executable, "-u", "-m", "recipes.worker", str(work.config_file)]
+    command = [sys.executable, *WORKER, str(work.config_file)]
     processes = [
         subprocess.Popen(command, env={**os.environ, **work.variables, **place}, cwd=work.working_folder)
         for place in _places(work)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes import record
-from recipes.processes import REFUSED, REQUEUE
+from recipes.processes import REFUSED, REQUEUE, WORKER
 
 if TYPE_CHECKING:
     from recipes.launchers.slurm import SlurmLauncher
@@ -38,7 +38,7 @@ _SRUN = """\
 srun --cpus-per-task={threads} --kill-on-bad-exit=0 --wait={wait} bash -c '
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
     export LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES)) GROUP_RANK=$SLURM_NODEID
-    exec "$0" -u -m recipes.worker "$1"' {python} {config}
+    exec "$0" {worker} "$1"' {python} {config}
 code=$?"""
 
 # 138 and 143: the signal came before a worker listened to it. A limit that is shorter than the start would requeue the
@@ -83,6 +83,7 @@ def script(cluster: SlurmLauncher, config_file: Path, processes: int) -> str:
         _SRUN.format(
             threads=cluster.threads,
             wait=int(cluster.timeout),
+            worker=shlex.join(WORKER),
             python=shlex.quote(sys.executable),
             config=shlex.quote(str(config_file)),
         ),

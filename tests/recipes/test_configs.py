@@ -15,8 +15,8 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import get_class
 
 from lightning_parallel.settings import settings_of
-from recipes import schema
-from recipes.compose import CONF, resolved
+from recipes import CONF, schema
+from recipes.compose import resolved
 from recipes.data import DATA
 from recipes.models import MODELS
 from recipes.models.muon import MuonAdamW
@@ -32,6 +32,7 @@ GROUPS = {
 
 
 TAKE_TOKENS = ("gpt", "hf")
+CUSTOM = {"model": "lightning.pytorch.demos.boring_classes.BoringModel", "data": "lightning.LightningDataModule"}
 
 
 @pytest.fixture
@@ -51,8 +52,8 @@ def problems(*overrides: str) -> list[Problem | str]:
 
 
 def test_the_groups_are_those_of_the_design() -> None:
-    assert set(GROUPS["model"]) == {"gpt", "hf", "mlp", "lenet"}
-    assert set(GROUPS["data"]) == {"stdlib", "digits", "text", "hf"}
+    assert set(GROUPS["model"]) == {"gpt", "hf", "mlp", "lenet", "custom"}
+    assert set(GROUPS["data"]) == {"stdlib", "digits", "text", "hf", "custom"}
     pipelines = {"pipeline_naive", "pipeline_sync", "pipeline_1f1b", "pipeline_async"}
     pipelines |= {"pipeline_interleaved", "pipeline_zbv"}
     others = {"single", "dp", "ddp", "fsdp", "tensor_parallel", "tensor_pipeline", "hybrid"}
@@ -71,6 +72,7 @@ def test_every_option_composes_and_is_valid(group: str, option: str, hf_folder: 
     documents = (group, option) == ("data", "hf") or (group == "experiment" and option.startswith("hf_"))
     file += ["model=hf", f"model.path={hf_folder}"] if option == "hf" or documents else []
     file += [f"data.path={texts(hf_folder / 'texts.jsonl')}"] if documents else []
+    file += [f"{group}._target_={CUSTOM[group]}"] if option == "custom" else []
     elsewhere = ["launch=false"] if group == "cluster" else []  # here is nothing that it could join
     elsewhere += ["cluster.image=mine", "cluster.claim=runs"] if option == "kubernetes" else []
     assert problems(f"{group}={option}", *images, *file, *elsewhere) == []
@@ -80,6 +82,7 @@ def test_every_model_meets_every_strategy(hf_folder: Path) -> None:
     for model, strategy in itertools.product(GROUPS["model"], GROUPS["strategy"]):
         data = "stdlib" if model in TAKE_TOKENS else "digits"
         folder = [f"model.path={hf_folder}"] if model == "hf" else []
+        folder += [f"model._target_={CUSTOM['model']}"] if model == "custom" else []
         assert problems(f"model={model}", f"data={data}", f"strategy={strategy}", *folder) == [], (model, strategy)
 
 

@@ -27,8 +27,8 @@ from optuna.pruners import MedianPruner
 from optuna.trial import TrialState
 
 from hydra_plugins.lightning_parallel_optuna import OptunaSweeper
-from recipes import ROOT, record
-from recipes.compose import CONF, check
+from recipes import CONF, ROOT, record
+from recipes.compose import check
 from recipes.launchers.launcher import Failure, WorkersFailed
 from recipes.problem import ConfigError
 from recipes.search import STUDY, Pruning, TrialsFailed, split, study

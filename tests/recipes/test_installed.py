@@ -1,0 +1,120 @@
+"""The wheel: the library in a script, and the recipes as commands with modules and configs of the user's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from hydra._internal.utils import get_args_parser
+
+from recipes import CONF, ROOT, installed, record
+from recipes.compose import check
+from recipes.configs import Configs
+
+PAGE = (ROOT / "docs" / "quickstart.md").read_text().split("## Outside the checkout")[1].split("\n## ")[0]
+COMMANDS = [line.split("#")[0].strip() for line in re.findall(r"^lp-.*$", PAGE, re.MULTILINE)]
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+QUIET = ["print_config=false", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false"]
+
+
+@pytest.fixture(scope="module")
+def lib(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the wheel is installed, without what it depends on, which is installed here."""
+    copy, lib = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("lib")
+    for name in ("lightning_parallel", "recipes", "hydra_plugins", "pyproject.toml", "README.md", "LICENSE"):
+        os.symlink(ROOT / name, copy / name)
+    pip = ["-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(lib), "."]
+    subprocess.run([sys.executable, *pip], cwd=copy, check=True, capture_output=True)
+    return lib
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files of the page."""
+    (module,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    (experiment,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    (tmp_path / "my_package.py").write_text(module)
+    (tmp_path / "my_conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "my_conf" / "experiment" / "mine.yaml").write_text(experiment)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_package", raising=False)
+    return tmp_path
+
+
+def test_the_library_trains_from_a_script_outside_of_the_checkout(lib: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import lightning as L, lightning_parallel\n"
+        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
+        "assert lightning_parallel.__file__.startswith(sys.argv[1]), lightning_parallel.__file__\n"
+        "strategy = lightning_parallel.DataParallelStrategy()\n"
+        "trainer = L.Trainer(accelerator='cpu', devices=2, strategy=strategy, max_steps=2, logger=False,\n"
+        "                    enable_checkpointing=False, enable_progress_bar=False)\n"
+        "trainer.fit(BoringModel())\n"
+        "assert trainer.global_step == 2\n"
+    )
+    subprocess.run([sys.executable, script, str(lib)], cwd=tmp_path, check=True, capture_output=True)
+    assert (lib / "lightning_parallel" / "py.typed").exists()
+
+
+def test_the_wheel_has_all_configs_and_plugins(lib: Path) -> None:
+    def configs(folder: Path) -> dict[Path, str]:
+        return {file.relative_to(folder): file.read_text() for file in folder.rglob("*.yaml")}
+
+    assert configs(lib / "recipes" / "conf") == configs(CONF) and len(configs(CONF)) > 40
+    for package in ("hydra_plugins", "recipes", "lightning_parallel"):
+        modules = {file.relative_to(ROOT) for file in (ROOT / package).rglob("*.py")}
+        assert modules == {file.relative_to(lib) for file in (lib / package).rglob("*.py")}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_each_command_tells_its_own_name(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"/usr/bin/{script}", "--help"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    module, function = SCRIPTS[script].split(":")
+    assert (module, f"lp-{function}") == ("recipes.installed", script)
+    with pytest.raises(SystemExit) as ended:
+        getattr(installed, function)()
+    told = capsys.readouterr().out
+    assert not ended.value.code and f"{script} [" in told and "python -m" not in told
+
+
+def test_without_the_extra_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed, "find_spec", lambda name: None if name == "rich" else name)
+    with pytest.raises(SystemExit, match=r'rich not installed: pip install "lightning-parallel\[recipes\]"'):
+        installed.train()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_of_the_page_are_right(here: Path, command: str) -> None:
+    script, *words = shlex.split(command)
+    assert script == "lp-train"
+    args = get_args_parser().parse_args(words)
+    assert args.help or check(args.overrides, configs=Configs.of_command_line(args)) == []
+
+
+def test_a_module_and_configs_of_the_users_own_train_in_an_empty_folder(lib: Path, here: Path) -> None:
+    (here / "recipes").mkdir()
+    (here / "recipes" / "__init__.py").write_text("raise RuntimeError('a package of the name of ours')")
+    program = [sys.executable, lib / "bin" / "lp-train", "--config-dir", "my_conf", "experiment=mine"]
+    few = ["trainer.max_steps=2", "trainer.limit_val_batches=1", "hydra.run.dir=logs/run", *QUIET]
+    variables = {**os.environ, "PYTHONPATH": str(lib)}
+    done = subprocess.run([*program, *few], cwd=here, env=variables, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = json.loads((here / "logs" / "run" / record.RUN).read_text())
+    assert (said["status"], said["steps"]) == ("completed", 2)
+    assert said["configs"] == {"main": None, "name": "train", "own": [f"file://{here}/my_conf"]}
+    assert said["git"] is None  # neither of the checkout, from which nothing was taken
+    left = {file.name for file in here.iterdir()} - {"__pycache__"}
+    assert left == {"logs", "my_conf", "my_package.py", "recipes"}

@@ -1,0 +1,160 @@
+"""recipes/configs.py: configs in a folder of the user's own are checked like those of the recipes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra._internal.utils import get_args_parser
+
+from recipes import CONF, ROOT, commands, launch, record
+from recipes.compose import check
+from recipes.configs import Configs
+from recipes.problem import ConfigError
+from tests.recipes.test_configs import CUSTOM, composed
+
+EXPERIMENT = """\
+# @package _global_
+defaults:
+  - override /model: wide
+  - override /data: digits
+  - override /strategy: pipeline_1f1b
+trainer:
+  max_steps: 7
+"""
+WIDE = "defaults:\n  - mlp\nwidth: 96\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's folder, seen from where commands are started."""
+    monkeypatch.chdir(tmp_path)
+    write("experiment/mine", EXPERIMENT)
+    write("experiment/team/theirs", EXPERIMENT)
+    write("model/wide", WIDE)
+    return tmp_path / "my_conf"
+
+
+def write(option: str, text: str) -> None:
+    file = Path("my_conf", f"{option}.yaml")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def told(*words: str, multirun: bool = False) -> list[str]:
+    """The problems of a command line with Hydra's own arguments."""
+    args = get_args_parser().parse_args(words)
+    return [str(each) for each in check(args.overrides, multirun=multirun, configs=Configs.of_command_line(args))]
+
+
+OWN = ("--config-dir", "my_conf")
+
+
+def test_the_users_options_are_known_and_named_where_one_is_misspelt(folder: Path) -> None:
+    assert told(*OWN, "experiment=mine") == told(*OWN, "experiment=team/theirs") == []
+    assert told(*OWN, "model=wide", "data=digits") == []
+    (problem,) = told(*OWN, "experiment=mien", "model.widht=3")
+    assert problem.startswith("experiment=mien: no such experiment; did you mean mine? known: async_quality, ")
+    (problem,) = told(*OWN, "experiment=mine", "model.widht=3")
+    assert problem.startswith("model.widht=3: no such key in model; did you mean width?")
+    (problem,) = told(*OWN, "experiment=mine,mien", multirun=True)
+    assert problem.startswith("experiment=mien: no such experiment; did you mean mine?")
+    (problem,) = told("experiment=mine")
+    assert problem.startswith("experiment=mine: no such experiment; known")
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        ("wide", "wied", "model=wied: no such model, named in {folder}/experiment/mine.yaml; did you mean wide?"),
+        ("max_steps", "max_stepz", "trainer.max_stepz=7: no such key in trainer; did you mean max_steps?"),
+        (": 7", ": seven", "trainer.max_steps=seven: not a value it can have; give an integer"),
+        ("# @package _global_\n", "", "experiment=mine: {folder}/experiment/mine.yaml would set values in a node expe"),
+        ("trainer:", "[trainer:", "not YAML: "),
+    ],
+)
+def test_what_is_wrong_in_the_users_file_is_told(folder: Path, right: str, wrong: str, said: str) -> None:
+    write("experiment/mine", EXPERIMENT.replace(right, wrong))
+    (problem,) = told(*OWN, "experiment=mine")
+    assert problem.startswith(said.format(folder=folder))
+
+
+def test_a_file_of_the_users_that_is_not_read_is_told(folder: Path) -> None:
+    write("model/gpt", (CONF / "model" / "gpt.yaml").read_text())
+    assert told(*OWN, "model=gpt") == []  # it is the same
+    write("model/gpt", "name: gpt\n")
+    for words in (["model=gpt"], []):  # by default, too
+        (problem,) = told(*OWN, *words)
+        assert problem == f"model=gpt: {folder}/model/gpt.yaml is not read, but the one of the recipes; " + (
+            "give yours another name"
+        )
+    assert told(*OWN, "experiment=mine") == []
+    write("train", "defaults: []\n")
+    (problem,) = told(*OWN)
+    assert problem.startswith(f"--config-dir={folder}: its train.yaml is not read")
+
+
+def test_a_config_of_the_users_in_place_of_train_is_checked(folder: Path) -> None:
+    more = folder.with_name("more")
+    (more / "trainer").mkdir(parents=True)
+    (more / "trainer" / "long.yaml").write_text("defaults:\n  - default\nmax_steps: 9\n")
+    search = f"hydra:\n  searchpath:\n    - file://{more}\n"
+    write("whole", "defaults:\n  - train\n  - override /model: wide\n  - override /data: digits\n  - _self_\n" + search)
+    assert told(*OWN, "--config-name", "whole", "trainer=long") == []
+    (problem,) = told(*OWN, "--config-name", "whole", "trainer=lnog")
+    assert problem.startswith("trainer=lnog: no such trainer; did you mean long?")
+    for words, said in ((["--config-name", "whoel"], "did you mean whole?"), (["--config-dir", "x"], "no such folder")):
+        with pytest.raises(ConfigError, match=said.replace("?", r"\?")):
+            told(*OWN, *words)
+
+
+def test_the_search_path_of_the_command_line_is_known(folder: Path) -> None:
+    assert told(f"hydra.searchpath=[file://{folder}]", "experiment=mine") == []
+    assert told("hydra.searchpath=[my_conf]", "experiment=mine") == []
+    with pytest.raises(ConfigError, match="hydra.searchpath: there is no folder .*my_cnof"):
+        told("hydra.searchpath=[my_cnof]", "experiment=mine")
+    assert told("hydra.searchpath=[pkg://lightning_parallel]", "model=mlp", "data=digits") == []
+
+
+def test_the_program_checks_before_hydra_starts(folder: Path) -> None:
+    program = [sys.executable, "-m", "recipes.train", "--config-dir", str(folder), "experiment=mien"]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and "did you mean mine?" in done.stderr and "Hydra" not in done.stderr
+
+
+def test_a_command_after_a_run_knows_the_runs_configs(folder: Path, tmp_path: Path) -> None:
+    configs = Configs(own=(f"file://{folder}",))
+    run, words = tmp_path / "run", ["experiment=mine"]
+    run.mkdir()
+    config = {**composed("model=mlp", "data=digits"), "callbacks": {}}
+    config["paths"]["output_dir"] = str(run)
+    launch.write(config)
+    record.start(run, config, {}, words, configs.recorded)
+    checkpoint = tmp_path / "weights.safetensors"
+    checkpoint.touch()
+
+    def changed(*overrides: str) -> dict[str, object]:
+        return commands.config_of("evaluate", run, tmp_path / "out", overrides, checkpoint)
+
+    assert changed("model.width=32")["model"] == {**config["model"], "width": 32}
+    with pytest.raises(ConfigError, match=r"model.widht=3: no such key in model; did you mean width\?"):
+        changed("model.widht=3")
+    folder.rename(tmp_path / "elsewhere")
+    assert changed()["model"] == config["model"]
+    with pytest.raises(ConfigError, match="my_conf: the run's own configs were there; put them back, or leave the"):
+        changed("model.width=32")
+
+
+def test_a_class_of_the_users_takes_an_option_without_settings_of_an_example() -> None:
+    target = CUSTOM["model"]
+    assert told("model=custom", f"model._target_={target}", "data=digits") == []
+    (problem,) = told(f"model._target_={target}")
+    assert problem.endswith(f"model=gpt is an example; use model=custom model._target_={target}")
+    (problem,) = told(f"+model._target_={target}", "data=digits")
+    assert problem.endswith(f"has the settings of model=gpt, too; use model=custom model._target_={target}")
+    (problem,) = told("model=custom", "data=digits")
+    assert problem.startswith("model._target_=null: not a class; name your own")
+    (problem,) = told("model=custom", f"model._target_={target}", "model.width=3", "data=digits")
+    assert "put + before an argument of your class that is not set: +model.width=3" in problem
