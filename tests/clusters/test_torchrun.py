@@ -85,4 +85,4 @@ def test_where_rank_0_has_no_config_the_others_leave_with_it(tmp_path: Path, opt
 def test_without_torchrun_it_says_what_to_start(tmp_path: Path) -> None:
     program = [sys.executable, *command(tmp_path, "cluster=torchrun")]
     done = subprocess.run(program, cwd=ROOT, env=variables(), text=True, capture_output=True, timeout=200)
-    assert done.returncode == 1 and "put torchrun --nproc-per-node=NUMBER before -m recipes.train" in done.stderr
+    assert done.returncode == 1 and "start it with torchrun --nproc-per-node=NUMBER -m recipes.train" in done.stderr

@@ -44,7 +44,7 @@ def test_without_processes_or_their_variables_it_says_so(monkeypatch: pytest.Mon
     assert "MASTER_PORT not in the environment" in str(lacking)
     monkeypatch.delenv("WORLD_SIZE")
     (nobody,) = problems(TORCHRUN)
-    assert "nothing has started processes for it; put torchrun" in str(nobody)
+    assert "nothing has started processes for it; start it with torchrun" in str(nobody)
     assert problems(TORCHRUN, "launch=false") == []
 
 
