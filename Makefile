@@ -3,6 +3,7 @@
 #     make train ARGS="strategy=pipeline_sync trainer.max_steps=200"
 #     make test ARGS="tests/pipeline -k gpipe"
 #     make test JOBS=0                         # one test at a time, without pytest-xdist: for a debugger
+#     make timm-tests                          # those that need timm; make test runs them too, if it is given no ARGS
 #     make thorough                            # all tests: make test leaves rows out that repeat others
 #     make cluster-tests                       # runs killed and preempted under torchrun, Ray and a SLURM of two nodes
 #     make gpu                                 # what can be seen on this machine's GPUs, into docs/gpu.json
@@ -16,6 +17,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # The zoo has one of its own: torchvision would change what the tests import.
 ZOO_VENV ?= .venv-zoo
+# For the tests of model=timm, these two lie in a folder of their own, for the same reason.
+TIMM := $(abspath $(VENV)/timm)
 ARGS ?=
 # Tests at a time. Each is of up to eight processes, which often wait for each other: three keep two cores busy. They run
 # in the order of their files: by itself pytest-xdist puts files of few tests last, which here are the slowest.
@@ -25,8 +28,9 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 RUN_ZOO := $(ZOO_VENV)/bin/python
 ZOO_READY := $(ZOO_VENV)/.ready
+TIMM_READY := $(TIMM)/.ready
 
-.PHONY: train compare test thorough cluster-tests slurm zoo torture gpu lint docs clean
+.PHONY: train compare test timm-tests thorough cluster-tests slurm zoo torture gpu lint docs clean
 
 train: $(READY)
 	$(RUN) -m recipes.train strategy=pipeline_async $(ARGS)
@@ -34,11 +38,18 @@ train: $(READY)
 compare: $(READY)
 	$(RUN) -m recipes.compare $(ARGS)
 
-test: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+TEST_TIMM = OMP_NUM_THREADS=1 PYTHONPATH=$(TIMM) $(RUN) -m pytest -m "timm" tests/recipes
 
-thorough: $(READY)
+test: $(READY) $(if $(ARGS),,$(TIMM_READY))
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(if $(ARGS),,$(TEST_TIMM))
+
+thorough: $(READY) $(if $(ARGS),,$(TIMM_READY))
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --thorough $(ARGS)
+	$(if $(ARGS),,$(TEST_TIMM) --thorough)
+
+timm-tests: $(TIMM_READY)
+	$(TEST_TIMM) $(ARGS)
 
 cluster-tests: $(READY) slurm
 	OMP_NUM_THREADS=1 $(RUN) -m pytest --thorough $(ARGS) tests/clusters
@@ -76,6 +87,11 @@ $(READY) $(ZOO_READY): %/.ready: pyproject.toml constraints.txt
 	@echo "Setting up $*: once, a minute or more"
 	$(PYTHON) -m venv $*
 	$*/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
+	@touch $@
+
+$(TIMM_READY): $(READY)
+	$(RUN) -m pip install -qq --disable-pip-version-check -c constraints.txt --no-deps --upgrade --target $(TIMM) \
+		timm torchvision
 	@touch $@
 
 $(READY): EXTRAS = recipes,ray,optuna,test,docs

@@ -1,4 +1,4 @@
-"""What all tests share: the pool of worker processes, and the markers `gpu` and `thorough`."""
+"""What all tests share: the pool of worker processes, and the markers `gpu`, `timm` and `thorough`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 # torch's TCPStore asks the name server for the name of 127.0.0.1: a lost packet costs 1 s then, not 5.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+import tests.zoo.torchvision_ops  # noqa: F401  before Lightning, which imports torchvision where it is installed
 from tests.pool import WorkerPool
 
 torch.set_num_threads(1)
@@ -45,10 +47,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take out what this run leaves out, and count it for the summary: tests marked `gpu` where there is none, and
-    those marked `thorough` if they aren't asked for."""
+    """Take out what this run leaves out, and count it for the summary: tests marked `gpu` or `timm` where there is
+    none, and those marked `thorough` if they aren't asked for."""
     left_out = {
         "gpu tests not run: no GPU on this machine": not torch.cuda.is_available() and "gpu",
+        "tests of timm not run: `make timm-tests` runs them": importlib.util.find_spec("timm") is None and "timm",
         "thorough tests not run: `make thorough` runs them": not config.getoption("thorough") and "thorough",
     }
     counts = config.stash.setdefault(NOT_RUN, {})

@@ -42,9 +42,11 @@ GRACE = 20.0  # seconds that the other ranks get to answer after one has failed
 OUTPUT_LINES = 30  # of what a failed rank printed
 
 # Imported once, by the server that workers are forked from. torch._dynamo: the first optimizer imports it.
+# torchvision_ops before Lightning, which imports torchvision where it is installed.
 PRELOAD = [
-    "torch._dynamo", "torch.distributed.checkpoint", "torchmetrics", "lightning.pytorch", "pytest",
-    "lightning_parallel", "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama",
+    "tests.zoo.torchvision_ops", "torch._dynamo", "torch.distributed.checkpoint", "torchmetrics", "lightning.pytorch",
+    "pytest", "lightning_parallel", "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
 ]  # fmt: skip
 
 

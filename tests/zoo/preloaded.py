@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 
-from tests.zoo.torchvision_ops import declare_missing_operators
-
-OPERATORS = declare_missing_operators()  # before Lightning, which imports torchvision
+import tests.zoo.torchvision_ops  # noqa: F401  before Lightning, which imports torchvision
 
 for name in (
     "torch._dynamo", "torch.distributed.checkpoint", "lightning.pytorch", "lightning_parallel", "pytest", "torchvision",

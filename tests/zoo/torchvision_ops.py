@@ -36,3 +36,6 @@ def declare_missing_operators() -> torch.library.Library | None:
     for name in sorted(set(re.findall(r'register_(?:meta\("|fake\("torchvision::)(\w+)"', text))):
         library.define(f"{name}(Tensor x) -> Tensor")
     return library
+
+
+OPERATORS = declare_missing_operators()  # with the first import of this module, which keeps them
