@@ -17,15 +17,23 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recipes.configs import Configs
+from recipes.data import image_folder
 from recipes.problem import Problem, closest
 
 NOT_KNOWN = "OUTPUT_DIR"  # the folder of a run, where Hydra has yet to choose it
-_PATHS = (("model", "path"), ("data", "path"), ("data", "val_path"), ("data", "tokenizer"))  # of the examples
+_PATHS = (  # of the examples
+    ("model", "path"),
+    ("model", "pretrained"),
+    ("data", "path"),
+    ("data", "val_path"),
+    ("data", "tokenizer"),
+)
 _JOBS_CHECKED = 64  # of a sweep; the rest are checked as they start
 
 
 def resolved(config: DictConfig, output_dir: str) -> dict[str, Any]:
-    """The config as plain dictionaries and lists, interpolations filled in, paths absolute, and a seed drawn for none.
+    """The config as plain dictionaries and lists, interpolations filled in, paths absolute, and a seed drawn
+    and classes counted for none.
 
     Args:
         config: as composed.
@@ -45,7 +53,18 @@ def resolved(config: DictConfig, output_dir: str) -> dict[str, Any]:
         value = plain[node].get(key)
         if isinstance(value, str) and "_target_" not in plain[node]:
             plain[node][key] = str(Path(value).absolute())
+    _count_classes(plain)
     return {str(key): value for key, value in plain.items()}
+
+
+def _count_classes(config: dict[Any, Any]) -> None:
+    """A classifier has as many classes as the images, where it is told no number. Later commands do without them."""
+    model, data = config["model"], config["data"]
+    if any("_target_" in node for node in (model, data)) or model.get("classes", 0) is not None:
+        return
+    path = data.get("path")
+    if data.get("name") == "images" and isinstance(path, str) and image_folder.problem(path) is None:
+        model["classes"] = len(image_folder.classes_of(Path(path)))
 
 
 def check(overrides: Sequence[str], *, multirun: bool = False, configs: Configs | None = None) -> list[Problem | str]:

@@ -1,12 +1,13 @@
-"""``python -m recipes.export RUN OUT``: a run's model as a folder that transformers opens.
+"""``python -m recipes.export RUN OUT``: a run's model as a folder that transformers or timm opens.
 
 ::
 
     python -m recipes.export logs/train/runs/2026-11-23_04-26-12-951180 my-model
 
-``AutoModelForCausalLM.from_pretrained("my-model")`` has the weights of the run's newest checkpoint, whatever the layout
-it was trained under. Adapters are exported alone, as PEFT saves them, or with ``--merge`` as a model without adapters.
-What else is in the folder that the run began with, such as the tokenizer, comes along.
+``AutoModelForCausalLM.from_pretrained("my-model")``, or ``timm.create_model("local-dir:my-model", pretrained=True)``,
+has the weights of the run's newest checkpoint, whatever the layout it was trained under. Adapters are exported alone,
+as PEFT saves them, or with ``--merge`` as a model without adapters. What else is in the folder that a language model
+began with, such as the tokenizer, comes along.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from typing import Any
 
 from recipes import record
 from recipes.command_line import as_command, typed
+from recipes.data import image_folder
+
+_BEGAN_WITH = {"hf": "path", "timm": "pretrained"}  # a model's setting that names its files
 
 
 def export(run: Path, out: Path, checkpoint: Path | None = None, *, merge: bool = False) -> Path:
@@ -34,38 +38,57 @@ def export(run: Path, out: Path, checkpoint: Path | None = None, *, merge: bool 
         The checkpoint whose weights these are.
 
     Raises:
-        ValueError: there is no such run or checkpoint, its model is none of transformers', it has no adapters to merge,
-            or ``out`` exists.
+        ValueError: there is no such run or checkpoint, its model is none of transformers' or timm's, it has no adapters
+            to merge, or ``out`` exists.
     """
     from recipes import build, resume  # here: they import torch
 
     config = record.read_config(run)
-    if config["model"].get("path") is not None and not Path(config["model"]["path"]).is_dir():
-        raise ValueError(f"model.path={config['model']['path']}, which the run began with, isn't there: put it back.")
+    name = config["model"].get("name")
+    if name not in _BEGAN_WITH:
+        raise ValueError(f"{run} has no model=hf and no model=timm: use {typed('convert')}.")
+    source = config["model"][_BEGAN_WITH[name]]
+    if source is not None and not Path(source).exists():
+        raise ValueError(f"model.{_BEGAN_WITH[name]}={source}, which the run began with, isn't there: put it back.")
     if out.exists():
         raise ValueError(f"{out} exists: give a folder that doesn't, or delete it.")
-    if config["model"].get("name") != "hf":
-        raise ValueError(f"{run} has a model of another kind than model=hf: use {typed('convert')}.")
-    if merge and config["model"]["lora"] is None:
+    if merge and config["model"].get("lora") is None:
         raise ValueError("--merge: the run has no adapters (model.lora).")
     found = resume.newest(config) if checkpoint is None else str(checkpoint)
     if found is None:
         raise ValueError(f"{run} has no whole checkpoint: give one with --checkpoint.")
     module = build.model(config)
     build.begin_with(module, found, "--checkpoint")
-    model: Any = module.model
-    _refuse(model, config["model"], merge=merge)
     part = out.with_name(f".{out.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     try:
-        (model.merge_and_unload() if merge else model).save_pretrained(part)
-        alone = config["model"]["lora"] is not None and not merge
-        # With the model's own config beside them, transformers would look for its weights.
-        _bring_along(Path(config["model"]["path"]), part, left_out={"config.json"} if alone else set())
+        if name == "hf":
+            _save_for_transformers(module, config["model"], part, merge=merge)
+        else:
+            _save_for_timm(module, config, part)
         part.rename(out)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return Path(found)
+
+
+def _save_for_transformers(module: Any, config: Mapping[str, Any], out: Path, *, merge: bool) -> None:
+    model = module.model
+    _refuse(model, config, merge=merge)
+    (model.merge_and_unload() if merge else model).save_pretrained(out)
+    alone = config["lora"] is not None and not merge
+    # With the model's own config beside them, transformers would look for its weights.
+    _bring_along(Path(config["path"]), out, left_out={"config.json"} if alone else set())
+
+
+def _save_for_timm(module: Any, config: Mapping[str, Any], out: Path) -> None:
+    """With the names of the classes, where the images are still there."""
+    from recipes.models.timm_folder import save  # here: it imports torch
+
+    data, labels = config["data"], None
+    if data.get("name") == "images" and image_folder.problem(data["path"]) is None:
+        labels = image_folder.classes_of(Path(data["path"]))
+    save(module.net, out, data, labels if labels and len(labels) == config["model"]["classes"] else None)
 
 
 def _refuse(model: Any, config: Mapping[str, Any], *, merge: bool) -> None:
@@ -108,9 +131,9 @@ def _bring_along(source: Path, out: Path, left_out: Collection[str]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog=typed("export"), description="Write a run's model as a folder that transformers opens."
+        prog=typed("export"), description="Write a run's model as a folder that transformers or timm opens."
     )
-    parser.add_argument("run", type=Path, help="the folder of a run with model=hf")
+    parser.add_argument("run", type=Path, help="the folder of a run with model=hf or model=timm")
     parser.add_argument("out", type=Path, help="the folder to be written")
     parser.add_argument("--checkpoint", type=Path, help="of the run; default: its newest one")
     parser.add_argument("--merge", action="store_true", help="add LoRA's adapters to the weights that they adapt")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes import schema
+from recipes import image_rules, schema
 from recipes.data.files import problem as unreadable
 from recipes.data.textfile import problem as unusable
 from recipes.data.tokenizer import ByteTokenizer
@@ -105,4 +105,4 @@ def _documents(config: Config) -> Iterator[Problem]:
         yield Problem("data.tokenizer", folder, "no such folder", "give one with a tokenizer, or null for bytes")
 
 
-RULES = (_model_takes_data, _model, _context, _text, _documents)
+RULES = (_model_takes_data, _model, _context, _text, _documents, *image_rules.RULES)

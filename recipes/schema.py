@@ -94,6 +94,14 @@ class HF:
 
 
 @dataclass
+class Timm:
+    architecture: str | None
+    pretrained: str | None
+    classes: Annotated[int, Range(2)] | None
+    arguments: dict[str, Any] | None
+
+
+@dataclass
 class Stdlib:
     directory: str
     context: Count
@@ -126,6 +134,18 @@ class Documents:
 
 @dataclass
 class Digits:
+    batch_size: Count
+    workers: Natural
+
+
+@dataclass
+class Images:
+    path: str | None
+    size: Count
+    mean: list[Fraction]
+    std: list[Fraction]
+    random_crop: bool
+    random_flip: bool
     batch_size: Count
     workers: Natural
 
@@ -272,8 +292,8 @@ class Paths:
 # Which dataclass a node has: by its `name`, by its `_target_`, or by its group.
 BY_NAME: Mapping[str, Mapping[str, type]] = MappingProxyType(
     {
-        "model": {"gpt": GPT, "mlp": MLP, "lenet": LeNet, "hf": HF},
-        "data": {"stdlib": Stdlib, "text": Text, "digits": Digits, "hf": Documents},
+        "model": {"gpt": GPT, "mlp": MLP, "lenet": LeNet, "hf": HF, "timm": Timm},
+        "data": {"stdlib": Stdlib, "text": Text, "digits": Digits, "hf": Documents, "images": Images},
         "scheduler": {"constant": Constant, "cosine": Cosine},
     }
 )
@@ -333,9 +353,17 @@ def world_size(config: Mapping[str, Any]) -> int:
 
 # What example models take and example data give.
 TAKES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"gpt": ("bytes",), "hf": ("bytes", "documents"), "mlp": ("images",), "lenet": ("images",)}
+    {
+        "gpt": ("bytes",),
+        "hf": ("bytes", "documents"),
+        "mlp": ("images",),
+        "lenet": ("images",),
+        "timm": ("images",),
+    }
 )
-GIVES: Mapping[str, str] = MappingProxyType({"stdlib": "bytes", "text": "bytes", "digits": "images", "hf": "documents"})
+GIVES: Mapping[str, str] = MappingProxyType(
+    {"stdlib": "bytes", "text": "bytes", "digits": "images", "images": "images", "hf": "documents"}
+)
 
 # The modules with parameters of an example model of so many layers: a stage without any learns nothing, and is refused.
 MOST_STAGES: Mapping[str, Callable[[int], int]] = MappingProxyType(

@@ -67,9 +67,10 @@ OTHER_MODULES = [command for command in COMMANDS if command.startswith("python -
 # Of a cluster that isn't here: their configs are checked. tests/clusters runs some.
 ELSEWHERE = [words for words in TRAININGS if any(re.match("cluster=(?!local)", word) for word in words)]
 ELSEWHERE += [line.partition("-m recipes.train ")[2].split() for line in COMMANDS if line.startswith("torchrun ")]
-# One after the other: tests/recipes/test_pretrained_page.py.
-PRETRAINED = [shlex.split(line.removeprefix(TRAIN)) for line in commands(ROOT / "docs" / "pretrained.md")]
-HERE = [words for words in TRAININGS if words not in [*ELSEWHERE, *PRETRAINED]]
+# One after the other: tests/recipes/test_pretrained_page.py and test_images_page.py.
+TOURS = commands(ROOT / "docs" / "pretrained.md", ROOT / "docs" / "images.md")
+ON_TOURS = [shlex.split(line.removeprefix(TRAIN)) for line in TOURS]
+HERE = [words for words in TRAININGS if words not in [*ELSEWHERE, *ON_TOURS]]
 TARGETS = [command for command in COMMANDS if command.startswith("make ")]
 
 

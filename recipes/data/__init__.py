@@ -15,5 +15,6 @@ DATA: Mapping[str, str] = MappingProxyType(
         "text": "recipes.data.text.TextData",
         "digits": "recipes.data.digits.DigitsData",
         "hf": "recipes.data.hf.HFData",
+        "images": "recipes.data.images.ImageData",
     }
 )

@@ -15,5 +15,6 @@ MODELS: Mapping[str, str] = MappingProxyType(
         "mlp": "recipes.models.mlp.MLP",
         "lenet": "recipes.models.lenet.LeNet",
         "hf": "recipes.models.hf.CausalLM",
+        "timm": "recipes.models.timm.TimmClassifier",
     }
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import itertools
 from dataclasses import fields
@@ -22,7 +23,7 @@ from recipes.models import MODELS
 from recipes.models.muon import MuonAdamW
 from recipes.problem import Problem
 from recipes.validate import validate
-from tests.recipes.tiny import texts
+from tests.recipes.tiny import images, texts
 
 GROUPS = {
     folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
@@ -33,6 +34,9 @@ GROUPS = {
 
 TAKE_TOKENS = ("gpt", "hf")
 CUSTOM = {"model": "lightning.pytorch.demos.boring_classes.BoringModel", "data": "lightning.LightningDataModule"}
+TIMM = ["model.architecture=vit_tiny_patch16_224", "model.classes=10"]
+# timm is in an environment of its own, where only the tests marked for it run.
+WITHOUT_TIMM = [] if importlib.util.find_spec("timm") else ["timm isn't installed; pip install \".[recipes,images]\""]
 
 
 @pytest.fixture
@@ -51,9 +55,13 @@ def problems(*overrides: str) -> list[Problem | str]:
     return validate(composed(*overrides))
 
 
+def assert_valid(found: list[Problem | str], *, timm: bool = False) -> None:
+    assert [str(problem) for problem in found] == [f"model.name=timm: {said}" for said in WITHOUT_TIMM if timm]
+
+
 def test_the_groups_are_those_of_the_design() -> None:
-    assert set(GROUPS["model"]) == {"gpt", "hf", "mlp", "lenet", "custom"}
-    assert set(GROUPS["data"]) == {"stdlib", "digits", "text", "hf", "custom"}
+    assert set(GROUPS["model"]) == {"gpt", "hf", "mlp", "lenet", "timm", "custom"}
+    assert set(GROUPS["data"]) == {"stdlib", "digits", "text", "hf", "images", "custom"}
     pipelines = {"pipeline_naive", "pipeline_sync", "pipeline_1f1b", "pipeline_async"}
     pipelines |= {"pipeline_interleaved", "pipeline_zbv"}
     others = {"single", "dp", "ddp", "fsdp", "tensor_parallel", "tensor_pipeline", "hybrid"}
@@ -66,8 +74,12 @@ def test_the_groups_are_those_of_the_design() -> None:
     ("group", "option"), [(group, option) for group, options in GROUPS.items() for option in options]
 )
 def test_every_option_composes_and_is_valid(group: str, option: str, hf_folder: Path) -> None:
-    images = ["data=digits"] if group == "model" and option not in TAKE_TOKENS else []
-    images = ["model=mlp"] if option == "digits" else images
+    pixels = ["data=digits"] if group == "model" and option not in TAKE_TOKENS else []
+    pixels = ["model=mlp"] if option == "digits" else pixels
+    pixels += TIMM if option == "timm" else []
+    if option.endswith("images"):
+        pixels.append(f"data.path={images(hf_folder / 'images')}")
+        pixels += ["model=lenet", "model.channels=3", "model.classes=4", "model.size=224"] if group == "data" else []
     file = [f"data.path={__file__}", "data.context=16"] if option == "text" else []
     documents = (group, option) == ("data", "hf") or (group == "experiment" and option.startswith("hf_"))
     file += ["model=hf", f"model.path={hf_folder}"] if option == "hf" or documents else []
@@ -75,15 +87,16 @@ def test_every_option_composes_and_is_valid(group: str, option: str, hf_folder: 
     file += [f"{group}._target_={CUSTOM[group]}"] if option == "custom" else []
     elsewhere = ["launch=false"] if group == "cluster" else []  # here is nothing that it could join
     elsewhere += ["cluster.image=mine", "cluster.claim=runs"] if option == "kubernetes" else []
-    assert problems(f"{group}={option}", *images, *file, *elsewhere) == []
+    found = problems(f"{group}={option}", *pixels, *file, *elsewhere)
+    assert_valid(found, timm=option in ("timm", "vit_images"))
 
 
 def test_every_model_meets_every_strategy(hf_folder: Path) -> None:
     for model, strategy in itertools.product(GROUPS["model"], GROUPS["strategy"]):
         data = "stdlib" if model in TAKE_TOKENS else "digits"
-        folder = [f"model.path={hf_folder}"] if model == "hf" else []
-        folder += [f"model._target_={CUSTOM['model']}"] if model == "custom" else []
-        assert problems(f"model={model}", f"data={data}", f"strategy={strategy}", *folder) == [], (model, strategy)
+        of_model = {"hf": [f"model.path={hf_folder}"], "timm": TIMM, "custom": [f"model._target_={CUSTOM['model']}"]}
+        given = of_model.get(model, [])
+        assert_valid(problems(f"model={model}", f"data={data}", f"strategy={strategy}", *given), timm=model == "timm")
 
 
 def test_no_seed_is_a_new_one_for_each_run() -> None:

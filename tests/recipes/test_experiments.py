@@ -11,11 +11,12 @@ from recipes.schema import world_size
 from recipes.validate import validate
 from tests.pool import WorkerPool
 from tests.recipes.test_configs import GROUPS, composed
-from tests.recipes.tiny import model, texts
+from tests.recipes.tiny import images, model, texts
 
 SMALL = ["print_config=false", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false", "logger=none"]
 FEW = ["trainer.max_steps=2", "trainer.limit_val_batches=1"]
 GPT = ["model.layers=4", "model.width=16", "model.heads=2", "data.context=16", "data.batch_size=8"]
+VIT = ["+model.arguments.embed_dim=32", "+model.arguments.num_heads=4", "+model.arguments.depth=4"]
 WARM_UP = ["scheduler.warmup_steps=1"]
 
 
@@ -34,13 +35,21 @@ def run(pool: WorkerPool, folder: Path, *overrides: str) -> dict[str, float | No
     return record.read_metrics(folder)
 
 
-@pytest.mark.parametrize("experiment", GROUPS["experiment"])
+EXPERIMENTS = [
+    pytest.param(name, marks=pytest.mark.timm) if name == "vit_images" else name for name in GROUPS["experiment"]
+]
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_trains(pool: WorkerPool, tmp_path: Path, experiment: str) -> None:
     given = [f"experiment={experiment}", *FEW]
     chosen = composed(given[0])
     if chosen["model"]["name"] == "hf":
         given += [f"model.path={model(tmp_path / 'model')}", f"data.path={texts(tmp_path / 'a.jsonl')}"]
         given.append("data.context=32")
+    if chosen["data"]["name"] == "images":
+        folder = images(tmp_path / "images")
+        given += [f"data.path={folder}", "data.batch_size=4", "model.arguments.img_size=16", *VIT]
     given += GPT if chosen["model"]["name"] == "gpt" else []
     given += WARM_UP if chosen["scheduler"]["name"] == "cosine" else []
     assert run(pool, tmp_path / "run", *given)["val_loss"] is not None

@@ -77,19 +77,31 @@ def test_its_commands_do_what_it_says(pool: WorkerPool, here: Path, monkeypatch:
     """In the pool's processes, with fewer steps."""
     monkeypatch.setattr(commands, "launch", lambda config, choices, overrides: in_the_pool(pool, config, overrides))
     assert len(PAGE) == 10
-    for command in PAGE:
+    run_page(pool, here, PAGE, SMALL)
+    assert_there(here)
+
+
+def run_page(pool: WorkerPool, here: Path, page: Sequence[str], small: Sequence[str]) -> None:
+    """Do what commands do, in the pool's processes.
+
+    Args:
+        pool: of processes.
+        here: the folder from which they are started.
+        page: the commands.
+        small: further overrides for those that train.
+    """
+    for command in page:
         _, _, module, *arguments = shlex.split(command)
         if module != "recipes.train":
             AFTER[module](arguments)
             continue
         (folder,) = (here / word.partition("=")[2] for word in arguments if word.startswith("hydra.run.dir="))
-        line = [*(word for word in arguments if not word.startswith("hydra.")), *SMALL]
+        line = [*(word for word in arguments if not word.startswith("hydra.")), *small]
         config = composed(*line, f"paths.data_dir={here / 'data'}")
         config["paths"]["output_dir"] = str(folder)
         config["callbacks"]["checkpoint"]["dirpath"] = str(folder / "checkpoints")
         assert validate(config) == []
         in_the_pool(pool, config, line)
-    assert_there(here)
 
 
 @pytest.mark.parametrize("_", thorough("as printed"))

@@ -1,4 +1,5 @@
-"""What users bring: a tiny model with its tokenizer, files of documents. All is made here; nothing is downloaded."""
+"""What users bring: a tiny model with its tokenizer, files of documents, images. All is made here; nothing is
+downloaded."""
 
 from __future__ import annotations
 
@@ -6,7 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
+from sklearn.datasets import load_digits
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
@@ -68,4 +72,15 @@ def model(folder: Path, config: Any = None, longest: int = 64) -> Path:
         num_key_value_heads=2, bos_token_id=None, eos_token_id=0, max_position_embeddings=longest,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).double().save_pretrained(folder)
+    return folder
+
+
+def images(folder: Path, classes: int = 4, each: int = 10, size: int = 16) -> Path:
+    """scikit-learn's digits as files, a folder for each class."""
+    pixels, labels = load_digits(return_X_y=True)
+    for label in range(classes):
+        (folder / f"digit-{label}").mkdir(parents=True)
+        for number, image in enumerate(pixels[labels == label][:each]):
+            grey = Image.fromarray((image.reshape(8, 8) * 15.9).astype(np.uint8))
+            grey.resize((size + 4, size)).save(folder / f"digit-{label}" / f"{number:04}.png")
     return folder

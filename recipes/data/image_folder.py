@@ -1,0 +1,122 @@
+"""The images that ``data=images`` reads: a folder for each class. Imports neither torch nor Pillow: asked before any
+worker starts.
+
+::
+
+    FOLDER/cat/1.png ...                         a part of each class is held out for validation and test
+    FOLDER/train/cat/1.png ...
+    FOLDER/val/cat/9.png ...                     if it isn't there, a part of each class in train is held out
+    FOLDER/test/cat/7.png ...                    if it isn't there, what is for validation
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+HELD_OUT = 20  # one image in so many of each class for validation, and as much again for test; at least one
+SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+_SPLITS = ("train", "val", "test")
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A file, and the number of its class."""
+
+    file: str
+    label: int
+
+
+def training_folder(path: Path) -> Path:
+    """Where the classes are. A folder ``train`` with images and no folders in it is a class of that name."""
+    train = path / "train"
+    return train if train.is_dir() and _folders(train) else path
+
+
+def classes_of(path: Path) -> list[str]:
+    """The names of the classes, sorted; a label is a place in this list."""
+    return [folder.name for folder in _folders(training_folder(path))]
+
+
+def problem(path: str | None) -> tuple[str, str] | None:
+    """What is wrong with a folder of images and how to put it right; None if nothing is, without opening an image."""
+    fix = "give a folder that has a folder of images for each class"
+    if path is None:
+        return "no folder is given", fix
+    root = Path(path)
+    if not root.is_dir():
+        what = "not a folder" if root.exists() else "no such folder"
+        return what, f"{fix} (relative names count from {Path.cwd()})"
+    train, classes = training_folder(root), classes_of(root)
+    if len(classes) < 2:
+        return f"{len(classes)} classes in {train}" if classes else f"no classes in {train}", fix
+    splits = [train]
+    if train != root:
+        others = [folder.name for folder in _folders(root) if folder.name not in _SPLITS]
+        if others:
+            return f"{others[0]} is beside train", f"name its folders {', '.join(_SPLITS)}"
+        splits = [root / name for name in _SPLITS if (root / name).is_dir()]
+    for split in splits:
+        inside = _folders(split)
+        unknown = [folder.name for folder in inside if folder.name not in classes]
+        if unknown:
+            return f"{split} has a class {unknown[0]}, which {train} has not", "give all of them the same classes"
+        empty = [folder for folder in inside if next(_files(folder), None) is None]
+        if empty or not inside:
+            kinds = ", ".join(sorted(SUFFIXES))
+            return f"no images in {(empty or [split])[0]}", f"give it some ({kinds}), or delete it"
+    return None
+
+
+def splits_of(path: Path) -> Mapping[str, Sequence[Image]]:
+    """The images of ``train``, ``val`` and ``test``, sorted by class and file. Which are held out goes by their names
+    alone: it stays when others are added.
+
+    Raises:
+        ValueError: a class has too few images to hold some out.
+    """
+    train, classes = training_folder(path), classes_of(path)
+    named = [name for name in ("val", "test") if train != path and (path / name).is_dir()]
+    given = {name: _images(path / name, classes) for name in named}
+    if "val" in given:
+        return {"train": _images(train, classes), "test": given["val"], **given}
+    parts = [name for name in ("val", "test") if name not in given]
+    found: dict[str, list[Image]] = {name: [] for name in ("train", *parts)}
+    for label, name in enumerate(classes):
+        files = sorted(_files(train / name))
+        share = max(1, len(files) // HELD_OUT)
+        if len(files) <= share * len(parts):
+            raise ValueError(
+                f"{len(files)} images of {name} are too few to hold {share * len(parts)} out for "
+                f"{' and '.join(parts)}: give more, or folders {', '.join(_SPLITS)}."
+            )
+        drawn = sorted(files, key=lambda file: _draw(file, train))
+        part_of = {file: part for place, part in enumerate(parts) for file in drawn[place * share :][:share]}
+        for file in files:
+            found[part_of.get(file, "train")].append(Image(file, label))
+    return {**found, **given}
+
+
+def _draw(file: str, root: Path) -> bytes:
+    """A number that goes by the file's name below the folder."""
+    return hashlib.sha256(os.path.relpath(file, root).encode()).digest()
+
+
+def _images(folder: Path, classes: Sequence[str]) -> list[Image]:
+    return [Image(file, label) for label, name in enumerate(classes) for file in sorted(_files(folder / name))]
+
+
+def _folders(path: Path) -> list[Path]:
+    return sorted(entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """The images at any depth below a folder."""
+    for place, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            if os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith("."):
+                yield os.path.join(place, name)

@@ -1,0 +1,74 @@
+"""recipes/data/image_folder.py: which files are whose, and what no folder of images is."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from recipes.data.image_folder import classes_of, problem, splits_of
+from tests.recipes.tiny import images
+
+
+def files(path: Path) -> dict[str, set[str]]:
+    return {name: {image.file for image in split} for name, split in splits_of(path).items()}
+
+
+def test_a_share_of_each_class_is_held_out_whatever_else_is_there(tmp_path: Path) -> None:
+    folder = images(tmp_path / "images", classes=3, each=41)
+    before = files(folder)
+    assert {name: len(split) for name, split in before.items()} == {"train": 3 * 37, "val": 6, "test": 6}
+    labels = splits_of(folder)["val"]
+    assert Counter(image.label for image in labels) == {0: 2, 1: 2, 2: 2}
+    assert not set.intersection(*before.values()) and len(set.union(*before.values())) == 123
+    shutil.copytree(folder / "digit-0", folder / "digit-9")
+    after = files(folder)
+    assert all(before[name] < after[name] for name in before)
+
+
+def test_folders_of_splits_are_taken_as_they_are(tmp_path: Path) -> None:
+    for number, split in enumerate(("train", "val", "test")):
+        images(tmp_path / "all" / split, each=4 + number)
+    assert classes_of(tmp_path / "all") == [f"digit-{label}" for label in range(4)]
+    assert {name: len(split) for name, split in files(tmp_path / "all").items()} == {"train": 16, "val": 20, "test": 24}
+    shutil.rmtree(tmp_path / "all" / "test")
+    found = files(tmp_path / "all")
+    assert found["test"] == found["val"] and len(found["train"]) == 16
+    shutil.rmtree(tmp_path / "all" / "val")
+    assert {name: len(split) for name, split in files(tmp_path / "all").items()} == {"train": 8, "val": 4, "test": 4}
+
+
+def test_a_class_may_be_called_train(tmp_path: Path) -> None:
+    folder = images(tmp_path / "images", classes=2)
+    (folder / "digit-1").rename(folder / "train")
+    assert classes_of(folder) == ["digit-0", "train"] and problem(str(folder)) is None
+
+
+def test_what_is_no_folder_of_images_is_told_with_the_fix(tmp_path: Path) -> None:
+    def said(path: Path | None) -> str:
+        return "; ".join(problem(None if path is None else str(path)) or ())
+
+    assert said(None).startswith("no folder is given; give a folder that has a folder of images for each class")
+    assert said(tmp_path / "none").startswith("no such folder; ")
+    assert said(Path(__file__)).startswith("not a folder; ")
+    assert said(tmp_path).startswith(f"no classes in {tmp_path}; ")
+    assert said(images(tmp_path / "one", classes=1)).startswith("1 classes in ")
+    empty = images(tmp_path / "empty", classes=2)
+    (empty / "digit-2").mkdir()
+    (empty / "digit-2" / "notes.txt").touch()
+    assert said(empty).startswith(f"no images in {empty}/digit-2; give it some (.bmp, ")
+    split = images(tmp_path / "split" / "train").parent
+    assert said(split) == ""
+    images(split / "valid")
+    assert said(split) == "valid is beside train; name its folders train, val, test"
+    (split / "valid").rename(split / "val")
+    (split / "val" / "digit-0").rename(split / "val" / "digit-7")
+    assert "val has a class digit-7, which " in said(split)
+
+
+def test_a_class_of_two_images_has_none_to_hold_out(tmp_path: Path) -> None:
+    folder = images(tmp_path / "images", classes=2, each=2)
+    with pytest.raises(ValueError, match="2 images of digit-0 are too few to hold 2 out for val and test"):
+        splits_of(folder)

@@ -1,0 +1,179 @@
+"""recipes/data/images.py: files become the same batches, whatever the layout, and train as in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from recipes import launch, record, work
+from recipes.data.images import ImageData
+from recipes.schema import world_size
+from recipes.validate import validate
+from tests.pool import WorkerPool
+from tests.recipes.test_configs import composed, problems
+from tests.recipes.tiny import images
+from tests.thorough import thorough
+
+EXACT = 1e-12  # float64
+
+
+def data(folder: Path, replicas: int = 1, rank: int = 0, **more: Any) -> ImageData:
+    made = ImageData(path=str(folder), **{"size": 8, "batch_size": 4, **more})
+    shard = {"num_replicas": replicas, "rank": rank} if replicas > 1 else None
+    made.trainer = SimpleNamespace(distributed_sampler_kwargs=shard)  # type: ignore[assignment]
+    made.setup("fit")
+    return made
+
+
+def epochs(made: ImageData, *numbers: int) -> list[Tensor]:
+    """The training images of epochs, each [samples, 3, size, size]."""
+    loader = made.train_dataloader()
+    found = []
+    for number in numbers:
+        loader.sampler.set_epoch(number)  # type: ignore[attr-defined]  # as Lightning does
+        found.append(torch.cat([batch for batch, _ in loader]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return images(tmp_path_factory.mktemp("images") / "digits")
+
+
+def test_images_are_squares_normalised(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(3):
+            red = np.zeros((6, 14, 3), np.uint8)
+            red[:, 2:12, 0] = 255  # the square in the middle, and what scaling looks at beside it
+            Image.fromarray(red).save(tmp_path / name / f"{number}.png")
+    made = data(tmp_path, mean=(0.5, 0.5, 0.5), std=(0.25, 0.5, 0.5), batch_size=2)
+    (batch, labels), *_ = made.val_dataloader()
+    assert batch.dtype == torch.float32 and batch.shape == (2, 3, 8, 8) and labels.tolist() == [0, 1]
+    assert torch.equal(batch, torch.tensor([2.0, -1.0, -1.0])[:, None, None].expand(2, 3, 8, 8))
+    assert made.classes == ["a", "b"] and made.fingerprint.startswith(f"{tmp_path.name} sha256:")
+
+
+def test_what_is_drawn_goes_by_seed_and_epoch_alone(folder: Path) -> None:
+    torch.manual_seed(0)
+    np.random.seed(0)
+    first, second = epochs(data(folder), 0, 1)
+    torch.manual_seed(1)
+    np.random.seed(1)
+    for workers in (0, 2):  # with workers that live through both epochs
+        again = epochs(data(folder, workers=workers), 0, 1)
+        assert torch.equal(again[0], first) and torch.equal(again[1], second)
+    assert not torch.equal(epochs(data(folder, seed=1), 0)[0], first)
+
+
+@pytest.mark.parametrize(("crop", "flip"), [(False, False), (True, False), (False, True), (True, True)])
+def test_crops_and_flips_are_drawn_anew_in_each_epoch(folder: Path, crop: bool, flip: bool) -> None:
+    made = data(folder, random_crop=crop, random_flip=flip)
+    order, plain = made.train_dataloader().sampler, data(folder, random_crop=False, random_flip=False)
+    seen = []
+    for epoch in range(2):
+        order.set_epoch(epoch)  # type: ignore[attr-defined]
+        seen.append({visit.number: made.train_set[visit][0] for visit in order})
+    assert seen[0].keys() == seen[1].keys() == set(range(len(made.train_set)))  # type: ignore[arg-type]
+    changed = sum(not torch.equal(seen[0][number], seen[1][number]) for number in seen[0])
+    assert (changed > 0) == (crop or flip)
+    if flip and not crop:
+        mirrored = [torch.equal(seen[0][n].flip(2), plain.train_set[n][0]) for n in seen[0]]
+        same = [torch.equal(seen[0][n], plain.train_set[n][0]) for n in seen[0]]
+        assert 0 < sum(mirrored) < len(seen[0]) and all(a or b for a, b in zip(mirrored, same, strict=True))
+    validation = [torch.cat([batch for batch, _ in each.val_dataloader()]) for each in (made, plain)]
+    assert torch.equal(*validation)
+
+
+def test_replicas_share_the_batches_of_one_process(folder: Path) -> None:
+    (whole,) = epochs(data(folder), 3)
+    shares = [epochs(data(folder, 2, rank), 3)[0] for rank in range(2)]
+    for place in range(0, len(whole), 4):
+        batch = torch.cat([share[place // 2 : place // 2 + 2] for share in shares])
+        found, expected = ({image.numpy().tobytes() for image in part} for part in (batch, whole[place : place + 4]))
+        assert found == expected
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_image_that_cannot_be_read_is_named(tmp_path: Path, workers: int) -> None:
+    bad = images(tmp_path / "images", classes=2) / "digit-1" / "0003.png"
+    bad.write_bytes(bad.read_bytes()[:80])
+    made = data(tmp_path / "images", workers=workers)
+    with pytest.raises(ValueError, match=f"{bad}: Pillow can't read it: .*; replace it or delete it"):
+        for loader in (made.train_dataloader(), made.val_dataloader(), made.test_dataloader()):
+            list(loader)
+
+
+# -- settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("overrides", "said"), [
+    (["data.path=/nowhere"], "data.path=/nowhere: no such folder"),
+    (["model.classes=10"], "model.classes=10: {folder} has 4 classes; use model.classes=4"),
+    (["model.channels=1"], "data=images data.size=16 gives images of 3 x 16 x 16; use model.channels=3"),
+    (["model.size=8"], "use model.size=16"),
+    (["data.std=[1,1,0]"], "data.std=[1, 1, 0]: not a number above 0 for each of red, green and blue"),
+    (["data.mean=[0.5]"], "data.mean=[0.5]: not three numbers"),
+    (["data.path=5"], "data.path=5: not a value it can have"),
+], ids=str)  # fmt: skip
+def test_what_does_not_fit_is_refused_before_a_worker_starts(folder: Path, overrides: list[str], said: str) -> None:
+    (problem,) = problems(*LENET, f"data.path={folder}", *overrides)
+    assert said.format(folder=folder) in str(problem)
+
+
+def test_a_perceptron_takes_every_number_of_an_image(folder: Path) -> None:
+    given = ["model=mlp", "data=images", f"data.path={folder}", "data.size=16", "model.classes=4"]
+    (problem,) = problems(*given)
+    assert "use model.features=768" in str(problem)
+    assert problems(*given, "model.features=768") == []
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+LENET = ["model=lenet", "model.channels=3", "model.size=16", "model.classes=4", "data=images", "data.size=16"]
+TINY = [
+    *LENET, "data.batch_size=6", "trainer.max_steps=8", "trainer.val_check_interval=4", "trainer.precision=64-true",
+    "logger=none", "print_config=false", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false",
+]  # fmt: skip
+
+
+def run(pool: WorkerPool, output: Path, *overrides: str) -> dict[str, float | None]:
+    """Run a recipe in the pool's processes. Returns its numbers."""
+    config = composed(*TINY, *overrides)
+    config["paths"]["output_dir"] = str(output)
+    config["callbacks"]["checkpoint"]["dirpath"] = str(output / "checkpoints")
+    assert validate(config) == []
+    output.mkdir(exist_ok=True)
+    launch.write(config)
+    pool.run(work.main, world_size(config), (output / record.CONFIG).read_text(), init=False)
+    return record.read_metrics(output)
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [
+    (["strategy=pipeline_1f1b", "strategy.data_parallel=2"], 4),
+    *thorough((["strategy=hybrid"], 8), (["strategy=pipeline_zbv"], 2), (["strategy=ddp"], 2)),
+])  # fmt: skip
+def test_images_train_as_in_one_process(
+    pool: WorkerPool, tmp_path: Path, folder: Path, layout: list[str], ranks: int
+) -> None:
+    one = run(pool, tmp_path / "one", f"data.path={folder}", "strategy=single")
+    given = [f"data.path={folder}", *layout, f"cluster.devices={ranks}"]
+    assert run(pool, tmp_path / "several", *given) == pytest.approx(one, rel=0, abs=EXACT)
+
+
+@pytest.mark.parametrize("workers", [0, *thorough(1)])
+def test_a_run_that_goes_on_in_the_middle_of_an_epoch_sees_the_same_images(
+    pool: WorkerPool, tmp_path: Path, folder: Path, workers: int
+) -> None:
+    """In its second one, of five batches each."""
+    given = [f"data.path={folder}", f"data.workers={workers}", "strategy=pipeline_1f1b", "cluster.devices=2"]
+    whole = run(pool, tmp_path / "whole", *given)
+    run(pool, tmp_path / "parts", *given, "trainer.max_steps=7", "trainer.val_check_interval=7")
+    assert run(pool, tmp_path / "parts", *given, "resume=auto") == whole

@@ -1,0 +1,224 @@
+"""recipes/models/timm.py: a model of timm trains as in one process, and the run becomes a folder that timm opens."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import lightning_parallel as lp
+from recipes import commands, evaluate, export, launch, record, work
+from recipes.data.images import ImageData
+from recipes.models.timm import TimmClassifier
+from recipes.schema import world_size
+from recipes.validate import validate
+from tests.pool import WorkerPool
+from tests.recipes.test_configs import composed
+from tests.recipes.tiny import images
+from tests.strategies.harness import complete, here
+from tests.thorough import thorough
+
+pytestmark = pytest.mark.timm
+
+EXACT = 1e-12  # float64
+OPTIMIZER = {"_target_": "torch.optim.AdamW", "lr": 1e-2, "eps": 1e-4}
+VIT = "vit_tiny_patch16_224"
+SMALL: dict[str, Any] = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4}
+STRATEGIES: dict[str, Any] = {
+    "single": lambda: "auto",
+    "pipeline": lambda: lp.PipelineStrategy(microbatches=4),
+    "zbv": lambda: lp.PipelineStrategy(microbatches=4, schedule="zbv"),
+    "tensor": lambda: lp.TensorParallelStrategy(),
+    "both": lambda: lp.PipelineStrategy(microbatches=2, tensor_parallel=2, stages=2),
+    "fsdp": lambda: lp.FullyShardedStrategy(),
+}
+
+
+def small(**more: Any) -> TimmClassifier:
+    return TimmClassifier(**{"architecture": VIT, "classes": 4, "arguments": SMALL, "optimizer": OPTIMIZER, **more})
+
+
+def saved(folder: Path, classes: int = 4) -> Path:
+    """A folder as people share them."""
+    from timm.models import save_for_hf
+
+    torch.manual_seed(3)
+    save_for_hf(small(classes=classes).net, str(folder), safe_serialization=True)
+    return folder
+
+
+def train(strategy: str, ranks: int, pretrained: str | None) -> dict[str, Any]:
+    """Three updates in float64."""
+    trainer = L.Trainer(
+        accelerator="cpu", devices=ranks, strategy=STRATEGIES[strategy](), precision="64-true", max_epochs=1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    torch.manual_seed(7)
+    module = small(pretrained=pretrained)
+    generator = torch.Generator().manual_seed(5)
+    batch = torch.randn(12, 3, 16, 16, generator=generator), torch.randint(4, (12,), generator=generator)
+    trainer.fit(module, DataLoader(list(zip(*batch, strict=True)), batch_size=4))  # type: ignore[arg-type]
+    shards = trainer.strategy.local_model.shards if strategy != "single" else {}  # type: ignore[attr-defined]
+    return {
+        "loss": float(trainer.callback_metrics["train_loss"]),
+        "weights": {name: complete(p.detach()) for name, p in here(module).items()},
+        "shards": shards,
+    }
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "pretrained"), [
+    ("pipeline", 2, False), ("zbv", 2, True), ("tensor", 2, True), *thorough(("both", 4, True), ("fsdp", 1, False)),
+])  # fmt: skip
+def test_a_transformer_trains_as_in_one_process(
+    pool: WorkerPool, tmp_path: Path, strategy: str, ranks: int, pretrained: bool
+) -> None:
+    folder = str(saved(tmp_path / "vit")) if pretrained else None
+    (reference,) = pool.run(train, 1, "single", 1, folder, init=False)
+    found = pool.run(train, ranks, strategy, ranks, folder, init=False)
+    assert (strategy in ("tensor", "both")) == ("net.blocks.0.mlp.fc1.weight" in found[0]["shards"])
+    assert found[0]["loss"] == pytest.approx(reference["loss"], rel=0, abs=EXACT)
+    seen: set[str] = set()
+    for rank in found:
+        for name, value in rank["weights"].items():
+            expected = reference["weights"][name]
+            expected = rank["shards"][name].take(expected) if name in rank["shards"] else expected
+            assert torch.allclose(value, expected, rtol=0, atol=EXACT), name
+            seen.add(name)
+    assert seen == reference["weights"].keys()
+
+
+# -- what it begins with ---------------------------------------------------------------------------------------------
+
+
+def test_weights_come_from_a_folder_or_a_file(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "vit")
+    stored = load_file(folder / "model.safetensors")
+    sources: list[dict[str, Any]] = [
+        {"architecture": None, "arguments": {}, "pretrained": str(folder)},
+        {"pretrained": str(folder)},
+        {"pretrained": str(folder / "model.safetensors")},
+    ]
+    for source in sources:
+        module = small(**source)
+        assert module.training
+        state = module.net.state_dict()
+        assert state.keys() == stored.keys() and all(torch.equal(state[name], stored[name]) for name in stored), source
+    for source in sources:
+        state = small(classes=7, **source).net.state_dict()
+        assert state["head.weight"].shape == (7, 32)
+        assert all(torch.equal(state[name], stored[name]) for name in stored if not name.startswith("head.")), source
+    headless = tmp_path / "headless.safetensors"
+    save_file({name: value for name, value in stored.items() if not name.startswith("head.")}, headless)
+    assert small(pretrained=str(headless)).net.state_dict()["head.weight"].shape == (4, 32)
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ({"architecture": "vit_tny_patch16_224"}, "timm has no such model; did you mean vit_tiny_patch16_224"),
+    ({"arguments": {"dpth": 3}}, "unexpected keyword argument 'dpth'"),
+    ({"pretrained": "{folder}", "architecture": "resnet18"}, "has a vit_tiny_patch16_224; leave the architecture out"),
+    ({"pretrained": "{folder}", "arguments": {**SMALL, "depth": 5}}, "Missing key.*\"blocks.4"),
+    ({"pretrained": "{folder}/model.safetensors", "arguments": {**SMALL, "depth": 3}}, "Unexpected key.*\"blocks.3"),
+    ({"pretrained": "{folder}/config.json"}, "config.json: timm can't make it"),
+], ids=str)  # fmt: skip
+def test_bad_settings_are_named(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    folder = saved(tmp_path / "vit")
+    given = {key: value.format(folder=folder) if isinstance(value, str) else value for key, value in given.items()}
+    with pytest.raises(ValueError, match=f"(?s)model.(architecture|pretrained)=.*{said}"):
+        small(**given)
+
+
+def attached(module: TimmClassifier, folder: Path, **more: Any) -> TimmClassifier:
+    """To a Trainer that is about to run."""
+    module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    module.trainer.datamodule = ImageData(path=str(folder), size=16, **more)  # type: ignore[attr-defined]
+    return module
+
+
+def test_images_unlike_those_it_has_learned_from_are_told(tmp_path: Path) -> None:
+    folder = images(tmp_path / "images")
+    with pytest.raises(ValueError, match="data.size=16: the model takes images of 32 x 32: use data.size=32, or"):
+        attached(small(arguments={**SMALL, "img_size": 32}), folder).setup("fit")
+    module = small(pretrained=str(saved(tmp_path / "vit")))
+    with pytest.warns(UserWarning, match=r"data.mean=\[0.485, 0.456, 0.406\], but .*vit has learned with \[0.5, "):
+        attached(module, folder).setup("fit")
+
+
+# -- commands --------------------------------------------------------------------------------------------------------
+
+TINY = [
+    "model=timm", "data=images", "data.batch_size=4", "trainer.max_steps=2", "trainer.limit_val_batches=1.0",
+    "print_config=false", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false",
+    "trainer.precision=64-true", "logger=none",
+]  # fmt: skip
+ARGUMENTS = "model.arguments={img_size:16,patch_size:4,embed_dim:32,depth:4,num_heads:4}"
+
+
+def run(pool: WorkerPool, folder: Path, *overrides: str) -> Path:
+    """A run of a recipe, in the pool's processes; its folder."""
+    config = composed(*TINY, *overrides)
+    config["paths"]["output_dir"] = str(folder)
+    config["callbacks"]["checkpoint"]["dirpath"] = str(folder / "checkpoints")
+    assert validate(config) == []
+    folder.mkdir()
+    launch.write(config)
+    record.start(folder, config, {}, [*TINY, *overrides])
+    pool.run(work.main, world_size(config), (folder / record.CONFIG).read_text(), init=False)
+    return folder
+
+
+def logits(folder: Path) -> Tensor:
+    import timm
+
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True).double().eval()
+    with torch.no_grad():
+        result: Tensor = model(torch.linspace(-1, 1, 3 * 16 * 16, dtype=torch.float64).reshape(1, 3, 16, 16))
+    return result
+
+
+def test_a_run_is_scored_and_exported_as_one_process_has_it(
+    pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And goes on from there, without the images' number of classes being told."""
+    folder = images(tmp_path / "images")
+    given = [f"model.architecture={VIT}", ARGUMENTS, f"data.path={folder}"]
+    one = run(pool, tmp_path / "one", *given, "strategy=single")
+    four = run(pool, tmp_path / "four", *given, "strategy=tensor_pipeline", "cluster.devices=4")
+    assert record.read_config(four)["model"]["classes"] == 4
+    scores = record.read_metrics(four)
+    assert scores == pytest.approx(record.read_metrics(one), rel=0, abs=1e-9)
+    for source in (one, four):
+        export.main([str(source), f"{source}-exported"])
+    exported = tmp_path / "four-exported"
+    assert torch.allclose(logits(exported), logits(tmp_path / "one-exported"), rtol=0, atol=1e-6)
+    about = json.loads((exported / "config.json").read_text())
+    assert about["label_names"] == [f"digit-{label}" for label in range(4)]
+    assert about["pretrained_cfg"]["mean"] == [0.485, 0.456, 0.406] and about["pretrained_cfg"]["crop_pct"] == 1.0
+
+    def in_the_pool(config: Any, choices: Any, overrides: Any) -> None:
+        file = launch.write(config)
+        record.start(file.parent, config, {}, overrides)
+        pool.run(work.main, world_size(config), file.read_text(), init=False)
+
+    monkeypatch.setattr(commands, "launch", in_the_pool)
+    evaluate.main([str(four), "strategy=single"])
+    (scored,) = (four / "evaluate").iterdir()
+    found = record.read_metrics(scored)
+    assert found.keys() == {"val_loss", "val_acc", "test_loss", "test_acc"}
+    assert found["val_loss"] == pytest.approx(scores["val_loss"], rel=0, abs=1e-9)
+
+    again = [f"model.pretrained={exported}", f"data.path={folder}", "strategy=pipeline_1f1b", "trainer.max_steps=1"]
+    run(pool, tmp_path / "again", *again, "data.size=16", "optimizer.lr=0")
+    export.main([str(tmp_path / "again"), str(tmp_path / "again-exported")])
+    assert torch.equal(logits(tmp_path / "again-exported"), logits(exported))
+    shutil.rmtree(exported)
+    with pytest.raises(SystemExit, match="model.pretrained=.*four-exported, which the run began with, isn't there"):
+        export.main([str(tmp_path / "again"), str(tmp_path / "more")])
