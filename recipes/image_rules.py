@@ -58,7 +58,7 @@ def _weights(architecture: str | None, pretrained: str | None) -> Iterator[Probl
     elif Path(pretrained).is_dir():
         if not Path(pretrained, "config.json").exists():
             yield Problem("model.pretrained", pretrained, "has no config.json", fix)
-        if not any(Path(pretrained).glob("*.safetensors")):
+        elif not any(Path(pretrained).glob("*.safetensors")):
             yield Problem("model.pretrained", pretrained, "has no .safetensors", fix)
     elif not pretrained.endswith(".safetensors"):
         yield Problem("model.pretrained", pretrained, "no file of safetensors", fix)

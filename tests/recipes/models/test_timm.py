@@ -21,7 +21,7 @@ from recipes.models.timm import TimmClassifier
 from recipes.schema import world_size
 from recipes.validate import validate
 from tests.pool import WorkerPool
-from tests.recipes.test_configs import composed
+from tests.recipes.test_configs import composed, problems
 from tests.recipes.tiny import images
 from tests.strategies.harness import complete, here
 from tests.thorough import thorough
@@ -134,6 +134,26 @@ def test_bad_settings_are_named(tmp_path: Path, given: dict[str, Any], said: str
     given = {key: value.format(folder=folder) if isinstance(value, str) else value for key, value in given.items()}
     with pytest.raises(ValueError, match=f"(?s)model.(architecture|pretrained)=.*{said}"):
         small(**given)
+
+
+@pytest.mark.parametrize(("overrides", "said"), [
+    ([], "model.architecture=null: names no model; give a name of timm's, or model.pretrained=FOLDER"),
+    (["model.architecture='hf-hub:timm/vit'"], "model.architecture=hf-hub:timm/vit: names a place"),
+    (["model.pretrained=/nowhere"], "model.pretrained=/nowhere: no such file or folder"),
+    (["model.pretrained={vit}/config.json"], "no file of safetensors"),
+    (["model.pretrained={vit}/model.safetensors"], "=null: {vit}/model.safetensors doesn't say which model"),
+    (["model.pretrained={images}"], "has no config.json"),
+    (["model.architecture=x", "model.classes=3"], "model.classes=3: {images} has 4 classes; use model.classes=4"),
+    (["model.architecture=x", "model.arguments={{num_classes:4}}"], "model.arguments.num_classes=4: set by the recipe"),
+    (["model.architecture=x", "model.arguments={{img_size:16}}", "data.size=8"], "arguments.img_size=16; leave data"),
+    (["model.architecture=x", "data=digits"], "model.classes=null: not known from the data; give their number"),
+], ids=str)  # fmt: skip
+def test_what_does_not_fit_is_refused_before_a_worker_starts(tmp_path: Path, overrides: list[str], said: str) -> None:
+    places = {"vit": saved(tmp_path / "vit"), "images": images(tmp_path / "images")}
+    given = [word.format(**places) for word in overrides]
+    path = [] if "data=digits" in given else [f"data.path={places['images']}"]
+    (problem,) = problems("model=timm", "data=images", *path, *given)
+    assert said.format(**places) in str(problem)
 
 
 def attached(module: TimmClassifier, folder: Path, **more: Any) -> TimmClassifier:
