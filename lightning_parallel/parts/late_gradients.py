@@ -1,4 +1,4 @@
-"""The settings of an asynchronous pipeline about late gradients: warnings about them, and their text in the banner.
+"""The settings of an asynchronous pipeline about late gradients: warnings about them, and what a run says of them.
 
 The formulas are in :mod:`lightning_parallel.pipeline.staleness`. This module warns of settings that are known to train
 badly, and says at the start how late each stage's gradients will be.
@@ -55,16 +55,19 @@ class LateGradients:
         late = mean_staleness(self.weights, self.ahead(stages, stage), microbatches)
         return discount(late, update, self.lr_discount)
 
+    def copies(self, stages: int, stage: int, microbatches: int) -> int:
+        """The most copies of a stage's weights that it holds besides its parameters."""
+        return copies(self.weights, self.correction, self.ahead(stages, stage), microbatches)
+
     def description(self, stages: int, stage: int, microbatches: int) -> str:
-        """What the banner says of a stage."""
-        ahead = self.ahead(stages, stage)
-        late = mean_staleness(self.weights, ahead, microbatches)
+        """What the table at the start says of a stage's gradients."""
+        late = mean_staleness(self.weights, self.ahead(stages, stage), microbatches)
         if not late:
-            return "; no gradient is late"
-        held = copies(self.weights, self.correction, ahead, microbatches)
+            return "not late"
+        held = self.copies(stages, stage, microbatches)
         corrected = "" if self.correction is None else ", corrected"
-        more = f", up to {held} more cop{'y' if held == 1 else 'ies'} of its weights" if held else ""
-        return f"; gradients {late:.2g} update{'s' * (late != 1)} late{corrected}{more}"
+        more = f", up to {held} more cop{'y' if held == 1 else 'ies'} of the weights" if held else ""
+        return f"{late:.2g} update{'s' * (late != 1)} late{corrected}{more}"
 
     def check(self, stages: int, microbatches: int) -> None:
         """Refuse what can't run, and warn of what trains badly, when the microbatches of an update are known.

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_parallel.collectives import broadcast_tensors
@@ -68,7 +67,6 @@ class Stages:
         *,
         cut: Callable[[], Partition],
         check: Callable[[Partition], None],
-        describe: Callable[[int], str],
         divide: Callable[[], None],
         replicas: dist.ProcessGroup,
     ) -> None:
@@ -80,7 +78,6 @@ class Stages:
             device: of this rank.
             cut: decides who owns what.
             check: refuses a partition that the schedule can't train.
-            describe: what the banner says of a stage besides its layers.
             divide: replaces layers by this rank's shards. It is called after the partition, which weighs whole layers,
                 and before the other stages' layers are dropped.
             replicas: the ranks that hold the same stage.
@@ -97,7 +94,6 @@ class Stages:
                 )
             parts = cut()
             check(parts)
-            _announce(parts, module, layout, describe)
             divide()
             self._stage = Stage(module, parts, layout.stage, device)
             configure_part(module)
@@ -106,6 +102,14 @@ class Stages:
                 layers = untied(module, self._stage.layers)
                 self.fully_sharded = FullyShardedLayers(layers, replicas, device)
         self.stage.install(recompute=self._options.activation_checkpointing)
+
+    @property
+    def layers(self) -> str:
+        """This rank's layers, in words."""
+        parts, stage = self.stage.partition, self.stage.index
+        span = " and ".join(_span([parts.layers[i] for i in parts.layers_of(chunk)]) for chunk in self.stage.chunks)
+        outside = [name for name in parts.outside if stage in parts.stages_with(name)]
+        return f"{span} with {', '.join(outside)}" if outside else span
 
     def local_model(self, shards: Mapping[str, Shard]) -> LocalModel:
         """What this rank holds.
@@ -152,18 +156,6 @@ class Stages:
         """Take the hooks off the module. It stays cut."""
         if self._stage is not None:
             self._stage.remove()
-
-
-def _announce(parts: Partition, module: nn.Module, layout: Layout, describe: Callable[[int], str]) -> None:
-    parameters = dict(module.named_parameters())
-    for stage in range(parts.stages):
-        span = " and ".join(_span([parts.layers[i] for i in parts.layers_of(c)]) for c in parts.chunks_of(stage))
-        outside = [name for name in parts.outside if stage in parts.stages_with(name)]
-        besides = f" with {', '.join(outside)}" if outside else ""
-        size = sum(p.numel() for name, p in parameters.items() if stage in parts.owners[name])
-        rank_zero_info(
-            f"{layout.describe(layout.rank_at(pipeline=stage))}: {span}{besides}, {size:,} parameters{describe(stage)}"
-        )
 
 
 def _span(names: list[str]) -> str:

@@ -75,20 +75,21 @@ def choose(estimates: Mapping[str, Estimate], free: int) -> str:
 
 
 def reason(chosen: str, estimates: Mapping[str, Estimate], free: int, microbatches: int) -> str:
-    """The choice and its reason, for the start banner. Arguments as of :func:`choose`; ``microbatches``: of a batch."""
+    """The choice and its reason, as text. Arguments as of :func:`choose`; ``microbatches``: of a batch."""
     figures = ", ".join(
-        f"{each.busy:.0%} of the time with {name!r} ({_size(each.held)} of activations on the fullest stage"
+        f"{each.busy:.0%} of the time with {name!r} ({binary_size(each.held)} of activations on the fullest stage"
         f"{'' if each.held <= free else ', too much'})"
         for name, each in estimates.items()
     )
     none = " None fits: this one holds least." if all(each.held > free for each in estimates.values()) else ""
     return (
         f"schedule='auto' takes {chosen!r}. By simulation with {microbatches} microbatches, stages compute {figures}. "
-        f"About {_size(free)} are there for activations.{none}"
+        f"About {binary_size(free)} are there for activations.{none}"
     )
 
 
-def _size(nbytes: int) -> str:
+def binary_size(nbytes: int) -> str:
+    """Bytes as a text, in units of 1024."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if nbytes >= size:
             return f"{nbytes / size:.3g} {unit}"

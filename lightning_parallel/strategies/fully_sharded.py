@@ -51,6 +51,7 @@ from lightning_parallel.parts.afterwards import PartOfModel
 from lightning_parallel.parts.clipping import install_clipping
 from lightning_parallel.parts.manual import BackwardGuard, networks
 from lightning_parallel.parts.options import ProcessOptions
+from lightning_parallel.parts.start_table import Holding
 from lightning_parallel.pipeline.layers import Layers, named_layers
 from lightning_parallel.settings import Auto, Count, takes
 from lightning_parallel.strategies.base import LayoutStrategy
@@ -189,6 +190,10 @@ class FullyShardedStrategy(LayoutStrategy):
         }
         self._uses = ModuleUses(units, divided, self.groups.on_host(self.layout.peers("data")))
         self._whole = {name: p for name, p in module.named_parameters() if not isinstance(p, DTensor)}
+
+    @override
+    def holding(self) -> Holding:
+        return Holding("all, fully sharded")
 
     @override
     def model_to_device(self) -> None:

@@ -42,7 +42,7 @@ from lightning_parallel.parts.schedule_choice import flops_per_second, memory_fo
 from lightning_parallel.pipeline.actions import Schedule, placement
 from lightning_parallel.pipeline.schedule import SCHEDULES, Generator, interleaved, naive
 from lightning_parallel.pipeline.schedule_checks import check_placement, of_one_update
-from lightning_parallel.pipeline.simulate import busy_across_batches, ideal_bubble
+from lightning_parallel.pipeline.simulate import busy_across_batches, ideal_bubble, most_held
 from lightning_parallel.settings import Auto, Count, takes
 from lightning_parallel.strategies.staged import StagedStrategy
 
@@ -60,7 +60,7 @@ class PipelineOptions(StagedOptions):
             a bubble smaller by their number, for more messages and activations. ``"zbv"``: two chunks a stage, and
             backwards in two halves: the smallest bubble; every stage holds what the first one does in 1F1B.
             ``"auto"``: one of ``"1f1b"``, ``"interleaved"`` and ``"zbv"``: the fastest by a simulation with this
-            model's layers, of those whose activations fit in memory; a banner says which, and why. A run that only
+            model's layers, of those whose activations fit in memory; the run says which, and why. A run that only
             evaluates has 1F1B's stages, and a later ``fit`` of the same module keeps them.
             ``microbatches="auto"`` is four a stage, as GPipe advises, or as many as the batch has samples; one with
             ``"naive"``.
@@ -86,7 +86,7 @@ class PipelineOptions(StagedOptions):
 
     @property
     def generators(self) -> Mapping[str, Generator]:
-        """Those of the schedules that may run, by the names in banners and titles. The plainest comes first."""
+        """Those of the schedules that may run, by the names in messages and titles. The plainest comes first."""
         if callable(self.schedule):
             return {getattr(self.schedule, "__name__", "schedule"): self.schedule}
         if self.schedule == "auto":
@@ -220,6 +220,14 @@ class PipelineStrategy(StagedStrategy):
 
     def _automatic_microbatches(self, batch_size: int) -> int:
         return min(batch_size, self._usual_microbatches())
+
+    @override
+    def activation_bytes(self) -> int:
+        parts, layout = self.stage.partition, self.layout
+        name = self._names_by_placement()[parts.placement]
+        actions = _lists(self._generators[name], layout.stages, self._usual_microbatches())[layout.stage]
+        fully_sharded = self.options.data_parallel_kind == "fully_shard" and layout.size("data") > 1
+        return most_held(actions, parts.held, None if fully_sharded else parts.computed)
 
     # -- a batch -------------------------------------------------------------------------------------------------
 

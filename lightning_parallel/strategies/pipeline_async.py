@@ -34,6 +34,7 @@ from lightning_parallel.parts.callbacks import ASYNCHRONOUS, IN_PARTS
 from lightning_parallel.parts.late_gradients import LateGradients
 from lightning_parallel.parts.logs import LogRecorder
 from lightning_parallel.parts.options import StagedOptions
+from lightning_parallel.parts.start_table import Holding
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.staleness import Correction, Stashing
 from lightning_parallel.pipeline.weights import WeightVersions
@@ -115,7 +116,6 @@ class AsyncPipelineStrategy(StagedStrategy):
             automatic_microbatches=self._automatic_microbatches,
             completing=lambda chunk: self.replicas.completing(),
             check=partial(_refuse_ties, self.lightning_module),
-            describe=self._describe,
             weights=self._make_versions,
             norm_group=self.groups.along("tensor"),  # of this stage alone: its update is not that of others
             counts=self._shards.counts,
@@ -144,8 +144,18 @@ class AsyncPipelineStrategy(StagedStrategy):
         assert self.lightning_module is not None
         return self.lightning_module.trainer.accumulate_grad_batches
 
-    def _describe(self, stage: int) -> str:
-        return self._late.description(self.layout.stages, stage, self._updates_microbatches())
+    @override
+    def holding(self) -> Holding:
+        stages, stage, microbatches = self.layout.stages, self.layout.stage, self._updates_microbatches()
+        weights = sum(parameter.nbytes for parameter in self.local_model.parameters.values())
+        extra = self.activation_bytes() + self._late.copies(stages, stage, microbatches) * weights
+        return Holding(self._stages.layers, self._late.description(stages, stage, microbatches), extra)
+
+    @override
+    def activation_bytes(self) -> int:
+        parts = self.stage.partition
+        ahead = self._late.ahead(self.layout.stages, self.layout.stage)
+        return (1 + ahead) * sum(parts.held[chunk] for chunk in self.stage.chunks)
 
     def _make_versions(self) -> WeightVersions:
         """The versions of the weights, and with them the updates that make them."""

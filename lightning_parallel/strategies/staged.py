@@ -45,6 +45,7 @@ from lightning_parallel.parts.microbatches import Microbatches, loss_of
 from lightning_parallel.parts.options import StagedOptions
 from lightning_parallel.parts.several_passes import Relay
 from lightning_parallel.parts.stages import Stages, refuse_evaluation, refuse_training
+from lightning_parallel.parts.start_table import Holding
 from lightning_parallel.parts.tensor_shards import TensorShards
 from lightning_parallel.parts.timelines import warn_without_pictures, write_timeline
 from lightning_parallel.pipeline.absent import AbsentTensor
@@ -117,7 +118,6 @@ class StagedStrategy(LayoutStrategy):
         placements: Sequence[Placement] = (),
         choose: Callable[[Partitions, int], Placement] = lambda found, microbatches: next(iter(found)),
         check: Callable[[Partition], None] = lambda parts: None,
-        describe: Callable[[int], str] = lambda stage: "",
         weights: Callable[[], Weights | None] = lambda: None,
         norm_group: dist.ProcessGroup,
         counts: Callable[[str], bool],
@@ -132,7 +132,6 @@ class StagedStrategy(LayoutStrategy):
             placements: the stage of each chunk, of schedules that may run; by default each stage has one chunk.
             choose: takes one of several, given the partitions for them and the first batch's number of microbatches.
             check: raises for a partition that can't be trained.
-            describe: text that the start banner adds for a stage, after its layers.
             weights: makes what the engine's forwards read; None for the module's own parameters.
             norm_group: the ranks over which the norm for clipping is taken.
             counts: whether this rank's copy of a parameter enters that norm.
@@ -167,7 +166,6 @@ class StagedStrategy(LayoutStrategy):
                 choose,
             ),
             check=check,
-            describe=describe,
             divide=divide,
             replicas=groups.along("data"),
         )
@@ -260,6 +258,14 @@ class StagedStrategy(LayoutStrategy):
                 raise
             # Lightning advises manual optimization.
             raise ValueError(SEVERAL_OPTIMIZERS) from error
+
+    @override
+    def holding(self) -> Holding:
+        return Holding(self._stages.layers, extra=self.activation_bytes())
+
+    def activation_bytes(self) -> int:
+        """About the bytes of activations that this rank holds at most in training."""
+        return 0
 
     # -- where stages meet ---------------------------------------------------------------------------------------
 

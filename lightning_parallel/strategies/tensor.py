@@ -34,6 +34,7 @@ from lightning_parallel.parts.loaders import check_same_batch
 from lightning_parallel.parts.manual import BackwardGuard
 from lightning_parallel.parts.options import ProcessOptions
 from lightning_parallel.parts.own_part import configure_part
+from lightning_parallel.parts.start_table import Holding
 from lightning_parallel.parts.tensor_shards import TensorShards
 from lightning_parallel.settings import Auto, Count, takes
 from lightning_parallel.strategies.base import LayoutStrategy
@@ -109,6 +110,10 @@ class TensorParallelStrategy(LayoutStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.replicas.begin(watch=True)
             self._guard.begin([] if module.automatic_optimization else local.parameters.values())
+
+    @override
+    def holding(self) -> Holding:
+        return Holding(f"all, {len(self._shards.shards)} parameters in shards")
 
     # -- a batch -------------------------------------------------------------------------------------------------
 

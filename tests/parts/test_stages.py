@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
 from typing import Any
 
 import lightning as L
@@ -77,18 +78,27 @@ def listen_to_the_banner() -> tuple[list[str], dict[str, int]]:
     make_trainer("async", [], max_epochs=1).fit(module, loader())
     logger.removeFilter(listen)
     logger.setLevel(logging.NOTSET)
-    return [text for text in told if text.startswith("stage ")], {n: p.numel() for n, p in here(module).items()}
+    table = [line for text in told for line in text.splitlines() if "memory expected" in text]
+    return table, {n: p.numel() for n, p in here(module).items()}
 
 
-def test_the_banner_tells_every_stage_s_layers_and_size_once(pool: WorkerPool) -> None:
+def test_the_table_at_the_start_tells_every_stage_s_layers_and_size_once(pool: WorkerPool) -> None:
     (told, *last), *others = pool.run(listen_to_the_banner, 3, init=False)
     assert [text for text, _ in others] == [[], []]
-    sizes = [sum(held.values()) for held in (others[1][1], others[0][1], last[0])]
-    assert [int(re.findall(r"([\d,]+) parameters", text)[0].replace(",", "")) for text in told] == sizes
+    titles, *rows = told
+    assert re.split("  +", titles) == [
+        "rank", "host", "device", "stage", "layers", "parameters", "memory expected", "gradients"
+    ]  # fmt: skip
+    sizes = [sum(held.values()) for held in (last[0], others[0][1], others[1][1])]
+    place = rf"\s+(\d) +{re.escape(socket.gethostname())} +cpu +(\d) .* ([\d,]+)  +[\d.]+ KiB"
+    found = [re.match(place, row) for row in rows]
+    assert [[int(cell.replace(",", "")) for cell in each.groups()] for each in found if each] == [
+        [0, 2, sizes[0]], [1, 1, sizes[1]], [2, 0, sizes[2]]
+    ]  # fmt: skip
     assert sum(sizes) == sum(p.numel() for p in Net().parameters())
     # Both of an update's microbatches are late. Held: what forwards read of two versions.
-    assert "gradients 1 update late, corrected, up to 2 more copies of its weights" in told[0]
-    assert "no gradient is late" in told[2]
+    assert rows[2].endswith("1 update late, corrected, up to 2 more copies of the weights")
+    assert rows[0].endswith("not late")
 
 
 # -- the optimizer -------------------------------------------------------------------------------------------

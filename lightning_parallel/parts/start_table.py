@@ -1,0 +1,182 @@
+"""The table at the start of a run: which rank is where, what it holds of the model, and the memory that it will need.
+
+::
+
+    rank  host   device  stage  layers                         parameters  memory expected
+       0  node1  cpu         1  blocks.2 .. head (4 layers)       823,296         15.1 MiB
+       1  node1  cpu         0  embed .. blocks.1 (3 layers)      840,192         18.4 MiB
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import optim
+
+from lightning_parallel.collectives import gather_objects_on_first
+from lightning_parallel.groups import Groups
+from lightning_parallel.layout import Layout
+from lightning_parallel.local_model import LocalModel, local_part
+from lightning_parallel.pipeline.choosing import binary_size
+
+_ROWS = 16  # a longer table is hard to read
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a rank holds of the model.
+
+    Attributes:
+        layers: in words.
+        gradients: of an asynchronous pipeline: how late they are, in words.
+        extra: bytes that it will hold besides parameters, gradients and the optimizer's state: activations, copies of
+            weights.
+    """
+
+    layers: str
+    gradients: str = ""
+    extra: int = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rank's.
+
+    Attributes:
+        rank: its global rank.
+        host: its machine's name.
+        device: that computes.
+        coordinate: its place on each axis of the layout.
+        layers: that it holds.
+        parameters: their number.
+        memory: that training needs, or an evaluation.
+        gradients: how late they are.
+    """
+
+    rank: int
+    host: str
+    device: str
+    coordinate: tuple[int, ...]
+    layers: str
+    parameters: int
+    memory: str
+    gradients: str
+
+
+def row(
+    holding: Holding, layout: Layout, device: str, local: LocalModel, optimizers: Sequence[optim.Optimizer] | None
+) -> Row:
+    """This rank's row.
+
+    Args:
+        holding: what it holds.
+        layout: where it is.
+        device: that computes.
+        local: its part of the model.
+        optimizers: of the training; None where nothing is trained.
+    """
+    parts = [(local_part(parameter), parameter.requires_grad) for parameter in local.parameters.values()]
+    memory, known = sum(part.nbytes for part, _ in parts) + holding.extra, True
+    if optimizers is not None:
+        memory += sum(part.nbytes for part, trained in parts if trained)
+        for optimizer in optimizers:
+            state = state_bytes(optimizer)
+            memory, known = memory + (state or 0), known and state is not None
+    return Row(
+        layout.rank,
+        socket.gethostname(),
+        device,
+        tuple(layout.index(axis.name) for axis in layout.axes),
+        holding.layers,
+        sum(part.numel() for part, _ in parts),
+        f"{'' if known else 'at least '}{binary_size(memory)}",
+        holding.gradients,
+    )
+
+
+def state_bytes(optimizer: optim.Optimizer) -> int | None:
+    """The bytes that torch's optimizers keep for their parameters, by their formulas; None for others."""
+    total = 0
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, optim.Adam | optim.AdamW):
+            copies = 2 + bool(group["amsgrad"])
+        elif isinstance(optimizer, optim.NAdam | optim.RAdam | optim.Adamax | optim.Adadelta):
+            copies = 2
+        elif isinstance(optimizer, optim.RMSprop):
+            copies = 1 + bool(group["momentum"]) + bool(group["centered"])
+        elif isinstance(optimizer, optim.Adagrad | optim.SGD):
+            copies = int(isinstance(optimizer, optim.Adagrad) or bool(group["momentum"]))
+        else:
+            return None
+        total += copies * sum(local_part(p).nbytes for p in group["params"] if p.requires_grad)
+    return total
+
+
+def gathered(own: Row, layout: Layout, groups: Groups) -> list[Row] | None:
+    """The rows of all ranks on rank 0; None on the others. All call it.
+
+    It goes axis after axis, so that no rank receives from more ranks than there are along one of them.
+    """
+    rows: list[Row] | None = [own]
+    for axis in layout.axes:
+        if layout.size(axis.name) > 1 and rows is not None:
+            received = gather_objects_on_first(rows, groups.along(axis.name))
+            rows = None if received is None else [each for part in received for each in part]
+    return None if rows is None else sorted(rows, key=lambda each: each.rank)
+
+
+def table(rows: Sequence[Row], layout: Layout) -> str:
+    """The rows as text. In a long table, ranks that hold the same share a row.
+
+    Args:
+        rows: in the order of ranks.
+        layout: whose axes have a column, if they have several ranks.
+    """
+    alike: dict[object, list[Row]] = {}
+    for each in rows:
+        same = (each.layers, each.parameters, each.memory, each.gradients)
+        alike.setdefault(same if len(rows) > _ROWS else each.rank, []).append(each)
+    shown = [k for k, size in enumerate(layout.sizes) if size > 1]
+    shown.reverse()  # the slowest axis first, as in coordinates
+    titles = ["rank", "host", "device", *(layout.axes[k].member for k in shown)]
+    titles += ["layers", "parameters", "memory expected", "gradients"]
+    lines = [titles]
+    for group in alike.values():
+        places = [_numbers([each.coordinate[k] for each in group]) for k in shown]
+        first = group[0]
+        lines.append([
+            _numbers([each.rank for each in group]),
+            _names([each.host for each in group]),
+            _names([each.device for each in group]),
+            *places,
+            first.layers,
+            f"{first.parameters:,}",
+            first.memory,
+            first.gradients,
+        ])  # fmt: skip
+    left = {"host", "device", "layers", "gradients"}
+    columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    padded = [
+        [cell.ljust(width) if column[0] in left else cell.rjust(width) for cell in column]
+        for column, width in zip(columns, widths, strict=True)
+    ]
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(*padded, strict=True))
+
+
+def _numbers(values: Iterable[int]) -> str:
+    """Numbers, runs of them as ``0-3``."""
+    ordered = sorted(set(values))
+    starts = [ordered[0], *(b for a, b in pairwise(ordered) if b != a + 1)]
+    ends = [*(a for a, b in pairwise(ordered) if b != a + 1), ordered[-1]]
+    runs = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
+    return ",".join(runs if len(runs) <= 4 else [*runs[:3], "...", runs[-1]])
+
+
+def _names(values: Iterable[str]) -> str:
+    """A name, or the first and the last of several."""
+    distinct = list(dict.fromkeys(values))
+    return distinct[0] if len(distinct) == 1 else f"{distinct[0]} .. {distinct[-1]} ({len(distinct)})"
