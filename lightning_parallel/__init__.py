@@ -16,6 +16,7 @@ from lightning_parallel.lightning_private import open_directories
 from lightning_parallel.parts.exact_resume import ExactResume
 from lightning_parallel.parts.finite_loss import FiniteLoss
 from lightning_parallel.parts.memory_snapshot import MemorySnapshot
+from lightning_parallel.parts.performance_monitor import PerformanceMonitor
 from lightning_parallel.parts.preemption import Preemption
 from lightning_parallel.passes import in_passes
 from lightning_parallel.resumable_loader import ResumableDataLoader
@@ -36,6 +37,7 @@ __all__ = [
     "FiniteLoss",
     "FullyShardedStrategy",
     "MemorySnapshot",
+    "PerformanceMonitor",
     "PipelineStrategy",
     "Preemption",
     "ResumableDataLoader",

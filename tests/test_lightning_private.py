@@ -20,6 +20,7 @@ import torchmetrics
 from lightning.fabric.plugins.io import torch_io
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.core import saving
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
@@ -239,6 +240,24 @@ def test_step_metrics_are_all_of_a_step_and_read_none_for_the_progress_bar() -> 
 
     trainer(Looks()).fit(Shows(), DataLoader(torch.ones(2, 1)))
     assert found[-1] == ({"loss", "shown"}, {"shown"})
+
+
+def test_logged_step_is_that_of_what_the_batch_logs() -> None:
+    """Otherwise the figures of a run would stand beside other batches' losses."""
+    steps: list[int] = []
+    logged: list[int | None] = []
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            steps.append(lightning_private.logged_step(trainer))
+
+    class Keeps(DummyLogger):
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            if "loss" in metrics:
+                logged.append(step)
+
+    trainer(Looks(), max_steps=4, logger=Keeps(), log_every_n_steps=1).fit(Net(), DataLoader(torch.ones(2, 1)))
+    assert steps == logged == [0, 1, 2, 3]
 
 
 def test_evaluation_outputs_and_metrics_of_no_loader_become_what_validate_returns() -> None:

@@ -37,6 +37,7 @@ from lightning_parallel.lightning_private.launching import (
 )
 from lightning_parallel.lightning_private.metrics import (
     evaluation_outputs,
+    logged_step,
     metrics_of_no_loader,
     reads_training_metric,
     set_step_value,
@@ -65,6 +66,7 @@ __all__ = [
     "layer_sync_of",
     "let_the_last_step_finish",
     "loader_source",
+    "logged_step",
     "metrics_of_no_loader",
     "mode_of",
     "move_optimizers",

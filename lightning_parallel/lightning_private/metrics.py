@@ -37,6 +37,12 @@ def step_metrics(trainer: pl.Trainer) -> Mapping[str, Tensor]:
             meta.prog_bar = True
 
 
+def logged_step(trainer: pl.Trainer) -> int:
+    """The step under which loggers have what this batch logs. It counts updates, of which ``global_step`` is the number
+    of optimizers' steps."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
 def evaluation_outputs(trainer: pl.Trainer) -> list[dict[str, Any]]:
     """What ``trainer.validate()`` is going to return, a dictionary for each data loader: at the end of an epoch it is
     in the loop that runs."""

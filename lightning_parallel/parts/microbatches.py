@@ -61,6 +61,7 @@ class Microbatches:
 
     Attributes:
         once: puts back what steps change themselves.
+        count: of the last batch.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Microbatches:
         self._watch = BatchWatch()
         self._model_group, self._device = model_group, device
         self.once = OnceABatch(module)
+        self.count = 0
         self._is_first_batch = True
 
     def of(
@@ -122,7 +124,8 @@ class Microbatches:
                     f"microbatches, or a larger batch_size in the DataLoader."
                 )
             check_same_batch(batch, self._model_group, self._device)
-        counts = sizes(size, min(wanted, size))  # the last batch of an epoch may be smaller
+        self.count = min(wanted, size)
+        counts = sizes(size, self.count)  # the last batch of an epoch may be smaller
         # Numbered through the whole run, so a resumed run draws the same random numbers.
         number = self._trainer.fit_loop.total_batch_idx
         work: dict[int, Microbatch] = {}

@@ -31,6 +31,7 @@ class Partition:
         draw_on_host: units that draw from Python's or NumPy's generator.
         work: of each chunk: the nanoseconds of its forward and backward, if they were measured, or else the
             floating-point operations of its forward.
+        operations: of the forward of each chunk, on a microbatch.
         held: the bytes that each chunk holds of a microbatch from its forward to its backward: an estimate.
         computed: the bytes of all that each chunk computes in its forward.
     """
@@ -47,6 +48,7 @@ class Partition:
     direct: frozenset[str]
     draw_on_host: frozenset[str]
     work: tuple[int, ...]
+    operations: tuple[int, ...]
     held: tuple[int, ...]
     computed: tuple[int, ...]
 

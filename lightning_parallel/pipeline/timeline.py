@@ -115,6 +115,7 @@ class Timeline:
         self._first: list[_Marked] = []
         self._last: deque[_Marked] = deque(maxlen=limit)
         self._omitted_from: Any = None
+        self._recorded = 0
 
     def span(
         self, kind: str, microbatch: int, version: int | None = None, *, chunk: int = 0
@@ -130,11 +131,22 @@ class Timeline:
             return [*first, *last]
         return [*first, Span("omitted", -1, self._clock.seconds(self._omitted_from), last[0].start), *last]
 
+    @property
+    def recorded(self) -> int:
+        """The number of spans so far, omitted ones too."""
+        return self._recorded
+
+    def newest(self, count: int) -> list[Span]:
+        """The last spans, as many of them as are kept. On a GPU the host waits for their ends."""
+        kept = [*self._first, *self._last] if self._omitted_from is None else [*self._last]
+        return [self._read(marked) for marked in kept[-count:]] if count else []
+
     def _read(self, marked: _Marked) -> Span:
         kind, microbatch, start, end, version, chunk = marked
         return Span(kind, microbatch, self._clock.seconds(start), self._clock.seconds(end), version, chunk)
 
     def _add(self, marked: _Marked) -> None:
+        self._recorded += 1
         if len(self._first) < self._limit:
             self._first.append(marked)
             return

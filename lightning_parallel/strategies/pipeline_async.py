@@ -263,6 +263,11 @@ class AsyncPipelineStrategy(StagedStrategy):
         """The fraction of time that the schedule leaves stages idle in its steady state."""
         return 0.0
 
+    @override
+    def mean_staleness(self) -> float | None:
+        counts = self.training.versions.staleness
+        return sum(late * count for late, count in counts.items()) / max(1, sum(counts.values()))
+
 
 def _refuse_ties(module: nn.Module, parts: Partition) -> None:
     """Parameters that two stages hold and train can't have asynchronous updates of different staleness."""

@@ -43,6 +43,7 @@ from lightning_parallel.parts.loss_means import LossMeans
 from lightning_parallel.parts.manual import SEVERAL_OPTIMIZERS, refuse_manual_optimization
 from lightning_parallel.parts.microbatches import Microbatches, loss_of
 from lightning_parallel.parts.options import StagedOptions
+from lightning_parallel.parts.performance import StageFigures
 from lightning_parallel.parts.several_passes import Relay
 from lightning_parallel.parts.stages import Stages, refuse_evaluation, refuse_training
 from lightning_parallel.parts.start_table import Holding
@@ -316,6 +317,16 @@ class StagedStrategy(LayoutStrategy):
     @abstractmethod
     def theoretical_bubble(self) -> float:
         """The fraction of time for which the schedule leaves stages idle."""
+
+    def stage_figures(self) -> StageFigures:
+        """What :class:`~lightning_parallel.PerformanceMonitor` asks of a pipeline while it trains."""
+        assert self._microbatches is not None
+        forward = self._microbatches.count * sum(self.stage.partition.operations)
+        return StageFigures(forward, self.theoretical_bubble, self._timeline, self.mean_staleness())
+
+    def mean_staleness(self) -> float | None:
+        """By how many updates this rank's gradients were late so far, in the mean; None where none ever is."""
+        return None
 
     def write_timeline(self, title: str, theory: float, staleness: dict[int, int] | None = None) -> None:
         """At the end of training, if the timeline is on. All ranks call it."""

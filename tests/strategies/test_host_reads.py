@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_parallel import PerformanceMonitor
 from tests.pool import WorkerPool
 from tests.strategies.harness import make_trainer
 from tests.strategies.models import MODELS
@@ -48,6 +49,7 @@ IN_HOST_MEMORY = {
 }
 ONCE_A_BATCH = {
     "logger_connector.py on_batch_end": "Lightning's: metrics of the progress bar",
+    "logger_connector.py update_train_step_metrics": "Lightning's: metrics of loggers, at log intervals",
 }
 # In a batch, of all of them; so many would not be reached by one that is read for each layer or parameter.
 AT_MOST = {"optimizer.py _get_value": 200, "seeding.py draw_seed": 100, "region.py enter": 20, "message.py __init__": 8}
@@ -95,7 +97,9 @@ def _place() -> str:
 def reads(strategy: str, model: str, options: dict[str, Any], trainer_options: dict[str, Any]) -> Counter[str]:
     torch.set_default_dtype(torch.float64)
     watch = Watch()
-    trainer = make_trainer(strategy, [watch], options, **trainer_options | {"max_epochs": 1})
+    callbacks = [watch, PerformanceMonitor()]
+    given = trainer_options | {"max_epochs": 1, "log_every_n_steps": 1}
+    trainer = make_trainer(strategy, callbacks, options, **given)
     kind = {**MODELS, **SHARDABLE}[model]
     loader: DataLoader[Any] = kind.loader(False, 2)
     module: L.LightningModule = kind()

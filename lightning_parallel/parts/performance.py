@@ -1,0 +1,105 @@
+"""What a run's figures are made of: what is in a batch, the memory of a process, the operations of a step, a device's
+peak, and what the ranks tell each other of theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.throughput import get_available_flops
+from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from lightning_parallel.batch import batch_size
+from lightning_parallel.collectives import guarded
+from lightning_parallel.parts.schedule_choice import flops_per_second
+from lightning_parallel.pipeline.timeline import Timeline
+from lightning_parallel.torch_private import default_store, tree_leaves
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+@dataclass(frozen=True)
+class StageFigures:
+    """What a pipeline knows of its run.
+
+    Attributes:
+        forward_flops: the floating-point operations of the forwards of a replica's batch, by torch's formulas.
+        bubble: computes the fraction of the stages' time that the schedule leaves idle, by theory.
+        timeline: of this rank.
+        staleness: by how many updates gradients were late so far, in the mean of this rank's; None where none is late.
+    """
+
+    forward_flops: float
+    bubble: Callable[[], float]
+    timeline: Timeline
+    staleness: float | None
+
+
+def content(batch: Any) -> tuple[str, int]:
+    """What is in a batch, and how much: tokens, if it has an integer tensor [batch, time], otherwise samples."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.dtype in _INTEGERS:
+            return "tokens", leaf.numel()
+    try:
+        return "samples", batch_size(batch)
+    except ValueError:  # whatever it is, the step takes it
+        return "batches", 1
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes: on a GPU the most that this process had in tensors so far, otherwise what it has resident now."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with contextlib.suppress(OSError):  # Linux has this file
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if os.uname().sysname == "Darwin" else 1024)
+
+
+def peak_of(trainer: pl.Trainer) -> float:
+    """The FLOP/s that this rank's device has for it at most: of GPUs that Lightning knows by their data sheets, of
+    others as measured with products of matrices. Ranks that share a GPU share its peak; on a CPU all measure at the
+    same time."""
+    device = trainer.strategy.root_device
+    with trainer.precision_plugin.forward_context():
+        autocast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if autocast else torch.get_default_dtype()
+        known = get_available_flops(device, dtype) if device.type == "cuda" else None
+        peak = float(known or flops_per_second(device))
+    devices = getattr(trainer.strategy, "parallel_devices", None) or [device]
+    return peak / (devices.count(device) if device.type == "cuda" else 1)
+
+
+class Noticeboard:
+    """Where each rank leaves its figures, and rank 0 reads those of all. It is the store where the processes have met,
+    so nobody waits for another one, and ranks may be at different batches: what is read may be a log interval old.
+
+    All ranks make it, and leave their first figures before one reads.
+    """
+
+    def __init__(self) -> None:
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        store = default_store()
+        run = store.add(f"lightning_parallel/figures_of/{self._rank}", 1)
+        self._store = PrefixStore(f"lightning_parallel/figures/{run}", store)
+
+    def leave(self, figures: Mapping[str, float]) -> None:
+        """Leave this rank's, in the place of earlier ones."""
+        guarded(self._store.set, str(self._rank), json.dumps(figures))
+
+    def read(self) -> list[dict[str, float]]:
+        """Those of all ranks, in their order; none as long as one hasn't left any."""
+        keys = [str(rank) for rank in range(self._ranks)]
+        if not guarded(self._store.check, keys):
+            return []
+        return [json.loads(text) for text in guarded(self._store.multi_get, keys)]

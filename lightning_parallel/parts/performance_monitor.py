@@ -1,0 +1,226 @@
+"""What a person watches while a model trains: its speed, how much of the hardware it uses, and the memory of each rank.
+
+Each rank counts by itself, on the host. At every ``log_every_n_steps`` it leaves its figures where rank 0 finds them,
+and rank 0 logs them. No rank waits for another one, or for a GPU::
+
+    rank 1    batch 9   memory 1.1 GiB  ->  noticeboard
+    rank 0    batch 9   memory 1.2 GiB  ->  noticeboard  ->  loggers, progress bar
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from typing_extensions import override
+
+from lightning_parallel.lightning_private import ends_update, logged_step
+from lightning_parallel.parts.performance import Noticeboard, StageFigures, content, memory_in_use, peak_of
+from lightning_parallel.pipeline.operations import OperationsNoted
+from lightning_parallel.pipeline.timeline import COMPUTE
+from lightning_parallel.torch_private import is_compiled
+
+_BACKWARDS = 2  # a backward computes as much as two forwards
+_EACH = 64  # ranks; the memory of more isn't told one by one
+
+
+class PerformanceMonitor(Callback):
+    """Logs what a training achieves, at every ``log_every_n_steps``, and shows it in the progress bar.
+
+    ======================  ===========================================================================================
+    ``tokens_per_second``   or ``samples_per_second``: of all replicas, without validation. A batch has tokens if an
+                            integer tensor [batch, time] is in it; padding counts.
+    ``mfu``                 model FLOPs utilisation, between 0 and 1: the operations of forwards, and twice as many for
+                            backwards, by torch's formulas, over the peak of all devices. What is computed again for
+                            ``activation_checkpointing`` doesn't count.
+    ``memory_gib/rank3``    of each rank: resident in host memory; on a GPU the most that was allocated so far. Of more
+                            than 64 ranks, ``memory_gib/highest`` alone.
+    ``bubble_theory``       of a pipeline: the fraction of time that its schedule leaves stages idle.
+    ``bubble_measured``     the fraction in which they ran no forward, backward or step; with ``timeline=True``.
+    ``staleness``           of an asynchronous pipeline: by how many updates gradients were late so far, in the mean, on
+                            the stage where they are latest.
+    ======================  ===========================================================================================
+
+    The first batch counts in none of them, since much is made in it. Operations are counted in the first forward (with
+    manual optimization, in all of the first batch), in pipelines in the look before training. There is no ``mfu`` where
+    that is impossible: for a model that ``torch.compile`` has compiled, or replicas in threads. A ``flops_per_batch``
+    of the module, as of Lightning's ``ThroughputMonitor``, is taken instead: of a replica's batch, backward included.
+
+    Args:
+        peak_flops: the FLOP/s of one device in the run's precision; None: by the data sheet of a GPU that Lightning
+            knows, otherwise measured with products of matrices.
+    """
+
+    def __init__(self, peak_flops: float | None = None) -> None:
+        if peak_flops is not None and peak_flops <= 0:
+            raise ValueError(f"peak_flops={peak_flops}: give the FLOP/s of one device, or leave it out.")
+        self._given_peak = peak_flops
+        self._peak = 0.0  # of one device
+        self._noticeboard: Noticeboard | None = None
+        self._noted: OperationsNoted | None = None  # while operations are counted
+        self._flops: float | None = 0.0  # of what is one of the unit, on all ranks of a replica; 0: not counted yet
+        self._unit, self._count = "samples", 0  # what batches hold, and how much since the last log
+        self._since: float | None = None  # of the clock; None before the first batch has ended
+        self._paused: float | None = None
+        self._spans = 0  # of the timeline, read so far
+        self._bubble: float | None = None
+
+    # -- a run ---------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._since = self._paused = self._bubble = None
+        self._count = self._spans = 0
+        self._flops = 0.0
+        self._peak = self._given_peak or peak_of(trainer)
+        self._noticeboard = Noticeboard() if trainer.world_size > 1 else None
+        if self._noticeboard is not None:
+            self._noticeboard.leave({"memory": memory_in_use(trainer.strategy.root_device)})
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._since is not None or self._flops != 0.0 or hasattr(trainer.strategy, "stage_figures"):
+            return
+        if getattr(pl_module, "flops_per_batch", None) is None and not any(map(is_compiled, pl_module.modules())):
+            self._noted = OperationsNoted()
+            self._noted.__enter__()
+
+    @override
+    def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        if pl_module.automatic_optimization:  # the step has run, and the backward comes
+            self._end_count(1 + _BACKWARDS)
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
+        if pl_module.automatic_optimization:  # of a batch that begins no update
+            self._end_count(1 + _BACKWARDS)
+
+    def _end_count(self, factor: int) -> None:
+        if self._noted is not None:
+            noted, self._noted = self._noted, None
+            noted.__exit__(None, None, None)
+            self._flops = float(factor * noted.flops) or None
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._end_count(0 if pl_module.automatic_optimization else 1)  # 0: it had no backward
+        self._unit, count = content(batch)
+        if self._since is None:
+            self._flops = self._flops_of_one(trainer, pl_module, count)
+            self._begin_interval(trainer)
+            return
+        self._count += count
+        step = logged_step(trainer)
+        interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if (step + 1) % interval == 0 and ends_update(trainer):
+            self._tell(trainer, step)
+
+    def _flops_of_one(self, trainer: pl.Trainer, module: nn.Module, count: int) -> float | None:
+        """The operations for one token or sample, from the first batch, which has so many of them."""
+        given = getattr(module, "flops_per_batch", None)
+        if given is not None:
+            return float(given() if callable(given) else given) / count
+        stage = _stage_figures(trainer)
+        if stage is not None:
+            return (1 + _BACKWARDS) * stage.forward_flops / count or None
+        # Each rank has counted its own: of its batch, or of its shards.
+        ranks_of_replica = trainer.world_size // _replicas(trainer)
+        return None if not self._flops else ranks_of_replica * self._flops / count
+
+    # -- figures -------------------------------------------------------------------------------------------------
+
+    def _begin_interval(self, trainer: pl.Trainer) -> None:
+        self._since, self._count = time.monotonic(), 0
+        stage = _stage_figures(trainer)
+        self._spans = stage.timeline.recorded if stage is not None else 0
+
+    def _tell(self, trainer: pl.Trainer, step: int) -> None:
+        assert self._since is not None
+        seconds = time.monotonic() - self._since
+        stage = _stage_figures(trainer)
+        own: dict[str, float] = {"memory": memory_in_use(trainer.strategy.root_device)}
+        if stage is not None and stage.timeline.enabled:
+            spans = stage.timeline.newest(stage.timeline.recorded - self._spans)
+            own["busy"] = sum(span.end - span.start for span in spans if span.kind in COMPUTE) / seconds
+        if stage is not None and stage.staleness is not None:
+            own["staleness"] = stage.staleness
+        everyone = [own]
+        if self._noticeboard is not None:
+            self._noticeboard.leave(own)
+            everyone = self._noticeboard.read() if trainer.is_global_zero else []
+        if trainer.is_global_zero and everyone:
+            figures = self._figures(trainer, seconds, stage, everyone)
+            for logger in trainer.loggers:
+                logger.log_metrics(figures, step=step)
+            if trainer.progress_bar_callback is not None:
+                shown: dict[str, Any] = trainer.progress_bar_metrics  # texts are shown as they are
+                shown.update(_texts(figures, self._unit))
+        self._begin_interval(trainer)
+
+    def _figures(
+        self, trainer: pl.Trainer, seconds: float, stage: StageFigures | None, everyone: list[dict[str, float]]
+    ) -> dict[str, float]:
+        rate = _replicas(trainer) * self._count / seconds
+        figures = {f"{self._unit}_per_second": rate}
+        if self._flops:
+            figures["mfu"] = rate * self._flops / (self._peak * trainer.world_size)
+        memory = [each["memory"] / 2**30 for each in everyone]
+        if len(memory) <= _EACH:
+            figures |= {f"memory_gib/rank{rank}": value for rank, value in enumerate(memory)}
+        else:
+            figures["memory_gib/highest"] = max(memory)
+        if stage is not None:
+            if self._bubble is None:
+                self._bubble = stage.bubble()
+            figures["bubble_theory"] = self._bubble
+        busy = [each["busy"] for each in everyone if "busy" in each]
+        if busy:
+            figures["bubble_measured"] = 1 - sum(busy) / len(busy)
+        late = [each["staleness"] for each in everyone if "staleness" in each]
+        if late:
+            figures["staleness"] = max(late)
+        return figures
+
+    # -- what isn't training -------------------------------------------------------------------------------------
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._paused = time.monotonic()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._since is not None and self._paused is not None:
+            self._since += time.monotonic() - self._paused
+        self._paused = None
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._end_count(1)
+
+
+def _stage_figures(trainer: pl.Trainer) -> StageFigures | None:
+    ask = getattr(trainer.strategy, "stage_figures", None)
+    return ask() if ask is not None else None
+
+
+def _replicas(trainer: pl.Trainer) -> int:
+    """The number of replicas that get batches of their own."""
+    return (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+
+
+def _texts(figures: dict[str, float], unit: str) -> dict[str, str]:
+    """What the progress bar shows."""
+    texts = {f"{unit}/s": f"{figures[f'{unit}_per_second']:,.0f}"}
+    texts |= {"mfu": f"{figures['mfu']:.1%}"} if "mfu" in figures else {}
+    highest = max(value for name, value in figures.items() if name.startswith("memory_gib/"))
+    texts["memory"] = f"{highest:.2f} GiB"
+    bubble = figures.get("bubble_measured", figures.get("bubble_theory"))
+    texts |= {"bubble": f"{bubble:.1%}"} if bubble is not None else {}
+    return texts | ({"late": f"{figures['staleness']:.2f}"} if "staleness" in figures else {})
