@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -23,6 +24,7 @@ from lightning_parallel.checkpoint import read_full
 from lightning_parallel.parts.own_part import configure_part
 from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
+from recipes import profiling
 from recipes.data import DATA
 from recipes.launchers.launcher import Launcher
 from recipes.models import MODELS
@@ -150,6 +152,7 @@ def shared_gpus(processes: int, gpus: int) -> list[torch.device]:
 def trainer(config: Config, extra_callbacks: Sequence[Callback] = ()) -> L.Trainer:
     """The Trainer of this process, one of the workers that the launcher (or torchrun) started."""
     options = dict(config["trainer"])
+    profiler, folder = options.pop("profiler", None), Path(config["paths"]["output_dir"]) / "profile"
     if options["val_check_interval"] == "auto":
         options["val_check_interval"] = validation_interval(options["max_steps"], options["accumulate_grad_batches"])
     # Counted over the whole run: an epoch may be shorter than the interval.
@@ -170,9 +173,12 @@ def trainer(config: Config, extra_callbacks: Sequence[Callback] = ()) -> L.Train
         attached.insert(0, FiniteLoss() if config["on_nan"] == "stop" else FiniteLoss(stop_after=None))
     if config["memory_snapshot"]:
         attached.append(MemorySnapshot())
+    if profiler == "pytorch":
+        attached.append(profiling.TraceOfSteps(folder))
     attached = [Preemption(), ExactResume(), *attached]  # for Lightning's strategies, too
     return L.Trainer(
         **options,
+        profiler=profiling.profiler(profiler, folder, int(os.environ.get("RANK", 0))),
         devices=devices,
         num_nodes=int(os.environ.get("WORLD_SIZE", 1)) // local,
         strategy=chosen,

@@ -257,7 +257,7 @@ class Trainer:
     benchmark: bool | None = None
     detect_anomaly: bool = False
     fast_dev_run: bool | int = False
-    profiler: str | None = None
+    profiler: Literal["simple", "advanced", "pytorch"] | None = None
     inference_mode: bool = True
     limit_predict_batches: Limit = None
     reload_dataloaders_every_n_epochs: Natural = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,21 @@ def test_every_way_to_debug_runs_in_a_pipeline(pool: WorkerPool, tmp_path: Path,
     few = ["trainer.max_steps=8"] if debug in ("overfit", "profiler") else []
     metrics = run(pool, tmp_path / "run", f"debug={debug}", "strategy=pipeline_1f1b", "cluster.devices=2", *GPT, *few)
     assert metrics["train_loss"] is not None
+
+
+@pytest.mark.parametrize(("profiler", "strategy"), [
+    ("simple", "pipeline_async"), ("advanced", "pipeline_1f1b"), ("pytorch", "pipeline_async"),
+    ("pytorch", "pipeline_zbv"), ("pytorch", "fsdp"), ("pytorch", "tensor_parallel"),
+])  # fmt: skip
+def test_a_profiler_leaves_a_file_of_each_rank(pool: WorkerPool, tmp_path: Path, profiler: str, strategy: str) -> None:
+    given = [f"trainer.profiler={profiler}", f"strategy={strategy}", "cluster.devices=2", "trainer.max_steps=8"]
+    run(pool, tmp_path / "run", *given, *GPT)
+    files = {file.name: file for file in (tmp_path / "run" / "profile").iterdir()}
+    if profiler != "pytorch":
+        assert sorted(files) == ["fit-rank0-0.txt", "fit-rank1-1.txt"]
+        return
+    assert sorted(files) == ["trace_rank0.json", "trace_rank1.json"]
+    for file in files.values():
+        names = [str(event.get("name")) for event in json.loads(file.read_text())["traceEvents"]]
+        assert {name for name in names if name.startswith("ProfilerStep#")} == {f"ProfilerStep#{n}" for n in (2, 3, 4)}
+        assert any("mm" in name for name in names)
