@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from recipes import ROOT
 from recipes.bench.report import Cell, Table
 from recipes.data.sources import headers
 from recipes.study import train
 from recipes.study.arms import Arm, Run, Setting
+from recipes.study.text import Text
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,14 @@ QUICK = Sizes("cpu", _SMALL)
 
 
 def measure(sizes: Sizes) -> list[Table]:
-    source = headers()
-    folder = source.build(ROOT / "data")
-    setting = replace(sizes.setting, data=source.fingerprint(folder))
+    task = Text(headers, "headers")
+    setting = replace(sizes.setting, data=task.fingerprint())
     torch.set_float32_matmul_precision("high")  # on a GPU: TF32, as such a model would be trained
     rows: list[list[Cell]] = []
     reference: float | None = None
     for arm in sizes.arms:
         begin = time.perf_counter()
-        final = train.execute(Run(setting, arm, sizes.rate, 0), folder, torch.device(sizes.device))["final"]
+        final = train.execute(Run(setting, arm, sizes.rate, 0), task, torch.device(sizes.device))["final"]
         seconds = time.perf_counter() - begin
         what = "synchronous" if arm.synchronous else f"{arm.stages} stages, m={arm.microbatches}, {arm.correction}"
         if arm.synchronous:
@@ -50,7 +49,7 @@ def measure(sizes: Sizes) -> list[Table]:
         rows.append(
             [what, "not finite" if final is None else f"{final:.4f}", distance, 1e3 * seconds / setting.updates]
         )
-    count = sum(parameter.numel() for part in train.parts(setting, 1, 0) for parameter in part.parameters())
+    count = sum(parameter.numel() for part in train.parts(task, setting, 1, 0) for parameter in part.parameters())
     where = torch.cuda.get_device_name() if sizes.device == "cuda" else "CPU"
     return [
         Table(

@@ -19,21 +19,19 @@ from recipes.study.studies import STUDIES, Study
 FOLDER = ROOT / "docs" / "studies"
 
 
-def main(arguments: Sequence[str] | None = None, study: Study | None = None, text: Path | None = None) -> None:
+def main(arguments: Sequence[str] | None = None, study: Study | None = None) -> None:
     """A study, or with ``--report`` what is to be said of it.
 
     Args:
         arguments: words of the command line; default: the program's.
         study: in the place of the one that is named: a small form of it.
-        text: folder of a text, in the form of :mod:`recipes.data.sources`; default: the study's.
     """
     options = _parser().parse_args(arguments)
     study = study if study is not None else STUDIES[options.what]
-    sources, setting = study.sources(), study.setting
-    folder = text if text is not None else sources.build(ROOT / "data")
+    setting, task = study.setting, study.task
     updates = setting.updates if options.updates is None else options.updates
     warmup = updates * setting.warmup // setting.updates
-    setting = replace(setting, data=sources.fingerprint(folder), updates=updates, warmup=warmup)
+    setting = replace(setting, data=task.fingerprint(), updates=updates, warmup=warmup)
     plan = [
         arm
         for arm in study.plan
@@ -57,7 +55,7 @@ def main(arguments: Sequence[str] | None = None, study: Study | None = None, tex
             )
 
         with store.alone():
-            work.perform(setting, plan, options.seeds, store, folder, jobs=options.jobs, until=options.until, done=done)
+            work.perform(setting, plan, options.seeds, store, task, jobs=options.jobs, until=options.until, done=done)
     from recipes.study import page  # here: it draws, which runs need not wait for
 
     page.write(output, study, setting, plan, options.seeds, store)

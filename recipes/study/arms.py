@@ -26,16 +26,17 @@ class Setting:
     """What all arms share.
 
     Attributes:
-        data: fingerprint of the text.
-        layers, width, heads, context: of :class:`recipes.models.gpt.GPT`, on bytes.
-        batch: sequences an update.
+        data: fingerprint of the task.
+        layers, width: of the model.
+        heads, context: of :class:`recipes.models.gpt.GPT`.
+        batch: samples an update.
         updates: of each run.
         warmup: updates in which the rate rises linearly; then it falls as a cosine, to ``floor`` of the peak.
         clip: norm that each block's gradient is clipped to, embeddings with the first block and the head with the last:
             what a stage could do alone, whatever its number of blocks, so that all arms clip alike.
         every: updates between validations.
-        windows: fixed ones that a validation reads, evenly spaced over its text.
-        choice: fixed windows of the test split, by whose loss learning rates are chosen; 0: by the validation loss.
+        windows: fixed samples that a validation reads.
+        choice: fixed samples of the test split, by whose loss learning rates are chosen; 0: by the validation loss.
     """
 
     data: str

@@ -15,6 +15,7 @@ from recipes.study.findings import findings
 from recipes.study.rows import Row, progress, rows
 from recipes.study.store import FILE, Store
 from recipes.study.studies import Study
+from recipes.study.task import Words
 
 PAGE = "index.md"
 _WIDTH = 120
@@ -47,14 +48,14 @@ _DISTANCES = "Distances of the final loss to the synchronous arm's at equal upda
 _CHOSEN_ON_IT = """\
 - Rates are a factor of two apart, and chosen by the validation loss that is reported, on the seeds that are reported.
   The choice is alike for every arm, the synchronous one included, so gaps compare like with like; the losses themselves
-  are lower than on text that nothing was chosen on. Differences of some tenths of a percent can come from the grid of
+  are lower than on data that nothing was chosen on. Differences of some tenths of a percent can come from the grid of
   rates."""
 
 _CHOSEN_APART = """\
 - Rates are a factor of two apart. Differences of some tenths of a percent can come from that grid."""
 
 _NOT_SHOWN = """\
-- One small model, short contexts, one text, few updates. How a gap goes on with size and with the length of training is
+- One small model, {limits}, few updates. How a gap goes on with size and with the length of training is
   not known from here. The rate's warm-up is long, a fifth of the updates, for all arms.
 - Other settings (betas, weight decay, warm-up, clipping, batch) are the same for all arms and were tuned for none in
   this study. That the warm-up is long was found to help asynchronous arms most, on this model.
@@ -71,6 +72,7 @@ _NOT_SHOWN = """\
 
 def write(directory: Path, study: Study, setting: Setting, plan: Sequence[Arm], seeds: int, store: Store) -> None:
     """The page and its pictures; what has not been run is left out, and counted."""
+    words = study.task.words
     directory.mkdir(parents=True, exist_ok=True)
     found = rows(setting, plan, seeds, store)
     names = dict.fromkeys(arm.optimizer for arm in plan)
@@ -82,19 +84,20 @@ def write(directory: Path, study: Study, setting: Setting, plan: Sequence[Arm], 
     parts = [f"# {study.title}", _QUESTION, _state(setting, plan, seeds, store, found)]
     parts += [f"    python -m recipes.study {study.name}"]
     parts += ["## What this shows", *([_DISTANCES, shown] if shown else ["Nothing yet: too few runs are done."])]
-    parts += ["## What this does not show", f"{_NOT_SHOWN}\n{_CHOSEN_APART if setting.choice else _CHOSEN_ON_IT}"]
+    chosen = _CHOSEN_APART if setting.choice else _CHOSEN_ON_IT
+    parts += ["## What this does not show", f"{_NOT_SHOWN.format(limits=words.limits)}\n{chosen}"]
     deepest = next((p for p in stages if begun[p]), None)
     if deepest is not None:
         picture.gaps(found, optimizers, directory / "gaps.png")
-        picture.curves(found, begun[deepest], deepest, directory / "curves.png")
+        picture.curves(found, begun[deepest], deepest, words.unit, directory / "curves.png")
         parts += ["## Pictures", "![Distance of each arm's final loss to the synchronous arm's](gaps.png)"]
         parts += ["A dot for each seed, a bar at their mean."]
         parts += [f"![Loss over updates and over simulated time, {deepest} stages](curves.png)"]
-    parts += ["## Results", tables.READING]
+    parts += ["## Results", tables.READING.format(unit=words.unit)]
     parts += [tables.results(found, name, p).markdown() for p in stages for name in begun[p]]
     parts += ["## Tried, and left", study.tried] if study.tried else []
-    parts += ["## Arms", _arms(plan), "## Setting", *_setting(study, setting, plan, seeds, store)]
-    parts += ["## Rates", _rates(setting, plan), *(tables.rates(found, name).markdown() for name in optimizers)]
+    parts += ["## Arms", _arms(plan), "## Setting", *_setting(words, setting, plan, seeds, store)]
+    parts += ["## Rates", _rates(words, setting, plan), *(tables.rates(found, name).markdown() for name in optimizers)]
     parts += ["## Simulated time", _time()]
     (directory / PAGE).write_text("\n\n".join(parts) + "\n")
 
@@ -125,39 +128,37 @@ def _arms(plan: Sequence[Arm]) -> str:
     return "\n".join(lines)
 
 
-def _setting(study: Study, setting: Setting, plan: Sequence[Arm], seeds: int, store: Store) -> list[str]:
+def _setting(words: Words, setting: Setting, plan: Sequence[Arm], seeds: int, store: Store) -> list[str]:
     mine = [result for run, result in store.results.items() if run.setting == setting]
-    values = ", ".join(f"{field.name} {getattr(setting, field.name)}" for field in fields(setting))
+    used_names = [field.name for field in fields(setting) if field.name not in words.unused]
+    values = ", ".join(f"{name} {getattr(setting, name)}" for name in used_names)
     versions = ", ".join(sorted({str(result["torch"]) for result in mine}))
     used = {arm.optimizer for arm in plan}
     optimizers = " ".join(text for name, text in _OPTIMIZERS.items() if name in used)
     optimizers = optimizers.format(decay=200 / setting.updates)
     hours = sum(result["seconds"] for result in mine) / 3600
     return [
+        fill(f"{words.model}, float32 on CPUs, a thread a run: {values}.", _WIDTH),
         fill(
-            f"`recipes.models.gpt.GPT` on the bytes of {study.described}, float32 on CPUs, a thread a run: {values}.",
-            _WIDTH,
-        ),
-        fill(
-            f"Windows are drawn at random by the seed, which initialises the model too; {seeds} seeds, the same for "
-            f"every arm; {setting.windows} fixed windows, evenly spaced over the held-out files, for validation. The "
-            f"rate rises linearly over {setting.warmup} updates, and then falls as half a cosine to {setting.floor:g} "
-            f"of its peak. Gradients are clipped to a norm of {setting.clip:g} block by block, embeddings with the "
-            f"first and the head with the last, so that all arms clip alike. {optimizers} torch {versions}; "
+            f"{words.drawn} by the seed, which initialises the model too; {seeds} seeds, the same for every arm; "
+            f"{setting.windows} fixed {words.samples}, {words.held_out}, for validation. The rate rises linearly over "
+            f"{setting.warmup} updates, and then falls as half a cosine to {setting.floor:g} of its peak. Gradients "
+            f"are clipped to a norm of {setting.clip:g} block by block, what comes before the blocks with the first "
+            f"and what comes after them with the last, so that all arms clip alike. {optimizers} torch {versions}; "
             f"{hours:.1f} hours of one thread.",
             _WIDTH,
         ),
     ]
 
 
-def _rates(setting: Setting, plan: Sequence[Arm]) -> str:
+def _rates(words: Words, setting: Setting, plan: Sequence[Arm]) -> str:
     optimizers = {arm.optimizer for arm in plan}
     given = "; ".join(
         f"{name} {', '.join(f'{rate:g}' for rate in rates)}" for name, rates in RATES.items() if name in optimizers
     )
     return fill(
-        f"For each arm, on the first seed, by the final loss on {_chosen_on(setting)}, the synchronous one included: "
-        f"{given}. As long "
+        f"For each arm, on the first seed, by the final loss on {_chosen_on(words, setting)}, the synchronous one "
+        f"included: {given}. As long "
         f"as the best was the least or the greatest tried, the next by a factor of two was tried too, {EXTENSIONS} "
         f"more at most. The other seeds ran at the best, and at each that was within {TIE:.0%} of it; of those the "
         f"lowest mean over the seeds chose the arm's rate, in bold.",
@@ -165,8 +166,8 @@ def _rates(setting: Setting, plan: Sequence[Arm]) -> str:
     )
 
 
-def _chosen_on(setting: Setting) -> str:
-    return f"{setting.choice} windows of other files than those of the validation" if setting.choice else "validation"
+def _chosen_on(words: Words, setting: Setting) -> str:
+    return f"{setting.choice} {words.samples} {words.apart}" if setting.choice else "validation"
 
 
 def _time() -> str:

@@ -24,8 +24,8 @@ _LINEAR = 2  # % within which the distances' axis is linear; logarithmic beyond
 _BEGIN = 0.2  # of the updates: what comes before is not shown, for all is steep there
 
 
-def curves(rows: Mapping[Arm, Row], optimizers: Sequence[str], stages: int, path: Path) -> None:
-    """A column for each optimizer: above over updates, below over simulated time."""
+def curves(rows: Mapping[Arm, Row], optimizers: Sequence[str], stages: int, unit: str, path: Path) -> None:
+    """A column for each optimizer: above over updates, below over simulated time. ``unit``: of the loss."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.2 * len(optimizers) + 2.4, 8.4), dpi=110, layout="constrained")
@@ -35,18 +35,18 @@ def curves(rows: Mapping[Arm, Row], optimizers: Sequence[str], stages: int, path
         above, below = panels[0][column], panels[1][column]
         synchronous = rows[Arm(optimizer)].curve()
         total = synchronous[-1][0]
-        unit = clock.synchronous("1f1b", stages, 2 * stages, total)
+        whole = clock.synchronous("1f1b", stages, 2 * stages, total)
         for row in (row for arm, row in rows.items() if arm.optimizer == optimizer and arm.stages == stages):
             arm, style = row.arm, _style(row.arm)
             line = _draw(above, row.curve(), style)
-            times = [(clock.asynchronous(stages, arm.microbatches, u) / unit, loss) for u, loss in row.curve()]
+            times = [(clock.asynchronous(stages, arm.microbatches, u) / whole, loss) for u, loss in row.curve()]
             _draw(below, times, style)
             labels.setdefault(row.name, line)
         for (schedule, name), dashes in zip(clock.NAMES.items(), ("-", "--"), strict=True):
             style = {"color": "black", "linestyle": dashes, "linewidth": 2.2}
             if schedule == "1f1b":
                 _draw(above, synchronous, style)
-            times = [(clock.synchronous(schedule, stages, 2 * stages, u) / unit, loss) for u, loss in synchronous]
+            times = [(clock.synchronous(schedule, stages, 2 * stages, u) / whole, loss) for u, loss in synchronous]
             label = "synchronous (in time: 1F1B)" if schedule == "1f1b" else f"synchronous, {name}"
             labels.setdefault(label, _draw(below, times, style))
         for panel in (above, below):
@@ -54,12 +54,12 @@ def curves(rows: Mapping[Arm, Row], optimizers: Sequence[str], stages: int, path
             low = min(row.mean for arm, row in rows.items() if arm.optimizer == optimizer)
             panel.set_ylim(0.98 * low, 1.02 * next(loss for u, loss in synchronous if u >= _BEGIN * total))
         above.set_xlim(_BEGIN * total, total)
-        below.set_xlim(left=_BEGIN * clock.asynchronous(stages, 2 * stages, total) / unit)
+        below.set_xlim(left=_BEGIN * clock.asynchronous(stages, 2 * stages, total) / whole)
         above.set_title(NAMES[optimizer], loc="left", fontweight="bold")
         above.set_xlabel("updates")
         below.set_xlabel(f"simulated time; 1: the synchronous arm's by 1F1B, m={2 * stages}")
     for row_of_panels in panels:
-        row_of_panels[0].set_ylabel("validation loss (nats a byte)")
+        row_of_panels[0].set_ylabel(f"validation loss ({unit})")
     for panel in panels.flat:
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(color="#E5E5E5", linewidth=0.6)

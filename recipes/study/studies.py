@@ -1,14 +1,17 @@
-"""The studies that there are, by name: a text, and which arms train on it."""
+"""The studies that there are, by name: a task, and which arms train on it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from lightning_parallel.pipeline.staleness import Correction
-from recipes.data.sources import Sources, headers, stdlib
+from recipes.data.sources import headers, stdlib
 from recipes.study.arms import OPTIMIZERS, STAGES, Arm, Setting, arms
+from recipes.study.images import Digits
+from recipes.study.task import Task
+from recipes.study.text import Text
 
 
 @dataclass(frozen=True)
@@ -18,8 +21,7 @@ class Study:
     Attributes:
         name: of the study, and of its folder.
         title: of its page.
-        sources: makes its text.
-        described: the text, in the page's words.
+        task: data and model.
         setting: what all arms share; its ``data`` is filled in.
         plan: the arms, in the order in which they run.
         tried: what its page tells of earlier attempts.
@@ -27,8 +29,7 @@ class Study:
 
     name: str
     title: str
-    sources: Callable[[], Sources]
-    described: str
+    task: Task
     setting: Setting
     plan: tuple[Arm, ...]
     tried: str = ""
@@ -49,6 +50,20 @@ def _of_sixteen_stages() -> tuple[Arm, ...]:
     so: Correction = "second_order"
     plan = [Arm("adamw"), Arm("adamw", 16, 32, "stash", so), Arm("muon"), Arm("muon", 16, 32, "stash", so)]
     return (*plan, Arm("adamw", 16, 16, "stash", so), Arm("adamw", 16, 32))
+
+
+def _of_thirty_two_stages() -> tuple[Arm, ...]:
+    so: Correction = "second_order"
+    return tuple(arm for name in ("adamw", "muon") for arm in (Arm(name), Arm(name, 32, 64, "stash", so)))
+
+
+def _on_images() -> tuple[Arm, ...]:
+    """Eight stages: what is recommended first, then without a correction, then with half as many microbatches."""
+    so: Correction = "second_order"
+    plan = [arm for name in ("adamw", "muon") for arm in (Arm(name), Arm(name, 8, 16, "stash", so))]
+    for m, correction in ((16, None), (8, so), (8, None)):
+        plan += [Arm("adamw", 8, m, "stash", correction), Arm("muon", 8, m, "stash", correction)]
+    return tuple(plan)
 
 
 def _recommended_for_eight() -> tuple[Arm, ...]:
@@ -88,13 +103,13 @@ curvature of 38. With c = 0.44 (the first of 8 stages, m=16) that falls to 2.3; 
 order 12.5, two terms 13.1, three 18; with c = 0.88 (m=8) it is 1.1, 3.1, 5.7, 6.1 and 5.6. More terms
 amplify noise."""
 
-_HEADERS = "the C and C++ headers that torch brings (`recipes.data.sources.headers`)"
+_DIGITS = Digits(shift=1, noise=0.3)
+_HEADERS = Text(headers, "the C and C++ headers that torch brings (`recipes.data.sources.headers`)")
 _ALL = (
     Study(
         name="asynchrony",
         title="What late gradients cost",
-        sources=stdlib,
-        described="Python's standard library (`recipes.data.sources.stdlib`)",
+        task=Text(stdlib, "Python's standard library (`recipes.data.sources.stdlib`)"),
         setting=Setting(data=""),
         plan=tuple(arms(OPTIMIZERS, STAGES)),
         tried=_TRIED,
@@ -102,32 +117,42 @@ _ALL = (
     Study(
         name="asynchrony_on_headers",
         title="What late gradients cost on another text",
-        sources=headers,
-        described=_HEADERS,
+        task=_HEADERS,
         setting=Setting(data="", choice=512),
         plan=_on_headers(),
     ),
     Study(
         name="asynchrony_16_stages",
         title="What late gradients cost over 16 stages",
-        sources=headers,
-        described=_HEADERS,
+        task=_HEADERS,
         setting=Setting(data="", layers=16, batch=32, updates=500, warmup=100, every=25, choice=512),
         plan=_of_sixteen_stages(),
     ),
     Study(
+        name="asynchrony_32_stages",
+        title="What late gradients cost over 32 stages",
+        task=_DIGITS,
+        setting=Setting(data="", layers=32, batch=64, updates=300, warmup=60, every=15, windows=1800, choice=1800),
+        plan=_of_thirty_two_stages(),
+    ),
+    Study(
+        name="asynchrony_on_images",
+        title="What late gradients cost on images",
+        task=_DIGITS,
+        setting=Setting(data="", batch=32, updates=600, warmup=120, every=30, windows=1800, choice=1800),
+        plan=_on_images(),
+    ),
+    Study(
         name="asynchrony_larger",
         title="What late gradients cost a model four times as large",
-        sources=headers,
-        described=_HEADERS,
+        task=_HEADERS,
         setting=Setting(data="", width=128, heads=8, choice=512),
         plan=_recommended_for_eight(),
     ),
     Study(
         name="asynchrony_longer",
         title="What late gradients cost in runs four times as long",
-        sources=headers,
-        described=_HEADERS,
+        task=_HEADERS,
         setting=Setting(data="", updates=4000, warmup=800, every=100, choice=512),
         plan=_recommended_for_eight(),
     ),

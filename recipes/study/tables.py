@@ -18,7 +18,7 @@ MARGIN = 0.005  # above the synchronous loss: the second target on the clock
 READING = """\
 Staleness and copies are the first stage's: updates between a microbatch's forward and its backward, in the mean, and
 copies of its weights beside the parameters, at most. Loss: of the parameters on the validation set after the last
-update, in nats a byte, with the standard deviation over the seeds. Gap: the distance to the synchronous arm's loss at
+update, in {unit}, with the standard deviation over the seeds. Gap: the distance to the synchronous arm's loss at
 the same seed, the mean, and by seed. Busy: share of the time that stages compute, in theory. Speed-up: the synchronous
 arm's time to its own final loss, by the mean curves and the simulated clock, divided by this arm's to the same loss;
 above 1 this arm is there first. The synchronous arm has two microbatches a stage, and runs by 1F1B, or by the fastest

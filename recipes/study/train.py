@@ -7,59 +7,46 @@ the same: those go through a stage together, as one call. The gradients are thos
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_parallel.pipeline.delayed import Delayed, Reading
-from recipes.data import sources
-from recipes.data.tokens import Tokens, TokenWindows
-from recipes.models.gpt import GPT
 from recipes.models.muon import MuonAdamW
 from recipes.models.optimizer import warmup_cosine
 from recipes.study.arms import Run, Setting
+from recipes.study.task import Chain, Task
 
 _CPU = torch.device("cpu")
-_VALIDATED = 128  # windows at a time
+_VALIDATED = 128  # samples at a time
 
 
 class Part(nn.Module):
-    """Some consecutive blocks of a GPT, under the names they have there; with its embeddings, its head or both.
+    """Some consecutive blocks of a model; with what comes before the first of them, after the last, or both."""
 
-    Shapes: [batch, time] of tokens, or [batch, time, width] -> [batch, time, width], or logits at the end.
-    """
-
-    def __init__(self, model: GPT, blocks: range) -> None:
+    def __init__(self, model: Chain, blocks: range) -> None:
         super().__init__()
-        first, last = blocks.start == 0, blocks.stop == len(model.blocks)
-        self.token_embedding = model.token_embedding if first else None
-        self.position_embedding = model.position_embedding if first else None
+        self.before = model.before if blocks.start == 0 else None
         self.blocks = nn.ModuleDict({str(index): model.blocks[index] for index in blocks})
-        self.norm = model.norm if last else None
-        self.head = model.head if last else None
+        self.after = model.after if blocks.stop == len(model.blocks) else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.token_embedding is not None and self.position_embedding is not None:
-            positions = torch.arange(x.shape[1], device=x.device)
-            x = self.token_embedding(x) + self.position_embedding(positions)
+        if self.before is not None:
+            x = self.before(x)
         for block in self.blocks.values():
             x = block(x)
-        if self.norm is not None and self.head is not None:
-            x = self.head(self.norm(x))
-        return x
+        return x if self.after is None else self.after(x)
 
 
-def parts(setting: Setting, stages: int, seed: int) -> list[Part]:
-    """A GPT initialised by ``seed``, cut into ``stages`` of as many blocks each."""
+def parts(task: Task, setting: Setting, stages: int, seed: int) -> list[Part]:
+    """A task's model, initialised by ``seed``, cut into ``stages`` of as many blocks each."""
     torch.manual_seed(seed)
-    model = GPT(optimizer={}, context=setting.context, layers=setting.layers, width=setting.width, heads=setting.heads)
+    model = task.chain(setting)
     share = setting.layers // stages
     return [Part(model, range(s * share, (s + 1) * share)) for s in range(stages)]
 
@@ -97,26 +84,16 @@ def clipped_together(setting: Setting, parameters: Mapping[str, nn.Parameter]) -
     groups: dict[int, list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
         kind, place, *_ = name.split(".")
-        block = int(place) if kind == "blocks" else 0 if kind.endswith("embedding") else setting.layers - 1
+        block = int(place) if kind == "blocks" else 0 if kind == "before" else setting.layers - 1
         groups.setdefault(block, []).append(parameter)
     return list(groups.values())
-
-
-def batches(setting: Setting, tokens: Tensor, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Windows at random places of the text, the same for every arm: inputs and targets, [batch, context] each."""
-    generator = torch.Generator().manual_seed(seed)
-    places = torch.arange(setting.context + 1)
-    for _ in range(setting.updates):
-        starts = torch.randint(len(tokens) - setting.context, (setting.batch, 1), generator=generator)
-        windows = tokens[starts + places].long()
-        yield windows[:, :-1], windows[:, 1:]
 
 
 def forward(chain: Sequence[Part], readings: Sequence[Reading], x: Tensor) -> Tensor:
     """Logits of a batch, each microbatch by the weights that it reads.
 
     Args:
-        x: [batch, time]; a microbatch is as many neighbours as there are samples for each of ``readings``.
+        x: [batch, ...]; a microbatch is as many neighbours as there are samples for each of ``readings``.
     """
     samples = len(x) // len(readings)
     for stage, part in enumerate(chain):
@@ -132,24 +109,24 @@ def forward(chain: Sequence[Part], readings: Sequence[Reading], x: Tensor) -> Te
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    """Of logits [batch, ..., classes] and targets [batch, ...]."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def execute(run: Run, folder: Path, device: torch.device = _CPU) -> dict[str, Any]:
+def execute(run: Run, task: Task, device: torch.device = _CPU) -> dict[str, Any]:
     """Train and validate.
 
     Args:
-        folder: of the text, from :meth:`recipes.data.sources.Sources.build`.
         device: on which the model is trained.
 
     Returns:
         ``curve``: [updates, validation loss] pairs, of the parameters themselves; ``final``: the last; ``choice``:
-        that on the text by which rates are chosen; and ``final_read``: the validation loss of the weights that the
+        that on the data by which rates are chosen; and ``final_read``: the validation loss of the weights that the
         next microbatch's forward would read. None where it was not finite.
     """
     setting, arm = run.setting, run.arm
     torch.set_flush_denormal(True)  # Adam's second moments get there, and the processor slows down tenfold
-    chain = [part.to(device) for part in parts(setting, arm.stages, run.seed)]
+    chain = [part.to(device) for part in parts(task, setting, arm.stages, run.seed)]
     names = [dict(part.named_parameters()) for part in chain]
     late = Delayed(names, weights=arm.weights, correction=arm.correction)
     optimizers = [optimizer_of(arm.optimizer, stage, setting) for stage in names]
@@ -160,10 +137,10 @@ def execute(run: Run, folder: Path, device: torch.device = _CPU) -> dict[str, An
             nn.utils.clip_grad_norm_(block, setting.clip, foreach=True)
         optimizers[stage].step()
 
-    validation = _windows(sources.tokens(folder, "val"), setting.context, setting.windows)
+    validation = task.held_out(setting, "val", setting.windows)
 
-    def validate(weights: Sequence[Mapping[str, Tensor]], windows: tuple[Tensor, Tensor] = validation) -> float:
-        inputs, targets = windows
+    def validate(weights: Sequence[Mapping[str, Tensor]], samples: tuple[Tensor, Tensor] = validation) -> float:
+        inputs, targets = samples
         total = 0.0
         with torch.inference_mode():
             for begin in range(0, len(inputs), _VALIDATED):
@@ -174,8 +151,7 @@ def execute(run: Run, folder: Path, device: torch.device = _CPU) -> dict[str, An
         return total / len(inputs)
 
     curve: list[list[float]] = []
-    tokens = torch.from_numpy(np.array(sources.tokens(folder, "train")))
-    for update, (x, y) in enumerate(batches(setting, tokens, run.seed)):
+    for update, (x, y) in enumerate(task.batches(setting, run.seed)):
         factor = warmup_cosine(update, warmup_steps=setting.warmup, total_steps=setting.updates, floor=setting.floor)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = run.rate * factor
@@ -191,17 +167,10 @@ def execute(run: Run, folder: Path, device: torch.device = _CPU) -> dict[str, An
         final = curve[-1][1]
         choice = final
         if setting.choice:
-            choice = validate(names, _windows(sources.tokens(folder, "test"), setting.context, setting.choice))
+            choice = validate(names, task.held_out(setting, "test", setting.choice))
         read = validate(late.feed(1)[0].stages)
         return {"curve": curve, "final": _finite(final), "choice": _finite(choice), "final_read": _finite(read)}
     return {"curve": curve, "final": None, "choice": None, "final_read": None}
-
-
-def _windows(text: Tokens, context: int, count: int) -> tuple[Tensor, Tensor]:
-    """Fixed ones, evenly spaced: inputs and targets, [count, context] each."""
-    found = TokenWindows(text, context, count)
-    inputs, targets = zip(*map(found.__getitem__, range(len(found))), strict=True)
-    return torch.stack(inputs), torch.stack(targets)
 
 
 def _finite(loss: float) -> float | None:

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 
 import torch
 
 from recipes.study import train
 from recipes.study.arms import Arm, Run, Setting, wanted
 from recipes.study.store import Store
+from recipes.study.task import Task
 
 
 def following(setting: Setting, plan: Sequence[Arm], seeds: int, store: Store, under_way: Sequence[Run]) -> Run | None:
@@ -35,7 +35,7 @@ def perform(
     plan: Sequence[Arm],
     seeds: int,
     store: Store,
-    folder: Path,
+    task: Task,
     *,
     jobs: int,
     until: float | None = None,
@@ -44,7 +44,6 @@ def perform(
     """Run what is missing.
 
     Args:
-        folder: of the text.
         jobs: processes at a time.
         until: minutes after which no more runs start.
         done: called after each run.
@@ -64,7 +63,7 @@ def perform(
                 if run is None:
                     break
                 receiver, sender = context.Pipe(duplex=False)
-                worker = context.Process(target=_execute, args=(run, folder, sender), daemon=True)
+                worker = context.Process(target=_execute, args=(run, task, sender), daemon=True)
                 worker.start()
                 sender.close()  # so that the end of the process ends the pipe
                 under_way[run] = (worker, receiver)
@@ -89,9 +88,9 @@ def perform(
             left.join()
 
 
-def _execute(run: Run, folder: Path, sender: Connection) -> None:
+def _execute(run: Run, task: Task, sender: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that has the results
     torch.set_num_threads(1)
     begin = time.monotonic()
-    result = train.execute(run, folder)
+    result = train.execute(run, task)
     sender.send({**result, "seconds": round(time.monotonic() - begin, 1), "torch": torch.__version__})

@@ -37,6 +37,8 @@ from recipes.bench.contestants import Ours, Torch
 from recipes.bench.layers import LlamaBlock, MakeOptimizer
 from recipes.bench.replicated import Run, Work
 from recipes.bench.report import Table
+from recipes.data.sources import headers
+from recipes.study.text import Text
 from recipes.study.train import parts
 from tests.pool import WorkerPool
 
@@ -311,7 +313,7 @@ def test_late_gradients_are_compared_with_synchronous_ones() -> None:
 def test_the_large_model_has_a_hundred_million_parameters() -> None:
     setting = late.CUDA.setting
     with torch.device("meta"):
-        made = parts(setting, 1, 0)
+        made = parts(Text(headers, "headers"), setting, 1, 0)
     assert sum(parameter.numel() for part in made for parameter in part.parameters()) >= 100e6
 
 

@@ -70,20 +70,20 @@ def test_arms_without_their_synchronous_one_are_left_out(tmp_path: Path) -> None
 
 
 def test_the_command_runs_a_small_study_and_reports_it_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    write_text(tmp_path / "text")
+    study = replace(STUDY, task=write_text(tmp_path / "text"))
     options = ["asynchrony", "--output", str(tmp_path), "--optimizers", "adamw", "--stages", "2"]
-    main([*options, "--seeds", "1", "--until", "0.05"], STUDY, tmp_path / "text")
+    main([*options, "--seeds", "1", "--until", "0.05"], study)
     assert (tmp_path / FILE).exists() and "adamw synchronous" in capfd.readouterr().out
     before = (tmp_path / page.PAGE).read_text()
     (tmp_path / page.PAGE).unlink()
-    main([*options, "--seeds", "1", "--report"], STUDY, tmp_path / "text")
+    main([*options, "--seeds", "1", "--report"], study)
     assert (tmp_path / page.PAGE).read_text() == before
     assert "data stdlib sha256:of the tests" in before
 
 
 def test_fewer_updates_keep_the_share_of_the_warm_up(tmp_path: Path) -> None:
-    write_text(tmp_path / "text")
-    main(["asynchrony", "--output", str(tmp_path), "--report", "--updates", "50"], text=tmp_path / "text")
+    study = replace(STUDIES["asynchrony"], task=write_text(tmp_path / "text"))
+    main(["asynchrony", "--output", str(tmp_path), "--report", "--updates", "50"], study)
     text = (tmp_path / page.PAGE).read_text()
     assert "updates 50," in text and "linearly over 10 updates" in " ".join(text.split())
 
@@ -97,8 +97,19 @@ def test_a_study_that_chooses_its_rates_on_other_text_says_so(tmp_path: Path) ->
     assert not any(word in text for word in ("validation loss that is reported", "Tried", "2BW", "NAdam", "nadamw"))
 
 
+def test_a_page_speaks_of_its_study_s_task(tmp_path: Path) -> None:
+    images = STUDIES["asynchrony_on_images"]
+    setting = replace(images.setting, data="digits")
+    store = Store(tmp_path)
+    fill(store, setting, images.plan, 2, made_up)
+    page.write(tmp_path, images, setting, images.plan, 2, store)
+    text = " ".join((tmp_path / page.PAGE).read_text().split())
+    assert "on the 64 pixels of scikit-learn's digits" in text and "in nats an image" in text
+    assert "1800 fixed images, of 180 held-out digits" in text and "1800 images of other digits than" in text
+    assert not any(word in text for word in ("heads", "context", "byte", "files", "windows,"))
+
+
 def test_arms_that_a_study_does_not_have_are_not_asked_for(tmp_path: Path) -> None:
-    write_text(tmp_path / "text")
-    few = replace(STUDY, plan=(Arm("adamw"),))
+    few = replace(STUDY, plan=(Arm("adamw"),), task=write_text(tmp_path / "text"))
     with pytest.raises(SystemExit, match="asynchrony has no arms with --optimizers muon"):
-        main(["asynchrony", "--output", str(tmp_path), "--optimizers", "muon", "--report"], few, tmp_path / "text")
+        main(["asynchrony", "--output", str(tmp_path), "--optimizers", "muon", "--report"], few)

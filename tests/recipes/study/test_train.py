@@ -14,12 +14,18 @@ from torch.func import functional_call
 
 from lightning_parallel.pipeline.delayed import Delayed
 from lightning_parallel.pipeline.staleness import Correction, Stashing
+from recipes.data.sources import stdlib
 from recipes.models.gpt import GPT
 from recipes.models.muon import MuonAdamW
 from recipes.models.optimizer import warmup_cosine
 from recipes.study.arms import Arm, Run, Setting
-from recipes.study.train import batches, clipped_together, execute, forward, loss_of, optimizer_of, parts
+from recipes.study.images import Digits
+from recipes.study.task import Task
+from recipes.study.text import Text
+from recipes.study.train import clipped_together, execute, forward, loss_of, optimizer_of, parts
 from tests.recipes.study.small import TINY, write_text
+
+STDLIB = Text(stdlib, "Python's standard library")
 
 
 @pytest.fixture(autouse=True)
@@ -45,26 +51,26 @@ def float64() -> Iterator[None]:
     ],
 )
 def test_microbatches_together_give_the_numbers_of_one_at_a_time(
-    microbatches: int, weights: Stashing, correction: Correction
+    microbatches: int, weights: Stashing, correction: Correction, tmp_path: Path
 ) -> None:
-    tokens = torch.randint(256, (400,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    task = write_text(tmp_path)
 
     def trained(together: bool) -> dict[str, Tensor]:
-        chain = parts(TINY, 4, seed=1)
+        chain = parts(task, TINY, 4, seed=1)
         names = [dict(part.named_parameters()) for part in chain]
         optimizers = [optimizer_of("adamw", stage, TINY) for stage in names]
         for group in (group for each in optimizers for group in each.param_groups):
             group["lr"] = 0.01
-        model = GPT(optimizer={}, context=8, layers=4, width=8, heads=2)
         late = Delayed(names, weights=weights, correction=correction)
-        for x, y in batches(TINY, tokens, seed=1):
+        for x, y in task.batches(TINY, seed=1):
             readings = late.feed(microbatches)
             if together:
                 late.backward(readings[0], loss_of(forward(chain, readings, x), y))
             else:
                 for reading, mine, theirs in zip(readings, x.chunk(microbatches), y.chunk(microbatches), strict=True):
-                    loss = loss_of(functional_call(model, reading.weights, (mine,)), theirs)
-                    late.backward(reading, loss, weight=1 / microbatches)
+                    for part, leaves in zip(chain, reading.stages, strict=True):
+                        mine = functional_call(part, dict(leaves), (mine,))
+                    late.backward(reading, loss_of(mine, theirs), weight=1 / microbatches)
             late.update(lambda stage: optimizers[stage].step())
         return {name: p.detach() for stage in names for name, p in stage.items()}
 
@@ -76,28 +82,28 @@ def test_microbatches_together_give_the_numbers_of_one_at_a_time(
 def test_the_parts_together_are_the_model() -> None:
     torch.manual_seed(3)
     model = GPT(optimizer={}, context=8, layers=4, width=8, heads=2)
-    chain = parts(TINY, 2, seed=3)
-    names = {name: p for part in chain for name, p in part.named_parameters()}
+    chain = parts(STDLIB, TINY, 2, seed=3)
     tokens = x = torch.randint(256, (2, 8))
     for part in chain:
         x = part(x)
-    assert names.keys() == dict(model.named_parameters()).keys()
+    assert sum(p.numel() for part in chain for p in part.parameters()) == sum(p.numel() for p in model.parameters())
     torch.testing.assert_close(x, model(tokens), rtol=0, atol=0)
 
 
-def by_hand(setting: Setting, rate: float, seed: int, text: Path) -> list[float]:
+def by_hand(setting: Setting, rate: float, seed: int, task: Text) -> list[float]:
     """Validation losses of the model trained by a plain loop."""
     torch.manual_seed(seed)
     model = GPT(optimizer={}, context=setting.context, layers=setting.layers, width=setting.width, heads=setting.heads)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=setting.weight_decay)
     first = nn.ModuleList([model.token_embedding, model.position_embedding, model.blocks[0]])
     last = nn.ModuleList([model.blocks[-1], model.norm, model.head])
-    tokens, held_out = (torch.from_numpy(np.fromfile(text / f"{name}.bin", np.uint8)) for name in ("train", "val"))
+    assert task.made is not None
+    held_out = torch.from_numpy(np.fromfile(task.made / "val.bin", np.uint8))
     windows = (len(held_out) - 1) // setting.context
     starts = [i * windows // setting.windows * setting.context for i in range(setting.windows)]
     validation = torch.stack([held_out[start : start + setting.context + 1] for start in starts]).long()
     losses = []
-    for update, (x, y) in enumerate(batches(setting, tokens, seed)):
+    for update, (x, y) in enumerate(task.batches(setting, seed)):
         optimizer.param_groups[0]["lr"] = rate * warmup_cosine(
             update, warmup_steps=setting.warmup, total_steps=setting.updates, floor=setting.floor
         )
@@ -115,55 +121,48 @@ def by_hand(setting: Setting, rate: float, seed: int, text: Path) -> list[float]
 
 def test_the_synchronous_arm_is_a_plain_training_loop(tmp_path: Path) -> None:
     setting = replace(TINY, clip=0.05)  # some blocks' gradients are longer, some shorter
-    write_text(tmp_path)
-    result = execute(Run(setting, Arm("adamw"), 0.01, 2), tmp_path)
-    expected = by_hand(setting, 0.01, 2, tmp_path)
+    task = write_text(tmp_path)
+    result = execute(Run(setting, Arm("adamw"), 0.01, 2), task)
+    expected = by_hand(setting, 0.01, 2, task)
     assert [updates for updates, _ in result["curve"]] == [3, 6]
     assert [loss for _, loss in result["curve"]] == pytest.approx(expected, rel=0, abs=1e-12)
     assert result["final"] == result["final_read"] == result["curve"][-1][1]
 
 
 def test_corrected_weights_are_read_and_parameters_are_validated(tmp_path: Path) -> None:
-    write_text(tmp_path)
-    plain = execute(Run(TINY, Arm("adamw", 4, 8), 0.01, 0), tmp_path)
-    corrected = execute(Run(TINY, Arm("adamw", 4, 8, "stash", "second_order"), 0.01, 0), tmp_path)
+    task = write_text(tmp_path)
+    plain = execute(Run(TINY, Arm("adamw", 4, 8), 0.01, 0), task)
+    corrected = execute(Run(TINY, Arm("adamw", 4, 8, "stash", "second_order"), 0.01, 0), task)
     assert corrected["final"] != plain["final"]
     assert corrected["final_read"] != corrected["final"]
 
 
 def test_late_gradients_change_the_losses_and_equal_settings_do_not(tmp_path: Path) -> None:
-    write_text(tmp_path)
-    curves = [execute(Run(TINY, Arm("adamw", stages), 0.01, 0), tmp_path)["curve"] for stages in (1, 4, 4)]
+    task = write_text(tmp_path)
+    curves = [execute(Run(TINY, Arm("adamw", stages), 0.01, 0), task)["curve"] for stages in (1, 4, 4)]
     assert curves[0] != curves[1] == curves[2]
 
 
 def test_a_diverged_run_ends_early_without_a_loss(tmp_path: Path) -> None:
-    write_text(tmp_path)
-    result = execute(Run(replace(TINY, updates=60, warmup=1), Arm("adamw"), 1e200, 0), tmp_path)
+    task = write_text(tmp_path)
+    result = execute(Run(replace(TINY, updates=60, warmup=1), Arm("adamw"), 1e200, 0), task)
     assert result["final"] is result["choice"] is result["final_read"] is None and len(result["curve"]) < 20
 
 
 def test_rates_are_chosen_by_the_validation_s_loss_or_by_that_on_the_test_split(tmp_path: Path) -> None:
-    write_text(tmp_path)
+    task = write_text(tmp_path)
     run = Run(TINY, Arm("adamw"), 0.01, 0)
-    usual, apart = execute(run, tmp_path), execute(replace(run, setting=replace(TINY, choice=5)), tmp_path)
+    usual, apart = execute(run, task), execute(replace(run, setting=replace(TINY, choice=5)), task)
     assert usual["choice"] == usual["final"] == apart["final"] != apart["choice"]
     (tmp_path / "val.bin").write_bytes((tmp_path / "test.bin").read_bytes())
-    assert execute(run, tmp_path)["final"] == apart["choice"]
+    assert execute(run, task)["final"] == apart["choice"]
 
 
-def test_batches_depend_on_the_seed_alone() -> None:
-    tokens = torch.arange(200, dtype=torch.uint8)
-    one, again, other = (torch.cat([x for x, _ in batches(TINY, tokens, seed)]) for seed in (1, 1, 2))
-    assert torch.equal(one, again) and not torch.equal(one, other)
-    for x, y in batches(TINY, tokens, 1):
-        assert x.shape == (TINY.batch, TINY.context) and torch.equal(x + 1, y)
-
-
-def test_all_arms_clip_the_same_parameters_together() -> None:
+@pytest.mark.parametrize("task", [STDLIB, Digits(shift=1, noise=0.3)])
+def test_all_arms_clip_the_same_parameters_together(task: Task) -> None:
     def names(stages: int) -> set[frozenset[str]]:
         found = set()
-        for part in parts(TINY, stages, seed=0):
+        for part in parts(task, TINY, stages, seed=0):
             own = dict(part.named_parameters())
             by_id = {id(p): name for name, p in own.items()}
             found |= {frozenset(by_id[id(p)] for p in group) for group in clipped_together(TINY, own)}
@@ -173,7 +172,7 @@ def test_all_arms_clip_the_same_parameters_together() -> None:
 
 
 def test_muon_gets_the_blocks_matrices_and_nothing_else() -> None:
-    (whole,) = parts(TINY, 1, seed=0)
+    (whole,) = parts(STDLIB, TINY, 1, seed=0)
     optimizer = optimizer_of("muon", dict(whole.named_parameters()), TINY)
     assert isinstance(optimizer, MuonAdamW)
     matrices, others = (group["params"] for group in optimizer.param_groups)

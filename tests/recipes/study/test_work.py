@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from recipes.data.sources import stdlib
 from recipes.study import work
 from recipes.study.arms import RATES, Arm, Run, Setting
 from recipes.study.store import Store
+from recipes.study.text import Text
 from tests.recipes.study.small import TINY, write_text
 
 PLAN = [Arm("adamw"), Arm("adamw", 2, 4, "stash", "second_order")]
@@ -17,8 +19,7 @@ LOW, MIDDLE, HIGH = RATES["adamw"]
 
 
 def test_an_interrupted_study_goes_on_and_runs_nothing_twice(tmp_path: Path) -> None:
-    text = tmp_path / "text"
-    write_text(text)
+    task = write_text(tmp_path / "text")
     others = set(multiprocessing.active_children())  # of other tests
     first: list[Run] = []
 
@@ -28,12 +29,12 @@ def test_an_interrupted_study_goes_on_and_runs_nothing_twice(tmp_path: Path) -> 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        work.perform(TINY, PLAN, 2, Store(tmp_path), text, jobs=2, done=interrupt)
+        work.perform(TINY, PLAN, 2, Store(tmp_path), task, jobs=2, done=interrupt)
     assert set(multiprocessing.active_children()) == others
     assert set(Store(tmp_path).results) == set(first)
 
     second: list[Run] = []
-    work.perform(TINY, PLAN, 2, Store(tmp_path), text, jobs=2, done=second.append)
+    work.perform(TINY, PLAN, 2, Store(tmp_path), task, jobs=2, done=second.append)
     store = Store(tmp_path)
     assert not set(first) & set(second) and set(first) | set(second) == set(store.results)
     assert work.following(TINY, PLAN, 2, store, []) is None
@@ -41,18 +42,18 @@ def test_an_interrupted_study_goes_on_and_runs_nothing_twice(tmp_path: Path) -> 
     assert all(result["seconds"] >= 0 and result["torch"] for result in store.results.values())
 
     third: list[Run] = []
-    work.perform(TINY, PLAN, 2, store, text, jobs=2, done=third.append)
+    work.perform(TINY, PLAN, 2, store, task, jobs=2, done=third.append)
     assert not third
 
 
 def test_no_run_starts_after_the_deadline(tmp_path: Path) -> None:
-    work.perform(TINY, PLAN, 2, Store(tmp_path), tmp_path, jobs=2, until=0.0)
+    work.perform(TINY, PLAN, 2, Store(tmp_path), Text(stdlib, "none"), jobs=2, until=0.0)
     assert not Store(tmp_path).results
 
 
 def test_a_run_that_fails_ends_the_study_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"optimizer='adamw'.* ended with exit code 1"):
-        work.perform(TINY, PLAN, 2, Store(tmp_path), tmp_path / "no text", jobs=1)
+        work.perform(TINY, PLAN, 2, Store(tmp_path), Text(stdlib, "none", tmp_path / "no text"), jobs=1)
 
 
 def test_later_arms_start_while_an_earlier_one_s_rates_are_decided(tmp_path: Path) -> None:
