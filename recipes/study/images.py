@@ -54,7 +54,7 @@ class Digits:
             held_out="of 180 held-out digits",
             apart="of other digits than those of the validation",
             unit="nats an image",
-            limits="small images, one set of them",
+            limits="8 x 8 images",
             unused=frozenset({"heads", "context"}),
         )
 

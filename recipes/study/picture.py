@@ -87,6 +87,8 @@ def gaps(rows: Mapping[Arm, Row], optimizers: Sequence[str], path: Path) -> None
     from matplotlib.figure import Figure
 
     stages = sorted({arm.stages for arm in rows if not arm.synchronous}, reverse=True)
+    least = min(gap for row in rows.values() for gap in row.gaps(rows[Arm(row.arm.optimizer)]).values())
+    ticks = [*([-5] if least < -_LINEAR else []), -2, -1, 0, 1, 2, 5, 10, 20, 50]
     names = {p: list(dict.fromkeys(row.name for arm, row in rows.items() if arm.stages == p)) for p in stages}
     heights = [len(names[p]) + 1 for p in stages]
     size = (4.6 * len(optimizers) + 2.2, 1.1 + 0.34 * sum(heights))
@@ -104,7 +106,6 @@ def gaps(rows: Mapping[Arm, Row], optimizers: Sequence[str], path: Path) -> None
                 if arm.stages == p and arm.optimizer == optimizer:
                     _dots(panel, names[p].index(row.name), row, rows[Arm(optimizer)])
             panel.set_xscale("symlog", linthresh=_LINEAR)
-            ticks = [-2, -1, 0, 1, 2, 5, 10, 20, 50]
             panel.set_xticks(ticks, [str(tick) for tick in ticks])
             panel.minorticks_off()
             panel.axvline(0, color="black", linewidth=1)

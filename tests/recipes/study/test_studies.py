@@ -6,7 +6,7 @@ from recipes.study.studies import STUDIES
 
 
 def test_no_two_studies_have_a_folder_or_a_title_in_common() -> None:
-    assert len(STUDIES) == 7 and len({study.title for study in STUDIES.values()}) == 7
+    assert len(STUDIES) == 8 and len({study.title for study in STUDIES.values()}) == 8
 
 
 def test_every_arm_comes_once_and_a_synchronous_one_before_an_optimizer_s_others() -> None:
