@@ -53,8 +53,9 @@ class AsyncPipelineOptions(StagedOptions):
         correction: what forwards read in the place of the parameters, to make up for the delay
             (:mod:`lightning_parallel.pipeline.staleness`). ``"error_feedback"``: the parameters extrapolated by the
             last update. ``"second_order"``: by the previous extrapolation too. A number: by so many times the last
-            update. All of them hold one more copy of the stage's weights. None: the parameters themselves. After a
-            drain (validation, checkpoints) forwards read the parameters themselves.
+            update. All of them hold one more copy of the stage's weights. None: the parameters themselves, as suits
+            an optimizer without momentum. After a drain (validation, checkpoints) forwards read the parameters
+            themselves.
         lr_discount: for this many updates (PipeMare's T1), stages whose gradients are more than one update late use a
             smaller learning rate, which grows to the full one. None: all stages use the full rate from the start.
         extra_in_flight: microbatches in flight on each link beyond the fewest that keep all stages busy. 1 hides the
