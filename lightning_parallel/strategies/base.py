@@ -218,7 +218,8 @@ class LayoutStrategy(ParallelStrategy):
             # and all stages except the last count none.
             if hasattr(child, "process_group") and hasattr(child, "sync_on_compute") and child.process_group is None:
                 child.process_group = self.groups.along("data")
-        self.model = self.precision_plugin.convert_module(self.lightning_module)
+        with self.disk_offload:  # it may be a copy of the whole model, in another precision
+            self.model = self.precision_plugin.convert_module(self.lightning_module)
         return self.lightning_module
 
     def hold(self, trainer: pl.Trainer, local: LocalModel) -> None:
