@@ -51,7 +51,6 @@ __all__ = [
     "has_hooks",
     "hooks_beside",
     "is_bound_to_device",
-    "is_compiled",
     "keeps_graph",
     "make_parameter",
     "memory_is_shared",
@@ -287,11 +286,6 @@ def shallow_copy(module: nn.Module) -> nn.Module:
 
 
 # -- process groups ----------------------------------------------------------------------------------------------
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Has torch.compile made this module, or changed how it is called?"""
-    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def boxed_group(argument: Any) -> dist.ProcessGroup | None:

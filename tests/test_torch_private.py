@@ -485,10 +485,3 @@ def test_memory_history_is_asked_of_torch_as_it_wants(monkeypatch: pytest.Monkey
     torch_private.record_memory_history(3)
     torch_private.write_memory_history(tmp_path / "memory.pickle")
     torch_private.record_memory_history(None)
-
-
-def test_is_compiled_tells_both_ways_to_compile_a_module() -> None:
-    plain, in_place = nn.Linear(2, 2), nn.Linear(2, 2)
-    in_place.compile()
-    assert not torch_private.is_compiled(plain)
-    assert torch_private.is_compiled(torch.compile(plain)) and torch_private.is_compiled(in_place)

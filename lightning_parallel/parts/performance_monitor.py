@@ -19,9 +19,7 @@ from typing_extensions import override
 
 from lightning_parallel.lightning_private import ends_update, logged_step
 from lightning_parallel.parts.performance import Noticeboard, StageFigures, content, memory_in_use, peak_of
-from lightning_parallel.pipeline.operations import OperationsNoted
 from lightning_parallel.pipeline.timeline import COMPUTE
-from lightning_parallel.torch_private import is_compiled
 
 _BACKWARDS = 2  # a backward computes as much as two forwards
 _EACH = 64  # ranks; the memory of more isn't told one by one
@@ -35,7 +33,7 @@ class PerformanceMonitor(Callback):
                             integer tensor [batch, time] is in it; padding counts.
     ``mfu``                 model FLOPs utilisation, between 0 and 1: the operations of forwards, and twice as many for
                             backwards, by torch's formulas, over the peak of all devices. What is computed again for
-                            ``activation_checkpointing`` doesn't count.
+                            ``activation_checkpointing`` doesn't count. Batches of other sizes count by their tokens.
     ``memory_gib/rank3``    of each rank: resident in host memory; on a GPU the most that was allocated so far. Of more
                             than 64 ranks, ``memory_gib/highest`` alone.
     ``bubble_theory``       of a pipeline: the fraction of time that its schedule leaves stages idle.
@@ -44,10 +42,10 @@ class PerformanceMonitor(Callback):
                             the stage where they are latest.
     ======================  ===========================================================================================
 
-    The first batch counts in none of them, since much is made in it. Operations are counted in the first forward (with
-    manual optimization, in all of the first batch), in pipelines in the look before training. There is no ``mfu`` where
-    that is impossible: for a model that ``torch.compile`` has compiled, or replicas in threads. A ``flops_per_batch``
-    of the module, as of Lightning's ``ThroughputMonitor``, is taken instead: of a replica's batch, backward included.
+    The first batch counts in none of them, since much is made in it. Pipelines count operations in their look at the
+    step before training. Elsewhere there is an ``mfu`` where the module has ``flops_per_batch``, a number or a
+    function, as for Lightning's ``ThroughputMonitor``: of a replica's batch, backward included. It is taken in
+    pipelines, too.
 
     Args:
         peak_flops: the FLOP/s of one device in the run's precision; None: by the data sheet of a GPU that Lightning
@@ -60,8 +58,7 @@ class PerformanceMonitor(Callback):
         self._given_peak = peak_flops
         self._peak = 0.0  # of one device
         self._noticeboard: Noticeboard | None = None
-        self._noted: OperationsNoted | None = None  # while operations are counted
-        self._flops: float | None = 0.0  # of what is one of the unit, on all ranks of a replica; 0: not counted yet
+        self._flops: float | None = None  # of one token or sample, on all ranks of a replica, if it is known
         self._unit, self._count = "samples", 0  # what batches hold, and how much since the last log
         self._since: float | None = None  # of the clock; None before the first batch has ended
         self._paused: float | None = None
@@ -74,43 +71,16 @@ class PerformanceMonitor(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._since = self._paused = self._bubble = None
         self._count = self._spans = 0
-        self._flops = 0.0
+        self._flops = None
         self._peak = self._given_peak or peak_of(trainer)
         self._noticeboard = Noticeboard() if trainer.world_size > 1 else None
         if self._noticeboard is not None:
             self._noticeboard.leave({"memory": memory_in_use(trainer.strategy.root_device)})
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if self._since is not None or self._flops != 0.0 or hasattr(trainer.strategy, "stage_figures"):
-            return
-        if getattr(pl_module, "flops_per_batch", None) is None and not any(map(is_compiled, pl_module.modules())):
-            self._noted = OperationsNoted()
-            self._noted.__enter__()
-
-    @override
-    def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        if pl_module.automatic_optimization:  # the step has run, and the backward comes
-            self._end_count(1 + _BACKWARDS)
-
-    @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
-        if pl_module.automatic_optimization:  # of a batch that begins no update
-            self._end_count(1 + _BACKWARDS)
-
-    def _end_count(self, factor: int) -> None:
-        if self._noted is not None:
-            noted, self._noted = self._noted, None
-            noted.__exit__(None, None, None)
-            self._flops = float(factor * noted.flops) or None
-
-    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._end_count(0 if pl_module.automatic_optimization else 1)  # 0: it had no backward
         self._unit, count = content(batch)
         if self._since is None:
             self._flops = self._flops_of_one(trainer, pl_module, count)
@@ -119,7 +89,7 @@ class PerformanceMonitor(Callback):
         self._count += count
         step = logged_step(trainer)
         interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if (step + 1) % interval == 0 and ends_update(trainer):
+        if interval and (step + 1) % interval == 0 and ends_update(trainer):
             self._tell(trainer, step)
 
     def _flops_of_one(self, trainer: pl.Trainer, module: nn.Module, count: int) -> float | None:
@@ -128,11 +98,7 @@ class PerformanceMonitor(Callback):
         if given is not None:
             return float(given() if callable(given) else given) / count
         stage = _stage_figures(trainer)
-        if stage is not None:
-            return (1 + _BACKWARDS) * stage.forward_flops / count or None
-        # Each rank has counted its own: of its batch, or of its shards.
-        ranks_of_replica = trainer.world_size // _replicas(trainer)
-        return None if not self._flops else ranks_of_replica * self._flops / count
+        return None if stage is None else (1 + _BACKWARDS) * stage.forward_flops / count or None
 
     # -- figures -------------------------------------------------------------------------------------------------
 
@@ -199,10 +165,6 @@ class PerformanceMonitor(Callback):
         if self._since is not None and self._paused is not None:
             self._since += time.monotonic() - self._paused
         self._paused = None
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._end_count(1)
 
 
 def _stage_figures(trainer: pl.Trainer) -> StageFigures | None:

@@ -239,9 +239,10 @@ class LayoutStrategy(ParallelStrategy):
 
     def _tell_what_ranks_hold(self, training: bool) -> None:
         """Print the table of all ranks, once for a module; again, if only a training needs this much memory."""
-        told, self._told = self._told, (self.lightning_module, training)
-        if told[0] is self.lightning_module and told[1] >= training:
+        told, for_training = self._told
+        if told is self.lightning_module and for_training >= training:
             return
+        self._told = (self.lightning_module, training)
         holding = self.holding() if training else replace(self.holding(), extra=0)
         optimizers = self.optimizers if training else None
         own = start_table.row(holding, self.layout, str(self.root_device), self.local_model, optimizers)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers.logger import DummyLogger
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_parallel import PerformanceMonitor
 from lightning_parallel.parts.performance import content, memory_in_use
@@ -45,31 +46,44 @@ def flops_of_a_token(found: dict[str, float], ranks: int) -> float:
     return found["mfu"] * PEAK * ranks / found["tokens_per_second"]
 
 
+def flops_of_a_forward(model: str) -> float:
+    """For each token."""
+    module, batch = ALL[model](), next(iter(ALL[model].loader(False, 2, 16)))
+    module.log = lambda *_, **__: None
+    with FlopCounterMode(display=False) as counted:
+        module.training_step(batch, 0)
+    return counted.get_total_flops() / batch["input_ids"].numel()
+
+
 @pytest.mark.parametrize(("strategy", "model", "options", "more"), [
     ("sync", "GPT2Untied", {"microbatches": 2}, {"bubble_theory"}),
     ("sync", "GPT2Untied", {"schedule": "zbv", "microbatches": 2, "timeline": True},
      {"bubble_theory", "bubble_measured"}),
     ("async", "GPT2Untied", {"timeline": True}, {"bubble_theory", "bubble_measured", "staleness"}),
-    ("tensor", "ShardableGPT2", {}, set()),
-    ("fsdp", "GPT2Untied", {}, set()),
-    ("ddp", "GPT2Untied", {}, set()),
 ])  # fmt: skip
-def test_figures_are_logged_on_one_rank_and_count_the_operations_of_one_process(
+def test_pipelines_figures_are_logged_on_one_rank_and_count_the_operations_of_one_process(
     pool: WorkerPool, strategy: str, model: str, options: dict[str, Any], more: set[str]
 ) -> None:
-    (alone,) = pool.run(figures, 1, "single", model, {}, init=False)
-    assert [*alone] == [1, 3]
-    assert {*alone[3]} == {"tokens_per_second", "mfu", "memory_gib/rank0"}
+    (flops,) = pool.run(flops_of_a_forward, 1, model, init=False)
     found, other = pool.run(figures, 2, strategy, model, options, init=False)
     assert other == {}
     assert [*found] == [1, 3]
     for each in found.values():
         assert {*each} == {"tokens_per_second", "mfu", "memory_gib/rank0", "memory_gib/rank1"} | more
-        assert flops_of_a_token(each, 2) == pytest.approx(flops_of_a_token(alone[3], 1), rel=0.03)
+        assert flops_of_a_token(each, 2) == pytest.approx(3 * flops, rel=0.03)
         assert all(0.05 < each[f"memory_gib/rank{rank}"] < 50 for rank in range(2))
         assert 0 <= each.get("bubble_theory", 0) < 1 and 0 < each.get("bubble_measured", 0.5) < 1
     if "staleness" in more:
         assert 0 < found[3]["staleness"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model"), [("tensor", "ShardableGPT2"), ("fsdp", "GPT2Untied"), ("ddp", "GPT2Untied")]
+)
+def test_other_strategies_have_no_utilisation(pool: WorkerPool, strategy: str, model: str) -> None:
+    found, other = pool.run(figures, 2, strategy, model, {}, init=False)
+    assert other == {} and [*found] == [1, 3]
+    assert all({*each} == {"tokens_per_second", "memory_gib/rank0", "memory_gib/rank1"} for each in found.values())
 
 
 def test_a_training_has_the_same_numbers_with_and_without(pool: WorkerPool) -> None:
@@ -90,34 +104,12 @@ class Given(BoringModel):
     flops_per_batch = 7000
 
 
-class Manual(BoringModel):
-    """Computes twice in a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        for _ in range(2):
-            self.manual_backward(self.layer(batch).sum())
-
-
-class Doubles(nn.Linear):
-    """torch.compile leaves torch's own layers as they are."""
-
-    def __init__(self) -> None:
-        super().__init__(32, 2)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return 2 * super().forward(rows)
-
-
 def fit(module: L.LightningModule, **given: Any) -> dict[int, dict[str, float]]:
     kept = Kept()
-    arguments: dict[str, Any] = {"val_check_interval": 3, "limit_val_batches": 0} | given
+    arguments: dict[str, Any] = {"val_check_interval": 3, "limit_val_batches": 0, "log_every_n_steps": 5} | given
     L.Trainer(
         accelerator="cpu", devices=1, max_steps=-1, max_epochs=1, limit_train_batches=6, logger=kept,
-        log_every_n_steps=5, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[PerformanceMonitor(PEAK)], **arguments,
     ).fit(module)  # fmt: skip
     return kept.figures
@@ -128,27 +120,44 @@ def test_validation_does_not_count() -> None:
     assert found["samples_per_second"] > 4  # four batches of one sample
 
 
-@pytest.mark.parametrize(("module", "flops"), [
-    (BoringModel(), 3 * 2 * 32 * 2), (Given(), 7000), (Manual(), 2 * 2 * 2 * 32 * 2)
-])  # fmt: skip
-def test_the_operations_of_a_sample_are_three_forwards_unless_they_are_given_or_seen(
-    module: L.LightningModule, flops: int
-) -> None:
+def test_the_operations_of_a_batch_may_be_given() -> None:
+    (found,) = fit(Given()).values()
+    assert found["mfu"] * PEAK / found["samples_per_second"] == pytest.approx(7000)
+
+
+def test_an_interval_of_none_logs_nothing() -> None:
+    assert fit(BoringModel(), log_every_n_steps=0) == {}
+
+
+def doubled(rows: Tensor) -> Tensor:
+    return 2 * rows
+
+
+class Compiled(BoringModel):
+    """With a function that torch.compile has compiled, and an operator that takes functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran = 0
+        self.doubled = torch.compile(doubled, backend=self._backend)
+
+    def _backend(self, graph: Any, inputs: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            self.ran += 1
+            return graph(*arguments)
+
+        return run
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = torch.cond(batch.sum() > 0, torch.sin, torch.cos, (batch,))
+        return super().training_step(self.doubled(rows), batch_idx)
+
+
+def test_what_is_compiled_stays_so_and_operators_that_take_functions_run() -> None:
+    module = Compiled()
     (found,) = fit(module).values()
-    assert found["mfu"] * PEAK / found["samples_per_second"] == pytest.approx(flops)
-
-
-def test_a_compiled_model_runs_its_first_batch_compiled_and_has_no_utilisation() -> None:
-    module, ran = BoringModel(), []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        ran.append(graph)
-        return graph.forward
-
-    module.layer = Doubles()
-    module.layer.compile(backend=backend)
-    (found,) = fit(module).values()
-    assert ran and {*found} == {"samples_per_second", "memory_gib/rank0"}
+    assert module.ran == 6
+    assert {*found} == {"samples_per_second", "memory_gib/rank0"}
 
 
 def test_tokens_are_what_an_integer_tensor_of_two_dimensions_has() -> None:
