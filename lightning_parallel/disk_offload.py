@@ -9,8 +9,9 @@ in files that are mapped into memory::
     divided                      | mapped file |   other ranks' tensors are freed, and their files with them
     loaded                       | memory      |   what is left, at the same addresses
 
-Nothing else changes: these are plain tensors on the CPU, whose addresses stay. What isn't seen here lies in memory, as
-always: tensors that are made in other threads, by NumPy or by other libraries.
+These are plain tensors on the CPU, whose addresses stay. What isn't seen here lies in memory, as always: tensors that
+are made in other threads, by NumPy or by other libraries. Three things differ. Their memory can't be resized. Until
+they are loaded, a forked process shares them, and no other thread may write to them while they are being loaded.
 """
 
 from __future__ import annotations
@@ -18,18 +19,20 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import sys
 import tempfile
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_parallel.torch_private import TorchDispatchMode, tree_leaves
+from lightning_parallel.torch_private import TorchDispatchMode, is_zero_tensor, makes_memory, tree_leaves
 
 LARGE = 2**20  # bytes of a tensor that is put into a file
 KEPT = 2**26  # bytes that are read or written until memory is dropped
@@ -39,17 +42,20 @@ _AT_A_TIME = 2**20  # bytes that are loaded
 _READ_AND_WRITE, _SHARED, _PRIVATE, _FIXED, _ANONYMOUS, _DONT_NEED = 3, 0x01, 0x02, 0x10, 0x20, 4
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")  # file systems
 _UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")  # operators' results
+_MAPPING = ("from_file",)  # operators whose results are files' memory already
 
 Mapped = ctypes.Array  # the bytes of a mapped file, which is unmapped when nothing refers to them
 
 
 class DiskOffload(TorchDispatchMode):
-    """Inside, new tensors of :data:`LARGE` bytes lie in files. It may be entered several times.
+    """Inside, new tensors of :data:`LARGE` bytes lie in files. It may be entered several times, and inside itself.
 
     Args:
         folder: of the files. They have no names, and end with their tensors. By default ``TMPDIR``, or ``/var/tmp``.
             Where it isn't on a disk, or the disk is full, a warning says so, and tensors lie in memory.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, folder: str | Path | None = None) -> None:
         super().__init__()
@@ -62,6 +68,9 @@ class DiskOffload(TorchDispatchMode):
         super().__exit__(*error)
         self.drop()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_mapped": []}  # a copy has other tensors
+
     def __torch_dispatch__(
         self,
         operator: Any,
@@ -72,32 +81,38 @@ class DiskOffload(TorchDispatchMode):
         result = operator(*arguments, **(named or {}))
         if self._has_failed:
             return result
-        given = {_address(tensor): tensor.nbytes for tensor in tree_leaves((arguments, named)) if _is_large(tensor)}
-        made: dict[int, torch.UntypedStorage] = {}  # by address: results may share memory
-        is_unwritten = operator.overloadpacket.__name__ in _UNWRITTEN
-        for tensor in tree_leaves(result):
-            if not _is_large(tensor) or _address(tensor) in given:  # it was given, or is a view of what was
-                continue
-            address = _address(tensor)
-            if address not in made:
-                made[address] = self._in_file(tensor.untyped_storage(), is_unwritten=is_unwritten)
-            tensor.set_(made[address], tensor.storage_offset(), tensor.shape, tensor.stride())
+        given = {_address(value): value.nbytes for value in tree_leaves((arguments, named)) if _is_large(value)}
         self._touched += sum(given.values())
-        self._touched += 0 if is_unwritten else sum(storage.nbytes() for storage in made.values())
+        if makes_memory(operator) and operator.overloadpacket.__name__ not in _MAPPING:
+            made = [value for value in tree_leaves(result) if _is_large(value) and _address(value) not in given]
+            self._put_into_files(made, operator.overloadpacket.__name__ in _UNWRITTEN)
         if self._touched > KEPT:
             self.drop()
         return result
 
+    def _put_into_files(self, tensors: Sequence[Tensor], is_unwritten: bool) -> None:
+        in_files = {_place(mapped) for mapped in self._alive()} if tensors else set()
+        moved: dict[int, torch.UntypedStorage] = {}  # by address: results may share memory
+        for tensor in tensors:
+            storage, address = tensor.untyped_storage(), _address(tensor)
+            if address in in_files:
+                continue  # entered inside itself, this has been here before
+            if address not in moved:
+                moved[address] = self._in_file(storage, is_unwritten=is_unwritten)
+                self._touched += 0 if is_unwritten else storage.nbytes()
+            tensor.set_(moved[address], tensor.storage_offset(), tensor.shape, tensor.stride())
+
     def drop(self) -> None:
         """Free the memory that files take. Their contents stay in the files, and come back when they are read."""
-        for mapped in self._alive():
-            _checked(_libc().madvise(_place(mapped), ctypes.sizeof(mapped), _DONT_NEED))
+        for mapped in self._alive():  # advice: that of locked memory isn't taken
+            _libc().madvise(_place(mapped), ctypes.sizeof(mapped), _DONT_NEED)
         self._touched = 0
 
     def load(self) -> None:
         """Bring into memory what is left of the tensors. Their files end."""
         if self._alive():
             gc.collect()  # replaced modules refer to themselves
+            _libc().malloc_trim(0)  # what was freed while tensors were made and divided
         for mapped in self._alive():
             _load(mapped)
         self._mapped = []
@@ -108,17 +123,22 @@ class DiskOffload(TorchDispatchMode):
         self._mapped = [weakref.ref(mapped) for mapped in alive]
         return alive
 
+    @cached_property
+    def _is_on_disk(self) -> bool:
+        return _is_on_disk(self._folder)
+
     def _in_file(self, storage: torch.UntypedStorage, *, is_unwritten: bool) -> torch.UntypedStorage:
         """A storage in a file, with the same contents; the storage itself if that can't be."""
         try:
-            if not _is_on_disk(self._folder):
+            if not self._is_on_disk:
                 raise OSError(f"{self._folder} is not on a disk")
             mapped = _map_file(self._folder, storage.nbytes())
         except OSError as error:
             self._has_failed = True
-            rank_zero_warn(
+            warnings.warn(  # on each rank: their disks may differ
                 f"The model is made in memory, the whole of it on every rank, instead of in files: {error}. Set TMPDIR "
-                f"to a folder on a disk with room for one model a rank."
+                f"to a folder on a disk with room for one model a rank.",
+                stacklevel=2,
             )
             return storage
         self._mapped.append(weakref.ref(mapped))
@@ -129,8 +149,11 @@ class DiskOffload(TorchDispatchMode):
 
 
 def _is_large(value: Any) -> bool:
-    plain = type(value) in (Tensor, nn.Parameter) and value.device.type == "cpu" and value.layout is torch.strided
-    return plain and not value.is_quantized and value.untyped_storage().nbytes() >= LARGE
+    if type(value) not in (Tensor, nn.Parameter) or value.device.type != "cpu" or value.layout is not torch.strided:
+        return False
+    if value.is_quantized or value.is_nested or is_zero_tensor(value):
+        return False
+    return value.untyped_storage().nbytes() >= LARGE
 
 
 def _address(tensor: Tensor) -> int:
@@ -144,10 +167,11 @@ def _is_on_disk(folder: Path) -> bool:
     """Does the folder keep its files elsewhere than in memory?"""
     if sys.platform != "linux":
         return False
-    mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
-    kinds = dict(mounts)  # the last one that was mounted at a place
-    above = (str(place) for place in (folder.resolve(), *folder.resolve().parents))
-    return next((kinds[place] for place in above if place in kinds), "tmpfs") not in _IN_MEMORY
+    mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_bytes().splitlines()]
+    # The last one that was mounted at a place; spaces and the like are octal there.
+    kinds = {re.sub(rb"\\(\d{3})", lambda code: bytes([int(code[1], 8)]), place): kind for place, kind in mounts}
+    above = (os.fsencode(place) for place in (folder.resolve(), *folder.resolve().parents))
+    return next((kinds[place] for place in above if place in kinds), b"tmpfs").decode() not in _IN_MEMORY
 
 
 def _map_file(folder: Path, size: int) -> Mapped:
@@ -179,6 +203,7 @@ def _place(mapped: Mapped) -> int:
     return ctypes.addressof(mapped)
 
 
+@cache
 def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_ssize_t
@@ -189,11 +214,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _checked(result: int) -> None:
-    """Of a call of the system.
-
-    Raises:
-        OSError: it failed.
-    """
+    """Raise the error of a failed system call."""
     if result == -1:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

@@ -51,8 +51,10 @@ __all__ = [
     "has_hooks",
     "hooks_beside",
     "is_bound_to_device",
+    "is_zero_tensor",
     "keeps_graph",
     "make_parameter",
+    "makes_memory",
     "memory_is_shared",
     "modules_of",
     "move_forward_hooks",
@@ -142,6 +144,18 @@ def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str,
     """The arguments that an operator writes to. Only its schema tells."""
     for i, name in _written_by(operator):
         yield args[i] if i < len(args) else kwargs.get(name)
+
+
+def makes_memory(operator: Any) -> bool:
+    """Do all results of an operator, as a dispatch mode sees it, lie in memory of their own? Its schema says so; an
+    operator that takes functions has none."""
+    is_plain = isinstance(operator, torch._ops.OpOverload)
+    return is_plain and all(result.alias_info is None for result in operator._schema.returns)
+
+
+def is_zero_tensor(tensor: Tensor) -> bool:
+    """Does the tensor stand for zeros, without memory? Autograd makes such ones in forward mode."""
+    return tensor._is_zerotensor()
 
 
 @cache  # to ask the schema takes longer than most operations on the meta device

@@ -6,6 +6,7 @@ import copy
 import errno
 import gc
 import os
+import pickle
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -43,6 +44,10 @@ def mapped_files() -> int:
 # -- the same as in memory -------------------------------------------------------------------------------------------
 
 
+class Own(nn.Parameter):
+    """A parameter of the user's own class."""
+
+
 class Everything(nn.Module):
     """What constructors do to tensors."""
 
@@ -64,6 +69,20 @@ class Everything(nn.Module):
         with torch.no_grad():
             self.upper.mul_(2)
         self.normed(torch.randn(3, 8)).sum().backward()
+        self.own = nn.Embedding(5, 8)
+        self.own.weight = Own(torch.randn(5, 8))
+        sparse = torch.eye(6).to_sparse()
+        with torch.no_grad():
+            self.own.weight[0].fill_(0)
+            self.own.weight.detach().view(-1)[9:].mul_(2)
+            sparse._values().mul_(3)
+        self.register_buffer("dense", sparse.to_dense())
+        self.register_buffer("slope", torch.func.jvp(torch.sin, (torch.ones(4),), (torch.ones(4),))[1])
+        self.register_buffer("chosen", torch.cond(torch.ones(()) > 0, torch.sin, torch.cos, (torch.ones(4),)))
+        padded = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 1).eval()
+        with torch.no_grad():  # by nested tensors
+            mask = torch.arange(3) > torch.tensor([[2], [1]])
+            self.register_buffer("masked", padded(torch.ones(2, 3, 16), src_key_padding_mask=mask))
 
 
 MODELS: list[Callable[[], nn.Module]] = [
@@ -122,6 +141,24 @@ def test_other_views_of_the_memory_stay_right() -> None:
     array[3, 6] = 2.0
     assert row[5:7].tolist() == [1.0, 2.0]
     assert weight.sum() == 3.0
+
+
+@pytest.mark.usefixtures("_of_any_size")
+def test_it_may_be_entered_inside_itself_and_copied() -> None:
+    offload = DiskOffload()
+    with offload, offload:
+        weight = torch.ones(64, 64)
+        assert mapped_files() == 1
+        assert pickle.loads(pickle.dumps(copy.deepcopy(offload))) is not None
+    assert weight.sum() == 64 * 64
+
+
+@pytest.mark.usefixtures("_of_any_size")
+def test_a_file_of_the_user_s_own_stays_it(tmp_path: Path) -> None:
+    file = str(tmp_path / "weights")
+    with DiskOffload():
+        torch.from_file(file, shared=True, size=4).fill_(3)
+    assert torch.from_file(file, size=4).tolist() == [3, 3, 3, 3]
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------

@@ -485,3 +485,15 @@ def test_memory_history_is_asked_of_torch_as_it_wants(monkeypatch: pytest.Monkey
     torch_private.record_memory_history(3)
     torch_private.write_memory_history(tmp_path / "memory.pickle")
     torch_private.record_memory_history(None)
+
+
+def test_what_makes_memory_is_told_from_views_and_operators_that_take_functions() -> None:
+    aten = torch.ops.aten
+    assert torch_private.makes_memory(aten.clone.default) and torch_private.makes_memory(aten.sort.default)
+    others = (aten.view.default, aten.mul_.Tensor, aten.detach.default, torch.ops.higher_order.cond)
+    assert not any(map(torch_private.makes_memory, others))
+
+
+def test_a_zero_tensor_is_told() -> None:
+    assert torch_private.is_zero_tensor(torch._efficientzerotensor((3,)))
+    assert not torch_private.is_zero_tensor(torch.zeros(3))
