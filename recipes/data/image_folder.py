@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-HELD_OUT = 20  # one image in so many of each class for validation, and as much again for test; at least one
+HELD_OUT = 20  # about one image in so many of each class for validation, and as much again for test; at least one
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 _SPLITS = ("train", "val", "test")
 
@@ -72,8 +72,11 @@ def problem(path: str | None) -> tuple[str, str] | None:
 
 
 def splits_of(path: Path) -> Mapping[str, Sequence[Image]]:
-    """The images of ``train``, ``val`` and ``test``, sorted by class and file. Which are held out goes by their names
-    alone: it stays when others are added.
+    """The images of ``train``, ``val`` and ``test``, sorted by class and file.
+
+    Which are held out goes by a number drawn from each file's name alone: below 1/20 for validation, below 2/20 for
+    test. So it stays when others are added. Only a class that would have none for one of them gives those with its
+    lowest numbers, which may change as it grows.
 
     Raises:
         ValueError: a class has too few images to hold some out.
@@ -87,22 +90,27 @@ def splits_of(path: Path) -> Mapping[str, Sequence[Image]]:
     found: dict[str, list[Image]] = {name: [] for name in ("train", *parts)}
     for label, name in enumerate(classes):
         files = sorted(_files(train / name))
-        share = max(1, len(files) // HELD_OUT)
-        if len(files) <= share * len(parts):
+        if len(files) <= len(parts):
             raise ValueError(
-                f"{len(files)} images of {name} are too few to hold {share * len(parts)} out for "
+                f"{len(files)} images of {name} are too few to hold {len(parts)} out for "
                 f"{' and '.join(parts)}: give more, or folders {', '.join(_SPLITS)}."
             )
-        drawn = sorted(files, key=lambda file: _draw(file, train))
-        part_of = {file: part for place, part in enumerate(parts) for file in drawn[place * share :][:share]}
+        draws = {file: _draw(file, train) for file in files}
+        drawn = sorted(files, key=lambda file: draws[file])
+        part_of: dict[str, str] = {}
+        for place, part in enumerate(parts, 1):
+            most = len(files) - len(part_of) - (len(parts) - place) - 1  # one at least for each that is yet to come
+            below = sum(draw * HELD_OUT < place for draw in draws.values())
+            taken = min(max(below - len(part_of), 1), most)
+            part_of |= dict.fromkeys(drawn[len(part_of) :][:taken], part)
         for file in files:
             found[part_of.get(file, "train")].append(Image(file, label))
     return {**found, **given}
 
 
-def _draw(file: str, root: Path) -> bytes:
-    """A number that goes by the file's name below the folder."""
-    return hashlib.sha256(os.path.relpath(file, root).encode()).digest()
+def _draw(file: str, root: Path) -> float:
+    """A number in 0..1 that goes by the file's name below the folder."""
+    return int.from_bytes(hashlib.sha256(os.fsencode(os.path.relpath(file, root))).digest()) / 2**256
 
 
 def _images(folder: Path, classes: Sequence[str]) -> list[Image]:

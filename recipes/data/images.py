@@ -163,21 +163,34 @@ def _square(file: str, size: int, part: float, place: np.ndarray) -> np.ndarray:
         place: from the left and from the top, 0..1.
 
     Raises:
-        ValueError: Pillow can't read the file.
+        ValueError: the file can't be used.
     """
     try:
         with PIL.Image.open(file) as opened:
-            image = PIL.ImageOps.exif_transpose(opened).convert("RGB")
+            image = _as_rgb(PIL.ImageOps.exif_transpose(opened))
     except (OSError, ValueError, SyntaxError, struct.error, PIL.Image.DecompressionBombError) as error:
-        raise ValueError(f"{file}: Pillow can't read it: {error}; replace it or delete it") from error
+        raise ValueError(f"{file}: it can't be used: {error}; replace it or delete it") from error
     side = part * min(image.size)
     left, top = (image.width - side) * place[0], (image.height - side) * place[1]
     box = (left, top, left + side, top + side)
     return np.asarray(image.resize((size, size), PIL.Image.Resampling.BICUBIC, box=box))
 
 
+def _as_rgb(image: PIL.Image.Image) -> PIL.Image.Image:
+    """With eight bits a colour. Pillow itself clips what has more.
+
+    Raises:
+        ValueError: it isn't known which numbers are black and white.
+    """
+    if image.mode.startswith("I;16"):
+        image = PIL.Image.fromarray(np.rint(np.asarray(image) / 257).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError(f"its numbers (mode {image.mode}) have no known range")
+    return image.convert("RGB")
+
+
 def _hash(root: Path, images: Sequence[Image]) -> str:
     content = hashlib.sha256()
     for image in images:
-        content.update(f"{os.path.relpath(image.file, root)}\0{os.path.getsize(image.file)}\0".encode())
+        content.update(os.fsencode(f"{os.path.relpath(image.file, root)}\0{os.path.getsize(image.file)}\0"))
     return content.hexdigest()

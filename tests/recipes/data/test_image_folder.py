@@ -16,16 +16,33 @@ def files(path: Path) -> dict[str, set[str]]:
     return {name: {image.file for image in split} for name, split in splits_of(path).items()}
 
 
+def empty_files(folder: Path, numbers: range) -> Path:
+    for name in ("a", "b"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for number in numbers:
+            (folder / name / f"{number}.png").touch()
+    return folder
+
+
 def test_a_share_of_each_class_is_held_out_whatever_else_is_there(tmp_path: Path) -> None:
-    folder = images(tmp_path / "images", classes=3, each=41)
+    folder = empty_files(tmp_path / "images", range(600))
     before = files(folder)
-    assert {name: len(split) for name, split in before.items()} == {"train": 3 * 37, "val": 6, "test": 6}
-    labels = splits_of(folder)["val"]
-    assert Counter(image.label for image in labels) == {0: 2, 1: 2, 2: 2}
-    assert not set.intersection(*before.values()) and len(set.union(*before.values())) == 123
-    shutil.copytree(folder / "digit-0", folder / "digit-9")
+    assert not set.intersection(*before.values()) and len(set.union(*before.values())) == 1200
+    for name in ("val", "test"):
+        each = Counter(image.label for image in splits_of(folder)[name])
+        assert each.keys() == {0, 1} and all(20 <= count <= 40 for count in each.values())
+    empty_files(folder, range(600, 1000))
+    shutil.copytree(folder / "a", folder / "c")
     after = files(folder)
     assert all(before[name] < after[name] for name in before)
+
+
+@pytest.mark.parametrize("each", range(3, 8))
+def test_each_split_of_a_small_class_has_an_image(tmp_path: Path, each: int) -> None:
+    for start in range(0, 40 * each, each):  # among them classes with all numbers low, or all high
+        found = splits_of(empty_files(tmp_path / str(start), range(start, start + each)))
+        assert all({image.label for image in split} == {0, 1} for split in found.values())
+        assert sum(len(split) for split in found.values()) == len({i.file for s in found.values() for i in s})
 
 
 def test_folders_of_splits_are_taken_as_they_are(tmp_path: Path) -> None:
@@ -37,7 +54,7 @@ def test_folders_of_splits_are_taken_as_they_are(tmp_path: Path) -> None:
     found = files(tmp_path / "all")
     assert found["test"] == found["val"] and len(found["train"]) == 16
     shutil.rmtree(tmp_path / "all" / "val")
-    assert {name: len(split) for name, split in files(tmp_path / "all").items()} == {"train": 8, "val": 4, "test": 4}
+    assert {Path(file).parents[1].name for split in files(tmp_path / "all").values() for file in split} == {"train"}
 
 
 def test_a_class_may_be_called_train(tmp_path: Path) -> None:

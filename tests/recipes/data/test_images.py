@@ -105,10 +105,33 @@ def test_replicas_share_the_batches_of_one_process(folder: Path) -> None:
 def test_an_image_that_cannot_be_read_is_named(tmp_path: Path, workers: int) -> None:
     bad = images(tmp_path / "images", classes=2) / "digit-1" / "0003.png"
     bad.write_bytes(bad.read_bytes()[:80])
-    made = data(tmp_path / "images", workers=workers)
-    with pytest.raises(ValueError, match=f"{bad}: Pillow can't read it: .*; replace it or delete it"):
+    made = data(tmp_path / "images", workers=workers, batch_size=1)  # none is left out
+    with pytest.raises(ValueError, match=f"{bad}: it can't be used: .*; replace it or delete it"):
         for loader in (made.train_dataloader(), made.val_dataloader(), made.test_dataloader()):
             list(loader)
+
+
+@pytest.mark.parametrize("kind", ["<u2", ">u2"])
+def test_sixteen_bits_are_scaled_to_eight(tmp_path: Path, kind: str) -> None:
+    grey = np.full((8, 8), 128 * 257, kind)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(3):
+            Image.fromarray(grey).save(tmp_path / name / f"{number}.tif")
+    with Image.open(tmp_path / "a" / "0.tif") as written:
+        assert written.mode == {"<u2": "I;16", ">u2": "I;16B"}[kind]
+    batch, _ = next(iter(data(tmp_path, mean=(0, 0, 0), std=(1, 1, 1)).val_dataloader()))
+    assert torch.equal(batch, torch.full_like(batch, 128 / 255))
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("i4", "I"), ("f4", "F")])
+def test_numbers_of_no_known_range_are_refused(tmp_path: Path, kind: str, mode: str) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(3):
+            Image.fromarray(np.full((8, 8), 0.5, kind)).save(tmp_path / name / f"{number}.tif")
+    with pytest.raises(ValueError, match=rf"\d.tif: it can't be used: its numbers \(mode {mode}\) have no known range"):
+        next(iter(data(tmp_path).val_dataloader()))
 
 
 # -- settings --------------------------------------------------------------------------------------------------------
