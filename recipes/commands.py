@@ -121,7 +121,9 @@ def _changed(config: Mapping[str, Any], run: Path, overrides: Sequence[str]) -> 
         if wrong:
             raise ConfigError(wrong)
         with configs.opened():
-            before, after = (resolved(configs.composed(line), NOT_KNOWN) for line in (own, [*own, *overrides]))
+            # The classes stay the run's, whatever the images.
+            lines = (own, [*own, *overrides])
+            before, after = (resolved(configs.composed(line), NOT_KNOWN, look_at_data=False) for line in lines)
     except ConfigError:
         raise
     except (HydraException, yaml.YAMLError) as error:

@@ -16,6 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from recipes import record
 from recipes.configs import Configs
 from recipes.data import image_folder
 from recipes.problem import Problem, closest
@@ -31,13 +32,13 @@ _PATHS = (  # of the examples
 _JOBS_CHECKED = 64  # of a sweep; the rest are checked as they start
 
 
-def resolved(config: DictConfig, output_dir: str) -> dict[str, Any]:
-    """The config as plain dictionaries and lists, interpolations filled in, paths absolute, and a seed drawn
-    and classes counted for none.
+def resolved(config: DictConfig, output_dir: str, *, look_at_data: bool = True) -> dict[str, Any]:
+    """The config as plain dictionaries and lists, interpolations filled in, paths absolute, and a seed drawn for none.
 
     Args:
         config: as composed.
         output_dir: the folder of the run.
+        look_at_data: fill in the classes of images where none are told.
 
     Raises:
         OmegaConfBaseException: an interpolation leads nowhere, or a mandatory value is missing.
@@ -53,18 +54,34 @@ def resolved(config: DictConfig, output_dir: str) -> dict[str, Any]:
         value = plain[node].get(key)
         if isinstance(value, str) and "_target_" not in plain[node]:
             plain[node][key] = str(Path(value).absolute())
-    _count_classes(plain)
+    if look_at_data:
+        _tell_classes(plain)
     return {str(key): value for key, value in plain.items()}
 
 
-def _count_classes(config: dict[Any, Any]) -> None:
-    """A classifier has as many classes as the images, where it is told no number. Later commands do without them."""
+def _tell_classes(config: dict[Any, Any]) -> None:
+    """Record the names of the images' classes: a label is a place among them. A classifier has as many, where it is
+    told no number."""
     model, data = config["model"], config["data"]
-    if any("_target_" in node for node in (model, data)) or model.get("classes", 0) is not None:
-        return
     path = data.get("path")
-    if data.get("name") == "images" and isinstance(path, str) and image_folder.problem(path) is None:
-        model["classes"] = len(image_folder.classes_of(Path(path)))
+    if "_target_" in data or data.get("name") != "images" or not isinstance(path, str):
+        return
+    if data.get("classes") is None and image_folder.problem(path) is None:
+        data["classes"] = _recorded_classes(config) or image_folder.classes_of(Path(path))
+    if isinstance(data.get("classes"), list) and "_target_" not in model and model.get("classes", 0) is None:
+        model["classes"] = len(data["classes"])
+
+
+def _recorded_classes(config: Mapping[Any, Any]) -> list[str] | None:
+    """Those of the run that goes on; None where there is none."""
+    asked = config.get("ckpt_path")
+    if config.get("resume") == "auto" or asked == "last":
+        folders = [Path(config["paths"]["output_dir"])]
+    else:
+        folders = list(Path(asked).absolute().parents) if isinstance(asked, str) else []
+    run = next((folder for folder in folders if (folder / record.CONFIG).is_file()), None)
+    found = None if run is None else record.read_config(run).get("data", {}).get("classes")
+    return found if isinstance(found, list) else None
 
 
 def check(overrides: Sequence[str], *, multirun: bool = False, configs: Configs | None = None) -> list[Problem | str]:

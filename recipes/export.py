@@ -20,7 +20,6 @@ from typing import Any
 
 from recipes import record
 from recipes.command_line import as_command, typed
-from recipes.data import image_folder
 
 _BEGAN_WITH = {"hf": "path", "timm": "pretrained"}  # a model's setting that names its files
 
@@ -82,12 +81,11 @@ def _save_for_transformers(module: Any, config: Mapping[str, Any], out: Path, *,
 
 
 def _save_for_timm(module: Any, config: Mapping[str, Any], out: Path) -> None:
-    """With the names of the classes, where the images are still there."""
+    """With the names of the classes, as the run has recorded them."""
     from recipes.models.timm_folder import save  # here: it imports torch
 
-    data, labels = config["data"], None
-    if data.get("name") == "images" and image_folder.problem(data["path"]) is None:
-        labels = image_folder.classes_of(Path(data["path"]))
+    data = config["data"]
+    labels = data.get("classes") if data.get("name") == "images" else None
     save(module.net, out, data, labels if labels and len(labels) == config["model"]["classes"] else None)
 
 

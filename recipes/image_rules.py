@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from recipes.data.image_folder import classes_of
+from recipes.data.image_folder import other_classes
 from recipes.data.image_folder import problem as unreadable
 from recipes.problem import Problem
 from recipes.schema import example_of
@@ -74,6 +74,8 @@ def _images(config: Config) -> Iterator[Problem]:
     if importlib.util.find_spec("PIL") is None:
         yield Problem("data.name", "images", "pillow isn't installed", _EXTRA)
     found = unreadable(data["path"])
+    if found is None and data.get("classes") is not None:
+        found = other_classes(Path(data["path"]), data["classes"])
     if found is not None:
         yield Problem("data.path", data["path"], *found)
     for key in ("mean", "std"):
@@ -96,8 +98,8 @@ def _fits(config: Config) -> Iterator[Problem]:
     takes = (model.get("arguments") or {}).get("img_size", size)
     if takes != size:
         yield Problem("data.size", size, f"model.arguments.img_size={takes}", f"leave data.size out, or use {takes}")
-    if unreadable(data["path"]) is None and model["classes"] is not None:
-        classes = len(classes_of(Path(data["path"])))
+    if data.get("classes") is not None and model["classes"] is not None:
+        classes = len(data["classes"])
         if model["classes"] != classes:
             message = f"{data['path']} has {classes} classes"
             yield Problem("model.classes", model["classes"], message, f"use model.classes={classes}")

@@ -148,6 +148,7 @@ class Images:
     random_flip: bool
     batch_size: Count
     workers: Natural
+    classes: list[str] | None = None
 
 
 # -- strategy --------------------------------------------------------------------------------------------------------

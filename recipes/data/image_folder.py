@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,15 @@ def problem(path: str | None) -> tuple[str, str] | None:
             kinds = ", ".join(sorted(SUFFIXES))
             return f"no images in {(empty or [split])[0]}", f"give it some ({kinds}), or delete it"
     return None
+
+
+def other_classes(path: Path, classes: Sequence[str]) -> tuple[str, str] | None:
+    """What is wrong where a model has learned with other classes, and how to put it right; None if nothing is."""
+    found = classes_of(path)
+    if found == list(classes):
+        return None
+    here, known = (textwrap.shorten(", ".join(names), 300) for names in (found, classes))
+    return f"it has the classes {here}, but the run's are {known}", "give a folder with the classes of the run"
 
 
 def splits_of(path: Path) -> Mapping[str, Sequence[Image]]:

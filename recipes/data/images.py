@@ -37,10 +37,11 @@ class ImageData(SeededData):
         mean, std: of red, green and blue in 0..1, by which images are normalised.
         random_crop: train on a smaller square, seven eighths as high and wide, anywhere in the image.
         random_flip: train on half of the images as in a mirror.
+        classes: their names, in the order of the labels, with which a model has learned. None takes the folder's.
         batch_size, workers, seed: see :class:`SeededData`.
 
     Attributes:
-        classes: their names. Known after ``setup``.
+        classes: their names.
 
     Raises:
         ValueError: the folder can't be used, or an image in it can't be read; names it and the fix.
@@ -55,22 +56,24 @@ class ImageData(SeededData):
         std: Sequence[float] = STD,
         random_crop: bool = True,
         random_flip: bool = True,
+        classes: Sequence[str] | None = None,
         batch_size: int = 32,
         workers: int = 0,
         seed: int = 0,
     ) -> None:
         super().__init__(batch_size, workers, seed)
         found = image_folder.problem(path)
+        if found is None and path is not None and classes is not None:
+            found = image_folder.other_classes(Path(path), classes)
         if found is not None:
             raise ValueError(f"data.path={path}: {found[0]}; {found[1]}")
         assert path is not None
         self.path, self.size = Path(path), size
         self.mean, self.std = tuple(mean), tuple(std)
         self.random_crop, self.random_flip = random_crop, random_flip
-        self.classes: list[str]
+        self.classes = classes_of(self.path)
 
     def setup(self, stage: str) -> None:
-        self.classes = classes_of(self.path)
         try:
             splits = splits_of(self.path)
         except ValueError as error:

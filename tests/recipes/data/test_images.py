@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from recipes import launch, record, work
+from recipes.commands import config_of
 from recipes.data.images import ImageData
 from recipes.schema import world_size
 from recipes.validate import validate
@@ -44,7 +45,7 @@ def epochs(made: ImageData, *numbers: int) -> list[Tensor]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return images(tmp_path_factory.mktemp("images") / "digits")
+    return images(tmp_path_factory.mktemp("images") / "digits", each=12)  # two replicas share those held out
 
 
 def test_images_are_squares_normalised(tmp_path: Path) -> None:
@@ -158,6 +159,51 @@ def test_a_perceptron_takes_every_number_of_an_image(folder: Path) -> None:
     assert problems(*given, "model.features=768") == []
 
 
+def other_images(folder: Path) -> Path:
+    """One class fewer."""
+    images(folder, classes=3)
+    return folder
+
+
+def recorded(run: Path, folder: Path, model: list[str]) -> Path:
+    """A run, as far as later commands look at it. Returns its checkpoint."""
+    words = [*model, "data=images", f"data.path={folder}"]
+    config = composed(*words)
+    config["paths"]["output_dir"] = str(run)
+    run.mkdir()
+    launch.write(config)
+    record.start(run, config, {}, words)
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / "last.ckpt").touch()
+    return run / "checkpoints" / "last.ckpt"
+
+
+TIMM = ["model=timm", "model.architecture=x"]
+REFUSED = (
+    "data.path={other}: it has the classes digit-0, digit-1, digit-2, but the run's are digit-0, digit-1, digit-2, "
+    "digit-3; give a folder with the classes of the run"
+)
+
+
+@pytest.mark.parametrize("model", [["model=lenet", "model.classes=4"], TIMM], ids=["lenet", "timm"])
+def test_a_later_command_has_the_classes_of_the_run(tmp_path: Path, folder: Path, model: list[str]) -> None:
+    """Those of other images change neither their names nor the model."""
+    checkpoint, other = recorded(tmp_path / "run", folder, model), other_images(tmp_path / "other")
+    assert record.read_config(tmp_path / "run")["data"]["classes"] == [f"digit-{label}" for label in range(4)]
+    config = config_of("evaluate", tmp_path / "run", tmp_path / "new", [f"data.path={other}"], checkpoint)
+    assert config["model"]["classes"] == len(config["data"]["classes"]) == 4
+    assert [said for said in map(str, validate(config)) if "class" in said] == [REFUSED.format(other=other)]
+    with pytest.raises(ValueError, match="but the run's are digit-0, digit-1, digit-2, digit-3"):
+        ImageData(path=str(other), classes=config["data"]["classes"])
+
+
+def test_a_run_that_goes_on_has_its_classes(tmp_path: Path, folder: Path) -> None:
+    checkpoint, other = recorded(tmp_path / "run", folder, TIMM), other_images(tmp_path / "other")
+    config = composed(*TIMM, "data=images", f"data.path={other}", f"ckpt_path={checkpoint}")
+    assert config["model"]["classes"] == 4
+    assert REFUSED.format(other=other) in map(str, validate(config))
+
+
 # -- training --------------------------------------------------------------------------------------------------------
 
 LENET = ["model=lenet", "model.channels=3", "model.size=16", "model.classes=4", "data=images", "data.size=16"]
@@ -195,7 +241,7 @@ def test_images_train_as_in_one_process(
 def test_a_run_that_goes_on_in_the_middle_of_an_epoch_sees_the_same_images(
     pool: WorkerPool, tmp_path: Path, folder: Path, workers: int
 ) -> None:
-    """In its second one, of five batches each."""
+    """In its second one, of six batches each."""
     given = [f"data.path={folder}", f"data.workers={workers}", "strategy=pipeline_1f1b", "cluster.devices=2"]
     whole = run(pool, tmp_path / "whole", *given)
     run(pool, tmp_path / "parts", *given, "trainer.max_steps=7", "trainer.val_check_interval=7")
