@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from recipes.command_line import pip_install
 from recipes.compose import NOT_KNOWN
 from recipes.launchers.kubernetes import KubernetesLauncher
 from recipes.launchers.local import LocalLauncher
@@ -74,7 +75,7 @@ def _slurm_is_here(config: Config) -> Iterator[Problem]:
 
 def _ray_is_here(config: Config) -> Iterator[Problem]:
     if kind_of("cluster", config["cluster"]) is RayLauncher and config["launch"] and not is_installed():
-        yield Problem("cluster", "ray", "Ray is not installed", 'pip install ".[recipes,ray]"')
+        yield Problem("cluster", "ray", "Ray is not installed", pip_install("ray"))
 
 
 def _runs_already(config: Config) -> Iterator[Problem]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from recipes.command_line import pip_install
 from recipes.data.image_folder import other_classes
 from recipes.data.image_folder import problem as unreadable
 from recipes.problem import Problem
@@ -15,7 +17,7 @@ from recipes.schema import example_of
 
 Config = Mapping[str, Any]
 
-_EXTRA = 'pip install ".[recipes,images]"'
+_EXTRA = pip_install("images")
 _SET_ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
         "model_name": "model.architecture",
@@ -34,7 +36,7 @@ def _timm(config: Config) -> Iterator[Problem]:
         return
     missing = [package for package in ("timm", "torchvision") if importlib.util.find_spec(package) is None]
     if missing:
-        yield Problem("model.name", "timm", f"{missing[0]} isn't installed", _EXTRA)
+        yield Problem("model.name", "timm", f"{' and '.join(missing)} not installed", _EXTRA)
     architecture, pretrained = model["architecture"], model["pretrained"]
     if architecture is not None and ":" in architecture:
         fix = "give a name without a colon, and model.pretrained for a file or a folder"
@@ -43,7 +45,7 @@ def _timm(config: Config) -> Iterator[Problem]:
     for key, instead in _SET_ELSEWHERE.items():
         if key in (model["arguments"] or {}):
             yield Problem(f"model.arguments.{key}", model["arguments"][key], "set by the recipe", f"use {instead}")
-    if model["classes"] is None and (example_of(config["data"]) != "images" or unreadable(config["data"]["path"])):
+    if model["classes"] is None and example_of(config["data"]) != "images":  # those tell what is wrong themselves
         yield Problem("model.classes", None, "not known from the data", "give their number")
 
 
@@ -58,8 +60,10 @@ def _weights(architecture: str | None, pretrained: str | None) -> Iterator[Probl
     elif Path(pretrained).is_dir():
         if not Path(pretrained, "config.json").exists():
             yield Problem("model.pretrained", pretrained, "has no config.json", fix)
-        elif not any(Path(pretrained).glob("*.safetensors")):
-            yield Problem("model.pretrained", pretrained, "has no .safetensors", fix)
+        elif not _names_architecture(Path(pretrained, "config.json")):
+            yield Problem("model.pretrained", pretrained, "its config.json names no architecture", fix)
+        elif not Path(pretrained, "model.safetensors").exists():  # of other names timm prefers pickles
+            yield Problem("model.pretrained", pretrained, "has no model.safetensors", fix)
     elif not pretrained.endswith(".safetensors"):
         yield Problem("model.pretrained", pretrained, "no file of safetensors", fix)
     elif architecture is None:
@@ -67,12 +71,20 @@ def _weights(architecture: str | None, pretrained: str | None) -> Iterator[Probl
         yield Problem("model.architecture", None, message, "give timm's name for it")
 
 
+def _names_architecture(file: Path) -> bool:
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and isinstance(content.get("architecture"), str)
+
+
 def _images(config: Config) -> Iterator[Problem]:
     data = config["data"]
     if example_of(data) != "images":
         return
     if importlib.util.find_spec("PIL") is None:
-        yield Problem("data.name", "images", "pillow isn't installed", _EXTRA)
+        yield Problem("data.name", "images", "pillow not installed", _EXTRA)
     found = unreadable(data["path"])
     if found is None and data.get("classes") is not None:
         found = other_classes(Path(data["path"]), data["classes"])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes import image_rules, schema
+from recipes.command_line import pip_install
 from recipes.data.files import problem as unreadable
 from recipes.data.textfile import problem as unusable
 from recipes.data.tokenizer import ByteTokenizer
@@ -17,7 +18,7 @@ from recipes.schema import example_of
 
 Config = Mapping[str, Any]
 
-_EXTRA = 'pip install ".[recipes,hf]"'
+_EXTRA = pip_install("hf")
 
 
 def _model_takes_data(config: Config) -> Iterator[Problem]:

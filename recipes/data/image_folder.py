@@ -16,11 +16,13 @@ import os
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 HELD_OUT = 20  # about one image in so many of each class for validation, and as much again for test; at least one
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 _SPLITS = ("train", "val", "test")
+_LIKE_SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,11 @@ def problem(path: str | None) -> tuple[str, str] | None:
         what = "not a folder" if root.exists() else "no such folder"
         return what, f"{fix} (relative names count from {Path.cwd()})"
     train, classes = training_folder(root), classes_of(root)
+    if train == root and classes and {name.lower() for name in classes} <= _LIKE_SPLITS:
+        what = f"{', '.join(classes)} look like splits, but not like classes"
+        return what, f"name them {', '.join(_SPLITS)}; train has to be there"
     if len(classes) < 2:
-        return f"{len(classes)} classes in {train}" if classes else f"no classes in {train}", fix
+        return f"only one class, {classes[0]}, in {train}" if classes else f"no classes in {train}", fix
     splits = [train]
     if train != root:
         others = [folder.name for folder in _folders(root) if folder.name not in _SPLITS]
@@ -69,7 +74,21 @@ def problem(path: str | None) -> tuple[str, str] | None:
         if empty or not inside:
             kinds = ", ".join(sorted(SUFFIXES))
             return f"no images in {(empty or [split])[0]}", f"give it some ({kinds}), or delete it"
+    parts = _held_out(root)
+    few = [name for name in classes if parts and len(list(islice(_files(train / name), len(parts) + 1))) <= len(parts)]
+    if few:
+        what = f"{few[0]} has too few images to hold {len(parts)} out for {' and '.join(parts)}"
+        return what, f"give more, or folders {', '.join(_SPLITS)}"
     return None
+
+
+def _held_out(path: Path) -> list[str]:
+    """The splits for which images of train are held out."""
+    if training_folder(path) == path:
+        return ["val", "test"]
+    if (path / "val").is_dir():
+        return []
+    return ["val"] if (path / "test").is_dir() else ["val", "test"]
 
 
 def other_classes(path: Path, classes: Sequence[str]) -> tuple[str, str] | None:
@@ -88,23 +107,18 @@ def splits_of(path: Path) -> Mapping[str, Sequence[Image]]:
     test. So it stays when others are added. Only a class that would have none for one of them gives those with its
     lowest numbers, which may change as it grows.
 
-    Raises:
-        ValueError: a class has too few images to hold some out.
+    Args:
+        path: one of which :func:`problem` finds nothing.
     """
     train, classes = training_folder(path), classes_of(path)
     named = [name for name in ("val", "test") if train != path and (path / name).is_dir()]
     given = {name: _images(path / name, classes) for name in named}
     if "val" in given:
         return {"train": _images(train, classes), "test": given["val"], **given}
-    parts = [name for name in ("val", "test") if name not in given]
+    parts = _held_out(path)
     found: dict[str, list[Image]] = {name: [] for name in ("train", *parts)}
     for label, name in enumerate(classes):
         files = sorted(_files(train / name))
-        if len(files) <= len(parts):
-            raise ValueError(
-                f"{len(files)} images of {name} are too few to hold {len(parts)} out for "
-                f"{' and '.join(parts)}: give more, or folders {', '.join(_SPLITS)}."
-            )
         draws = {file: _draw(file, train) for file in files}
         drawn = sorted(files, key=lambda file: draws[file])
         part_of: dict[str, str] = {}
@@ -132,9 +146,16 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _files(folder: Path) -> Iterator[str]:
-    """The images at any depth below a folder."""
+    """The images at any depth below a folder, also by links; a folder once, and no links that lead nowhere."""
+    seen = set[str]()
     for place, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        if real in seen:  # links may lead in a circle
+            folders[:] = []
+            continue
+        seen.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
-            if os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith("."):
-                yield os.path.join(place, name)
+            file = os.path.join(place, name)
+            if os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".") and os.path.isfile(file):
+                yield file

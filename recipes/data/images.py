@@ -36,7 +36,7 @@ class ImageData(SeededData):
         size: height and width, pixels.
         mean, std: of red, green and blue in 0..1, by which images are normalised.
         random_crop: train on a smaller square, seven eighths as high and wide, anywhere in the image.
-        random_flip: train on half of the images as in a mirror.
+        random_flip: mirror half of the images that training sees.
         classes: their names, in the order of the labels, with which a model has learned. None takes the folder's.
         batch_size, workers, seed: see :class:`SeededData`.
 
@@ -74,10 +74,7 @@ class ImageData(SeededData):
         self.classes = classes_of(self.path)
 
     def setup(self, stage: str) -> None:
-        try:
-            splits = splits_of(self.path)
-        except ValueError as error:
-            raise ValueError(f"data.path={self.path}: {error}") from error
+        splits = splits_of(self.path)
         self._content = _hash(self.path, [image for images in splits.values() for image in images])
         self.train_set = Images(
             splits["train"],

@@ -43,7 +43,7 @@ def created(architecture: str | None, pretrained: str | None, classes: int, argu
         said = textwrap.shorten(str(error), 300)
         raise ValueError(f"model.{what}: timm can't make it with model.arguments={dict(arguments)}: {said}") from error
     known = (net.pretrained_cfg or {}).get("architecture")
-    if architecture is not None and known != architecture.split(".")[0]:
+    if pretrained is not None and architecture is not None and known != architecture.split(".")[0]:
         raise ValueError(f"model.architecture={architecture}: {pretrained} has a {known}; leave the architecture out")
     if net.num_classes != classes:
         net.reset_classifier(classes)

@@ -36,7 +36,8 @@ TAKE_TOKENS = ("gpt", "hf")
 CUSTOM = {"model": "lightning.pytorch.demos.boring_classes.BoringModel", "data": "lightning.LightningDataModule"}
 TIMM = ["model.architecture=vit_tiny_patch16_224", "model.classes=10"]
 # timm is in an environment of its own, where only the tests marked for it run.
-WITHOUT_TIMM = [] if importlib.util.find_spec("timm") else ["timm isn't installed; pip install \".[recipes,images]\""]
+NOT_THERE = 'timm and torchvision not installed; pip install ".[recipes,images]"'
+WITHOUT_TIMM = [] if importlib.util.find_spec("timm") else [NOT_THERE]
 
 
 @pytest.fixture

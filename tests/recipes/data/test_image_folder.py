@@ -71,7 +71,7 @@ def test_what_is_no_folder_of_images_is_told_with_the_fix(tmp_path: Path) -> Non
     assert said(tmp_path / "none").startswith("no such folder; ")
     assert said(Path(__file__)).startswith("not a folder; ")
     assert said(tmp_path).startswith(f"no classes in {tmp_path}; ")
-    assert said(images(tmp_path / "one", classes=1)).startswith("1 classes in ")
+    assert said(images(tmp_path / "one", classes=1)).startswith(f"only one class, digit-0, in {tmp_path}/one; ")
     empty = images(tmp_path / "empty", classes=2)
     (empty / "digit-2").mkdir()
     (empty / "digit-2" / "notes.txt").touch()
@@ -87,5 +87,24 @@ def test_what_is_no_folder_of_images_is_told_with_the_fix(tmp_path: Path) -> Non
 
 def test_a_class_of_two_images_has_none_to_hold_out(tmp_path: Path) -> None:
     folder = images(tmp_path / "images", classes=2, each=2)
-    with pytest.raises(ValueError, match="2 images of digit-0 are too few to hold 2 out for val and test"):
-        splits_of(folder)
+    said = problem(str(folder))
+    assert said is not None and said[0] == "digit-0 has too few images to hold 2 out for val and test"
+    shutil.copytree(images(tmp_path / "other", classes=2, each=2), tmp_path / "split" / "train")
+    shutil.copytree(folder, tmp_path / "split" / "test")
+    assert problem(str(tmp_path / "split")) is None and len(splits_of(tmp_path / "split")["train"]) == 2
+
+
+def test_links_may_lead_in_a_circle_or_nowhere(tmp_path: Path) -> None:
+    folder = images(tmp_path / "images", classes=2)
+    before = files(folder)
+    (folder / "digit-0" / "again").symlink_to(folder / "digit-0")
+    (folder / "digit-0" / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    assert files(folder) == before
+
+
+@pytest.mark.parametrize("names", [("training", "validation"), ("Train", "Val"), ("val", "test")])
+def test_splits_of_other_names_are_no_classes(tmp_path: Path, names: tuple[str, str]) -> None:
+    for name in names:
+        images(tmp_path / name)
+    said = problem(str(tmp_path))
+    assert said is not None and said[0] == f"{', '.join(sorted(names))} look like splits, but not like classes"
