@@ -61,7 +61,8 @@ class TraceOfSteps(Callback):
 
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._end()
+        # To end a trace amid messages may crash the process before the error is told.
+        self._profile = None
 
     def _end(self) -> None:
         if self._profile is not None:
