@@ -264,9 +264,9 @@ class StagedStrategy(LayoutStrategy):
     def holding(self) -> Holding:
         return Holding(self._stages.layers, extra=self.activation_bytes())
 
+    @abstractmethod
     def activation_bytes(self) -> int:
         """About the bytes of activations that this rank holds at most in training."""
-        return 0
 
     # -- where stages meet ---------------------------------------------------------------------------------------
 
