@@ -1,7 +1,8 @@
 """``python -m recipes.bench pipeline``: measures the pipelines beside torch's own and beside loops by hand;
 ``python -m recipes.bench tensor``: the layers of tensor parallelism beside DTensor and beside bare functions;
 ``python -m recipes.bench data``: replicas that share every batch, in a Trainer and in bare loops of torch's own;
-``python -m recipes.bench checkpoint``: saving and opening, beside torch's distributed checkpoint."""
+``python -m recipes.bench checkpoint``: saving and opening, beside torch's distributed checkpoint;
+``python -m recipes.bench generation``: texts out of a pipeline, beside one process."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from recipes.bench import (
     checkpoints,
     compute,
     data,
+    generation,
     halves,
     late,
     memory,
@@ -88,11 +90,21 @@ CHECKPOINT: dict[str, Part] = {
     "whole": (partial(checkpoints.measure, checkpoints.Sizes()), partial(checkpoints.measure, checkpoints.QUICK)),
 }
 
+GENERATION: dict[str, Part] = {
+    "texts": (partial(generation.measure, generation.Sizes()), partial(generation.measure, generation.QUICK)),
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     if options.device == "cpu":
-        parts = {"pipeline": PIPELINE, "tensor": TENSOR, "data": DATA, "checkpoint": CHECKPOINT}[options.what]
+        parts = {
+            "pipeline": PIPELINE,
+            "tensor": TENSOR,
+            "data": DATA,
+            "checkpoint": CHECKPOINT,
+            "generation": GENERATION,
+        }[options.what]
     elif options.what in ("pipeline", "tensor"):
         parts = {"pipeline": PIPELINE_CUDA, "tensor": TENSOR_CUDA}[options.what]
         if not torch.cuda.is_available():
@@ -124,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Measure the strategies beside what they are measured against, in the same run.",
         epilog="Figures of different runs can be compared only on an idle machine.",
     )
-    parser.add_argument("what", choices=["pipeline", "tensor", "data", "checkpoint"])
+    parser.add_argument("what", choices=["pipeline", "tensor", "data", "checkpoint", "generation"])
     parser.add_argument(
         "--only",
         type=lambda text: text.split(","),

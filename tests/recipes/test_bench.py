@@ -17,6 +17,7 @@ from recipes.bench import (
     checkpoints,
     compute,
     data,
+    generation,
     halves,
     late,
     memory,
@@ -211,6 +212,12 @@ def test_replicas(group: data.Group) -> None:
         if row["contestant"] == group.reference:
             assert row["ratio"] == row["of the least"] == 1.0
         assert (row["met"] in ("yes", "no")) == (row["contestant"] == group.judged)
+
+
+def test_texts_are_written_by_one_process_and_by_two_stages() -> None:
+    [table] = generation.measure(generation.QUICK)
+    assert [row[0] for row in table.rows] == ["Llama, keys and values kept", "GPT, nothing kept"]
+    assert all(isinstance(cell, float) and cell > 0 for row in table.rows for cell in row[1:4])
 
 
 def test_checkpoints_are_saved_and_opened() -> None:
