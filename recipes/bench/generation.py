@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import tempfile
-import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import PipelineStrategy
 from recipes.bench import processes
+from recipes.bench.layers import Clock, intervals, quiet
 from recipes.bench.report import Cell, Table
 from recipes.bench.rounds import middle, ratios
 from recipes.data.prompts import batches_of
@@ -55,7 +53,7 @@ def measure(sizes: Sizes) -> list[Table]:
         for turn in range(sizes.rounds):
             runs = [(one, 1), (two, 2)]
             for seconds, ranks in runs if turn % 2 == 0 else runs[::-1]:
-                seconds += processes.run(_seconds_of_batch, ranks, make, sizes)[0]
+                seconds.append(processes.run(_seconds_of_batch, ranks, make, sizes)[0])
         tokens = sizes.texts * sizes.new
         compared = ratios(one, two)
         rows.append([name, tokens / median(one), tokens / median(two), median(compared), middle(compared, 2)])
@@ -70,15 +68,14 @@ def measure(sizes: Sizes) -> list[Table]:
     ]
 
 
-def _seconds_of_batch(make: Callable[[Sizes], LanguageModel], sizes: Sizes) -> list[float]:
+def _seconds_of_batch(make: Callable[[Sizes], LanguageModel], sizes: Sizes) -> float:
     """The median batch's."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore")
+    quiet()
     torch.manual_seed(0)
     model = make(sizes)
     model.generation = Generation(max_new_tokens=sizes.new)
     prompts = torch.randint(sizes.vocabulary, (sizes.texts * sizes.batches, sizes.prompt)).tolist()
-    clock = _Clock()
+    clock = Clock()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
@@ -89,21 +86,7 @@ def _seconds_of_batch(make: Callable[[Sizes], LanguageModel], sizes: Sizes) -> l
     )
     loader: DataLoader[object] = DataLoader(batches_of(prompts, sizes.texts, 0, pad=True), batch_size=None)  # type: ignore[arg-type]
     trainer.predict(model, loader)
-    return [median(clock.seconds[1:])]
-
-
-class _Clock(L.Callback):
-    """Seconds of each batch."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._began = 0.0
-
-    def on_predict_batch_start(self, *args: object) -> None:
-        self._began = time.perf_counter()
-
-    def on_predict_batch_end(self, *args: object) -> None:
-        self.seconds.append(time.perf_counter() - self._began)
+    return median(intervals(clock.ends))
 
 
 def _gpt(sizes: Sizes) -> LanguageModel:
@@ -125,7 +108,7 @@ def _llama(sizes: Sizes) -> LanguageModel:
         "model_type": "llama",
         "vocab_size": sizes.vocabulary,
         "hidden_size": sizes.width,
-        "intermediate_size": 8 * sizes.width // 3 // 64 * 64 or 64,
+        "intermediate_size": 8 * sizes.width // 3 // 64 * 64,
         "num_hidden_layers": sizes.layers,
         "num_attention_heads": 4,
         "max_position_embeddings": 2 * (sizes.prompt + sizes.new),

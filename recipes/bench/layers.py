@@ -142,13 +142,22 @@ class Trained(L.LightningModule):
 
 
 class Clock(L.Callback):
-    """When each batch was done on this rank."""
+    """When each batch of training or of predictions was done on this rank."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.ends.append(time.perf_counter())
+
+    def on_predict_batch_end(self, *args: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+
+def quiet() -> None:
+    """Leave out what Lightning says of each Trainer: a contestant makes one a round."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module="lightning")
 
 
 def fit(
@@ -162,8 +171,7 @@ def fit(
 ) -> list[float]:
     """Train on the same batch over and over: seconds between the ends of consecutive batches on this rank. Pictures,
     if the strategy draws any, go into ``directory``."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module="lightning")
+    quiet()
     clock = Clock()
     trainer = L.Trainer(
         accelerator="cpu",
