@@ -94,5 +94,5 @@ $(TIMM_READY): $(READY)
 		timm torchvision
 	@touch $@
 
-$(READY): EXTRAS = recipes,ray,optuna,test,docs
+$(READY): EXTRAS = recipes,ray,optuna,wandb,mlflow,test,docs
 $(ZOO_READY): EXTRAS = zoo

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from recipes import IN_CHECKOUT
 from recipes.launchers.launcher import WorkersFailed
 from recipes.problem import ConfigError
 from recipes.processes import INTERRUPTED
@@ -19,11 +18,6 @@ def typed(command: str) -> str:
     """How the user starts a command such as ``train``: as the one that runs, by its installed name or as a module."""
     installed = Path(sys.argv[0]).name.startswith("lp-")
     return f"lp-{command}" if installed else f"python -m recipes.{command}"
-
-
-def pip_install(extra: str) -> str:
-    """How the user installs what an extra names, in the checkout or anywhere else."""
-    return f'pip install "{"." if IN_CHECKOUT else "lightning-parallel"}[recipes,{extra}]"'
 
 
 @contextmanager

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from recipes.command_line import pip_install
 from recipes.data.image_folder import other_classes
 from recipes.data.image_folder import problem as unreadable
 from recipes.problem import Problem
@@ -17,7 +15,6 @@ from recipes.schema import example_of
 
 Config = Mapping[str, Any]
 
-_EXTRA = pip_install("images")
 _SET_ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
         "model_name": "model.architecture",
@@ -34,9 +31,6 @@ def _timm(config: Config) -> Iterator[Problem]:
     model = config["model"]
     if example_of(model) != "timm":
         return
-    missing = [package for package in ("timm", "torchvision") if importlib.util.find_spec(package) is None]
-    if missing:
-        yield Problem("model.name", "timm", f"{' and '.join(missing)} not installed", _EXTRA)
     architecture, pretrained = model["architecture"], model["pretrained"]
     if architecture is not None and ":" in architecture:
         fix = "give a name without a colon, and model.pretrained for a file or a folder"
@@ -83,8 +77,6 @@ def _images(config: Config) -> Iterator[Problem]:
     data = config["data"]
     if example_of(data) != "images":
         return
-    if importlib.util.find_spec("PIL") is None:
-        yield Problem("data.name", "images", "pillow not installed", _EXTRA)
     found = unreadable(data["path"])
     if found is None and data.get("classes") is not None:
         found = other_classes(Path(data["path"]), data["classes"])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from recipes import image_rules, schema
-from recipes.command_line import pip_install
 from recipes.data.files import problem as unreadable
 from recipes.data.textfile import problem as unusable
 from recipes.data.tokenizer import ByteTokenizer
@@ -17,8 +15,6 @@ from recipes.problem import Problem
 from recipes.schema import example_of
 
 Config = Mapping[str, Any]
-
-_EXTRA = pip_install("hf")
 
 
 def _model_takes_data(config: Config) -> Iterator[Problem]:
@@ -43,11 +39,8 @@ def _model(config: Config) -> Iterator[Problem]:
 
 def _folder(model: Config, data: Config) -> Iterator[Problem]:
     """Of a model of transformers."""
-    path, needed = model["path"], ("transformers", "safetensors", *["peft"] * (model["lora"] is not None))
-    missing = [package for package in needed if importlib.util.find_spec(package) is None]
-    if missing:
-        yield Problem("model.name", "hf", f"{missing[0]} isn't installed", _EXTRA)
-    elif path is None or not Path(path).is_dir():
+    path = model["path"]
+    if path is None or not Path(path).is_dir():
         message = "names no folder" if path is None else "no such folder"
         yield Problem("model.path", path, message, "give one that save_pretrained has written")
     elif not (Path(path) / "config.json").exists():
@@ -92,9 +85,6 @@ def _text(config: Config) -> Iterator[Problem]:
 def _documents(config: Config) -> Iterator[Problem]:
     data = config["data"]
     if example_of(data) != "hf":
-        return
-    if importlib.util.find_spec("datasets") is None:
-        yield Problem("data.name", "hf", "datasets isn't installed", _EXTRA)
         return
     validation = [("val_path", data["val_path"])] if data["val_path"] is not None else []
     for key, path in [("path", data["path"]), *validation]:

@@ -14,7 +14,7 @@ from lightning_parallel.settings import settings_of
 from lightning_parallel.strategies.fully_sharded import FullyShardedOptions
 from lightning_parallel.strategies.pipeline import PipelineOptions
 from lightning_parallel.strategies.pipeline_async import AsyncPipelineOptions
-from recipes import clusters, machine, model_rules, resume, schema
+from recipes import clusters, machine, model_rules, packages, resume, schema
 from recipes.clusters import counted, restarts_by_itself
 from recipes.compose import NOT_KNOWN
 from recipes.problem import Problem
@@ -31,7 +31,7 @@ def problems(config: Config, broken: Collection[str]) -> Iterator[Problem | str]
         broken: paths of values that are wrong by themselves, or absent.
     """
     sound = _Sound(config, "", broken)
-    for rule in (*model_rules.RULES, *_RULES, *clusters.RULES, *machine.RULES):
+    for rule in (*packages.RULES, *model_rules.RULES, *_RULES, *clusters.RULES, *machine.RULES):
         try:
             yield from list(rule(sound))
         except _BrokenValue:

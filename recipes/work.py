@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import record as record_er
 
 from lightning_parallel.layout import Layout
 from lightning_parallel.parts import process_group
-from recipes import attempts, build, record, resume, using
+from recipes import attempts, build, record, resume, trackers, using
 from recipes.logs import ContinuedLogs
 from recipes.processes import REQUEUE, restarts
 from recipes.schema import world_size
@@ -63,6 +63,8 @@ def train(config: Mapping[str, Any]) -> None:
     folder = Path(config["paths"]["output_dir"])
     datamodule = build.data(config)
     path = resume.chosen(config)
+    if path is None:
+        trackers.forget_runs(folder)
     own = [resume.SameStart(path), RecordLayout(folder), attempts.RecordAttempt(folder), ContinuedLogs()]
     trainer = build.trainer(config, own)
     if trainer.is_global_zero:

@@ -1,0 +1,94 @@
+"""recipes/trackers.py: a run is one run at its tracking server, whatever happens to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import wandb
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import Logger
+from lightning_utilities.core.rank_zero import rank_zero_only
+from mlflow import MlflowClient
+
+from recipes.build import loggers
+from recipes.trackers import forget_runs
+from tests.recipes.test_configs import composed, problems
+
+
+class Logs(BoringModel):
+    def training_step(self, *batch: Any) -> Any:
+        self.log("loss", torch.ones(()))
+        return super().training_step(*batch)
+
+
+def fit(folder: Path, logger: Logger, steps: int, resume: bool = False) -> None:
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_steps=steps, logger=logger, callbacks=[ModelCheckpoint(folder, "saved")],
+        log_every_n_steps=1, limit_val_batches=0, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Logs(), ckpt_path=folder / "saved.ckpt" if resume else None)
+
+
+def made(folder: Path, *overrides: str) -> Logger:
+    """The logger of a config, as each attempt of a run makes it."""
+    config = composed("strategy=single", *overrides, f"paths.log_dir={folder}")
+    for node in config["logger"].values():
+        node["save_dir"] = str(folder)
+    (logger,) = loggers(config)
+    return logger
+
+
+def of_mlflow(folder: Path) -> Logger:
+    return made(folder, "logger=mlflow", f"logger.mlflow.tracking_uri=sqlite:///{folder}/mlflow.db")
+
+
+def test_a_resumed_run_goes_on_at_mlflow_and_a_fresh_one_begins(tmp_path: Path) -> None:
+    fit(tmp_path, of_mlflow(tmp_path), 2)
+    resumed = of_mlflow(tmp_path)
+    fit(tmp_path, resumed, 3, resume=True)
+    forget_runs(tmp_path)
+    fresh = of_mlflow(tmp_path)
+    fit(tmp_path, fresh, 1)
+
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.get_experiment_by_name("lightning-parallel")
+    assert experiment is not None
+    runs = {run.info.run_id for run in client.search_runs([experiment.experiment_id])}
+    assert runs == {resumed.version, fresh.version}
+    assert [row.step for row in client.get_metric_history(resumed.version, "loss")] == [0, 1, 2]
+    assert [row.step for row in client.get_metric_history(fresh.version, "loss")] == [0]
+
+
+def test_the_other_ranks_leave_mlflows_server_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that set up one database at the same time fail."""
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    fit(tmp_path, of_mlflow(tmp_path), 1)
+    assert not (tmp_path / "mlflow.db").exists() and not (tmp_path / "mlflow_run.txt").exists()
+
+
+def test_a_resumed_run_goes_on_at_wandb_and_a_fresh_one_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    offline = ("logger=wandb", "logger.wandb.offline=true")
+    names = []
+    for steps, resume in ((2, False), (3, True), (1, False)):
+        if not resume:
+            forget_runs(tmp_path)
+        logger = made(tmp_path, *offline)
+        fit(tmp_path, logger, steps, resume)
+        names.append(logger.version)
+        wandb.finish()
+    first, second, third = names
+    assert first == second != third
+    assert len([*(tmp_path / "wandb").glob(f"offline-run-*-{first}/run-{first}.wandb")]) == 2  # the server joins them
+
+
+def test_a_setting_that_mlflows_logger_has_not_is_refused() -> None:
+    (problem,) = problems("strategy=single", "logger=mlflow", "+logger.mlflow.prefx=a")
+    assert problem.path == "logger.mlflow.prefx" and "prefix" in problem.fix
