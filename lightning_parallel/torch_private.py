@@ -193,6 +193,9 @@ def keeps_graph() -> bool:
     return kept
 
 
+# What scaled_dot_product_attention runs on a CPU, for which torch counts no operations.
+ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
 # -- the graph of a backward -------------------------------------------------------------------------------------
 
 
@@ -210,6 +213,27 @@ def saved_tensor(node: Node, name: str) -> Tensor | None:
         return None
     saved: Tensor | None = getattr(node, f"_saved_{name}")
     return saved
+
+
+def shape_of_result(node: Node) -> torch.Size:
+    """The shape of the first tensor that the operation of a node of the graph has returned."""
+    return _metadata(node)[0].shape  # type: ignore[no-any-return]
+
+
+def shape_of_operand(node: Node, operand: int) -> torch.Size | None:
+    """The shape of an operand of a node of the graph; None if it needs no gradient."""
+    following, output = node.next_functions[operand]
+    return None if following is None else _metadata(following)[output].shape
+
+
+def _metadata(node: Node) -> list[Any]:
+    """Of the gradients that come into a node. torch documents it, but names it as private."""
+    return node._input_metadata
+
+
+def function_of(node: Node) -> type | None:
+    """The ``torch.autograd.Function`` of a node of the graph; None of torch's own operations."""
+    return getattr(type(node), "_forward_cls", None)
 
 
 def packed_tensor(node: Node, name: str) -> Any:

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torchmetrics
 from lightning.fabric.plugins.io import torch_io
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.core import saving
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
@@ -240,6 +240,20 @@ def test_step_metrics_are_all_of_a_step_and_read_none_for_the_progress_bar() -> 
 
     trainer(Looks()).fit(Shows(), DataLoader(torch.ones(2, 1)))
     assert found[-1] == ({"loss", "shown"}, {"shown"})
+
+
+def test_show_in_progress_bar_shows_texts_beside_what_is_logged() -> None:
+    """Otherwise the speed, the utilisation and the memory of a run would not be seen while it trains."""
+    shown: list[dict[str, Any]] = []
+
+    class Shows(Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            lightning_private.show_in_progress_bar(trainer, {"memory": "1 GiB"})
+            assert isinstance(trainer.progress_bar_callback, ProgressBar)
+            shown.append(trainer.progress_bar_callback.get_metrics(trainer, trainer.lightning_module))
+
+    trainer(Shows(), enable_progress_bar=True).fit(Net(), DataLoader(torch.ones(2, 1)))
+    assert all(each["memory"] == "1 GiB" for each in shown) and len(shown) == 2
 
 
 def test_logged_step_is_that_of_what_the_batch_logs() -> None:

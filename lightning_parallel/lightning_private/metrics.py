@@ -43,6 +43,14 @@ def logged_step(trainer: pl.Trainer) -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
+def show_in_progress_bar(trainer: pl.Trainer, texts: Mapping[str, str]) -> None:
+    """Show texts in the progress bar until others take their place. What a callback logs with ``prog_bar=True`` is
+    shown in its bar as a number, and only if it is logged in a hook that waits for all ranks."""
+    if trainer.progress_bar_callback is not None:
+        shown: dict[str, Any] = trainer.progress_bar_metrics  # texts are shown as they are
+        shown.update(texts)
+
+
 def evaluation_outputs(trainer: pl.Trainer) -> list[dict[str, Any]]:
     """What ``trainer.validate()`` is going to return, a dictionary for each data loader: at the end of an epoch it is
     in the loop that runs."""

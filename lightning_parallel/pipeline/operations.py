@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from lightning_parallel.torch_private import TorchDispatchMode, tree_leaves, written_arguments
+from lightning_parallel.torch_private import ATTENTION_ON_CPU, TorchDispatchMode, tree_leaves, written_arguments
+
+# torch has formulas for attention on GPUs, and none for the CPU's.
+_FORMULAS = MappingProxyType(
+    {
+        **flop_registry,
+        ATTENTION_ON_CPU: lambda query, key, value, *_, **__: (
+            attention_flops(query.shape, key.shape, value.shape)
+        ),
+    }
+)
 
 
 class OperationsNoted(TorchDispatchMode):
@@ -46,7 +59,7 @@ class OperationsNoted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func.overloadpacket)
+        formula = _FORMULAS.get(func.overloadpacket)
         if formula is not None:
             self.flops += formula(*args, **(kwargs or {}), out_val=output)
         shares = func.is_view or func.overloadpacket.__name__ == "_unsafe_view"
@@ -59,6 +72,17 @@ class OperationsNoted(TorchDispatchMode):
     def _save(self, tensor: Tensor) -> Tensor:
         self.saved.append((tensor.shape, tensor.dtype))
         return tensor
+
+
+def attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
+    """The floating-point operations of scaled dot-product attention: of its two products of matrices.
+
+    Args:
+        query: its shape, ``[..., queries, width]``; of several heads for each of the keys', if there are more of them.
+        key: ``[..., keys, width]``.
+        value: ``[..., keys, its width]``.
+    """
+    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
 def nbytes_of(output: Any) -> int:

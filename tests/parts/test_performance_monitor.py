@@ -10,11 +10,11 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers.logger import DummyLogger
-from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
+from torch import Tensor, nn
 
 from lightning_parallel import PerformanceMonitor
 from lightning_parallel.parts.performance import content, memory_in_use
+from tests.counting import flop_counter
 from tests.pool import WorkerPool
 from tests.strategies.harness import ALL, make_trainer, train
 
@@ -50,7 +50,7 @@ def flops_of_a_forward(model: str) -> float:
     """For each token."""
     module, batch = ALL[model](), next(iter(ALL[model].loader(False, 2, 16)))
     module.log = lambda *_, **__: None
-    with FlopCounterMode(display=False) as counted:
+    with flop_counter() as counted:
         module.training_step(batch, 0)
     return counted.get_total_flops() / batch["input_ids"].numel()
 
@@ -80,10 +80,15 @@ def test_pipelines_figures_are_logged_on_one_rank_and_count_the_operations_of_on
 @pytest.mark.parametrize(
     ("strategy", "model"), [("tensor", "ShardableGPT2"), ("fsdp", "GPT2Untied"), ("ddp", "GPT2Untied")]
 )
-def test_other_strategies_have_no_utilisation(pool: WorkerPool, strategy: str, model: str) -> None:
+def test_other_strategies_count_the_operations_of_one_process_too(
+    pool: WorkerPool, strategy: str, model: str
+) -> None:
+    (flops,) = pool.run(flops_of_a_forward, 1, model, init=False)
     found, other = pool.run(figures, 2, strategy, model, {}, init=False)
     assert other == {} and [*found] == [1, 3]
-    assert all({*each} == {"tokens_per_second", "memory_gib/rank0", "memory_gib/rank1"} for each in found.values())
+    for each in found.values():
+        assert {*each} == {"tokens_per_second", "mfu", "memory_gib/rank0", "memory_gib/rank1"}
+        assert flops_of_a_token(each, 2) == pytest.approx(3 * flops, rel=0.01)  # shards may be uneven
 
 
 def test_a_training_has_the_same_numbers_with_and_without(pool: WorkerPool) -> None:
@@ -150,13 +155,22 @@ class Compiled(BoringModel):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         rows = torch.cond(batch.sum() > 0, torch.sin, torch.cos, (batch,))
-        return super().training_step(self.doubled(rows), batch_idx)
+        return self.doubled(self.layer(rows)).sum()
 
 
 def test_what_is_compiled_stays_so_and_operators_that_take_functions_run() -> None:
     module = Compiled()
     (found,) = fit(module).values()
     assert module.ran == 6
+    assert {*found} == {"samples_per_second", "mfu", "memory_gib/rank0"}
+
+
+def test_a_model_of_which_the_graph_shows_a_part_only_has_no_utilisation() -> None:
+    class Hidden(BoringModel):
+        def configure_model(self) -> None:
+            self.layer = torch.compile(nn.Linear(32, 2), backend="aot_eager")
+
+    (found,) = fit(Hidden()).values()
     assert {*found} == {"samples_per_second", "memory_gib/rank0"}
 
 
