@@ -46,8 +46,8 @@ class PerformanceMonitor(Callback):
     The first batch counts in none of them, since much is made in it. Pipelines count operations in their look at the
     step before training, other strategies in the graph of the first batch: what needs no gradient doesn't count there,
     and there is no ``mfu`` if a part of the model is compiled, or computes in an ``autograd.Function`` of its own, nor
-    for replicas in threads. The module may say it instead, as ``flops_per_batch``, a number or a function, as for Lightning's ``ThroughputMonitor``:
-    of a replica's batch, backward included.
+    for replicas in threads. The module may say it instead, as ``flops_per_batch``, a number or a function, as for
+    Lightning's ``ThroughputMonitor``: of a replica's batch, backward included.
 
     Args:
         peak_flops: the FLOP/s of one device in the run's precision; None: by the data sheet of a GPU that Lightning
