@@ -24,7 +24,8 @@ import sys
 import tempfile
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,17 @@ class DiskOffload(TorchDispatchMode):
         self._mapped: list[weakref.ref[Mapped]] = []
         self._touched = 0  # bytes of large tensors, since memory was last dropped
         self._has_failed = False
+        self._only_reads = False
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Inside, new tensors lie in memory, where they are to stay. What is read of the files is dropped as ever."""
+        before, self._only_reads = self._only_reads, True
+        try:
+            with self:
+                yield
+        finally:
+            self._only_reads = before
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -83,7 +95,7 @@ class DiskOffload(TorchDispatchMode):
             return result
         given = {_address(value): value.nbytes for value in tree_leaves((arguments, named)) if _is_large(value)}
         self._touched += sum(given.values())
-        if makes_memory(operator) and operator.overloadpacket.__name__ not in _MAPPING:
+        if not self._only_reads and makes_memory(operator) and operator.overloadpacket.__name__ not in _MAPPING:
             made = [value for value in tree_leaves(result) if _is_large(value) and _address(value) not in given]
             self._put_into_files(made, operator.overloadpacket.__name__ in _UNWRITTEN)
         if self._touched > KEPT:

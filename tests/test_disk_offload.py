@@ -164,11 +164,12 @@ def test_a_file_of_the_user_s_own_stays_it(tmp_path: Path) -> None:
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def memory_of_a_model_in_files() -> tuple[int, int, int]:
     """What is resident while 256 MiB are made and initialised twice, then of half of it, and the open files."""
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
     before, highest = resident(), 0
     offload = DiskOffload()
     with offload:
@@ -191,6 +192,32 @@ def test_memory_is_taken_by_what_is_loaded_only(pool: WorkerPool) -> None:
     assert made < 120 * MIB
     assert 120 * MIB < loaded < 150 * MIB
     assert files < 16
+
+
+def memory_of_what_is_read() -> tuple[int, int]:
+    """What is resident while 256 MiB in files are read and a quarter of them is copied; and the files made for that."""
+    offload = DiskOffload()
+    with offload:
+        wholes = [torch.ones(2**22) for _ in range(16)]
+    before, highest, files = resident(), 0, mapped_files()
+    shards = []
+    with offload.reading():
+        for whole in wholes:
+            shards.append(torch.cat([whole[: 2**20]]))
+            assert whole.sum() == 2**22
+            highest = max(highest, resident())
+        made = mapped_files() - files
+        with offload:
+            torch.ones(2**20)
+        made += mapped_files() - files
+    assert all(shard.sum() == 2**20 for shard in shards)
+    return highest - before, made
+
+
+def test_what_is_only_read_takes_no_memory_and_what_is_made_of_it_stays_there(pool: WorkerPool) -> None:
+    highest, made = pool.run(memory_of_what_is_read, 1, init=False)[0]
+    assert highest < 64 * MIB + 100 * MIB
+    assert made == 0
 
 
 # -- where there is no disk ------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_parallel.collectives import broadcast_object, broadcast_tensors, guarded, together
+from lightning_parallel.disk_offload import DiskOffload
 from lightning_parallel.gradients.summing import summed_over
 from lightning_parallel.gradients.swapping import Gradients
 from lightning_parallel.local_model import LocalModel, local_part
@@ -38,11 +39,13 @@ class TensorShards:
     Args:
         plan: which layers are divided, and how; None for the model's own.
         sequence_parallel: divide activations between the layers along the sequence.
+        disk_offload: of the module, whose large tensors may lie in files.
     """
 
-    def __init__(self, plan: Plan | None, sequence_parallel: bool) -> None:
+    def __init__(self, plan: Plan | None, sequence_parallel: bool, disk_offload: DiskOffload) -> None:
         self._plan = dict(plan) if plan is not None else None
         self._sequence_parallel = sequence_parallel
+        self._disk_offload = disk_offload
         self._divided: nn.Module | None = None
         self._sharding = Sharding({}, ())
         self._region: ShardedRegion | None = None
@@ -70,21 +73,23 @@ class TensorShards:
             return
         world = dist.group.WORLD
         assert world is not None, "the ranks have met"
-        plan = together(
-            world,
-            lambda: find_plan(
-                module,
-                self._plan,
-                group.size(),
-                announce=rank_zero_info,
-                make_run=make_run,
-                agreed=lambda found: broadcast_object(found, 0, world, device),  # replicas try batches of their own
-            ),
-        )
+        with self._disk_offload:
+            plan = together(
+                world,
+                lambda: find_plan(
+                    module,
+                    self._plan,
+                    group.size(),
+                    announce=rank_zero_info,
+                    make_run=make_run,
+                    agreed=lambda found: broadcast_object(found, 0, world, device),  # replicas try batches of their own
+                ),
+            )
         self._region = ShardedRegion(group.rank(), device)
-        self._sharding = shard_module(
-            module, plan, group, sequence_parallel=self._sequence_parallel, region=self._region
-        )
+        with self._disk_offload.reading():  # shards are what stays
+            self._sharding = shard_module(
+                module, plan, group, sequence_parallel=self._sequence_parallel, region=self._region
+            )
         self._divided = module
 
     @property

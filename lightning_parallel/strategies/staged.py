@@ -70,7 +70,7 @@ class StagedStrategy(LayoutStrategy):
 
     def __init__(self, options: StagedOptions) -> None:
         super().__init__(options, pipeline=options.stages, data=options.data_parallel, tensor=options.tensor_parallel)
-        self._shards = TensorShards(options.plan, options.sequence_parallel)
+        self._shards = TensorShards(options.plan, options.sequence_parallel, self.disk_offload)
         self._stages = Stages(options)
         self._timeline = Timeline(enabled=options.timeline)
         self._last_stage: LastStage | None = None
@@ -148,9 +148,6 @@ class StagedStrategy(LayoutStrategy):
             refuse_manual_optimization(module)
             refuse_training(module)
         refuse_evaluation(module)
-        def divide() -> None:
-            with self.disk_offload:
-                self._shards.divide(module, groups.along("tensor"), device, partial(trial_of, trainer, module))
 
         self._stages.take(
             module,
@@ -167,7 +164,9 @@ class StagedStrategy(LayoutStrategy):
                 choose,
             ),
             check=check,
-            divide=divide,
+            divide=lambda: self._shards.divide(
+                module, groups.along("tensor"), device, partial(trial_of, trainer, module)
+            ),
             replicas=groups.along("data"),
         )
         local = self._stages.local_model(self._shards.shards)

@@ -80,7 +80,7 @@ class TensorParallelStrategy(LayoutStrategy):
     @takes(TensorParallelOptions)
     def __init__(self, options: TensorParallelOptions) -> None:
         super().__init__(options, data=options.data_parallel, tensor=options.tensor_parallel)
-        self._shards = TensorShards(options.plan, options.sequence_parallel)
+        self._shards = TensorShards(options.plan, options.sequence_parallel, self.disk_offload)
         self._ends_update = False  # does an update follow the batch that runs?
         self._guard = BackwardGuard()
 
@@ -91,8 +91,7 @@ class TensorParallelStrategy(LayoutStrategy):
         groups, device = self.groups, self.root_device
         self._ends_update = False
         module = self.prepare(trainer)
-        with self.disk_offload:
-            self._shards.divide(module, groups.along("tensor"), device, partial(trial_of, trainer, module))
+        self._shards.divide(module, groups.along("tensor"), device, partial(trial_of, trainer, module))
         configure_part(module)
         local = LocalModel.of(module, self._shards.shards)
         self.hold(trainer, local)
