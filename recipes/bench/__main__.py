@@ -20,6 +20,7 @@ from recipes.bench import (
     checkpoints,
     compute,
     data,
+    folder,
     generation,
     halves,
     late,
@@ -88,6 +89,7 @@ DATA: dict[str, Part] = {
 
 CHECKPOINT: dict[str, Part] = {
     "whole": (partial(checkpoints.measure, checkpoints.Sizes()), partial(checkpoints.measure, checkpoints.QUICK)),
+    "folder": (partial(folder.measure, folder.Sizes()), partial(folder.measure, folder.QUICK)),
 }
 
 GENERATION: dict[str, Part] = {

@@ -17,6 +17,7 @@ from recipes.bench import (
     checkpoints,
     compute,
     data,
+    folder,
     generation,
     halves,
     late,
@@ -218,6 +219,12 @@ def test_texts_are_written_by_one_process_and_by_two_stages() -> None:
     [table] = generation.measure(generation.QUICK)
     assert [row[0] for row in table.rows] == ["Llama, keys and values kept", "GPT, nothing kept"]
     assert all(isinstance(cell, float) and cell > 0 for row in table.rows for cell in row[1:4])
+
+
+def test_a_folder_is_opened_by_several_ranks() -> None:
+    [table] = folder.measure(folder.Sizes(layers=2, width=64, vocabulary=64, ranks=2, rounds=1))
+    assert [row[0] for row in table.rows] == ["pipeline", "tensor"]
+    assert all(cell > 0 for row in table.rows for cell in row[1:4])
 
 
 def test_checkpoints_are_saved_and_opened() -> None:
