@@ -36,7 +36,7 @@ class Sizes:
     width: int = 768
     vocabulary: int = 4096
     prompt: int = 64
-    new: int = 48
+    new: int = 24
     texts: int = 8
     batches: int = 3  # the first warms up
     rounds: int = 3
