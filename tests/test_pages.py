@@ -124,6 +124,10 @@ def test_trainings_run(
     words = [given.get(word, word) for word in words]
     if "experiment=async_quality" in words:
         words.append("scheduler.warmup_steps=1")
+    if "logger=wandb" in words:
+        words.append("logger.wandb.offline=true")
+    if "logger=mlflow" in words:
+        words.append(f"logger.mlflow.tracking_uri=sqlite:///{tmp_path}/mlflow.db")
     if f"ckpt_path={checkpoint}" in words:
         words.append("trainer.max_steps=4")  # it has made the first two
     assert check([word for word in words if word != "-m"], multirun="-m" in words) == []
