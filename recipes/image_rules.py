@@ -10,8 +10,8 @@ from typing import Any
 
 from recipes.data.image_folder import other_classes
 from recipes.data.image_folder import problem as unreadable
+from recipes.examples import example_of
 from recipes.problem import Problem
-from recipes.schema import example_of
 
 Config = Mapping[str, Any]
 

@@ -7,21 +7,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes import image_rules, schema
+from recipes import examples, image_rules
 from recipes.data.files import problem as unreadable
 from recipes.data.textfile import problem as unusable
 from recipes.data.tokenizer import ByteTokenizer
+from recipes.examples import example_of
 from recipes.problem import Problem
-from recipes.schema import example_of
 
 Config = Mapping[str, Any]
 
 
 def _model_takes_data(config: Config) -> Iterator[Problem]:
     model, data = config["model"], config["data"]
-    takes, gives = schema.TAKES.get(example_of(model)), schema.GIVES.get(example_of(data))
+    takes, gives = examples.TAKES.get(example_of(model)), examples.GIVES.get(example_of(data))
     if takes is not None and gives is not None and gives not in takes:
-        fitting = " or ".join(f"data={name}" for name, kind in schema.GIVES.items() if kind in takes)
+        fitting = " or ".join(f"data={name}" for name, kind in examples.GIVES.items() if kind in takes)
         message = f"takes {' or '.join(takes)}, but data={data['name']} gives {gives}"
         yield Problem("model.name", model["name"], message, f"use {fitting}")
 
@@ -55,10 +55,10 @@ def _fits(path: str, data: Config) -> Iterator[Problem]:
         known = json.loads((Path(path) / "config.json").read_text())
     except ValueError:
         return
-    if not isinstance(known, dict) or example_of(data) not in schema.GIVES:
+    if not isinstance(known, dict) or example_of(data) not in examples.GIVES:
         return
     size, longest = known.get("vocab_size"), known.get("max_position_embeddings", known.get("n_positions"))
-    if schema.GIVES[example_of(data)] == "bytes" and isinstance(size, int) and size < ByteTokenizer.size:
+    if examples.GIVES[example_of(data)] == "bytes" and isinstance(size, int) and size < ByteTokenizer.size:
         message = f"its vocabulary of {size} tokens is smaller than the {ByteTokenizer.size} bytes of the example data"
         yield Problem("model.path", path, message, "use another model, or data=hf")
     if "context" in data and isinstance(longest, int) and longest < data["context"]:
@@ -68,7 +68,7 @@ def _fits(path: str, data: Config) -> Iterator[Problem]:
 
 def _context(config: Config) -> Iterator[Problem]:
     model, data = config["model"], config["data"]
-    windows = schema.GIVES.get(example_of(data)) == "bytes"
+    windows = examples.GIVES.get(example_of(data)) == "bytes"
     if example_of(model) == "gpt" and windows and model["context"] < data["context"]:
         message = f"shorter than the windows of data.context={data['context']}"
         yield Problem("model.context", model["context"], message, "make them equal")

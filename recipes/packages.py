@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from recipes import IN_CHECKOUT
+from recipes.examples import example_of
 from recipes.problem import Problem
-from recipes.schema import example_of
 
 Config = Mapping[str, Any]
 

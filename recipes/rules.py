@@ -14,11 +14,12 @@ from lightning_parallel.settings import settings_of
 from lightning_parallel.strategies.fully_sharded import FullyShardedOptions
 from lightning_parallel.strategies.pipeline import PipelineOptions
 from lightning_parallel.strategies.pipeline_async import AsyncPipelineOptions
-from recipes import clusters, machine, model_rules, packages, resume, schema
+from recipes import clusters, examples, machine, model_rules, packages, resume, schema
 from recipes.clusters import counted, restarts_by_itself
 from recipes.compose import NOT_KNOWN
+from recipes.examples import example_of
 from recipes.problem import Problem
-from recipes.schema import example_of, kind_of, world_size
+from recipes.schema import kind_of, world_size
 
 Config = Mapping[str, Any]
 
@@ -127,7 +128,7 @@ def _sizes(strategy: Config) -> dict[str, Any]:
 def _stages(config: Config, strategy: Config, stages: int) -> Iterator[Problem]:
     """Each stage of an example model gets something that learns."""
     model = config["model"]
-    most = schema.MOST_STAGES.get(example_of(model))
+    most = examples.MOST_STAGES.get(example_of(model))
     chunks = _chunks(strategy)
     limit = most(model.get("layers", 0)) // chunks if most is not None else stages
     if stages > limit:

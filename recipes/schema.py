@@ -1,12 +1,13 @@
 """Types and limits of every value in conf/: a dataclass for each kind of node, read by :mod:`recipes.validate`.
 
-The settings of this package's strategies are declared in the package itself, those of clusters by their launchers. A
-node of a class that isn't known here (a user's own ``_target_``) is left to that class.
+The settings of this package's strategies are declared in the package itself, those of clusters by their launchers,
+those of the example models and data in ``examples.py``. A node of a class that isn't known here (a user's own
+``_target_``) is left to that class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
@@ -19,6 +20,7 @@ from lightning_parallel.strategies.fully_sharded import FullyShardedOptions
 from lightning_parallel.strategies.pipeline import PipelineOptions
 from lightning_parallel.strategies.pipeline_async import AsyncPipelineOptions
 from lightning_parallel.strategies.tensor import TensorParallelOptions
+from recipes import examples
 from recipes.launchers.kubernetes import KubernetesLauncher
 from recipes.launchers.local import LocalLauncher
 from recipes.launchers.ray import RayLauncher
@@ -55,100 +57,6 @@ class Run:
     paths: dict[str, Any]
     command: Literal["train", "evaluate", "generate"] = "train"  # set by recipes.evaluate and recipes.generate
     generation: dict[str, Any] | None = None  # how text is generated
-
-
-# -- model, data -----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class GPT:
-    vocab_size: Annotated[int, Range(2)]
-    context: Count
-    layers: Count
-    heads: Count
-    width: Count
-    dropout: Fraction
-    tie_embeddings: bool
-
-
-@dataclass
-class MLP:
-    features: Count
-    classes: Annotated[int, Range(2)]
-    width: Count
-    layers: Count
-    dropout: Fraction
-
-
-@dataclass
-class LeNet:
-    channels: Count
-    size: Annotated[int, Range(4)]
-    classes: Annotated[int, Range(2)]
-
-
-@dataclass
-class HF:
-    path: str | None
-    lora: dict[str, Any] | None
-
-
-@dataclass
-class Timm:
-    architecture: str | None
-    pretrained: str | None
-    classes: Annotated[int, Range(2)] | None
-    arguments: dict[str, Any] | None
-
-
-@dataclass
-class Stdlib:
-    directory: str
-    context: Count
-    val_windows: Count | None
-    batch_size: Count
-    workers: Natural
-
-
-@dataclass
-class Text:
-    path: str | None
-    context: Count
-    val_windows: Count | None
-    batch_size: Count
-    workers: Natural
-
-
-@dataclass
-class Documents:
-    path: str | None
-    val_path: str | None
-    tokenizer: str | None
-    column: str | None
-    context: Annotated[int, Range(2)]
-    packing: bool
-    directory: str
-    batch_size: Count
-    workers: Natural
-
-
-@dataclass
-class Digits:
-    batch_size: Count
-    workers: Natural
-
-
-@dataclass
-class Images:
-    path: str | None
-    size: Count
-    mean: list[Fraction]
-    std: list[Fraction]
-    random_crop: bool
-    random_flip: bool
-    batch_size: Count
-    workers: Natural
-    classes: list[str] | None = None
 
 
 # -- strategy --------------------------------------------------------------------------------------------------------
@@ -293,8 +201,8 @@ class Paths:
 # Which dataclass a node has: by its `name`, by its `_target_`, or by its group.
 BY_NAME: Mapping[str, Mapping[str, type]] = MappingProxyType(
     {
-        "model": {"gpt": GPT, "mlp": MLP, "lenet": LeNet, "hf": HF, "timm": Timm},
-        "data": {"stdlib": Stdlib, "text": Text, "digits": Digits, "hf": Documents, "images": Images},
+        "model": examples.MODELS,
+        "data": examples.DATA,
         "scheduler": {"constant": Constant, "cosine": Cosine},
     }
 )
@@ -338,35 +246,9 @@ def kind_of(group: str, node: Mapping[str, Any]) -> type | None:
     return BY_TARGET.get(group, {}).get(target)
 
 
-def example_of(node: Mapping[str, Any]) -> str:
-    """The name of an example model or example data; empty for a class of the user's own, whose ``name`` is an argument
-    like others."""
-    return "" if node.get("_target_") is not None else str(node.get("name", ""))
-
-
 def world_size(config: Mapping[str, Any]) -> int:
     """The processes of a run: one for strategy=single and strategy=dp, else one for each device of each machine."""
     in_one_process = (Single, DataParallelOptions)
     if kind_of("strategy", config["strategy"]) in in_one_process:
         return 1
     return int(config["cluster"].get("nodes", 1)) * int(config["cluster"]["devices"])
-
-
-# What example models take and example data give.
-TAKES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "gpt": ("bytes",),
-        "hf": ("bytes", "documents"),
-        "mlp": ("images",),
-        "lenet": ("images",),
-        "timm": ("images",),
-    }
-)
-GIVES: Mapping[str, str] = MappingProxyType(
-    {"stdlib": "bytes", "text": "bytes", "digits": "images", "images": "images", "hf": "documents"}
-)
-
-# The modules with parameters of an example model of so many layers: a stage without any learns nothing, and is refused.
-MOST_STAGES: Mapping[str, Callable[[int], int]] = MappingProxyType(
-    {"gpt": lambda layers: 6 * layers + 4, "mlp": lambda layers: layers + 1, "lenet": lambda layers: 5}
-)

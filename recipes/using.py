@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader
 from recipes import build, record
 from recipes.data.prompts import batches_of
 from recipes.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_of
+from recipes.examples import GIVES, example_of
 from recipes.generated import CHOICE, TEXTS
 from recipes.models.generation import Generation
 from recipes.models.language_model import LanguageModel
-from recipes.schema import GIVES, example_of
 
 Config = Mapping[str, Any]
 
@@ -52,7 +52,8 @@ def generate(config: Config) -> None:
     Raises:
         ValueError: the module is no language model of the recipes, or a prompt is too long for it.
     """
-    trainer, settings = build.trainer(config), config["generation"]
+    settings = config["generation"]
+    trainer = build.trainer({**config, "logger": {}})  # nothing is logged: a tracking server would have an empty run
     module = _model(config, trainer)
     if not isinstance(module, LanguageModel):
         raise ValueError(f"A {type(module).__name__} writes no text: use a run of model=gpt or model=hf.")

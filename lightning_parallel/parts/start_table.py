@@ -10,10 +10,12 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import optim
 
 from lightning_parallel.collectives import gather_objects_on_first
@@ -32,13 +34,13 @@ class Holding:
     Attributes:
         layers: in words.
         gradients: of an asynchronous pipeline: how late they are, in words.
-        extra: bytes that it will hold besides parameters, gradients and the optimizer's state: activations, copies of
-            weights.
+        extra: bytes that it will hold in a training besides parameters, gradients and the optimizer's state:
+            activations, copies of weights. None: that isn't known.
     """
 
     layers: str
     gradients: str = ""
-    extra: int = 0
+    extra: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,33 @@ class Row:
     gradients: str
 
 
+class StartTable:
+    """Prints the table of all ranks, once for a module; again, if only a training needs this much memory."""
+
+    def __init__(self) -> None:
+        self._told: tuple[Any, bool] = (None, False)  # of which module, and whether it was to be trained
+
+    def tell(
+        self, module: Any, own: Callable[[], Row], layout: Layout, groups: Groups, training: bool
+    ) -> None:
+        """Print it, if it hasn't been. All ranks call it.
+
+        Args:
+            module: that is held in parts.
+            own: makes this rank's row.
+            layout: where this rank is.
+            groups: of ranks.
+            training: is the module to be trained?
+        """
+        told, for_training = self._told
+        if told is module and for_training >= training:
+            return
+        self._told = (module, training)
+        rows = gathered(own(), layout, groups)
+        if rows is not None:
+            rank_zero_info(table(rows, layout))
+
+
 def row(
     holding: Holding, layout: Layout, device: str, local: LocalModel, optimizers: Sequence[optim.Optimizer] | None
 ) -> Row:
@@ -79,9 +108,10 @@ def row(
         optimizers: of the training; None where nothing is trained.
     """
     parts = [(local_part(parameter), parameter.requires_grad) for parameter in local.parameters.values()]
-    memory, known = sum(part.nbytes for part, _ in parts) + holding.extra, True
+    memory, known = sum(part.nbytes for part, _ in parts), False  # what an evaluation computes isn't
     if optimizers is not None:
-        memory += sum(part.nbytes for part, trained in parts if trained)
+        memory += sum(part.nbytes for part, trained in parts if trained) + (holding.extra or 0)
+        known = holding.extra is not None
         for optimizer in optimizers:
             state = state_bytes(optimizer)
             memory, known = memory + (state or 0), known and state is not None

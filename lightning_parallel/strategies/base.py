@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -35,7 +34,7 @@ from lightning_parallel.lightning_private import (
     script_launcher,
 )
 from lightning_parallel.local_model import LocalModel
-from lightning_parallel.parts import loaders, process_group, start_table
+from lightning_parallel.parts import loaders, process_group
 from lightning_parallel.parts.background import BackgroundSave
 from lightning_parallel.parts.callbacks import IN_PARTS, Reasons, bring_along, refuse_callbacks
 from lightning_parallel.parts.checkpoints import Checkpoints
@@ -44,7 +43,7 @@ from lightning_parallel.parts.equal_steps import EqualSteps
 from lightning_parallel.parts.options import ProcessOptions
 from lightning_parallel.parts.predictions import share_predictions
 from lightning_parallel.parts.replicas import Replicas
-from lightning_parallel.parts.start_table import Holding
+from lightning_parallel.parts.start_table import Holding, StartTable, row
 
 T = TypeVar("T")
 
@@ -84,7 +83,7 @@ class LayoutStrategy(ParallelStrategy):
         self._background: BackgroundSave | None = None
         self._equal_steps: EqualSteps | None = None
         self._group_names: list[list[list[str]]] = []
-        self._told: tuple[Any, bool] = (None, False)  # of which module, and whether it was to be trained
+        self._start_table = StartTable()
 
     # -- which rank this is --------------------------------------------------------------------------------------
 
@@ -235,20 +234,19 @@ class LayoutStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         if training:
             move_optimizers(self.optimizers, self.root_device)
-        self._tell_what_ranks_hold(training)
-
-    def _tell_what_ranks_hold(self, training: bool) -> None:
-        """Print the table of all ranks, once for a module; again, if only a training needs this much memory."""
-        told, for_training = self._told
-        if told is self.lightning_module and for_training >= training:
-            return
-        self._told = (self.lightning_module, training)
-        holding = self.holding() if training else replace(self.holding(), extra=0)
-        optimizers = self.optimizers if training else None
-        own = start_table.row(holding, self.layout, str(self.root_device), self.local_model, optimizers)
-        rows = start_table.gathered(own, self.layout, self.groups)
-        if rows is not None:
-            rank_zero_info(start_table.table(rows, self.layout))
+        self._start_table.tell(
+            self.lightning_module,
+            lambda: row(
+                self.holding(),
+                self.layout,
+                str(self.root_device),
+                local,
+                self.optimizers if training else None,
+            ),
+            self.layout,
+            self.groups,
+            training,
+        )
 
     def holding(self) -> Holding:
         """What the table at the start says of this rank's part of the model."""

@@ -148,7 +148,7 @@ class AsyncPipelineStrategy(StagedStrategy):
     @override
     def holding(self) -> Holding:
         stages, stage, microbatches = self.layout.stages, self.layout.stage, self._updates_microbatches()
-        weights = sum(parameter.nbytes for parameter in self.local_model.parameters.values())
+        weights = sum(p.nbytes for p in self.local_model.parameters.values() if p.requires_grad)
         extra = self.activation_bytes() + self._late.copies(stages, stage, microbatches) * weights
         return Holding(self._stages.layers, self._late.description(stages, stage, microbatches), extra)
 

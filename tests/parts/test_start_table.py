@@ -40,11 +40,11 @@ def test_memory_is_parameters_gradients_and_states_and_says_where_it_is_a_lower_
     class Unknown(optim.Optimizer):
         pass
 
-    def memory(optimizers: Any, extra: int = 0) -> str:
+    def memory(optimizers: Any, extra: int | None = 0) -> str:
         return row(Holding("all", extra=extra), layout, "cpu", LocalModel.of(layer), optimizers).memory
 
     assert memory([optimizer]) == "64 KiB" and memory([optimizer], extra=2**20) == "1.06 MiB"
-    assert memory(None) == "16 KiB"
+    assert memory(None) == "at least 16 KiB" and memory([optimizer], extra=None) == "at least 64 KiB"
     assert memory([Unknown(layer.parameters(), {})]) == "at least 32 KiB"
 
 

@@ -9,8 +9,9 @@ import torch
 from hydra.utils import get_class
 
 from lightning_parallel.pipeline.partitioning import partition
+from recipes.examples import MOST_STAGES
 from recipes.problem import ConfigError
-from recipes.schema import MOST_STAGES, world_size
+from recipes.schema import world_size
 from recipes.validate import validate
 from tests.recipes.test_configs import composed, problems
 
