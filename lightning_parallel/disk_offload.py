@@ -49,7 +49,8 @@ Mapped = ctypes.Array  # the bytes of a mapped file, which is unmapped when noth
 
 
 class DiskOffload(TorchDispatchMode):
-    """Inside, new tensors of :data:`LARGE` bytes lie in files. It may be entered several times, and inside itself.
+    """Inside, new tensors of :data:`LARGE` bytes lie in files; inside :meth:`reading`, in memory. It may be entered
+    several times, and inside itself.
 
     Args:
         folder: of the files. They have no names, and end with their tensors. By default ``TMPDIR``, or ``/var/tmp``.
@@ -64,17 +65,18 @@ class DiskOffload(TorchDispatchMode):
         self._mapped: list[weakref.ref[Mapped]] = []
         self._touched = 0  # bytes of large tensors, since memory was last dropped
         self._has_failed = False
-        self._only_reads = False
+        self._makes_files = True
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Inside, new tensors lie in memory, where they are to stay. What is read of the files is dropped as ever."""
-        before, self._only_reads = self._only_reads, True
+        """Enter it for reading: new tensors stay in memory, also where it is entered again inside. What is read of the
+        files is still dropped from memory, so that reading a large model takes little."""
+        before, self._makes_files = self._makes_files, False
         try:
             with self:
                 yield
         finally:
-            self._only_reads = before
+            self._makes_files = before
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -95,7 +97,7 @@ class DiskOffload(TorchDispatchMode):
             return result
         given = {_address(value): value.nbytes for value in tree_leaves((arguments, named)) if _is_large(value)}
         self._touched += sum(given.values())
-        if not self._only_reads and makes_memory(operator) and operator.overloadpacket.__name__ not in _MAPPING:
+        if self._makes_files and makes_memory(operator) and operator.overloadpacket.__name__ not in _MAPPING:
             made = [value for value in tree_leaves(result) if _is_large(value) and _address(value) not in given]
             self._put_into_files(made, operator.overloadpacket.__name__ in _UNWRITTEN)
         if self._touched > KEPT:

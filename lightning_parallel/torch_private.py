@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
+    "ATTENTION_ON_CPU",
     "METADATA_CLASSES",
     "VALUE_OF",
     "TorchDispatchMode",
@@ -45,6 +46,7 @@ __all__ = [
     "drawing_for_nothing",
     "forget_meshes",
     "forward_hooks",
+    "function_of",
     "group_by_name",
     "group_of_members",
     "has_full_backward_hooks",
@@ -67,6 +69,8 @@ __all__ = [
     "saves_tensors",
     "scale_all",
     "shallow_copy",
+    "shape_of_operand",
+    "shape_of_result",
     "subclass_functions_disabled",
     "tree_flatten",
     "tree_leaves",
@@ -93,6 +97,9 @@ METADATA_CLASSES = frozenset(
 
 # What gives a tensor's value to Python: x.item(), bool(x), float(x).
 VALUE_OF = torch.ops.aten._local_scalar_dense.default
+
+# What scaled_dot_product_attention runs on a CPU, for which torch counts no operations.
+ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------
@@ -193,9 +200,6 @@ def keeps_graph() -> bool:
     return kept
 
 
-# What scaled_dot_product_attention runs on a CPU, for which torch counts no operations.
-ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
 # -- the graph of a backward -------------------------------------------------------------------------------------
 
 
@@ -217,13 +221,13 @@ def saved_tensor(node: Node, name: str) -> Tensor | None:
 
 def shape_of_result(node: Node) -> torch.Size:
     """The shape of the first tensor that the operation of a node of the graph has returned."""
-    return _metadata(node)[0].shape  # type: ignore[no-any-return]
+    return torch.Size(_metadata(node)[0].shape)
 
 
 def shape_of_operand(node: Node, operand: int) -> torch.Size | None:
     """The shape of an operand of a node of the graph; None if it needs no gradient."""
     following, output = node.next_functions[operand]
-    return None if following is None else _metadata(following)[output].shape
+    return None if following is None else torch.Size(_metadata(following)[output].shape)
 
 
 def _metadata(node: Node) -> list[Any]:
@@ -232,7 +236,7 @@ def _metadata(node: Node) -> list[Any]:
 
 
 def function_of(node: Node) -> type | None:
-    """The ``torch.autograd.Function`` of a node of the graph; None of torch's own operations."""
+    """The ``torch.autograd.Function`` of a node of the graph; None of torch's operators. Nothing public tells it."""
     return getattr(type(node), "_forward_cls", None)
 
 

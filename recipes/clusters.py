@@ -9,10 +9,8 @@ from typing import Any
 from recipes.compose import NOT_KNOWN
 from recipes.launchers.kubernetes import KubernetesLauncher
 from recipes.launchers.local import LocalLauncher
-from recipes.launchers.ray import RayLauncher, is_installed
 from recipes.launchers.slurm import SlurmLauncher, is_here, unfinished_job
 from recipes.launchers.torchrun import TorchrunLauncher
-from recipes.packages import pip_install
 from recipes.problem import Problem
 from recipes.processes import joined, missing
 from recipes.schema import kind_of, world_size
@@ -73,11 +71,6 @@ def _slurm_is_here(config: Config) -> Iterator[Problem]:
         yield Problem("cluster", "slurm", "there is no sbatch on this machine", fix)
 
 
-def _ray_is_here(config: Config) -> Iterator[Problem]:
-    if kind_of("cluster", config["cluster"]) is RayLauncher and config["launch"] and not is_installed():
-        yield Problem("cluster", "ray", "Ray is not installed", pip_install("ray"))
-
-
 def _runs_already(config: Config) -> Iterator[Problem]:
     """A second job would write over the first one's checkpoints."""
     cluster, folder = config["cluster"], config["paths"]["output_dir"]
@@ -92,6 +85,5 @@ RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _restarts_elsewhere,
     _started_already,
     _slurm_is_here,
-    _ray_is_here,
     _runs_already,
 )

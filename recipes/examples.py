@@ -1,4 +1,4 @@
-"""The example models and example data: the types and limits of their settings, and who takes what the others give."""
+"""The example models and example data: the types and limits of their settings, and which data each model takes."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ class Images:
 
 # -- by name ---------------------------------------------------------------------------------------------------------
 
-MODELS: Mapping[str, type] = MappingProxyType({"gpt": GPT, "mlp": MLP, "lenet": LeNet, "hf": HF, "timm": Timm})
-DATA: Mapping[str, type] = MappingProxyType(
+MODEL_SETTINGS: Mapping[str, type] = MappingProxyType({"gpt": GPT, "mlp": MLP, "lenet": LeNet, "hf": HF, "timm": Timm})
+DATA_SETTINGS: Mapping[str, type] = MappingProxyType(
     {"stdlib": Stdlib, "text": Text, "digits": Digits, "hf": Documents, "images": Images}
 )
 

@@ -9,7 +9,9 @@ from typing import Any
 
 from recipes import IN_CHECKOUT
 from recipes.examples import example_of
+from recipes.launchers.ray import RayLauncher
 from recipes.problem import Problem
+from recipes.schema import kind_of
 
 Config = Mapping[str, Any]
 
@@ -39,6 +41,8 @@ def _needed(config: Config) -> Iterator[tuple[str, Any, str, Mapping[str, str]]]
         yield "data.name", "hf", "hf", {"datasets": "datasets"}
     if example_of(data) == "images":
         yield "data.name", "images", "images", {"PIL": "pillow"}
+    if kind_of("cluster", config["cluster"]) is RayLauncher and config["launch"]:
+        yield "cluster", "ray", "ray", {"ray": "ray"}
     for key, node in config["logger"].items():
         target = node["_target_"] if node is not None else ""
         if target in _TRACKERS:

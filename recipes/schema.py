@@ -201,8 +201,8 @@ class Paths:
 # Which dataclass a node has: by its `name`, by its `_target_`, or by its group.
 BY_NAME: Mapping[str, Mapping[str, type]] = MappingProxyType(
     {
-        "model": examples.MODELS,
-        "data": examples.DATA,
+        "model": examples.MODEL_SETTINGS,
+        "data": examples.DATA_SETTINGS,
         "scheduler": {"constant": Constant, "cosine": Cosine},
     }
 )

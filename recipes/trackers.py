@@ -13,8 +13,11 @@ from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
-# Of the ranks that log nothing. Lightning makes a client on each, and clients that set up one database at once fail.
-_NEVER_ASKED = "http://localhost"
+# Lightning makes a client on every rank, and clients that set up one database at the same time fail. Ranks that log
+# nothing get this address, which is never connected to.
+_UNUSED_SERVER = "http://localhost"
+
+_SERVERS = ("wandb", "mlflow")
 
 
 class RunId:
@@ -23,23 +26,27 @@ class RunId:
     Args:
         folder: of the run.
         server: its name.
+
+    Attributes:
+        path: of the file.
+        known: the id; None if the run has none yet.
     """
 
     def __init__(self, folder: str | Path, server: str) -> None:
-        self._path = Path(folder, f"{server}_run.txt")
-        self.known = self._path.read_text() if self._path.exists() else None
+        self.path = Path(folder, f"{server}_run.txt")
+        self.known = self.path.read_text() if self.path.exists() else None
 
     @rank_zero_only
-    def keep(self, name: str | None) -> None:
+    def keep(self, run_id: str | None) -> None:
         """Keep the id that the server has given."""
-        if name is not None and name != self.known:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text(name)
-            self.known = name
+        if run_id is not None and run_id != self.known:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(run_id)
+            self.known = run_id
 
 
 class ContinuedWandbLogger(WandbLogger):
-    """Lightning's, for one run at the server, however often it is resumed."""
+    """Lightning's logger. A resumed run goes on as the same run at the server."""
 
     @wraps(WandbLogger.__init__)  # type: ignore[misc]  # its signature, by which configs are checked
     def __init__(self, *, save_dir: str, **settings: Any) -> None:
@@ -55,8 +62,8 @@ class ContinuedWandbLogger(WandbLogger):
 
 
 class ContinuedMLFlowLogger(MLFlowLogger):
-    """Lightning's, for one run at the server, however often it is resumed. Without a ``tracking_uri`` MLflow says where
-    the server is: Lightning would name a folder, which MLflow takes no longer."""
+    """Lightning's logger. A resumed run goes on as the same run at the server. Without a ``tracking_uri`` MLflow says
+    where the server is: Lightning would name a folder, which MLflow no longer accepts."""
 
     @wraps(MLFlowLogger.__init__)  # type: ignore[misc]
     def __init__(self, *, save_dir: str, tracking_uri: str | None = None, **settings: Any) -> None:
@@ -65,7 +72,7 @@ class ContinuedMLFlowLogger(MLFlowLogger):
         self._kept = RunId(save_dir, "mlflow")
         server = tracking_uri or mlflow.get_tracking_uri()
         if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
-            server = _NEVER_ASKED
+            server = _UNUSED_SERVER
         super().__init__(save_dir=save_dir, tracking_uri=server, **{"run_id": self._kept.known} | settings)
 
     @property
@@ -78,6 +85,6 @@ class ContinuedMLFlowLogger(MLFlowLogger):
 
 @rank_zero_only
 def forget_runs(folder: Path) -> None:
-    """Before a fresh start in a folder: what an earlier run in it was at the server isn't gone on with."""
-    for path in folder.glob("*_run.txt"):
-        path.unlink(missing_ok=True)
+    """Before a fresh start in a folder: its run gets new ids at the servers."""
+    for server in _SERVERS:
+        RunId(folder, server).path.unlink(missing_ok=True)

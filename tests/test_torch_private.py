@@ -55,6 +55,9 @@ def test_every_function_is_used_and_pinned_here() -> None:
         f.read_text() for f in modules(package, ROOT / "recipes") if f not in (package / "torch_private.py", Path())
     ]
     here = Path(__file__).read_text().replace("def test_", "")
+    functions = {name for name, value in vars(torch_private).items() if inspect.isfunction(value)}
+    own = {name for name in functions if getattr(torch_private, name).__module__ == torch_private.__name__}
+    assert {name for name in own if not name.startswith("_")} <= {*torch_private.__all__}
     for name in torch_private.__all__:
         assert any(name in text for text in others), f"{name} is not used"
         assert name in here, f"{name} is not pinned"
@@ -279,6 +282,43 @@ def test_memory_is_shared_with_views_and_aliases() -> None:
     del view
     assert not torch_private.memory_is_shared(x)
     assert torch_private.memory_is_shared(x.to_sparse()) and torch_private.memory_is_shared(nn.Parameter(x))
+
+
+class Cloned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return g
+
+
+def test_shape_of_result_shape_of_operand_and_function_of_read_the_graph() -> None:
+    """Otherwise the utilisation of a model would be wrong, or missing."""
+    x, w = torch.randn(5, 3), torch.randn(3, 4, requires_grad=True)
+    product = (x @ w).grad_fn
+    assert product is not None
+    assert torch_private.shape_of_result(product) == (5, 4)
+    assert torch_private.shape_of_operand(product, 0) is None
+    assert torch_private.shape_of_operand(product, 1) == (3, 4)
+    assert torch_private.function_of(product) is None
+    assert torch_private.function_of(Cloned.apply(w).grad_fn) is Cloned
+
+
+def test_attention_on_a_cpu_runs_as_ATTENTION_ON_CPU() -> None:
+    """Otherwise a stage's attention would count as no work."""
+    seen: list[Any] = []
+
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    q = torch.randn(1, 2, 3, 4)
+    with Sees():
+        nn.functional.scaled_dot_product_attention(q, q, q)
+    assert torch_private.ATTENTION_ON_CPU in seen
 
 
 # -- modules -------------------------------------------------------------------------------------------------

@@ -44,10 +44,11 @@ def logged_step(trainer: pl.Trainer) -> int:
 
 
 def show_in_progress_bar(trainer: pl.Trainer, texts: Mapping[str, str]) -> None:
-    """Show texts in the progress bar until others take their place. What a callback logs with ``prog_bar=True`` is
-    shown in its bar as a number, and only if it is logged in a hook that waits for all ranks."""
+    """Show texts in the progress bar until others take their place. ``self.log(prog_bar=True)`` shows numbers only, in
+    hooks that all ranks reach together. So the dictionary that the bar reads is written to: nothing promises that it is
+    the one that Lightning keeps."""
     if trainer.progress_bar_callback is not None:
-        shown: dict[str, Any] = trainer.progress_bar_metrics  # texts are shown as they are
+        shown: dict[str, Any] = trainer.progress_bar_metrics
         shown.update(texts)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_parallel.lightning_private import ends_update, logged_step, show_in_progress_bar
-from lightning_parallel.parts.graph_operations import operations_of
+from lightning_parallel.parts.graph_flops import ForwardFlops
 from lightning_parallel.parts.performance import Noticeboard, StageFigures, content, memory_in_use, peak_of
 from lightning_parallel.pipeline.timeline import COMPUTE
 
@@ -43,11 +43,12 @@ class PerformanceMonitor(Callback):
                             the stage where they are latest.
     ======================  ===========================================================================================
 
-    The first batch counts in none of them, since much is made in it. Pipelines count operations in their look at the
-    step before training, other strategies in the graph of the first batch: what needs no gradient doesn't count there,
-    and there is no ``mfu`` if a part of the model is compiled, or computes in an ``autograd.Function`` of its own, nor
-    for replicas in threads. The module may say it instead, as ``flops_per_batch``, a number or a function, as for
-    Lightning's ``ThroughputMonitor``: of a replica's batch, backward included.
+    The first batch counts in none of them, since much is made in it. For ``mfu``, pipelines count in their look at the
+    step before training. Other strategies read the operations off the graph of the first batch. Layers before the first
+    trained one aren't in that graph, so they don't count. There is no ``mfu`` where the graph doesn't show everything:
+    if a part of the model is compiled or is an ``autograd.Function`` of its own, and for replicas in threads. A module
+    may give the number itself: ``flops_per_batch``, a number or a function, of a replica's batch with the backward, as
+    for Lightning's ``ThroughputMonitor``.
 
     Args:
         peak_flops: the FLOP/s of one device in the run's precision; None: by the data sheet of a GPU that Lightning
@@ -61,8 +62,7 @@ class PerformanceMonitor(Callback):
         self._peak = 0.0  # of one device
         self._noticeboard: Noticeboard | None = None
         self._flops: float | None = None  # of one token or sample, on all ranks of a replica, if it is known
-        self._losses: list[Tensor] = []  # of the first batch
-        self._forward_flops: int | None = None  # of the first batch, on this rank
+        self._forward = ForwardFlops()  # of the first batch, on this rank
         self._unit, self._count = "samples", 0  # what batches hold, and how much since the last log
         self._since: float | None = None  # of the clock; None before the first batch has ended
         self._paused: float | None = None
@@ -75,8 +75,8 @@ class PerformanceMonitor(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._since = self._paused = self._bubble = None
         self._count = self._spans = 0
-        self._flops = self._forward_flops = None
-        self._losses = []
+        self._flops = None
+        self._forward = ForwardFlops()
         self._peak = self._given_peak or peak_of(trainer)
         self._noticeboard = Noticeboard() if trainer.world_size > 1 else None
         if self._noticeboard is not None:
@@ -85,8 +85,7 @@ class PerformanceMonitor(Callback):
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         if self._since is None and trainer.is_global_zero:
-            self._losses.append(loss)
-            self._forward_flops = operations_of(self._losses)
+            self._forward.add(loss)
 
     @override
     def on_train_batch_end(
@@ -95,7 +94,7 @@ class PerformanceMonitor(Callback):
         self._unit, count = content(batch)
         if self._since is None:
             self._flops = self._flops_of_one(trainer, pl_module, count)
-            self._losses = []
+            self._forward = ForwardFlops()  # it holds the graph
             self._begin_interval(trainer)
             return
         self._count += count
@@ -113,7 +112,7 @@ class PerformanceMonitor(Callback):
         if stage is not None:
             forward: float = stage.forward_flops
         else:  # the ranks of a replica share its operations
-            forward = (self._forward_flops or 0) * trainer.world_size / _replicas(trainer)
+            forward = (self._forward.total or 0) * trainer.world_size / _replicas(trainer)
         return (1 + _BACKWARDS) * forward / count or None
 
     # -- figures -------------------------------------------------------------------------------------------------

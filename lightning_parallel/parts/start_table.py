@@ -35,7 +35,7 @@ class Holding:
         layers: in words.
         gradients: of an asynchronous pipeline: how late they are, in words.
         extra: bytes that it will hold in a training besides parameters, gradients and the optimizer's state:
-            activations, copies of weights. None: that isn't known.
+            activations, copies of weights. None: not known, so the table says "at least".
     """
 
     layers: str
@@ -69,28 +69,36 @@ class Row:
 
 
 class StartTable:
-    """Prints the table of all ranks, once for a module; again, if only a training needs this much memory."""
+    """Prints the table of all ranks once for a module, and again when one that was evaluated is trained, which takes
+    more memory."""
 
     def __init__(self) -> None:
         self._told: tuple[Any, bool] = (None, False)  # of which module, and whether it was to be trained
 
     def tell(
-        self, module: Any, own: Callable[[], Row], layout: Layout, groups: Groups, training: bool
+        self,
+        module: Any,
+        holding: Callable[[], Holding],
+        layout: Layout,
+        groups: Groups,
+        device: str,
+        local: LocalModel,
+        optimizers: Sequence[optim.Optimizer] | None,
     ) -> None:
         """Print it, if it hasn't been. All ranks call it.
 
         Args:
             module: that is held in parts.
-            own: makes this rank's row.
-            layout: where this rank is.
-            groups: of ranks.
-            training: is the module to be trained?
+            holding: says what this rank holds; in a pipeline by a simulation, which isn't asked for twice.
+            groups: of the layout's ranks.
+            layout, device, local, optimizers: see :func:`row`.
         """
+        training = optimizers is not None
         told, for_training = self._told
         if told is module and for_training >= training:
             return
         self._told = (module, training)
-        rows = gathered(own(), layout, groups)
+        rows = gathered(row(holding(), layout, device, local, optimizers), layout, groups)
         if rows is not None:
             rank_zero_info(table(rows, layout))
 
@@ -108,7 +116,8 @@ def row(
         optimizers: of the training; None where nothing is trained.
     """
     parts = [(local_part(parameter), parameter.requires_grad) for parameter in local.parameters.values()]
-    memory, known = sum(part.nbytes for part, _ in parts), False  # what an evaluation computes isn't
+    memory = sum(part.nbytes for part, _ in parts)
+    known = False  # there is no formula for what an evaluation computes
     if optimizers is not None:
         memory += sum(part.nbytes for part, trained in parts if trained) + (holding.extra or 0)
         known = holding.extra is not None

@@ -43,7 +43,7 @@ from lightning_parallel.parts.equal_steps import EqualSteps
 from lightning_parallel.parts.options import ProcessOptions
 from lightning_parallel.parts.predictions import share_predictions
 from lightning_parallel.parts.replicas import Replicas
-from lightning_parallel.parts.start_table import Holding, StartTable, row
+from lightning_parallel.parts.start_table import Holding, StartTable
 
 T = TypeVar("T")
 
@@ -236,16 +236,12 @@ class LayoutStrategy(ParallelStrategy):
             move_optimizers(self.optimizers, self.root_device)
         self._start_table.tell(
             self.lightning_module,
-            lambda: row(
-                self.holding(),
-                self.layout,
-                str(self.root_device),
-                local,
-                self.optimizers if training else None,
-            ),
+            self.holding,
             self.layout,
             self.groups,
-            training,
+            str(self.root_device),
+            local,
+            self.optimizers if training else None,
         )
 
     def holding(self) -> Holding:

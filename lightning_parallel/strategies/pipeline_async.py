@@ -148,8 +148,9 @@ class AsyncPipelineStrategy(StagedStrategy):
     @override
     def holding(self) -> Holding:
         stages, stage, microbatches = self.layout.stages, self.layout.stage, self._updates_microbatches()
-        weights = sum(p.nbytes for p in self.local_model.parameters.values() if p.requires_grad)
-        extra = self.activation_bytes() + self._late.copies(stages, stage, microbatches) * weights
+        parameters = self.local_model.parameters.values()
+        trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)  # others aren't copied
+        extra = self.activation_bytes() + self._late.copies(stages, stage, microbatches) * trained
         return Holding(self._stages.layers, self._late.description(stages, stage, microbatches), extra)
 
     @override

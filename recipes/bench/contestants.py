@@ -36,6 +36,7 @@ from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.weights import WeightVersions
 from recipes.bench.layers import MakeOptimizer, intervals, loss_of, sgd
+from recipes.bench.rounds import in_turn
 
 CPU = torch.device("cpu")
 COMPARED = ("gpipe", "1f1b")  # the schedules with one chunk a stage that both this package and torch have
@@ -259,7 +260,7 @@ def alternate(runs: Mapping[str, Callable[[], list[float]]], rounds: int) -> Tim
     names = list(runs)
     times: Times = {name: [] for name in names}
     for turn in range(rounds):
-        for name in names if turn % 2 == 0 else reversed(names):
+        for name in in_turn(names, turn):
             dist.barrier()
             times[name] += runs[name]()
     return times

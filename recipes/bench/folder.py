@@ -7,9 +7,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import lightning as L
 import torch
@@ -21,12 +21,12 @@ from lightning_parallel.strategies.base import LayoutStrategy
 from recipes.bench import processes
 from recipes.bench.layers import quiet
 from recipes.bench.report import Cell, Table
-from recipes.bench.rounds import middle, ratios
+from recipes.bench.rounds import in_turn, middle, ratios
 from recipes.build import disk_offload
 from recipes.models.hf import CausalLM
 
-SMALL = 64  # the width of a model that has as many layers and next to no bytes
-_PAGE = mmap.PAGESIZE // 4  # numbers
+_NARROW = 64  # the width of a model that has as many layers and next to no bytes
+_A_PAGE = mmap.PAGESIZE // 4  # float32 numbers in a page
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Sizes:
 
 QUICK = Sizes(layers=4, width=128, vocabulary=64, rounds=1)
 
-_MAKE: Mapping[str, Callable[[], LayoutStrategy]] = {
+_STRATEGIES: Mapping[str, Callable[[], LayoutStrategy]] = {
     "pipeline": lambda: PipelineStrategy(microbatches=4),
     "tensor": TensorParallelStrategy,
 }
@@ -50,19 +50,20 @@ _MAKE: Mapping[str, Callable[[], LayoutStrategy]] = {
 
 def measure(sizes: Sizes) -> list[Table]:
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-        large, small = Path(scratch, "large"), Path(scratch, "small")
+        large, narrow = Path(scratch, "large"), Path(scratch, "narrow")
         nbytes = _save(large, sizes)
-        _save(small, replace(sizes, width=SMALL))
-        runs: dict[str, tuple[Any, ...]] = {"read": (_read, large)}
-        for name in _MAKE:
-            runs |= {f"{name}, large": (_opened, large, name), f"{name}, small": (_opened, small, name)}
+        _save(narrow, replace(sizes, width=_NARROW))
+        runs = {"read": partial(processes.run, _read, sizes.ranks, large)}
+        for name in _STRATEGIES:
+            runs[name] = partial(processes.run, _opened, sizes.ranks, large, name)
+            runs[f"{name}, narrow"] = partial(processes.run, _opened, sizes.ranks, narrow, name)
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         for turn in range(sizes.rounds):
-            for name, run in [*runs.items()] if turn % 2 == 0 else [*runs.items()][::-1]:
-                seconds[name].append(max(processes.run(run[0], sizes.ranks, *run[1:])))
+            for name in in_turn([*runs], turn):
+                seconds[name].append(max(runs[name]()))
     rows: list[list[Cell]] = []
-    for name in _MAKE:
-        whole, rest = seconds[f"{name}, large"], seconds[f"{name}, small"]
+    for name in _STRATEGIES:
+        whole, rest = seconds[name], seconds[f"{name}, narrow"]
         loading = [a - b for a, b in zip(whole, rest, strict=True)]
         compared = ratios(loading, seconds["read"])
         rows.append([name, median(whole), median(rest), median(seconds["read"]), median(compared), middle(compared, 2)])
@@ -79,7 +80,7 @@ def measure(sizes: Sizes) -> list[Table]:
             },
             rows,
             f"From the folder until a rank's part is in its memory, the slowest rank; the same for a model with as "
-            f"many layers of width {SMALL}: what isn't loading; each rank reads its share of the bytes. Files are in "
+            f"many layers of width {_NARROW}: what isn't loading; each rank reads its share of the bytes. Files are in "
             f"the page cache. Medians of {sizes.rounds} rounds, in turn.",
         )
     ]
@@ -126,7 +127,7 @@ class _InMemory(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         assert isinstance(trainer.strategy, LayoutStrategy)
         for parameter in trainer.strategy.local_model.parameters.values():
-            parameter.detach().view(-1)[::_PAGE].sum()
+            parameter.detach().view(-1)[::_A_PAGE].sum()
         self.at = time.perf_counter()
 
 
@@ -138,7 +139,7 @@ def _opened(folder: Path, name: str) -> float:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
-        strategy=_MAKE[name](),
+        strategy=_STRATEGIES[name](),
         max_steps=1,
         callbacks=[in_memory],
         logger=False,

@@ -18,7 +18,7 @@ from lightning_parallel import PipelineStrategy
 from recipes.bench import processes
 from recipes.bench.layers import Clock, intervals, quiet
 from recipes.bench.report import Cell, Table
-from recipes.bench.rounds import middle, ratios
+from recipes.bench.rounds import in_turn, middle, ratios
 from recipes.data.prompts import batches_of
 from recipes.models.generation import Generation
 from recipes.models.gpt import GPT
@@ -51,8 +51,7 @@ def measure(sizes: Sizes) -> list[Table]:
         one: list[float] = []
         two: list[float] = []
         for turn in range(sizes.rounds):
-            runs = [(one, 1), (two, 2)]
-            for seconds, ranks in runs if turn % 2 == 0 else runs[::-1]:
+            for seconds, ranks in in_turn([(one, 1), (two, 2)], turn):
                 seconds.append(processes.run(_seconds_of_batch, ranks, make, sizes)[0])
         tokens = sizes.texts * sizes.new
         compared = ratios(one, two)

@@ -15,7 +15,7 @@ from lightning_parallel.pipeline.split_backward import begin_backward
 from recipes.bench import processes
 from recipes.bench.layers import LlamaBlock, blocks
 from recipes.bench.report import Cell, Table
-from recipes.bench.rounds import middle, ratios
+from recipes.bench.rounds import in_turn, middle, ratios
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,6 @@ def _timed(model: nn.Module, sizes: Sizes) -> Measured:
     for times in (whole, first, second):
         times.clear()
     for turn in range(sizes.pairs):
-        for run in (in_one, in_halves)[:: 1 if turn % 2 == 0 else -1]:
+        for run in in_turn((in_one, in_halves), turn):
             run()
     return whole, first, second

@@ -15,7 +15,7 @@ from recipes.bench import processes
 from recipes.bench.contestants import OneProcess, Ours
 from recipes.bench.layers import blocks
 from recipes.bench.report import Cell, Table
-from recipes.bench.rounds import middle, ratios
+from recipes.bench.rounds import in_turn, middle, ratios
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _times(sizes: Sizes, precision: str, microbatches: int, compiled: bool) -> t
     times: list[list[float]] = [[], []]
     wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     for turn in range(sizes.skip + sizes.pairs):
-        for which in (0, 1) if turn % 2 == 0 else (1, 0):
+        for which in in_turn((0, 1), turn):
             wait()
             begin = time.perf_counter()
             with PRECISIONS[precision](device.type):

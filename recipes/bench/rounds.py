@@ -5,8 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
+from typing import TypeVar
 
 from recipes.bench.report import spread
+
+T = TypeVar("T")
+
+
+def in_turn(runs: Sequence[T], turn: int) -> Sequence[T]:
+    """Forwards in even rounds and backwards in odd ones, so that a drift of the machine favours none."""
+    return runs if turn % 2 == 0 else runs[::-1]
 
 
 def by_round(seconds: Sequence[float], steps: int) -> list[float]:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -247,8 +246,3 @@ def _first(error: Exception, folder: Path) -> Failure:
     found = killed or told[0]
     assert found is not None
     return Failure(int(found[1]), found[2], None, record.place(folder, int(found[1])))
-
-
-def is_installed() -> bool:
-    """Can this cluster be used?"""
-    return find_spec("ray") is not None

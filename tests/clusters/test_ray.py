@@ -5,18 +5,18 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
 
-from recipes.launchers.ray import is_installed
 from tests.clusters.disturbed import HOLD, KILL, KILLED, SAVED, attempts, command, numbers, start, train, wait_for
 
 # It takes a minute to start.
 pytestmark = [
     pytest.mark.thorough,
-    pytest.mark.skipif(not is_installed(), reason='no Ray: pip install ".[recipes,ray]"'),
+    pytest.mark.skipif(find_spec("ray") is None, reason='no Ray: pip install ".[recipes,ray]"'),
 ]
 
 # Ray hands on RAY_ADDRESS, by which it would join a cluster that is there.

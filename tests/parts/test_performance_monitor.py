@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_parallel import PerformanceMonitor
 from lightning_parallel.parts.performance import content, memory_in_use
-from tests.counting import flop_counter
+from tests.flops import flop_counter
 from tests.pool import WorkerPool
 from tests.strategies.harness import ALL, make_trainer, train
 

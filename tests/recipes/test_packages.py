@@ -17,6 +17,7 @@ from tests.recipes.test_configs import problems
         (["model=hf", "model.path={folder}", "model.lora={{r: 2}}", "data=stdlib"], "peft", "hf"),
         (["model=timm", "data=images", "data.path={folder}"], "timm and torchvision", "images"),
         (["model=hf", "model.path={folder}", "data=hf", "data.path={file}"], "datasets", "hf"),
+        (["model=lenet", "data=images", "data.path={folder}"], "pillow", "images"),
         (["logger=wandb"], "wandb", "wandb"),
         (["logger=mlflow"], "mlflow-skinny", "mlflow"),
     ],
@@ -24,7 +25,7 @@ from tests.recipes.test_configs import problems
 def test_a_package_that_is_missing_is_named_with_its_extra(
     overrides: list[str], missing: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    modules = {"mlflow": "mlflow-skinny"}
+    modules = {"mlflow": "mlflow-skinny", "PIL": "pillow"}
     there = lambda module: None if modules.get(module, module) in missing.split(" and ") else object()  # noqa: E731
     monkeypatch.setattr(packages, "find_spec", there)
     given = [each.format(folder=tmp_path, file=tmp_path / "data.jsonl") for each in overrides]

@@ -1,15 +1,15 @@
-"""torch's counter of operations, which knows no formula for the CPU's attention."""
+"""torch's counter of FLOPs, with the formula that it lacks: of attention on a CPU."""
 
 from __future__ import annotations
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode, bmm_flop
 
+from lightning_parallel.torch_private import ATTENTION_ON_CPU
+
 
 def flop_counter() -> FlopCounterMode:
-    return FlopCounterMode(
-        display=False, custom_mapping={torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}
-    )
+    return FlopCounterMode(display=False, custom_mapping={ATTENTION_ON_CPU: _attention})
 
 
 def _attention(query: torch.Size, key: torch.Size, value: torch.Size, *_: object, **__: object) -> int:

@@ -1,4 +1,4 @@
-"""parts/graph_operations.py: the graph of a loss tells what torch's counter of operations counts while it is made."""
+"""parts/graph_flops.py: the graph of a loss tells what torch's counter of FLOPs counts while it is made."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_parallel.parts.graph_operations import operations_of
-from tests.counting import flop_counter
+from lightning_parallel.parts.graph_flops import ForwardFlops
+from tests.flops import flop_counter
 
 
 def frozen(module: nn.Module, *names: str) -> nn.Module:
@@ -54,6 +54,12 @@ class Attends(nn.Module):
         return F.scaled_dot_product_attention(*(each.unsqueeze(1) for each in given.values()))
 
 
+def flops_of(loss: Tensor) -> int | None:
+    forward = ForwardFlops()
+    forward.add(loss)
+    return forward.total
+
+
 def counted(forward: Callable[[], Tensor]) -> int:
     with flop_counter() as counter:
         forward()
@@ -84,13 +90,13 @@ def test_what_is_counted_is_what_has_run(make: Callable[[], nn.Module], shape: A
             output = module(x)
         return (output[0] if isinstance(output, tuple) else output).float().sum()
 
-    assert operations_of([loss()]) == counted(loss) > 0
+    assert flops_of(loss()) == counted(loss) > 0
 
 
 @pytest.mark.parametrize("trained", ["query", "key", "value"])
 def test_attention_counts_whichever_of_its_inputs_needs_a_gradient(trained: str) -> None:
     module, x = Attends(trained), torch.randn(2, 7, 16)
-    assert operations_of([module(x).sum()]) == counted(lambda: module(x)) == 2 * (2 * 2 * 3 * 7 * 16)
+    assert flops_of(module(x).sum()) == counted(lambda: module(x)) == 2 * (2 * 2 * 3 * 7 * 16)
 
 
 def test_a_checkpoint_counts_once_and_is_not_run_for_it() -> None:
@@ -98,15 +104,28 @@ def test_a_checkpoint_counts_once_and_is_not_run_for_it() -> None:
     module.register_forward_hook(lambda *_: runs.append(1))
     x = torch.randn(TOKENS, requires_grad=True)
     loss = checkpoint(module, x, use_reentrant=False).sum()
-    assert operations_of([loss]) == counted(lambda: module(x).sum())
+    assert flops_of(loss) == counted(lambda: module(x).sum())
     assert len(runs) == 2  # that of the counter is the second one
-    loss.backward()
+    loss.backward()  # which needs the checkpoint
 
 
 def test_what_losses_have_in_common_counts_once() -> None:
     trunk, heads = nn.Linear(16, 8), [nn.Linear(8, 2), nn.Linear(8, 3)]
     h = trunk(torch.randn(5, 16))
-    assert operations_of([head(h).sum() for head in heads]) == 2 * 5 * (16 * 8 + 8 * 2 + 8 * 3)
+    forward = ForwardFlops()
+    for head in heads:
+        forward.add(head(h).sum())
+    assert forward.total == 2 * 5 * (16 * 8 + 8 * 2 + 8 * 3)
+
+
+def test_what_a_backward_has_freed_is_not_asked_again() -> None:
+    """Of a transposed convolution whose input needs no gradient, the saved input tells the size."""
+    generator, forward = nn.ConvTranspose2d(3, 2, 2), ForwardFlops()
+    for times in (1, 2):
+        loss = generator(torch.randn(1, 3, 4, 4)).sum()
+        forward.add(loss)
+        assert forward.total == times * 2 * (3 * 4 * 4) * (2 * 2 * 2)
+        loss.backward()
 
 
 class OfTheUser(torch.autograd.Function):
@@ -128,8 +147,8 @@ class OfTheUser(torch.autograd.Function):
     ],
 )
 def test_what_the_graph_does_not_show_is_not_guessed(hides: Any) -> None:
-    assert operations_of([hides(nn.Linear(16, 16)(torch.randn(16, 16))).sum()]) is None
+    assert flops_of(hides(nn.Linear(16, 16)(torch.randn(16, 16))).sum()) is None
 
 
-def test_a_loss_without_a_graph_has_computed_nothing_that_is_known() -> None:
-    assert operations_of([torch.ones(())]) == 0
+def test_a_loss_without_a_graph_counts_nothing() -> None:
+    assert flops_of(torch.ones(())) == 0
