@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import itertools
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from recipes.models.muon import MuonAdamW
 from recipes.problem import Problem
 from recipes.validate import validate
 from tests.recipes.tiny import images, texts
+from tests.thorough import thorough
 
 GROUPS = {
     folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
@@ -92,8 +94,15 @@ def test_every_option_composes_and_is_valid(group: str, option: str, hf_folder: 
     assert_valid(found, timm=option in ("timm", "vit_images"))
 
 
-def test_every_model_meets_every_strategy(hf_folder: Path) -> None:
-    for model, strategy in itertools.product(GROUPS["model"], GROUPS["strategy"]):
+def in_step(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]:
+    """Pairs in which each of both lists is at least once."""
+    count = max(len(first), len(second))
+    return [*itertools.islice(zip(itertools.cycle(first), itertools.cycle(second), strict=False), count)]
+
+
+@pytest.mark.parametrize("pairs", [in_step, *thorough(itertools.product)])
+def test_every_model_meets_every_strategy(hf_folder: Path, pairs: Any) -> None:
+    for model, strategy in pairs(GROUPS["model"], GROUPS["strategy"]):
         data = "stdlib" if model in TAKE_TOKENS else "digits"
         of_model = {"hf": [f"model.path={hf_folder}"], "timm": TIMM, "custom": [f"model._target_={CUSTOM['model']}"]}
         given = of_model.get(model, [])

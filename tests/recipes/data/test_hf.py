@@ -270,9 +270,12 @@ def test_documents_train_as_in_one_process(
     assert several == pytest.approx(one, rel=0, abs=EXACT)
 
 
-def test_a_run_that_goes_on_in_the_middle_of_an_epoch_sees_the_same_rows(pool: WorkerPool, tmp_path: Path) -> None:
-    given = [f"model.path={model(tmp_path / 'model')}", f"data.path={texts(tmp_path / 'a.jsonl')}", "data.workers=1"]
-    given += ["strategy=pipeline_1f1b", "cluster.devices=2"]
+@pytest.mark.parametrize("workers", [0, *thorough(1)])
+def test_a_run_that_goes_on_in_the_middle_of_an_epoch_sees_the_same_rows(
+    pool: WorkerPool, tmp_path: Path, workers: int
+) -> None:
+    given = [f"model.path={model(tmp_path / 'model')}", f"data.path={texts(tmp_path / 'a.jsonl')}"]
+    given += [f"data.workers={workers}", "strategy=pipeline_1f1b", "cluster.devices=2"]
     whole = run(pool, tmp_path / "whole", *given)
     run(pool, tmp_path / "parts", *given, "trainer.max_steps=2")
     assert run(pool, tmp_path / "parts", *given, "resume=auto") == whole
