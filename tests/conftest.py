@@ -13,6 +13,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +62,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if marked:
             config.hook.pytest_deselected(items=marked)
             items[:] = [item for item in items if item not in marked]
+    # The longest begin first, so that none is left alone at the end.
+    items.sort(key=lambda item: not item.path.is_relative_to(Path(__file__).parent / "torture"))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -876,7 +876,6 @@ def test_a_call_outside_a_step_draws_nothing_beyond_its_own() -> None:
 
 @pytest.fixture
 def without_garbage_collection() -> Iterator[None]:
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
