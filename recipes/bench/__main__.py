@@ -97,22 +97,26 @@ GENERATION: dict[str, Part] = {
 }
 
 
+def _on(device: str) -> dict[str, dict[str, Part]]:
+    """What can be measured there."""
+    if device == "cuda":
+        return {"pipeline": PIPELINE_CUDA, "tensor": TENSOR_CUDA}
+    return {
+        "pipeline": PIPELINE,
+        "tensor": TENSOR,
+        "data": DATA,
+        "checkpoint": CHECKPOINT,
+        "generation": GENERATION,
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
-    if options.device == "cpu":
-        parts = {
-            "pipeline": PIPELINE,
-            "tensor": TENSOR,
-            "data": DATA,
-            "checkpoint": CHECKPOINT,
-            "generation": GENERATION,
-        }[options.what]
-    elif options.what in ("pipeline", "tensor"):
-        parts = {"pipeline": PIPELINE_CUDA, "tensor": TENSOR_CUDA}[options.what]
-        if not torch.cuda.is_available():
-            raise SystemExit("--device cuda: there is no GPU that torch can use here")
-    else:
+    parts = _on(options.device).get(options.what)
+    if parts is None:
         raise SystemExit(f"--device={options.device}: {options.what} is measured on CPUs; leave it out")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("--device cuda: there is no GPU that torch can use here")
     only = options.only or list(parts)
     unknown = [name for name in only if name not in parts]
     if unknown:
@@ -138,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Measure the strategies beside what they are measured against, in the same run.",
         epilog="Figures of different runs can be compared only on an idle machine.",
     )
-    parser.add_argument("what", choices=["pipeline", "tensor", "data", "checkpoint", "generation"])
+    parser.add_argument("what", choices=[*_on("cpu")])
     parser.add_argument(
         "--only",
         type=lambda text: text.split(","),
