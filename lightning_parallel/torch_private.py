@@ -53,6 +53,7 @@ __all__ = [
     "has_hooks",
     "hooks_beside",
     "is_bound_to_device",
+    "is_nested",
     "is_zero_tensor",
     "keeps_graph",
     "make_parameter",
@@ -222,6 +223,11 @@ def saved_tensor(node: Node, name: str) -> Tensor | None:
 def shape_of_result(node: Node) -> torch.Size:
     """The shape of the first tensor that the operation of a node of the graph has returned."""
     return torch.Size(_metadata(node)[0].shape)
+
+
+def is_nested(node: Node) -> bool:
+    """Is the first tensor that the operation of a node of the graph has returned a nested one, without a shape?"""
+    return bool(_metadata(node)[0].is_nested_tensor)
 
 
 def shape_of_operand(node: Node, operand: int) -> torch.Size | None:

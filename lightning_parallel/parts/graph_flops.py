@@ -11,15 +11,24 @@ What needs no gradient isn't in the graph: the layers before the first one that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Container, Iterator, Mapping
 from math import prod
 from types import MappingProxyType
 
 from torch import Size, Tensor
 from torch.autograd.graph import Node
+from torch.distributed.tensor import DTensor
 
 from lightning_parallel.pipeline.operations import attention_flops
-from lightning_parallel.torch_private import function_of, saved_tensor, saved_value, shape_of_operand, shape_of_result
+from lightning_parallel.torch_private import (
+    function_of,
+    is_nested,
+    saved_tensor,
+    saved_value,
+    shape_of_operand,
+    shape_of_result,
+)
 
 # -- nodes -----------------------------------------------------------------------------------------------------------
 # Each formula gives the FLOPs of a node's forward, as torch.utils.flop_counter counts them; None if they can't be told.
@@ -81,25 +90,36 @@ _FLOPS_OF_NODE: Mapping[str, Callable[[Node], int | None]] = MappingProxyType(
         ),
     }
 )
+# Nodes that compute much, and have no formula: recurrent layers, products with vectors, sparse or nested tensors.
+_UNKNOWN = re.compile(r"Rnn|Sparse|Attention|Convolution|Nested|CppNode|^(Linear|Matmul|Addmv|Addbmm|Mv|Trilinear)")
 # Modules whose autograd Functions communicate and compute next to nothing; the one that multiplies matrices has a
 # formula above. Of any other Function, nobody can tell.
-_WITHOUT_FLOPS = ("torch.distributed.", "lightning_parallel.tensor.")
+_WITHOUT_FLOPS = ("torch.distributed.", "torch.nn.parallel.", "torch.nn.modules.", "lightning_parallel.tensor.")
 
 # -- the graph -------------------------------------------------------------------------------------------------------
 
 
 class ForwardFlops:
-    """Counts the floating-point operations of the forwards that losses come from. Operators of torch for which there is
-    no formula above count as 0, as those of torch's own counter do.
+    """Counts the floating-point operations of the forwards that losses come from, on all ranks of a replica.
+
+    Tensor ranks compute some layers in shards, and others each as a whole. In shards, the ranks' operations add up. So
+    each node of the graph is one of two kinds::
+
+        embed  ->  copy  ->  column  ->  attention  ->  row  ->  reduce  ->  head
+        whole      --------------- in shards -----------------   whole ------------
+
+    Args:
+        tensor_ranks: the ranks of a replica that compute it together.
 
     Attributes:
-        total: so far. None once a part of a graph can't be told: it was compiled, or it is an ``autograd.Function`` of
-            the user's own.
+        total: so far. None once a part of a graph can't be told: it was compiled, it is an ``autograd.Function`` of the
+            user's own, or torch has no formula for an operator that computes much.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tensor_ranks: int = 1) -> None:
         self.total: int | None = 0
-        self._seen: set[Node] = set()  # each is read once: the backward of its loss frees what it has saved
+        self._tensor_ranks = tensor_ranks
+        self._in_shards: dict[Node, bool] = {}  # each is read once: a loss's backward frees what its nodes have saved
 
     def add(self, loss: Tensor) -> None:
         """Count what this loss comes from and no earlier one did.
@@ -107,20 +127,53 @@ class ForwardFlops:
         Args:
             loss: before its backward.
         """
-        nodes = [loss.grad_fn]
-        while nodes and self.total is not None:
-            node = nodes.pop()
-            if node is None or node in self._seen:
-                continue
-            self._seen.add(node)
+        if loss.grad_fn is None or self.total is None:
+            return
+        for node in _operands_first(loss.grad_fn, self._in_shards):
+            before = (self._in_shards[each] for each, _ in node.next_functions if each is not None)
+            self._in_shards[node] = in_shards = _is_in_shards(node, any([*before]))
             flops = _flops_of(node)
-            self.total = None if flops is None else self.total + flops
-            nodes += (following for following, _ in node.next_functions)
+            if flops is None:
+                self.total = None
+                return
+            self.total += flops * (self._tensor_ranks if in_shards else 1)
+
+
+def _operands_first(root: Node, known: Container[Node]) -> Iterator[Node]:
+    """The nodes that a node comes from, and itself, each after those that it comes from.
+
+    Args:
+        root: the node.
+        known: those that are left out. Each node is to be added when it has been yielded.
+    """
+    nodes = [root]
+    while nodes:
+        if nodes[-1] in known:
+            nodes.pop()
+            continue
+        waiting = [each for each, _ in nodes[-1].next_functions if each is not None and each not in known]
+        if waiting:
+            nodes += waiting
+        else:
+            yield nodes.pop()
+
+
+def _is_in_shards(node: Node, operands_are: bool) -> bool:
+    """Do tensor ranks compute different parts of the node's result?"""
+    function = function_of(node)
+    if function is not None and function.__module__.startswith("lightning_parallel.tensor."):
+        return getattr(node, "differs", False)  # tensor/functions.py
+    return operands_are or hasattr(getattr(node, "variable", None), "shard")
 
 
 def _flops_of(node: Node) -> int | None:
-    formula = _FLOPS_OF_NODE.get(node.name())
+    name, function = node.name(), function_of(node)
+    formula = _FLOPS_OF_NODE.get(name)
     if formula is not None:
-        return formula(node)
-    function = function_of(node)
-    return 0 if function is None or function.__module__.startswith(_WITHOUT_FLOPS) else None
+        try:
+            return None if is_nested(node) else formula(node)
+        except Exception:  # any: a figure isn't worth a training
+            return None
+    if function is not None:
+        return 0 if function.__module__.startswith(_WITHOUT_FLOPS) else None
+    return None if _UNKNOWN.search(name) or isinstance(getattr(node, "variable", None), DTensor) else 0

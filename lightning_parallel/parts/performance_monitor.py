@@ -76,7 +76,7 @@ class PerformanceMonitor(Callback):
         self._since = self._paused = self._bubble = None
         self._count = self._spans = 0
         self._flops = None
-        self._forward = ForwardFlops()
+        self._forward = ForwardFlops(_ranks_of_a_replica(trainer))
         self._peak = self._given_peak or peak_of(trainer)
         self._noticeboard = Noticeboard() if trainer.world_size > 1 else None
         if self._noticeboard is not None:
@@ -105,14 +105,16 @@ class PerformanceMonitor(Callback):
 
     def _flops_of_one(self, trainer: pl.Trainer, module: nn.Module, count: int) -> float | None:
         """The operations for one token or sample, from the first batch, which has so many of them."""
+        if count == 0:  # an image without objects
+            return None
         given = getattr(module, "flops_per_batch", None)
         if given is not None:
             return float(given() if callable(given) else given) / count
         stage = _stage_figures(trainer)
         if stage is not None:
             forward: float = stage.forward_flops
-        else:  # the ranks of a replica share its operations
-            forward = (self._forward.total or 0) * trainer.world_size / _replicas(trainer)
+        else:
+            forward = self._forward.total or 0
         return (1 + _BACKWARDS) * forward / count or None
 
     # -- figures -------------------------------------------------------------------------------------------------
@@ -188,6 +190,10 @@ def _stage_figures(trainer: pl.Trainer) -> StageFigures | None:
 def _replicas(trainer: pl.Trainer) -> int:
     """The number of replicas that get batches of their own."""
     return (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+
+
+def _ranks_of_a_replica(trainer: pl.Trainer) -> int:
+    return int(trainer.world_size) // int(_replicas(trainer))
 
 
 def _texts(figures: dict[str, float], unit: str) -> dict[str, str]:

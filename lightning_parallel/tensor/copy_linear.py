@@ -34,7 +34,7 @@ class _CopyLinear(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup
     ) -> Tensor:
-        ctx.group = group
+        ctx.group, ctx.differs = group, True  # see functions.py
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return F.linear(x, weight, bias)
 

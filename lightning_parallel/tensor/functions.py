@@ -46,7 +46,7 @@ def copy(x: Tensor, group: Group) -> Tensor:
     Returns:
         ``[...]``, the same values.
     """
-    return _mapped(x, group, lambda t: t.view_as(t), lambda g: all_reduced(g, group))
+    return _mapped(x, group, lambda t: t.view_as(t), lambda g: all_reduced(g, group), differs=True)
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
@@ -81,7 +81,7 @@ def split(x: Tensor, dim: int, group: Group) -> Tensor:
         ``[..., n / t, ...]``; where t doesn't divide n, the last pieces are smaller.
     """
     size = x.shape[dim]
-    return _mapped(x, group, lambda t: own_piece(t, dim, group), lambda g: joined(g, dim, group, size))
+    return _mapped(x, group, lambda t: own_piece(t, dim, group), lambda g: joined(g, dim, group, size), differs=True)
 
 
 def gather(x: Tensor, dim: int, group: Group, size: int | None = None) -> Tensor:
@@ -111,7 +111,7 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
         ``[..., n / t, ...]``.
     """
     size = x.shape[dim]
-    return _mapped(x, group, lambda t: summed_piece(t, dim, group), lambda g: joined(g, dim, group, size))
+    return _mapped(x, group, lambda t: summed_piece(t, dim, group), lambda g: joined(g, dim, group, size), differs=True)
 
 
 def gather_sum(x: Tensor, dim: int, group: Group, size: int | None = None) -> Tensor:
@@ -126,28 +126,29 @@ def gather_sum(x: Tensor, dim: int, group: Group, size: int | None = None) -> Te
     Returns:
         ``[..., n, ...]``, equal on all ranks.
     """
-    return _mapped(x, group, lambda t: joined(t, dim, group, size), lambda g: summed_piece(g, dim, group))
+    return _mapped(x, group, lambda t: joined(t, dim, group, size), lambda g: summed_piece(g, dim, group), differs=True)
 
 
 # -- the functions of autograd -----------------------------------------------------------------------------------
 
 
-def _mapped(x: Tensor, group: Group, forward: Map, transposed: Map) -> Tensor:
-    return x if group.size() == 1 else _Linear.apply(x, forward, transposed)  # type: ignore[no-any-return, no-untyped-call]
+def _mapped(x: Tensor, group: Group, forward: Map, transposed: Map, *, differs: bool = False) -> Tensor:
+    return x if group.size() == 1 else _Linear.apply(x, forward, transposed, differs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Linear(torch.autograd.Function):
-    """``forward(x)``, a linear map, with ``transposed(g)`` as its backward."""
+    """``forward(x)``, a linear map, with ``transposed(g)`` as its backward. Its node in the graph tells by ``differs``
+    whether the ranks go on with computations that differ."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Map, transposed: Map) -> Tensor:  # type: ignore[override]
-        ctx.transposed = transposed
+    def forward(ctx: Any, x: Tensor, forward: Map, transposed: Map, differs: bool) -> Tensor:  # type: ignore[override]
+        ctx.transposed, ctx.differs = transposed, differs
         return forward(x)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return ctx.transposed(g), None, None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return ctx.transposed(g), None, None, None
 
 
 class _ReduceInPlace(torch.autograd.Function):

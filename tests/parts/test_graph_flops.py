@@ -150,5 +150,25 @@ def test_what_the_graph_does_not_show_is_not_guessed(hides: Any) -> None:
     assert flops_of(hides(nn.Linear(16, 16)(torch.randn(16, 16))).sum()) is None
 
 
+def nested(layout: torch.layout) -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=layout, requires_grad=True)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    "heavy",
+    [
+        lambda: nn.LSTM(4, 4)(torch.ones(3, 2, 4))[0],
+        lambda: nn.Bilinear(3, 3, 2)(torch.ones(2, 3), torch.ones(2, 3)),
+        lambda: torch.ones(3, 3, requires_grad=True) @ torch.ones(3),
+        lambda: torch.sparse.mm(torch.eye(3).to_sparse().requires_grad_(), torch.ones(3, 3)),
+        lambda: F.linear(nested(torch.jagged), torch.ones(4, 4)).values(),
+        lambda: torch.bmm(nested(torch.strided), torch.ones(2, 4, 4)).to_padded_tensor(0.0),
+    ],
+)
+def test_what_computes_much_and_has_no_formula_is_not_counted_as_nothing(heavy: Callable[[], Tensor]) -> None:
+    assert flops_of(heavy().sum()) is None
+
+
 def test_a_loss_without_a_graph_counts_nothing() -> None:
     assert flops_of(torch.ones(())) == 0

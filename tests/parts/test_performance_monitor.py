@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_parallel import PerformanceMonitor
 from lightning_parallel.parts.performance import content, memory_in_use
@@ -77,14 +78,20 @@ def test_pipelines_figures_are_logged_on_one_rank_and_count_the_operations_of_on
         assert 0 < found[3]["staleness"] <= 1
 
 
-@pytest.mark.parametrize(
-    ("strategy", "model"), [("tensor", "ShardableGPT2"), ("fsdp", "GPT2Untied"), ("ddp", "GPT2Untied")]
-)
+# Attention and the head are computed by each rank as a whole.
+MLP_ALONE = {"plan": {"model.transformer.h.*.mlp.c_fc": "column", "model.transformer.h.*.mlp.c_proj": "row"}}
+PIECES = {"sequence_parallel": True}
+
+
+@pytest.mark.parametrize(("strategy", "model", "options"), [
+    ("tensor", "ShardableGPT2", {}), ("tensor", "ShardableGPT2", MLP_ALONE), ("tensor", "ShardableGPT2", PIECES),
+    ("fsdp", "GPT2Untied", {}), ("ddp", "GPT2Untied", {}),
+])  # fmt: skip
 def test_other_strategies_count_the_operations_of_one_process_too(
-    pool: WorkerPool, strategy: str, model: str
+    pool: WorkerPool, strategy: str, model: str, options: dict[str, Any]
 ) -> None:
     (flops,) = pool.run(flops_of_a_forward, 1, model, init=False)
-    found, other = pool.run(figures, 2, strategy, model, {}, init=False)
+    found, other = pool.run(figures, 2, strategy, model, options, init=False)
     assert other == {} and [*found] == [1, 3]
     for each in found.values():
         assert {*each} == {"tokens_per_second", "mfu", "memory_gib/rank0", "memory_gib/rank1"}
@@ -128,6 +135,18 @@ def test_validation_does_not_count() -> None:
 def test_the_operations_of_a_batch_may_be_given() -> None:
     (found,) = fit(Given()).values()
     assert found["mfu"] * PEAK / found["samples_per_second"] == pytest.approx(7000)
+
+
+def test_a_first_batch_with_nothing_in_it_has_no_utilisation() -> None:
+    class Empty(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.layer(torch.ones(1, 32)).sum()
+
+        def train_dataloader(self) -> Any:
+            return DataLoader([{"boxes": torch.ones(0, 4, dtype=torch.int64)}] * 6, batch_size=None)
+
+    (found,) = fit(Empty()).values()
+    assert "mfu" not in found
 
 
 def test_an_interval_of_none_logs_nothing() -> None:
