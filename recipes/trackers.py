@@ -5,12 +5,13 @@ The server gives a run an id, which is kept in the run's folder. (``logs.py`` ha
 
 from __future__ import annotations
 
-from functools import wraps
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from typing_extensions import override
 
 # Lightning makes a client on every rank, and clients that set up one database at the same time fail. Ranks that log
@@ -20,71 +21,119 @@ _UNUSED_SERVER = "http://localhost"
 _SERVERS = ("wandb", "mlflow")
 
 
-class RunId:
-    """The id of a run at its tracking server, in a file.
+class RunAtServer:
+    """What is known of a run at its tracking server, in a file of the run's folder.
 
     Args:
         folder: of the run.
         server: its name.
 
     Attributes:
-        path: of the file.
-        known: the id; None if the run has none yet.
+        known: its id, and where it is; empty if it isn't there yet.
     """
 
     def __init__(self, folder: str | Path, server: str) -> None:
-        self.path = Path(folder, f"{server}_run.txt")
-        self.known = self.path.read_text() if self.path.exists() else None
+        self._path = Path(folder, f"{server}_run.json")
+        self.known: dict[str, str] = json.loads(self._path.read_text()) if self._path.exists() else {}
 
     @rank_zero_only
-    def keep(self, run_id: str | None) -> None:
-        """Keep the id that the server has given."""
-        if run_id is not None and run_id != self.known:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(run_id)
-            self.known = run_id
+    def keep(self, **known: str | None) -> None:
+        """Keep what the server has told."""
+        if known != self.known and all(known.values()):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(json.dumps(known))
+            self.known = {key: str(value) for key, value in known.items()}
+
+    @rank_zero_only
+    def forget(self) -> None:
+        """The folder's next run is another one."""
+        self._path.unlink(missing_ok=True)
+
+
+@rank_zero_only
+def forget_runs(folder: Path, checkpoint: str | None) -> None:
+    """Unless a run goes on from a checkpoint of its own folder, it is a new one at the servers.
+
+    Args:
+        folder: of the run.
+        checkpoint: that it goes on from; None for a fresh start.
+    """
+    if checkpoint is None or not Path(checkpoint).resolve().is_relative_to(folder.resolve()):
+        for server in _SERVERS:
+            RunAtServer(folder, server).forget()
 
 
 class ContinuedWandbLogger(WandbLogger):
-    """Lightning's logger. A resumed run goes on as the same run at the server."""
+    """Lightning's logger. A resumed run goes on as the same run at the server.
 
-    @wraps(WandbLogger.__init__)  # type: ignore[misc]  # its signature, by which configs are checked
-    def __init__(self, *, save_dir: str, **settings: Any) -> None:
-        self._kept = RunId(save_dir, "wandb")
-        super().__init__(save_dir=save_dir, **{"version": self._kept.known} | settings)
+    Args:
+        folder: of the run.
+        **settings: see Lightning's.
+    """
+
+    def __init__(self, *, folder: str, **settings: Any) -> None:
+        self._kept = RunAtServer(folder, "wandb")
+        super().__init__(**{"version": self._kept.known.get("id")} | settings)
 
     @property
     @override
     def experiment(self) -> Any:
         experiment = super().experiment
-        self._kept.keep(self.version)
+        self._kept.keep(id=self.version)
         return experiment
 
 
 class ContinuedMLFlowLogger(MLFlowLogger):
-    """Lightning's logger. A resumed run goes on as the same run at the server. Without a ``tracking_uri`` MLflow says
-    where the server is: Lightning would name a folder, which MLflow no longer accepts."""
+    """Lightning's logger. A resumed run goes on as the same run at the server.
 
-    @wraps(MLFlowLogger.__init__)  # type: ignore[misc]
-    def __init__(self, *, save_dir: str, tracking_uri: str | None = None, **settings: Any) -> None:
-        import mlflow
+    Args:
+        folder: of the run.
+        tracking_uri: of the server. None: where the run is already; or else what ``MLFLOW_TRACKING_URI`` says, or
+            MLflow's own default, a database in the current folder. (Lightning's default is a folder, which MLflow no
+            longer accepts.)
+        **settings: see Lightning's.
+    """
 
-        self._kept = RunId(save_dir, "mlflow")
-        server = tracking_uri or mlflow.get_tracking_uri()
+    def __init__(self, *, folder: str, tracking_uri: str | None = None, **settings: Any) -> None:
+        self._kept = RunAtServer(folder, "mlflow")
+        default = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path('mlflow.db').resolve()}"
+        self._server = tracking_uri or self._kept.known.get("tracking_uri") or default
+        self._goes_on = False
         if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
-            server = _UNUSED_SERVER
-        super().__init__(save_dir=save_dir, tracking_uri=server, **{"run_id": self._kept.known} | settings)
+            self._server = _UNUSED_SERVER
+        elif self._kept.known:
+            self._goes_on = _is_there(self._server, self._kept.known["run_id"])
+        run_id = self._kept.known["run_id"] if self._goes_on else None
+        super().__init__(tracking_uri=self._server, **{"run_id": run_id} | settings)
 
     @property
     @override
     def run_id(self) -> str | None:
         run_id = super().run_id
-        self._kept.keep(run_id)
+        self._kept.keep(run_id=run_id, tracking_uri=self._server)
         return run_id
 
+    @override
+    @rank_zero_only
+    def log_hyperparams(self, params: Any) -> None:
+        from mlflow.exceptions import MlflowException
 
-@rank_zero_only
-def forget_runs(folder: Path) -> None:
-    """Before a fresh start in a folder: its run gets new ids at the servers."""
-    for server in _SERVERS:
-        RunId(folder, server).path.unlink(missing_ok=True)
+        try:
+            super().log_hyperparams(params)
+        except MlflowException as error:
+            if not self._goes_on:
+                raise
+            rank_zero_warn(f"MLflow keeps the hyperparameters with which the run began. {error}")
+
+
+def _is_there(server: str, run_id: str) -> bool:
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    try:
+        found = MlflowClient(server).get_run(run_id).info.lifecycle_stage == "active"
+    except MlflowException:
+        found = False
+    if not found:
+        rank_zero_warn(f"{server} has no run {run_id} any more: a new one begins there.")
+    return found

@@ -63,8 +63,7 @@ def train(config: Mapping[str, Any]) -> None:
     folder = Path(config["paths"]["output_dir"])
     datamodule = build.data(config)
     path = resume.chosen(config)
-    if path is None:
-        trackers.forget_runs(folder)
+    trackers.forget_runs(folder, path)
     own = [resume.SameStart(path), RecordLayout(folder), attempts.RecordAttempt(folder), ContinuedLogs()]
     trainer = build.trainer(config, own)
     if trainer.is_global_zero:

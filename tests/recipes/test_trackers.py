@@ -16,7 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from mlflow import MlflowClient
 
 from recipes.build import loggers
-from recipes.trackers import forget_runs
+from recipes.trackers import RunAtServer, forget_runs
 from tests.recipes.test_configs import composed, problems
 
 
@@ -38,7 +38,7 @@ def made(folder: Path, *overrides: str) -> Logger:
     """The logger of a config, as each attempt of a run makes it."""
     config = composed("strategy=single", *overrides, f"paths.log_dir={folder}")
     for node in config["logger"].values():
-        node["save_dir"] = str(folder)
+        node |= {key: str(folder) for key in ("folder", "save_dir") if key in node}
     (logger,) = loggers(config)
     return logger
 
@@ -51,7 +51,7 @@ def test_a_resumed_run_goes_on_at_mlflow_and_a_fresh_one_begins(tmp_path: Path) 
     fit(tmp_path, of_mlflow(tmp_path), 2)
     resumed = of_mlflow(tmp_path)
     fit(tmp_path, resumed, 3, resume=True)
-    forget_runs(tmp_path)
+    forget_runs(tmp_path, None)
     fresh = of_mlflow(tmp_path)
     fit(tmp_path, fresh, 1)
 
@@ -68,7 +68,7 @@ def test_the_other_ranks_leave_mlflows_server_alone(tmp_path: Path, monkeypatch:
     """Clients that set up one database at the same time fail."""
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     fit(tmp_path, of_mlflow(tmp_path), 1)
-    assert not (tmp_path / "mlflow.db").exists() and not (tmp_path / "mlflow_run.txt").exists()
+    assert not (tmp_path / "mlflow.db").exists() and not (tmp_path / "mlflow_run.json").exists()
 
 
 def test_a_resumed_run_goes_on_at_wandb_and_a_fresh_one_begins(
@@ -79,7 +79,7 @@ def test_a_resumed_run_goes_on_at_wandb_and_a_fresh_one_begins(
     names = []
     for steps, resume in ((2, False), (3, True), (1, False)):
         if not resume:
-            forget_runs(tmp_path)
+            forget_runs(tmp_path, None)
         logger = made(tmp_path, *offline)
         fit(tmp_path, logger, steps, resume)
         names.append(logger.version)
@@ -89,6 +89,45 @@ def test_a_resumed_run_goes_on_at_wandb_and_a_fresh_one_begins(
     assert len([*(tmp_path / "wandb").glob(f"offline-run-*-{first}/run-{first}.wandb")]) == 2  # the server joins them
 
 
-def test_a_setting_that_mlflows_logger_has_not_is_refused() -> None:
-    (problem,) = problems("strategy=single", "logger=mlflow", "+logger.mlflow.prefx=a")
-    assert problem.path == "logger.mlflow.prefx" and "prefix" in problem.fix
+def test_only_a_checkpoint_of_the_folder_itself_goes_on_at_the_server(tmp_path: Path) -> None:
+    for checkpoint, goes_on in (("checkpoints/last.ckpt", True), ("../other/last.ckpt", False), (None, False)):
+        RunAtServer(tmp_path, "wandb").keep(id="abc")
+        (tmp_path / "notes_run.json").write_text("mine")
+        forget_runs(tmp_path, None if checkpoint is None else str(tmp_path / checkpoint))
+        assert RunAtServer(tmp_path, "wandb").known == ({"id": "abc"} if goes_on else {})
+        assert (tmp_path / "notes_run.json").exists()
+
+
+def test_a_run_that_the_server_has_lost_begins_again_there(tmp_path: Path) -> None:
+    RunAtServer(tmp_path, "mlflow").keep(run_id="0" * 32, tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    with pytest.warns(UserWarning, match=f"mlflow.db has no run {'0' * 32} any more: a new one begins"):
+        logger = of_mlflow(tmp_path)
+    fit(tmp_path, logger, 1)
+    assert RunAtServer(tmp_path, "mlflow").known["run_id"] == logger.version != "0" * 32
+
+
+def test_a_run_of_mlflow_goes_on_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow's default is a file in the current one."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    versions = []
+    for place, resume in (("here", False), ("there", True)):
+        (tmp_path / place).mkdir()
+        monkeypatch.chdir(tmp_path / place)
+        logger = made(tmp_path, "logger=mlflow")
+        fit(tmp_path, logger, 2 + resume, resume)
+        versions.append(logger.version)
+    assert versions[0] == versions[1] and not (tmp_path / "there" / "mlflow.db").exists()
+
+
+def test_hyperparameters_may_change_when_a_run_of_mlflow_goes_on(tmp_path: Path) -> None:
+    of_mlflow(tmp_path).log_hyperparams({"lr": 0.1})
+    resumed = of_mlflow(tmp_path)
+    with pytest.warns(UserWarning, match="MLflow keeps the hyperparameters with which the run began"):
+        resumed.log_hyperparams({"lr": 0.2})
+    params = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").get_run(str(resumed.version)).data.params
+    assert params == {"lr": "0.1"}
+
+
+def test_a_logger_without_the_run_s_folder_is_refused() -> None:
+    (problem,) = problems("strategy=single", "+logger.own._target_=recipes.trackers.ContinuedMLFlowLogger")
+    assert problem.path == "logger.own.folder"
