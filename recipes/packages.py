@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
@@ -29,31 +30,49 @@ def pip_install(extra: str) -> str:
     return f'pip install "{"." if IN_CHECKOUT else "lightning-parallel"}[recipes,{extra}]"'
 
 
-def _needed(config: Config) -> Iterator[tuple[str, Any, str, Mapping[str, str]]]:
-    """The values that need packages: path, value, the extra, and the modules with the names of their packages."""
-    model, data = config["model"], config["data"]
+# -- what needs packages ---------------------------------------------------------------------------------------------
+# Path and value, the extra, and the modules with the names of their packages. Each group by itself: where another one
+# has a broken value, this one is still told.
+
+_Needed = Iterator[tuple[str, Any, str, Mapping[str, str]]]
+
+
+def _by_model(config: Config) -> _Needed:
+    model = config["model"]
     if example_of(model) == "hf":
         lora = {"peft": "peft"} if model["lora"] is not None else {}
         yield "model.name", "hf", "hf", {"transformers": "transformers", "safetensors": "safetensors", **lora}
     if example_of(model) == "timm":
         yield "model.name", "timm", "images", {"timm": "timm", "torchvision": "torchvision"}
+
+
+def _by_data(config: Config) -> _Needed:
+    data = config["data"]
     if example_of(data) == "hf":
         yield "data.name", "hf", "hf", {"datasets": "datasets"}
     if example_of(data) == "images":
         yield "data.name", "images", "images", {"PIL": "pillow"}
+
+
+def _by_cluster(config: Config) -> _Needed:
     if kind_of("cluster", config["cluster"]) is RayLauncher and config["launch"]:
         yield "cluster", "ray", "ray", {"ray": "ray"}
+
+
+def _by_loggers(config: Config) -> _Needed:
     for key, node in config["logger"].items():
         target = node["_target_"] if node is not None else ""
         if target in _TRACKERS:
             yield f"logger.{key}._target_", target, *_TRACKERS[target]
 
 
-def _installed(config: Config) -> Iterator[Problem]:
-    for path, value, extra, packages in _needed(config):
+def _installed(needed: Callable[[Config], _Needed], config: Config) -> Iterator[Problem]:
+    for path, value, extra, packages in needed(config):
         missing = [package for module, package in packages.items() if find_spec(module) is None]
         if missing:
             yield Problem(path, value, f"{' and '.join(missing)} not installed", pip_install(extra))
 
 
-RULES = (_installed,)
+RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = tuple(
+    partial(_installed, needed) for needed in (_by_model, _by_data, _by_cluster, _by_loggers)
+)

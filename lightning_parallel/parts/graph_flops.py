@@ -130,8 +130,8 @@ class ForwardFlops:
         if loss.grad_fn is None or self.total is None:
             return
         for node in _operands_first(loss.grad_fn, self._in_shards):
-            before = (self._in_shards[each] for each, _ in node.next_functions if each is not None)
-            self._in_shards[node] = in_shards = _is_in_shards(node, any([*before]))
+            operands_are = any(self._in_shards[each] for each, _ in node.next_functions if each is not None)
+            self._in_shards[node] = in_shards = _is_in_shards(node, operands_are)
             flops = _flops_of(node)
             if flops is None:
                 self.total = None

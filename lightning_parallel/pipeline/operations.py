@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from types import MappingProxyType
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +13,15 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_parallel.torch_private import ATTENTION_ON_CPU, TorchDispatchMode, tree_leaves, written_arguments
 
-# torch has formulas for attention on GPUs, and none for the CPU's.
-_FORMULAS = MappingProxyType(
+# torch has formulas for attention on GPUs, and none for the CPU's. Its registry is read as it is at the time: users may
+# add formulas of their own operators.
+_FORMULAS: Mapping[Any, Callable[..., int]] = ChainMap(
+    flop_registry,
     {
-        **flop_registry,
         ATTENTION_ON_CPU: lambda query, key, value, *_, **__: (
             attention_flops(query.shape, key.shape, value.shape)
         ),
-    }
+    },
 )
 
 

@@ -31,3 +31,9 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
     given = [each.format(folder=tmp_path, file=tmp_path / "data.jsonl") for each in overrides]
     (found,) = (p for p in problems("strategy=single", *given) if "not installed" in p.message)
     assert found.message == f"{missing} not installed" and found.fix == f'pip install ".[recipes,{extra}]"'
+
+
+def test_a_broken_value_of_one_group_hides_no_package_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "find_spec", lambda module: None)
+    told = [str(p) for p in problems("strategy=single", "model=hf", "model.lora=3", "data=stdlib", "logger=wandb")]
+    assert any("model.lora=3" in each for each in told) and any("wandb not installed" in each for each in told)
