@@ -77,6 +77,11 @@ def split(batch: Any, count: int) -> list[Any]:
     return _split(batch, sizes(batch_size(batch), count))
 
 
+def split_into(batch: Any, lengths: Sequence[int]) -> list[Any]:
+    """The batch as batches of these sizes, as :func:`split` divides it. Their sum is the batch's size."""
+    return _split(batch, [*lengths])
+
+
 def rebuilt(batch: Any, tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
     """The same batch in containers of its own, so that what a step puts into them stays in that run of it.
 

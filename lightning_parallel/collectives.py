@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 Group = dist.ProcessGroup | None  # None: the world, or this process alone if nothing is initialised
 T = TypeVar("T")
 
+_MESSAGE = 2**25  # bytes of small tensors that are copied together
 _BROKEN = re.compile(r"gloo/transport|connect|closed|reset by|broken pipe|time ?out|timed out", re.IGNORECASE)
 
 
@@ -42,7 +43,8 @@ def guarded(collective: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup) -> None:
-    """Overwrite tensors with the values that rank ``source`` has. All ranks of the group pass the same tensors.
+    """Overwrite tensors with the values that rank ``source`` has. All ranks of the group pass the same tensors. Small
+    ones share a message: a model has hundreds of buffers of a few bytes.
 
     Args:
         tensors: of any dtype and layout. Parameters are written without autograd's knowledge.
@@ -54,10 +56,27 @@ def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: dist.Proces
     """
     if group.size() == 1:
         return
+    for bucket in _buckets(tensors):
+        raw = [tensor.data.contiguous().reshape(-1).view(torch.uint8) for tensor in bucket]  # for any backend
+        message = torch.cat(raw) if len(raw) > 1 else raw[0]
+        guarded(dist.broadcast, message, source, group)
+        for tensor, piece in zip(bucket, message.split([each.numel() for each in raw]), strict=True):
+            aligned = piece.clone() if len(raw) > 1 else piece  # for a view of another dtype
+            tensor.data.copy_(aligned.view(tensor.dtype).view_as(tensor))
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors in their order, as long as they fit into one message, on one device."""
+    bucket: list[Tensor] = []
+    size = 0
     for tensor in tensors:
-        raw = tensor.data.contiguous().reshape(-1).view(torch.uint8)  # backends don't know every dtype
-        guarded(dist.broadcast, raw, source, group)
-        tensor.data.copy_(raw.view(tensor.dtype).view_as(tensor))
+        if bucket and (size + tensor.nbytes > _MESSAGE or tensor.device != bucket[0].device):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
 
 
 def broadcast_object(value: T | None, source: int, group: dist.ProcessGroup, device: torch.device) -> T:

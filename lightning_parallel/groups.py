@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_parallel.layout import Layout, Placement
-from lightning_parallel.torch_private import group_of_members
+from lightning_parallel.torch_private import group_of_members, silent_group_of
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Groups:
     A group is made by its members alone, so that what a rank does doesn't grow with the number of ranks. All ranks make
     theirs in one order: the axes, the model, the pipeline's hosts, those that the set-up asks for, then cut after
     cut. So no two ranks wait for each other in different groups. Two axes that join the same ranks share one group,
-    since every gloo group costs a thread that wakes up a hundred times a second.
+    since every gloo group costs three threads, of which one wakes up a hundred times a second. For the same reason the
+    groups live as long as the process group, and the next Trainer finds those that it shares with this one.
 
     Args:
         layout: the axes, as this rank sees them.
@@ -67,13 +68,9 @@ class Groups:
         self._layout = layout
         self._timeout, self._device = timeout, device
         self._over_nccl = dist.get_backend() == "nccl"
-        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._made_on_host: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._along = {axis.name: self.joining(layout.peers(axis.name)) for axis in layout.axes}
         self.model = self.joining(layout.model_peers())
         self.host_group = self.on_host(layout.peers("pipeline"))
-        # By kind (0: activations, 1: gradients) and lane.
-        self._lanes: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._links: dict[Placement, Links] = {}
 
     def along(self, axis: str) -> dist.ProcessGroup:
@@ -87,12 +84,10 @@ class Groups:
             ranks: global ones, this rank's among them. All of them call it, in the order in which they ask for groups
                 that they share with others.
         """
-        key = tuple(sorted(ranks))
-        if key not in self._made:
-            self._made[key] = self._new(key)
-            if self._over_nccl:  # which connects at the first message; in the first step others may be under way
-                dist.all_reduce(torch.zeros(1, device=self._device), group=self._made[key])
-        return self._made[key]
+        group = self._group(ranks)
+        if self._over_nccl:  # which connects at the first message; in the first step others may be under way
+            dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+        return group
 
     def on_host(self, ranks: Iterable[int]) -> dist.ProcessGroup:
         """The group of some ranks for tensors in host memory, so that no host waits for a GPU. Over gloo it is that of
@@ -101,16 +96,17 @@ class Groups:
         Args:
             ranks: as for :meth:`joining`, and asked for in the same order by all of them.
         """
-        if not self._over_nccl:
-            return self.joining(ranks)
-        key = tuple(sorted(ranks))
-        if key not in self._made_on_host:
-            self._made_on_host[key] = self._new(key, "gloo")
-        return self._made_on_host[key]
+        return self._group(ranks, "gloo", "on the host") if self._over_nccl else self.joining(ranks)
 
-    def _new(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-        assert self._layout.rank in ranks, f"rank {self._layout.rank} is not in {ranks}"
-        return group_of_members(ranks, self._timeout, backend)
+    def silent(self, axis: str) -> dist.ProcessGroup:
+        """A group like that of this rank along an axis, in which nothing is sent: each rank gets its own values. A rank
+        may use it alone. It is made once."""
+        return silent_group_of(sorted(self._layout.peers(axis)))
+
+    def _group(self, ranks: Iterable[int], backend: str | None = None, purpose: str = "") -> dist.ProcessGroup:
+        members = sorted(ranks)
+        assert self._layout.rank in members, f"rank {self._layout.rank} is not in {members}"
+        return group_of_members(members, self._timeout, backend, purpose)
 
     def links(self, placement: Placement | None = None) -> Links:
         """The links between chunks, made once for a placement. All ranks of a pipeline call it.
@@ -153,9 +149,8 @@ class Groups:
         pipeline, tag = self.along("pipeline"), 2 * cut + kind
         if not self._over_nccl:
             return Wire(pipeline, tag)
-        if (kind, lane) not in self._lanes:
-            self._lanes[kind, lane] = self._new(sorted(self._layout.peers("pipeline")))
-        return Wire(self._lanes[kind, lane], tag, self.host_group)
+        group = self._group(self._layout.peers("pipeline"), purpose=f"kind {kind}, lane {lane}")
+        return Wire(group, tag, self.host_group)
 
     def _greet(self, group: dist.ProcessGroup, sender: int, receiver: int) -> None:
         """Send a first message from stage ``sender`` to stage ``receiver``. This rank is on one of them.

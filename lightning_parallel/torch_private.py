@@ -8,8 +8,9 @@ implements three private methods, by which torch's checkpoints ask a tensor for 
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -19,11 +20,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.checkpoint import metadata
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 # Observing operators (recipes/traffic.py). Named as public by torch's own documentation, but its module is not.
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,11 +36,12 @@ __all__ = [
     "ATTENTION_ON_CPU",
     "METADATA_CLASSES",
     "VALUE_OF",
+    "ThreadApart",
     "TorchDispatchMode",
     "abort_groups",
     "boxed_group",
     "buffers_of",
-    "current_function_mode",
+    "default_group",
     "default_store",
     "dispatch_disabled",
     "drawing_for_nothing",
@@ -56,11 +57,13 @@ __all__ = [
     "is_nested",
     "is_zero_tensor",
     "keeps_graph",
+    "like_edge",
     "make_parameter",
     "makes_memory",
     "memory_is_shared",
     "modules_of",
     "move_forward_hooks",
+    "norms_of",
     "packed_tensor",
     "parameters_of",
     "record_memory_history",
@@ -72,12 +75,14 @@ __all__ = [
     "shallow_copy",
     "shape_of_operand",
     "shape_of_result",
+    "silent_group_of",
     "subclass_functions_disabled",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
     "version_of",
+    "where_created",
     "wrapper_tensor",
     "write_memory_history",
     "written_arguments",
@@ -143,11 +148,6 @@ def dispatch_disabled() -> AbstractContextManager[None]:
     return disabled
 
 
-def current_function_mode() -> TorchFunctionMode | None:
-    """The innermost ``TorchFunctionMode`` that is entered. Only that one can be left for a while."""
-    return _get_current_function_mode()
-
-
 def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """The arguments that an operator writes to. Only its schema tells."""
     for i, name in _written_by(operator):
@@ -189,6 +189,13 @@ def drawing_for_nothing(operator: Any, args: tuple[Any, ...], kwargs: Mapping[st
     return False
 
 
+def norms_of(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The norms of tensors of one dtype and device, computed and returned in another dtype, in a few kernels on a GPU.
+    torch's public ``get_total_norm`` rounds them to the tensors' own dtype."""
+    norms: list[Tensor] = list(torch._foreach_norm(tensors, 2, dtype=dtype))
+    return norms
+
+
 def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors of one dtype and device in place, in one kernel on a GPU, where a loop launches one for each."""
     torch._foreach_mul_(tensors, factor)
@@ -223,6 +230,20 @@ def saved_tensor(node: Node, name: str) -> Tensor | None:
 def shape_of_result(node: Node) -> torch.Size:
     """The shape of the first tensor that the operation of a node of the graph has returned."""
     return torch.Size(_metadata(node)[0].shape)
+
+
+def like_edge(edge: GradientEdge) -> tuple[torch.Size, torch.dtype, torch.device]:
+    """Shape, dtype and device of a gradient for an edge of a graph. The tensor that it belongs to may be gone."""
+    like = _metadata(edge.node)[edge.output_nr]
+    return torch.Size(like.shape), like.dtype, like.device
+
+
+def where_created(node: Node) -> list[str]:
+    """The lines of code that a node of the graph comes from, the outermost first, if it was made under
+    ``torch.autograd.set_detect_anomaly``. torch has no name for them that is public."""
+    metadata: Any = node.metadata  # torch declares it as a method, and makes it a dictionary
+    lines: list[str] = metadata.get("traceback_", [])
+    return lines
 
 
 def is_nested(node: Node) -> bool:
@@ -350,24 +371,29 @@ def group_by_name(name: str) -> dist.ProcessGroup:
 
 
 def group_of_members(
-    ranks: Sequence[int], timeout: timedelta | None, backend: str | None = None
+    ranks: Sequence[int], timeout: timedelta | None, backend: str | None = None, purpose: str = ""
 ) -> dist.ProcessGroup:
-    """A new group, made by its members alone, this rank among them.
+    """The group of some ranks for a purpose, this rank among them. Its members alone make it, and find it again as long
+    as the default group lives. So many Trainers in a process have no more groups than one.
 
     The public ``new_group(use_local_synchronization=True)`` names a group by its ranks and by the number of groups that
     the calling rank is in. Members that are in different numbers of groups would wait for each other under different
-    names. Here the name is made of the ranks, and of how many groups of just these ranks there have been, also of those
-    that are gone: under a name that was used before, members would find addresses at which nobody listens. It is short,
-    since it stands before every key in the store.
+    names. Here the name is made of the arguments, and of how many groups of just these there have been: under a name
+    that was used before, by a group that was destroyed since, members would find addresses at which nobody listens. It
+    is short, since it stands before every key in the store.
 
     Args:
         ranks: global ones, ascending.
         timeout: of the group; None for torch's default.
         backend: of the group; None for the default group's.
+        purpose: what only this group is used for, if the same ranks need several.
     """
     default_backend, store = c10d._world.pg_map[c10d._get_default_group()]
     kind = dist.Backend(backend or default_backend)
-    digest = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()
+    digest = hashlib.sha256(repr((tuple(ranks), timeout, kind, purpose)).encode()).hexdigest()
+    for known, name in c10d._world.pg_names.items():
+        if name.startswith(digest):
+            return known
     # Each member counts for itself. The store lives as long as the default group, so all reach the same number.
     count = store.add(f"{digest}/of_rank_{dist.get_rank()}", 1)
     group, _ = c10d._new_process_group_helper(
@@ -382,6 +408,53 @@ def group_of_members(
     c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     made: dist.ProcessGroup = group
     return made
+
+
+def silent_group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A group in which nothing is sent, known to this rank alone: each collective is over at once.
+
+    Args:
+        ranks: global ones, ascending, this rank among them.
+    """
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  (makes the backend known)
+
+    return group_of_members(ranks, None, "fake")
+
+
+class ThreadApart(threading.Thread):
+    """A thread in which the default group stays that of all ranks, whatever code in other threads sees."""
+
+
+class _World(c10d._World):
+    """torch's record of the process groups, with another default group for code that runs inside
+    :func:`default_group`."""
+
+    instead: dist.ProcessGroup | None = None
+
+    @property
+    def default_pg(self) -> dist.ProcessGroup | None:
+        if self.instead is None or isinstance(threading.current_thread(), ThreadApart):
+            return self._default_pg
+        return self.instead
+
+    @default_pg.setter
+    def default_pg(self, group: Any) -> None:
+        self._default_pg = group
+
+
+@contextmanager
+def default_group(group: dist.ProcessGroup) -> Iterator[None]:
+    """Inside, ``group`` is the default group of torch.distributed: ``get_rank()`` and ``get_world_size()`` are this
+    rank's there, and collectives run over it where the code gives no group. In the backward of such a collective, too,
+    which on a GPU runs in a thread of torch's: so this holds for all threads but :class:`ThreadApart`. Where code gives
+    another group, torch's ``get_rank(group)`` is wrong meanwhile; ``group.rank()`` is right."""
+    world: Any = c10d._world
+    world.__class__ = _World
+    before, world.instead = world.instead, group
+    try:
+        yield
+    finally:
+        world.instead = before
 
 
 def abort_groups() -> None:

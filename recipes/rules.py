@@ -169,7 +169,7 @@ def _memory_snapshot(config: Config) -> Iterator[Problem]:
 
 
 def _whole_matrices(config: Config) -> Iterator[Problem]:
-    """Muon steps matrices as wholes. It is said here too, since a pipeline stage without matrices can't tell."""
+    """Muon steps matrices as wholes. Strategies find it out too, when the processes have begun."""
     if kind_of("optimizer", config["optimizer"]) is not schema.Muon:
         return
     kind, strategy = _strategy(config)

@@ -34,10 +34,14 @@ def copies(source: int) -> list[torch.Tensor]:
         torch.full((4,), float(rank)).to(torch.float8_e4m3fn),
         torch.full((2,), complex(rank, rank)),
         torch.zeros(0, 3),
+        torch.full((2**23,), float(rank)),
     ]
     group = dist.group.WORLD
     assert group is not None
-    broadcast_tensors(tensors, source, group)
+    with patch.object(dist, "broadcast", wraps=dist.broadcast) as sent:
+        broadcast_tensors(tensors, source, group)
+    assert sent.call_count == 2  # the large one goes alone
+    assert tensors.pop()[-1] == source
     tensors[3] = tensors[3].float()  # results can't be sent in 8 bits
     return [tensor.detach().clone() for tensor in tensors]
 

@@ -20,7 +20,7 @@ ROWS = (
     {"pipeline", "tensor", "checkpoint", "fully_sharded", "threaded_replicas"},
     {
         "gradients", "layout", "groups", "shard", "local_model", "batch", "collectives", "settings", "resumable_loader",
-        "passes", "disk_offload",
+        "passes", "disk_offload", "writes",
     },
     {"lightning_private", "torch_private"},
 )

@@ -9,6 +9,7 @@ import inspect
 import os
 import signal
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +19,7 @@ import pytest
 import torch
 import torchmetrics
 from lightning.fabric.plugins.io import torch_io
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar, Timer
 from lightning.pytorch.core import saving
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
@@ -160,6 +161,18 @@ def test_loader_source_gives_loaders_and_takes_them_back_once() -> None:
     one = trainer(strategy=Looks(torch.device("cpu")), max_steps=-1, max_epochs=1)
     one.fit(Loads())
     assert one.global_step == 1 and len(asked) == 1
+    late: list[Any] = []
+
+    class Fails(Looks):
+        def setup(self, trainer: L.Trainer) -> None:
+            source = lightning_private.loader_source(trainer)
+            source.hand_over([])
+            lightning_private.take_back_loaders(trainer)
+            late.extend(source.get())
+            super().setup(trainer)
+
+    trainer(strategy=Fails(torch.device("cpu")), max_steps=1).fit(Loads())
+    assert len(late) == 3
 
 
 def test_mode_of_a_combined_loader() -> None:
@@ -224,7 +237,7 @@ def test_reads_training_metric(given: dict[str, Any], reads: bool) -> None:
 
 def test_step_metrics_are_all_of_a_step_and_read_none_for_the_progress_bar() -> None:
     """Otherwise the last stage of a pipeline would wait for its GPU before each update."""
-    found: list[tuple[set[str], set[str]]] = []
+    found: list[Any] = []
 
     class Shows(Net):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -235,11 +248,39 @@ def test_step_metrics_are_all_of_a_step_and_read_none_for_the_progress_bar() -> 
     class Looks(Callback):
         def on_before_zero_grad(self, trainer: L.Trainer, *args: Any) -> None:
             with patch.object(Tensor, "item", side_effect=AssertionError("the host waits")):
-                metrics = {*lightning_private.step_metrics(trainer)}
-            found.append((metrics, {*trainer.progress_bar_metrics}))
+                metrics = [{*place} for place in lightning_private.step_metrics(trainer)]
+            places = (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)
+            found.append((metrics, [{*place} for place in places]))
 
     trainer(Looks()).fit(Shows(), DataLoader(torch.ones(2, 1)))
-    assert found[-1] == ({"loss", "shown"}, {"shown"})
+    metrics, places = found[-1]
+    assert metrics == places == [{"loss", "shown"}, {"loss", "shown"}, {"shown"}]
+
+
+def test_replace_metric_places_replaces_what_the_trainer_shows() -> None:
+    """Otherwise stages that don't have a step's metrics yet would show old ones."""
+
+    class Places(dict[str, Any]):
+        pass
+
+    run = trainer()
+    lightning_private.replace_metric_places(run, Places)
+    shown = (run.callback_metrics, run.logged_metrics, run.progress_bar_metrics)
+    for place, metrics in zip(lightning_private.metric_places(run), shown, strict=True):
+        assert isinstance(place, Places) and metrics is place
+
+
+def test_time_without_broadcasts_ends_a_run_by_its_own_clock() -> None:
+    """Otherwise all stages of a pipeline would wait for rank 0 after each batch."""
+    run = trainer(max_time={"seconds": 0.2}, max_steps=-1, max_epochs=-1)
+    put_back = lightning_private.time_without_broadcasts(run)
+    with patch.object(type(run.strategy), "broadcast", side_effect=lambda value, src=0: value) as broadcast:
+        run.fit(Net(), DataLoader(torch.ones(8, 1)))
+        begun = broadcast.call_count  # Lightning's own, at the start
+        put_back()
+        timer = next(callback for callback in run.callbacks if isinstance(callback, Timer))  # type: ignore[attr-defined]
+        timer.on_train_batch_end(run)
+    assert run.should_stop and begun < 8 < run.global_step and broadcast.call_count == begun + 1
 
 
 def test_show_in_progress_bar_shows_texts_beside_what_is_logged() -> None:
@@ -318,6 +359,35 @@ def test_before_each_batch_calls_between_batches_and_no_batch_waits_for_rank_0()
     assert seen == [1, 0, 2, 3, 0, 2, 3]
     hooks.end()
     assert vars(made.fit_loop.epoch_loop).keys() == before.keys()
+
+
+def test_what_runs_before_a_batch_ends_in_any_order() -> None:
+    """Otherwise what a failed run hasn't come to would happen in the Trainer's next one."""
+    seen: list[int] = []
+
+    class Fails(Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            ends = [lightning_private.before_each_batch(trainer, partial(seen.append, each)) for each in range(3)]
+            for each in (1, 0, 1):
+                ends[each]()
+            self.end = ends[2]
+            lightning_private.before_first_batch(trainer, lambda: seen.append(3))
+
+        def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            if len(seen) == 0:
+                seen.append(9)
+                raise ValueError("no luck")
+
+    hooks = Fails()
+    made = trainer(hooks, limit_train_batches=1, max_steps=1)
+    before = set(vars(made.fit_loop.epoch_loop)), set(vars(made.fit_loop))
+    with pytest.raises(ValueError, match="no luck"):
+        made.fit(Net(), torch.utils.data.DataLoader(torch.ones(2, 1)))
+    lightning_private.end_replacements(made)
+    hooks.end()
+    assert (set(vars(made.fit_loop.epoch_loop)), set(vars(made.fit_loop))) == before
+    made.fit(Net(), torch.utils.data.DataLoader(torch.ones(2, 1)))
+    assert seen == [9, 3, 2]
 
 
 def test_take_signals_gets_them_in_the_place_of_lightning_s_handler() -> None:
@@ -426,6 +496,38 @@ def test_finish_batch_validates_after_the_last_step_if_that_is_due(tmp_path: Pat
     assert seen == ([2] if validated else ["validation", 2])
     assert (set(vars(made.fit_loop.epoch_loop)), set(vars(made.fit_loop))) == before
     assert made.fit_loop.epoch_loop._batches_that_stepped == 2
+
+
+def test_around_step_hooks_begins_with_complete_gradients_and_ends_before_the_optimizer() -> None:
+    """Otherwise a norm that a hook takes of a part of the model would clip without a word."""
+    seen: list[str] = []
+
+    class Hooks(Net):
+        def on_after_backward(self) -> None:
+            seen.append("backward")
+
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            seen.append("hook")
+
+        def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+            seen.append("clip")
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            class Optimizer(torch.optim.SGD):
+                def step(self, closure: Any = None) -> Any:
+                    closure()
+                    seen.append("step")
+
+            return Optimizer(self.parameters(), lr=0.1)
+
+    made = trainer(max_steps=1)
+    put_back = lightning_private.around_step_hooks(
+        made.precision_plugin, lambda: seen.append("begin"), lambda: seen.append("end")
+    )
+    made.fit(Hooks(), torch.utils.data.DataLoader(torch.ones(2, 1)))
+    assert seen == ["backward", "begin", "hook", "clip", "end", "step"]
+    put_back()
+    assert "_after_closure" not in vars(made.precision_plugin)
 
 
 def test_finish_epoch_steps_plateau_schedulers_of_that_epoch(tmp_path: Path) -> None:
@@ -619,5 +721,6 @@ def test_rank_zero_only_reads_the_rank_that_is_set() -> None:
 def test_the_hooks_that_strategies_override_exist() -> None:
     """Otherwise an override would never be called."""
     hooks = ("process_dataloader", "model_sharded_context", "restore_checkpoint_after_setup", "on_exception",
-             "lightning_restore_optimizer", "distributed_sampler_kwargs", "pre_backward", "post_backward")  # fmt: skip
+             "lightning_restore_optimizer", "distributed_sampler_kwargs", "pre_backward", "post_backward",
+             "block_backward_sync")  # fmt: skip
     assert all(hasattr(Strategy, hook) or hasattr(L.pytorch.strategies.ParallelStrategy, hook) for hook in hooks)

@@ -93,13 +93,10 @@ def checkpoint(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def trained(pool: WorkerPool, folder: Path, overrides: list[str]) -> Path:
     """Run a recipe in a small form, in the pool's processes; the folder of the run."""
     gpt = composed(*overrides)["model"].get("name") == "gpt"
-    config = composed(*SMALL, *(SMALL_GPT if gpt else []), *(word for word in overrides if "max_steps=200" not in word))
+    words = [*SMALL, *(SMALL_GPT if gpt else []), *(word for word in overrides if "max_steps=200" not in word)]
     output = folder / "run"
-    config["paths"] |= {"output_dir": str(output), "data_dir": str(folder.parent / "data")}
+    config = composed(*words, folder=output)
     config["callbacks"].pop("progress_bar", None)
-    for callback in config["callbacks"].values():
-        if "dirpath" in callback:
-            callback["dirpath"] = str(output / "checkpoints")
     assert validate(config) == []
     file = folder / record.CONFIG
     file.write_text(yaml.safe_dump(config))
@@ -139,6 +136,18 @@ def test_trainings_run(
         assert record.read_metrics(output)["val_loss"] is not None
         if "timeline=true" in words:
             assert (output / "timeline.png").exists() and (output / "timeline.json").exists()
+
+
+def test_the_quickstart_shows_the_problems_that_are_told() -> None:
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    count, text = re.findall(r"^    (\d+) problems in the config.*\n((?: {6}.*\n)+)", page, re.MULTILINE)[0]
+    shown = [line.strip().removesuffix("...") for line in text.splitlines()]
+    given = [line.partition(": ")[0] for line in shown if not line.startswith("strategy.stages=auto")]
+    told = [str(problem) for problem in check(given)]
+    assert len(told) == len(shown) == int(count)
+    for problem, line in zip(told, shown, strict=True):
+        if not line.startswith("cluster.devices"):  # it depends on the machine
+            assert problem.startswith(line)
 
 
 # -- other programs ------------------------------------------------------------------------------------------
@@ -265,6 +274,13 @@ def test_every_page_of_the_site_is_reached() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) < 120
+
+
+def test_the_first_pages_say_whether_anything_has_run_on_a_gpu() -> None:
+    """`make gpu` writes what it has seen."""
+    seen = (ROOT / "docs" / "gpu.json").exists()
+    for page in (README, ROOT / "docs" / "index.md", ROOT / "docs" / "gpu.md"):
+        assert ("Nothing here has run on a GPU yet" in page.read_text()) != seen, page
 
 
 def test_the_korean_readme_says_the_same() -> None:

@@ -36,6 +36,7 @@ from lightning_parallel.pipeline.channel import Link
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.message import encode
+from lightning_parallel.pipeline.normaliser import BatchLoss
 from lightning_parallel.pipeline.partitioning import partition
 from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.pipeline.stage import Stage
@@ -98,8 +99,8 @@ def test_a_rank_makes_only_the_groups_that_it_is_in(
 def groups_over_nccl(name: str) -> tuple[int, int]:
     """How many groups a rank of 1,024 joins, with the world, and with those in which it asks for signals."""
 
-    def fake(ranks: Sequence[int], timeout: Any, backend: str | None = None) -> dist.ProcessGroup:
-        return group_of_members(ranks, timeout, "fake")
+    def fake(ranks: Sequence[int], timeout: Any, backend: str | None, purpose: str) -> dist.ProcessGroup:
+        return group_of_members(ranks, timeout, "fake", f"{backend} {purpose}")
 
     with one_of(1024, 515), ExitStack() as patches:
         for module in (groups_module, meeting):
@@ -169,8 +170,9 @@ def first_batch(world_size: int, rank: int, name: str) -> tuple[float, int, list
             {cut: replace(wire, host_group=groups.host_group) for cut, wire in wires.gradients.items()},
         )
         engine = Engine(stage, layout, links, META, loss_of=lambda loss: loss)
+        loss, last = BatchLoss([1] * microbatches), microbatches - 1
         work = {
-            k: Microbatch(lambda: net(given).sum(), 1 / microbatches, place=k, seed=k, begins_update=k == 0)
+            k: Microbatch(lambda: net(given).sum(), 1.0, loss, place=k, seed=k, ends_batch=k == last)
             for k in range(microbatches)
         }
         engine.run([action for action in lists[layout.stage] if not isinstance(action, Step)], work)

@@ -19,7 +19,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.overrides import TorchFunctionMode
 
 from lightning_parallel import torch_private
 from lightning_parallel.torch_private import TorchDispatchMode
@@ -141,6 +140,12 @@ def test_forward_hooks_are_counted() -> None:
     module.register_forward_hook(lambda *_: None)
     module.register_forward_pre_hook(lambda *_: None)
     assert torch_private.forward_hooks(module) == 1
+
+
+def test_norms_of_gives_norms_in_the_dtype_that_is_asked_for() -> None:
+    """Clipping adds up norms that bfloat16 would have rounded."""
+    tensors = [torch.ones(259, dtype=torch.bfloat16), torch.zeros(0, dtype=torch.bfloat16)]
+    assert [each.item() for each in torch_private.norms_of(tensors, torch.float64)] == [259**0.5, 0]
 
 
 def test_scale_all_scales_in_place() -> None:
@@ -450,26 +455,69 @@ def test_default_store_is_one_for_all_ranks(pool: WorkerPool) -> None:
 
 
 def group_of_two() -> tuple[list[int], int, bool]:
-    """Of three ranks, two make a group, three times, though the first two are gone; rank 1 is in more others."""
+    """Of three ranks, two make a group, find it again, and make it anew when it is gone; rank 1 is in more others."""
     if dist.get_rank() == 2:
         return [], 0, False
     torch_private.group_of_members([dist.get_rank()], None)
     if dist.get_rank() == 1:
-        torch_private.group_of_members([1], None)
-    first, second = (torch_private.group_of_members([0, 1], timedelta(seconds=20)) for _ in range(2))
+        torch_private.group_of_members([1], None, purpose="another")
+    first, again, other = (
+        torch_private.group_of_members([0, 1], timedelta(seconds=20), purpose=purpose) for purpose in ("a", "a", "b")
+    )
     members = dist.get_process_group_ranks(first)
-    for group in (first, second):
+    for group in (first, other):
         dist.destroy_process_group(group)
-    third = torch_private.group_of_members([0, 1], timedelta(seconds=20))
+    anew = torch_private.group_of_members([0, 1], timedelta(seconds=20), purpose="a")
     value = torch.tensor(2 ** dist.get_rank())
-    dist.all_reduce(value, group=third)
-    bound = torch_private.is_bound_to_device()
-    return members, int(value), bound or first is second
+    dist.all_reduce(value, group=anew)
+    found = first is again and first is not other and anew is not first
+    return members, int(value), found and not torch_private.is_bound_to_device()
 
 
 def test_a_group_is_made_by_its_members_alone(pool: WorkerPool) -> None:
     """Otherwise a start of a thousand ranks would make the groups of all, or wait under names that nobody else has."""
-    assert pool.run(group_of_two, 3) == [([0, 1], 3, False)] * 2 + [([], 0, False)]
+    assert pool.run(group_of_two, 3) == [([0, 1], 3, True)] * 2 + [([], 0, False)]
+
+
+def seen_inside() -> list[tuple[int, int]]:
+    """Rank and size of the default group outside, inside, in a thread apart, and in a silent group of both ranks."""
+    seen = [(dist.get_rank(), dist.get_world_size())]
+
+    def note() -> None:
+        seen.append((dist.get_rank(), dist.get_world_size()))
+
+    own, silent = torch_private.group_of_members([dist.get_rank()], None), torch_private.silent_group_of([0, 1])
+    with torch_private.default_group(own):
+        note()
+        dist.all_reduce(torch.ones(1))  # meets nobody
+        apart = torch_private.ThreadApart(target=note)
+        apart.start()
+        apart.join()
+        with torch_private.default_group(silent):
+            note()
+            if dist.get_rank() == 0:
+                dist.barrier()
+    note()
+    return seen
+
+
+def test_default_group_is_another_inside_but_for_a_thread_apart(pool: WorkerPool) -> None:
+    """Otherwise a step would see all stages as replicas; or a save in the background would take a step's ranks."""
+    first, second = pool.run(seen_inside, 2)
+    assert first == [(0, 2), (0, 1), (0, 2), (0, 2), (0, 2)]
+    assert second == [(1, 2), (0, 1), (1, 2), (1, 2), (1, 2)]
+
+
+def test_silent_group_of_other_ranks_sends_nothing(pool: WorkerPool) -> None:
+    """Otherwise a look at a step, which one rank may take alone, would wait for the others."""
+    assert pool.run(gathered_silently, 2) == [[0.0, 0.0], [1.0, 1.0]]
+
+
+def gathered_silently() -> list[float]:
+    group = torch_private.silent_group_of([0, 1])
+    own, gathered = torch.tensor([float(dist.get_rank())]), [torch.empty(1), torch.empty(1)]
+    dist.all_gather(gathered, own, group=group)
+    return [float(each) for each in gathered]
 
 
 def aborted() -> bool:
@@ -493,16 +541,20 @@ def test_checkpoints_ask_a_tensor_for_its_boxes_by_three_methods() -> None:
     assert methods <= set(vars(_Checkpointable)) and methods <= set(vars(Boxes))
 
 
-class Mode(TorchFunctionMode):
-    pass
-
-
-def test_the_innermost_function_mode_is_known() -> None:
-    assert torch_private.current_function_mode() is None
-    with Mode() as outer:
-        with Mode() as inner:
-            assert torch_private.current_function_mode() is inner
-        assert torch_private.current_function_mode() is outer
+def test_like_edge_tells_of_a_gradient_and_where_created_of_a_line() -> None:
+    """Otherwise a backward couldn't begin inside a loss, and a warning would name no line."""
+    w = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    torch.autograd.set_detect_anomaly(True, check_nan=False)
+    total = (w * 2).sum()
+    torch.autograd.set_detect_anomaly(False)
+    assert total.grad_fn is not None
+    ((below, output),) = total.grad_fn.next_functions
+    assert below is not None
+    edge = torch.autograd.graph.GradientEdge(below, output)
+    assert torch_private.like_edge(edge) == (torch.Size((3, 2)), torch.float64, torch.device("cpu"))
+    assert "total = (w * 2).sum()" in "".join(torch_private.where_created(total.grad_fn))
+    made_elsewhere = (w * 2).grad_fn
+    assert made_elsewhere is not None and torch_private.where_created(made_elsewhere) == []
 
 
 def test_a_value_is_asked_for_by_one_operator() -> None:

@@ -17,11 +17,12 @@ from lightning_parallel.checkpoint.convert import convert
 from lightning_parallel.checkpoint.format import Loaded, is_checkpoint, load, remove, save
 from lightning_parallel.checkpoint.newest import is_whole, newest_in
 from lightning_parallel.checkpoint.optimizers import OptimizerState
-from lightning_parallel.checkpoint.plain import read_full, read_plain
+from lightning_parallel.checkpoint.plain import PlainOnDemand, read_full, read_plain
 
 __all__ = [
     "Loaded",
     "OptimizerState",
+    "PlainOnDemand",
     "convert",
     "is_checkpoint",
     "is_whole",

@@ -78,6 +78,50 @@ def read_plain(path: PathLike, weights_only: bool = True) -> dict[str, Any]:
     return plain
 
 
+class PlainOnDemand(dict[str, Any]):
+    """A directory as :func:`read_plain` reads it, where tensors are read when somebody asks for them, whole.
+
+    Args:
+        path: the directory.
+        weights_only: as for :func:`read_plain`.
+    """
+
+    def __init__(self, path: PathLike, weights_only: bool = True) -> None:
+        reader, _, _ = open_directory(Path(path))
+        super().__init__(read_trainer(Path(reader.path), weights_only)["trainer"])
+        self.path, self.weights_only = Path(path), weights_only
+
+    @property
+    def is_touched(self) -> bool:
+        """Have tensors been asked for, or set?"""
+        return any(dict.__contains__(self, key) for key in _OF_TENSORS)
+
+    def whole(self) -> dict[str, Any]:
+        """The content, with what has been changed in it."""
+        return {**read_plain(self.path, self.weights_only), **self}
+
+    def __missing__(self, key: str) -> Any:
+        if key not in self:
+            raise KeyError(key)
+        read = read_plain(self.path, self.weights_only)
+        self.update({each: read[each] for each in _OF_TENSORS if each in read and not dict.__contains__(self, each)})
+        return self[key]
+
+    def __contains__(self, key: object) -> bool:
+        saved = key == "state_dict" or (key == "optimizer_states" and "lr_schedulers" in self)
+        return saved or super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As a dictionary's."""
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+
+_OF_TENSORS = ("state_dict", "optimizer_states")
+
+
 def read_full(path: PathLike, weights_only: bool = True) -> dict[str, Tensor]:
     """The whole model's state dict, on the CPU, in one process, without a model or a process group.
 

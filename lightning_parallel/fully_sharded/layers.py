@@ -12,16 +12,18 @@ So between steps a rank holds its part of the parameters, and of the optimizer's
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_parallel.collectives import broadcast_tensors
+from lightning_parallel.gradients.swapping import multiplied
 
 
 class FullyShardedLayers:
@@ -44,6 +46,15 @@ class FullyShardedLayers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=False, ignored_params=scalars)
             assert isinstance(layer, FSDPModule)
             self._units[name] = layer
+
+    def multiply_by(self, factor: Callable[[], float | Tensor]) -> None:
+        """Multiply this replica's gradients, when they are complete, before they are averaged.
+
+        Args:
+            factor: asked for after the last backward through a layer.
+        """
+        for unit in self._units.values():
+            unit.set_custom_reduce_scatter(_Multiplied(factor))  # type: ignore[arg-type]  # by its methods
 
     def hold_back(self) -> None:
         """From here on backwards add up their gradients, and send nothing."""
@@ -73,3 +84,20 @@ class FullyShardedLayers:
         """Free the gathered parameters, after a forward that no backward follows."""
         for unit in self._units.values():
             unit.reshard()
+
+
+class _Multiplied:
+    """A reduce-scatter of gradients that are multiplied first, as ``set_custom_reduce_scatter`` takes it. torch's
+    division comes after it, by one number for all replicas."""
+
+    def __init__(self, factor: Callable[[], float | Tensor]) -> None:
+        self._factor = factor
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        multiplied(input_tensor, self._factor())
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

@@ -14,7 +14,7 @@ replica that lacks a gradient, since to read them the host waits for the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -50,11 +50,11 @@ class _Bucket:
 
 
 class GradientAverager:
-    """Averages the gradients of one update at a time.
+    """Averages the gradients of one batch at a time.
 
     ::
 
-        averager.begin()                      # before the backward that completes the update's gradients
+        averager.begin()                      # before the backward that completes the batch's gradients
         loss.backward()                       # hooks call averager.ready(name, gradient)
         averages = averager.finish(gradients)
 
@@ -62,14 +62,20 @@ class GradientAverager:
         parameters: of this rank, by name, in the model's order, which is the same on every replica.
         group: the replicas.
         bucket_bytes: a bucket is full when its gradients have this many bytes.
+        factor: of this replica's gradients; asked for when the first of them are complete.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES
+        self,
+        parameters: Mapping[str, Tensor],
+        group: dist.ProcessGroup,
+        bucket_bytes: int = BUCKET_BYTES,
+        factor: Callable[[], float | Tensor] = lambda: 1.0,
     ) -> None:
         self._parameters = dict(parameters)
         self._group = group
         self._bucket_bytes = bucket_bytes
+        self._factor = factor
         self._buckets: list[_Bucket] = []
         self._of: dict[str, _Bucket] = {}
         self._grown: set[str] = set()
@@ -162,7 +168,7 @@ class GradientAverager:
 
     def _send(self, bucket: _Bucket) -> None:
         like = self._parameters[bucket.names[0]]
-        share = 1 / self._group.size()
+        share = self._factor() / self._group.size()
         message = torch.empty(len(bucket.names) + sum(bucket.sizes), dtype=like.dtype, device=like.device)
         flags, *flat = message.split([len(bucket.names), *bucket.sizes])
         flags.copy_(torch.tensor([name in bucket.ready for name in bucket.names]), non_blocking=True)

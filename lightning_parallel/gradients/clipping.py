@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel.collectives import guarded
 from lightning_parallel.local_model import local_part
-from lightning_parallel.torch_private import scale_all
+from lightning_parallel.torch_private import norms_of, scale_all
 
 
 def clip_by_norm(
@@ -48,10 +48,7 @@ def clip_by_norm(
     if parts is not None:
         guarded(dist.all_reduce, square, group=parts)
     scale = (clip_val / (square.sqrt() + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-    by_dtype: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for gradient in _local_gradients(held):
-        by_dtype.setdefault((gradient.dtype, gradient.device), []).append(gradient)
-    for gradients in by_dtype.values():
+    for gradients in _alike(_local_gradients(held)):
         scale_all(gradients, scale.to(gradients[0]))
 
 
@@ -65,5 +62,18 @@ def _local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
+def _alike(gradients: list[Tensor]) -> Iterable[list[Tensor]]:
+    """Those of one dtype and device together."""
+    found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for gradient in gradients:
+        found.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+    return found.values()
+
+
 def _square_of_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
-    return torch.nn.utils.get_total_norm(gradients).to(device=device, dtype=torch.float64).square()
+    """In float64, of norms in float32 at least: rounded to bfloat16, they would depend on which rank holds what."""
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    for alike in _alike(gradients):
+        norms = norms_of(alike, torch.promote_types(alike[0].dtype, torch.float32))
+        square += torch.stack(norms).double().square().sum().to(device)
+    return square

@@ -1,7 +1,7 @@
 """Gradients taken off parameters, and put back.
 
 Lightning erases gradients between the forward and the backward of a step (``zero_grad``). A pipeline has made its
-gradients by then, so it takes them off the parameters and publishes them in ``backward``.
+gradients by then, so it takes them off the parameters and adds them in ``backward`` to those of earlier batches.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ def swap_gradients(parameters: Mapping[str, nn.Parameter], gradients: Mapping[st
         before[name] = parameter.grad
         parameter.grad = gradients.get(name)
     return before
+
+
+def multiplied(gradient: Tensor, factor: float | Tensor) -> Tensor:
+    """Multiply a gradient in place, unless the factor is known to be 1."""
+    return gradient if isinstance(factor, float) and factor == 1.0 else gradient.mul_(factor)
 
 
 def add_gradients(parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor | None]) -> None:

@@ -5,10 +5,12 @@ and says what depends on it. Nothing else in the package imports or reads a priv
 """
 
 from lightning_parallel.lightning_private.batches import (
+    around_step_hooks,
     before_each_batch,
     before_first_batch,
     before_loaders_begin,
     begin_batch_again,
+    end_replacements,
     ends_update,
     finish_batch,
     finish_epoch,
@@ -16,6 +18,7 @@ from lightning_parallel.lightning_private.batches import (
     let_the_last_step_finish,
     restart_nothing,
     restore_metrics,
+    time_without_broadcasts,
 )
 from lightning_parallel.lightning_private.checkpoints import open_directories, save_last
 from lightning_parallel.lightning_private.data import (
@@ -23,6 +26,7 @@ from lightning_parallel.lightning_private.data import (
     loader_source,
     mode_of,
     samples_predicted,
+    take_back_loaders,
 )
 from lightning_parallel.lightning_private.epoch_sums import ContinuedSums, epoch_sums
 from lightning_parallel.lightning_private.launching import (
@@ -38,8 +42,10 @@ from lightning_parallel.lightning_private.launching import (
 from lightning_parallel.lightning_private.metrics import (
     evaluation_outputs,
     logged_step,
+    metric_places,
     metrics_of_no_loader,
     reads_training_metric,
+    replace_metric_places,
     set_step_value,
     show_in_progress_bar,
     step_metrics,
@@ -50,12 +56,14 @@ from lightning_parallel.lightning_private.signals import requeue_by_slurm, say_t
 
 __all__ = [
     "ContinuedSums",
+    "around_step_hooks",
     "before_batch_transfer",
     "before_each_batch",
     "before_first_batch",
     "before_loaders_begin",
     "begin_batch_again",
     "callbacks_of",
+    "end_replacements",
     "ends_update",
     "epoch_sums",
     "evaluation_outputs",
@@ -68,11 +76,13 @@ __all__ = [
     "let_the_last_step_finish",
     "loader_source",
     "logged_step",
+    "metric_places",
     "metrics_of_no_loader",
     "mode_of",
     "move_optimizers",
     "open_directories",
     "reads_training_metric",
+    "replace_metric_places",
     "requeue_by_slurm",
     "restart_nothing",
     "restore_metrics",
@@ -85,7 +95,9 @@ __all__ = [
     "show_in_progress_bar",
     "step_metrics",
     "step_value",
+    "take_back_loaders",
     "take_signals",
     "tell_device",
+    "time_without_broadcasts",
     "trainer_of",
 ]

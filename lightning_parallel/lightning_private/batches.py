@@ -3,17 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.plugins.precision import Precision
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
+
+from lightning_parallel.lightning_private.launching import callbacks_of
+
+
+class _Instead:
+    """A function in the place of an object's method.
+
+    Args:
+        function: to be called.
+        before: what the object had there: another function, or None for the method of its class.
+    """
+
+    def __init__(self, function: Callable[..., None], before: Any) -> None:
+        self._function, self.before = function, before
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
 
 
 def _replaced(owner: Any, name: str, function: Callable[..., None]) -> Callable[[], None]:
     """Have a function called in the place of an object's method. Returns what puts back what was there."""
-    before = vars(owner).get(name)  # another function, if there is one already
-    setattr(owner, name, function)
-    return lambda: delattr(owner, name) if before is None else setattr(owner, name, before)
+    mine = _Instead(function, vars(owner).get(name))
+    setattr(owner, name, mine)
+    return partial(_put_back, owner, name, mine)
+
+
+def _put_back(owner: Any, name: str, mine: _Instead) -> None:
+    """End one replacement, unless it has ended. Later ones stay."""
+    above, found = None, vars(owner).get(name)
+    while isinstance(found, _Instead) and found is not mine:
+        above, found = found, found.before
+    if found is not mine:
+        return
+    if above is not None:
+        above.before = mine.before
+    elif mine.before is None:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, mine.before)
+
+
+def end_replacements(trainer: pl.Trainer) -> None:
+    """End all that was to be called at a moment of a run, which has ended: the moment may not have come."""
+    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop):
+        for name in [*vars(loop)]:
+            while isinstance(found := vars(loop).get(name), _Instead):
+                _put_back(loop, name, found)
 
 
 def before_each_batch(trainer: pl.Trainer, call: Callable[[], None]) -> Callable[[], None]:
@@ -36,6 +80,22 @@ def before_each_batch(trainer: pl.Trainer, call: Callable[[], None]) -> Callable
             each()
 
     return put_back
+
+
+def around_step_hooks(plugin: Precision, begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
+    """Have ``begin()`` called when an update's gradients are complete, before the hooks that see them then and the
+    clipping, and ``end()`` after these, before the optimizer's own work. Public hooks are the user's to override.
+
+    Returns:
+        What ends it.
+    """
+
+    def hooks(module: pl.LightningModule, optimizer: Any) -> None:
+        begin()
+        type(plugin)._after_closure(plugin, module, optimizer)
+        end()
+
+    return _replaced(plugin, "_after_closure", hooks)
 
 
 def before_first_batch(trainer: pl.Trainer, call: Callable[[], None]) -> None:
@@ -163,3 +223,33 @@ def in_mid_epoch(trainer: pl.Trainer) -> bool:
 def ends_update(trainer: pl.Trainer) -> bool:
     """Was the last batch the last one of its update, if several are accumulated?"""
     return not trainer.fit_loop.epoch_loop._should_accumulate()
+
+
+def time_without_broadcasts(trainer: pl.Trainer) -> Callable[[], None]:
+    """Have each rank see by its own clock, after each batch, that ``max_time`` is over. Lightning's Timer broadcasts
+    rank 0's answer, for which all ranks wait.
+
+    Returns:
+        What ends it.
+    """
+
+    def watch(timer: Timer) -> Callable[[], None]:
+        told: list[bool] = []
+
+        def on_train_batch_end(*args: Any) -> None:
+            left = timer.time_remaining() if timer._interval == "step" else None
+            if left is not None and left <= 0:
+                if not told:
+                    rank_zero_info(f"Time limit reached after {timer.time_elapsed():.0f} s: training ends.")
+                    told.append(True)
+                trainer.should_stop = True
+
+        return _replaced(timer, "on_train_batch_end", on_train_batch_end)
+
+    timers = [watch(callback) for callback in callbacks_of(trainer) if isinstance(callback, Timer)]
+
+    def put_back() -> None:
+        for each in timers:
+            each()
+
+    return put_back

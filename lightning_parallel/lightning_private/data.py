@@ -41,6 +41,12 @@ def loader_source(trainer: pl.Trainer) -> LoaderSource:
     return LoaderSource(trainer._active_loop._data_source)  # type: ignore[union-attr]
 
 
+def take_back_loaders(trainer: pl.Trainer) -> None:
+    """Of a run that has ended: Lightning asks for none of its loaders any more, even if it has never got them."""
+    for loop in (trainer.fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        vars(loop._data_source).pop("dataloader", None)
+
+
 def mode_of(loader: CombinedLoader) -> Any:
     """How a combined loader combines."""
     return loader._mode

@@ -24,17 +24,37 @@ def reads_training_metric(callback: Callback, global_step: int) -> bool:
     return (every >= 1 and global_step % every == 0) or callback._train_time_interval is not None
 
 
-def step_metrics(trainer: pl.Trainer) -> Mapping[str, Tensor]:
-    """``trainer.callback_metrics``, without waiting for a GPU: in the same call Lightning reads what the progress bar
-    shows. So the marks for the progress bar, which are kept privately, are off meanwhile."""
-    shown = [result.meta for result in trainer._results.values() if result.meta.prog_bar] if trainer._results else []
-    for meta in shown:
-        meta.prog_bar = False
+def step_metrics(trainer: pl.Trainer) -> tuple[dict[str, Tensor], ...]:
+    """What the step that has just run leaves in :func:`metric_places`, without waiting for a GPU: Lightning would read
+    what the progress bar shows. So the marks for the progress bar, which are kept privately, are off meanwhile."""
+    results = trainer._results
+    if not results:
+        return {}, {}, {}
+    marked = [result for result in results.values() if result.meta.prog_bar]
+    for result in marked:
+        result.meta.prog_bar = False
     try:
-        return trainer.callback_metrics
+        metrics = trainer._logger_connector.metrics
     finally:
-        for meta in shown:
-            meta.prog_bar = True
+        for result in marked:
+            result.meta.prog_bar = True
+    names = [results._forked_name(result, on_step=True)[1] for result in marked]
+    callback: dict[str, Tensor] = metrics["callback"]
+    return callback, metrics["log"], {name: callback[name] for name in names if name in callback}
+
+
+def metric_places(trainer: pl.Trainer) -> tuple[dict[str, Any], ...]:
+    """What ``trainer.callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics`` are kept in."""
+    connector = trainer._logger_connector
+    return connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics
+
+
+def replace_metric_places(trainer: pl.Trainer, make: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Replace each of :func:`metric_places` by what ``make`` makes of it."""
+    connector = trainer._logger_connector
+    connector._callback_metrics = make(connector._callback_metrics)
+    connector._logged_metrics = make(connector._logged_metrics)
+    connector._progress_bar_metrics = make(connector._progress_bar_metrics)
 
 
 def logged_step(trainer: pl.Trainer) -> int:

@@ -13,16 +13,20 @@ end of their own.
     loss_means.py      what microbatches weigh                 options.py      the settings of strategies
     last_stage.py      what the last stage does for all        metric_board.py  metrics, the same on every stage
     batch_watch.py     does a step change its batch?           schedule_choice.py  schedule="auto"
-    earlier_chunks.py  runs of a step that don't count     between_batches.py  do stages wait? (outcome_readers.py)
+    earlier_chunks.py  runs of a step that don't count     between_batches.py  do stages wait for each other?
     evaluation.py      forward only                            several_passes.py  a prediction made token by token
-    last_gradients.py  of the update before                    logs.py          self.log inside microbatches
-    own_part.py        a hook for a divided module
+    earlier_gradients.py  of batches before                    logs.py          self.log inside microbatches
+    own_part.py        a hook for a divided module         gradient_watch.py  norms of a part of the gradients
+    log_joins.py       numbers of microbatches joined
     asynchronous.py    updates without a flush                 late_gradients.py, optimizer_options.py
     timelines.py       what ran when                           callbacks.py     brought along, or refused
     memory_snapshot.py what takes a GPU's memory               meeting.py       asks all ranks, between batches
     background.py      saves beside the training               preemption.py    saved and left at a signal
     exact_resume.py    what a resumed run goes on with         saved_moment.py  when it was saved
     finite_loss.py     told and ended where the loss is NaN    notice.py        a stop that nobody waits for
-    held_stop.py       a stop that waits for all stages
+    late_values.py     awaited when they are read              common_stop.py   all stop after the same batch
+    side_links.py      for small messages between stages
+    optimizer_trial.py is one the same on parts?
     searches.py        refused in a resumed run                by_replica.py    gathered for a file
+    metric_sync.py     over which ranks metrics gather
 """

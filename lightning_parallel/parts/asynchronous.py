@@ -97,11 +97,6 @@ class AsynchronousTraining:
         self._last = 0  # microbatches of the last of those begun
 
     @property
-    def update_is_open(self) -> bool:
-        """Has the next update been fed a batch already?"""
-        return self._fed_to_next > 0
-
-    @property
     def _options(self) -> OptimizerOptions:
         """Of the Trainer's optimizer, which a hook may replace during training."""
         (optimizer,) = self._trainer.optimizers
@@ -141,7 +136,7 @@ class AsynchronousTraining:
         """One update of this stage: the hooks, the clipping and the step that Lightning would run, with the options
         that were in force when its batch came."""
         options, owed = self._options, self._owed.popleft()
-        gradients = self._completed(dict(self.versions.take_gradients()))
+        gradients = self._completed({**self.versions.take_gradients()})
         self._loose.note(gradients)
 
         def step() -> None:
@@ -170,6 +165,7 @@ class _LooseParameters:
     train each of them. The other stages' copies are overwritten with its values when the pipeline drains.
 
     The first update shows which stage that is, and each drain again: a parameter may be used later for the first time.
+    No stage waits for the others' first update, which may come some batches later.
     """
 
     def __init__(
@@ -180,26 +176,36 @@ class _LooseParameters:
         self._trained: set[str] = set()  # those that got a gradient on this stage
         self._owners: dict[str, int] = {}
         self._compared = False
+        self._comparing: tuple[dist.Work, Tensor] | None = None
 
     def note(self, gradients: Mapping[str, Tensor | None]) -> None:
         """Take note of an update's gradients. In the first one the stages compare theirs."""
         self._trained |= {name for name in self._names if gradients.get(name) is not None}
-        if not self._compared:
+        if self._names and not self._compared:
             self._compared = True
-            self._find_owners()
+            self._comparing = self._begin_to_compare()
+        elif self._comparing is not None and self._comparing[0].is_completed():
+            self._find_owners(*self._comparing)
+            self._comparing = None
 
     def copy(self) -> None:
         """At a drain: take over each parameter from the stage that trains it."""
-        self._find_owners()
+        if not self._names:
+            return
+        self._comparing = None
+        self._find_owners(*self._begin_to_compare())
         for name, stage in self._owners.items():
             broadcast_tensors((self._local.parameters[name],), self._layout.rank_at(pipeline=stage), self._group)
 
-    def _find_owners(self) -> None:
-        if not self._names:
-            return
+    def _begin_to_compare(self) -> tuple[dist.Work, Tensor]:
         table = torch.zeros(self._layout.stages, len(self._names), dtype=torch.int, device=self._device)
         table[self._layout.stage] = torch.tensor([name in self._trained for name in self._names])
-        guarded(dist.all_reduce, table, group=self._group)
+        work = guarded(dist.all_reduce, table, group=self._group, async_op=True)
+        assert work is not None, "this rank is in its pipeline's group"
+        return work, table
+
+    def _find_owners(self, work: dist.Work, table: Tensor) -> None:
+        guarded(work.wait)
         for name, trained in zip(self._names, table.T.tolist(), strict=True):
             stages = [stage for stage, yes in enumerate(trained) if yes]
             if len(stages) > 1:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_parallel.collectives import Group, PeerLostError, guarded
+from lightning_parallel.torch_private import ThreadApart
 
 
 class BackgroundSave:
@@ -52,7 +53,7 @@ class BackgroundSave:
         """
         self.finish()
         self._open, self._after = True, []
-        self._thread = threading.Thread(target=self._run, args=(path, save), name=f"save {path}")
+        self._thread = ThreadApart(target=self._run, args=(path, save), name=f"save {path}")
         self._thread.start()
 
     def after(self, action: Callable[[], None]) -> None:

@@ -8,19 +8,18 @@ begin the next batch, with exactly the weights that one process would have::
     stage 0   . F F ... B B W |  . F F       stage 0   . F F ... B B W |F F
     stage 1   F F ... B B W . |  F F         stage 1   F F ... B B W |F F
 
-They wait where something needs all stages at once, or a value that only one of them has.
+They wait where something needs all stages at once. A value that only the last stage has is awaited where it is read
+(``late_values.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_parallel.parts.outcome_readers import readers
 from lightning_parallel.pipeline.actions import Schedule
 from lightning_parallel.pipeline.simulate import busy_across_batches, simulate
 
@@ -37,11 +36,7 @@ def gained(schedule: Schedule) -> float:
 
 
 def reasons_to_wait(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    precision: Precision,
-    shared: Collection[str],
-    schedulers: Iterable[Any],
+    trainer: pl.Trainer, module: pl.LightningModule, precision: Precision, shared: Collection[str]
 ) -> Iterator[str]:
     """What needs all stages at the end of each batch.
 
@@ -50,7 +45,6 @@ def reasons_to_wait(
         module: the model.
         precision: of the run.
         shared: the trainable parameters that several stages hold.
-        schedulers: of the learning rate.
     """
     by_norm = trainer.gradient_clip_algorithm in (None, "norm")
     if trainer.gradient_clip_val and by_norm:
@@ -61,4 +55,3 @@ def reasons_to_wait(
         yield "precision='16-mixed' (all stages skip the same updates)"
     for name in shared:
         yield f"'{name}', which several stages hold"
-    yield from readers(trainer, module, schedulers)

@@ -47,7 +47,7 @@ IN_PARTS: Reasons = (
 ASYNCHRONOUS: Reasons = (
     (
         LearningRateFinder,
-        "it acts on the loss of every batch, for which the stages of an asynchronous pipeline don't wait. Find the "
+        "it acts on the loss of every batch, for which the stages of an asynchronous pipeline would wait. Find the "
         "learning rate under PipelineStrategy, or in one process",
     ),
 )

@@ -3,7 +3,7 @@ names."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
@@ -106,6 +107,7 @@ class Checkpoints:
             return
         if storage_options is not None:
             raise TypeError(f"storage_options={storage_options!r}: this strategy's checkpoint is a local directory.")
+        together(None, lambda: self._refuse_others(checkpoint.get("state_dict", {})))
         aliases = self._local.tied_names(module)
         extra = {name: value for name, value in _extra_state(module).items() if _is_here(module, name)}
         state = module.trainer.state
@@ -129,6 +131,15 @@ class Checkpoints:
 
         self._background.start(str(path), save)
 
+    def _refuse_others(self, state_dict: Mapping[str, Any]) -> None:
+        held = {**self._local.parameters, **self._local.buffers()}
+        for name, value in state_dict.items():
+            if held.get(name) is not value:
+                raise ValueError(
+                    f"on_save_checkpoint sets checkpoint['state_dict'][{name!r}]: each rank saves the tensors that it "
+                    f"holds. Save other values under a key of their own in the checkpoint."
+                )
+
     @staticmethod
     def _take_name(path: Path) -> bool:
         """Make an empty folder where a checkpoint will be, if nothing is there."""
@@ -145,17 +156,46 @@ class Checkpoints:
         weights_only: bool | None,
         io: CheckpointIO,
     ) -> dict[str, Any]:
-        """Read this rank's part of a checkpoint: of a directory written under any layout, or of a plain file."""
+        """Read this rank's part of a checkpoint: of a directory written under any layout, or of a plain file.
+
+        Returns:
+            The trainer's state; for a module with an ``on_load_checkpoint`` the content as one process has it, of which
+            :meth:`take` reads what the hook has left.
+        """
         self.finish()
-        safe = weights_only is not False
+        safe, asked = weights_only is not False, is_overridden("on_load_checkpoint", module)
         if format_.is_checkpoint(path) or Path(path).is_dir():
-            loaded = self._part().load(path, optimizers, safe)
-            module.load_state_dict(loaded["state_dict"], strict=False)
-            return {**loaded, "state_dict": {}}
+            if asked:
+                return together(None, lambda: format_.PlainOnDemand(path, safe))
+            return self._load_part(path, module, optimizers, safe)
         if Path(path).is_file():  # a CheckpointIO of the user's may know other places
             decided_by_first(None, lambda: check_archive(Path(path), Path(path)))
-        names = module.state_dict(keep_vars=True).keys()
         content = io.load_checkpoint(path, weights_only=safe)
+        return content if asked else self._take(content, path, module, optimizers)
+
+    def take(self, content: dict[str, Any], module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
+        """After ``on_load_checkpoint``: read this rank's part of what :meth:`load` has returned."""
+        if not is_overridden("on_load_checkpoint", module):
+            return
+        if not isinstance(content, format_.PlainOnDemand):
+            loaded = self._take(content, "the checkpoint", module, optimizers)
+        elif content.is_touched:
+            loaded = self._take(content.whole(), content.path, module, optimizers)
+        else:
+            loaded = self._load_part(content.path, module, optimizers, content.weights_only)
+        content.update({key: value for key, value in loaded.items() if key in _OF_TENSORS or key not in content})
+
+    def _load_part(
+        self, path: str | Path, module: pl.LightningModule, optimizers: Sequence[Optimizer], safe: bool
+    ) -> dict[str, Any]:
+        loaded = self._part().load(path, optimizers, safe)
+        module.load_state_dict(loaded["state_dict"], strict=False)
+        return {**loaded, "state_dict": {}}
+
+    def _take(
+        self, content: dict[str, Any], path: str | Path, module: pl.LightningModule, optimizers: Sequence[Optimizer]
+    ) -> dict[str, Any]:
+        names = module.state_dict(keep_vars=True).keys()
         loaded = self._part().take(content, path, optimizers, names)
         extra = {name: content["state_dict"][name] for name in _extra_state(module) if name in content["state_dict"]}
         module.load_state_dict(extra, strict=False)
@@ -180,6 +220,9 @@ class Checkpoints:
 
     def _part(self) -> RankCheckpoint:
         return RankCheckpoint(self._local, self._group_names, self._coordinate, self.written_options)
+
+
+_OF_TENSORS = ("state_dict", "optimizer_states")
 
 
 def _extra_state(module: nn.Module) -> dict[str, Any]:

@@ -4,6 +4,7 @@ only."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_parallel.gradients.clipping import clip_by_norm, clip_by_value
 from lightning_parallel.local_model import LocalModel
+from lightning_parallel.parts.gradient_watch import GradientWatch
 
 
 def install_clipping(
@@ -24,6 +26,7 @@ def install_clipping(
     replicas: dist.ProcessGroup | None,
     parts: dist.ProcessGroup | None,
     device: torch.device,
+    watch: GradientWatch | None = None,
 ) -> None:
     """Have the plugin clip by the norm of the whole model's gradient.
 
@@ -34,24 +37,28 @@ def install_clipping(
         replicas: the ranks over which fully sharded parameters are divided.
         parts: the ranks whose gradients make one norm; None if each has them all.
         device: of this rank.
+        watch: told when the plugin clips.
     """
+    paused = nullcontext if watch is None else watch.paused
 
     def enters_norm(parameter: Tensor) -> bool:
         name = local.names.get(id(parameter))  # a loss may have parameters of its own, outside the module
         return name is None or counts(name)
 
     def by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
-        clip_by_norm(
-            list(plugin.main_params(optimizer)),
-            clip_val,
-            counts=enters_norm,
-            replicas=replicas if local.is_fully_sharded else None,
-            parts=parts,
-            device=device,
-        )
+        with paused():
+            clip_by_norm(
+                list(plugin.main_params(optimizer)),
+                clip_val,
+                counts=enters_norm,
+                replicas=replicas if local.is_fully_sharded else None,
+                parts=parts,
+                device=device,
+            )
 
     def by_value(optimizer: Optimizer, clip_val: int | float) -> None:
-        clip_by_value(list(plugin.main_params(optimizer)), clip_val)
+        with paused():
+            clip_by_value(list(plugin.main_params(optimizer)), clip_val)
 
     plugin.clip_grad_by_norm = by_norm  # type: ignore[method-assign, assignment]
     plugin.clip_grad_by_value = by_value  # type: ignore[method-assign]

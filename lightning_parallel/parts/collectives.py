@@ -1,8 +1,16 @@
-"""What Lightning and the user's code ask ranks to do together, through the strategy.
+"""What steps see of the ranks, and what Lightning and the user's code ask ranks to do together, through the strategy.
 
-``self.all_gather`` and ``sync_dist=True`` run over the data axis, whose ranks see different batches. Decisions,
-barriers and broadcasts are for all ranks. Code that runs on one pipeline stage only can't meet the other ranks: a
-collective there is refused before any rank waits for it.
+A step computes what one process, or a replica of DDP, would. So inside it the ranks are those of the data axis, on all
+stages and tensor ranks of a replica alike: ``trainer.world_size``, ``global_rank``, and torch.distributed's default
+group, over which the collectives run that a step calls. ``local_rank`` stays what it is, since it picks the device::
+
+    4 processes: 2 stages x 2 replicas    outside a step         inside
+    trainer.world_size                    4                      2
+    trainer.global_rank                   0, 1 | 2, 3            0, 1 | 0, 1
+    dist.all_reduce(x)                    over all               over the replicas of this stage
+
+Outside, decisions, barriers and broadcasts are for all ranks; ``self.all_gather`` and ``sync_dist=True`` always run
+over the data axis.
 """
 
 from __future__ import annotations
@@ -18,6 +26,7 @@ from torch import Tensor
 from lightning_parallel.collectives import guarded, reduce_tensor
 from lightning_parallel.groups import Groups
 from lightning_parallel.layout import Layout
+from lightning_parallel.torch_private import default_group
 
 T = TypeVar("T")
 
@@ -29,61 +38,79 @@ class Collectives:
         layout: the ranks.
         groups: their process groups.
         device: of this rank.
+
+    Attributes:
+        inside: the step that runs, or another part of the user's code that sees the ranks of the data axis; None
+            outside.
     """
 
     def __init__(self, layout: Layout, groups: Groups, device: torch.device) -> None:
         self._layout = layout
-        self._replicas = groups.along("data")
+        self._groups = groups
         self._device = device
-        self._alone_in: str | None = None
+        self._is_look = False
+        self.inside: str | None = None
 
     @contextmanager
-    def refused_in(self, hook: str) -> Iterator[None]:
-        """Inside, code runs that reaches its end on the last stage only: no other rank can be met.
+    def inside_step(self, name: str) -> Iterator[None]:
+        """Inside, the ranks are those of the data axis.
 
         Args:
-            hook: what runs, for errors.
+            name: what runs, for errors.
         """
-        self._alone_in = hook
-        try:
+        if self._is_look:  # of which this is a part
             yield
+            return
+        before, self.inside = self.inside, name
+        try:
+            with default_group(self._groups.along("data")):
+                yield
         finally:
-            self._alone_in = None
+            self.inside = before
+
+    @contextmanager
+    def inside_look(self) -> Iterator[None]:
+        """As :meth:`inside_step`, but ranks don't meet: a look at a step may be taken by one of them alone."""
+        before = self.inside, self._is_look
+        self.inside, self._is_look = "the step", True
+        try:
+            with default_group(self._groups.silent("data")):
+                yield
+        finally:
+            self.inside, self._is_look = before
 
     def meet(self, what: str) -> None:
         """All ranks are about to meet.
 
         Raises:
-            RuntimeError: they can't.
+            RuntimeError: inside a step they can't: a stage that has left it would be missing.
         """
-        if self._alone_in is not None and self._layout.stages > 1:
-            last = self._layout.rank_at(pipeline=self._layout.stages - 1)
+        if self.inside is not None and self._layout.size("data") < self._layout.world_size:
             raise RuntimeError(
-                f"{what} needs every rank, but {self._alone_in} reaches its end on the last pipeline stage only (rank "
-                f"{last}): what it works on exists there alone. Do this in on_train_batch_end, or in a callback."
+                f"{what} needs every rank, but {self.inside} runs among the replicas of a pipeline stage or tensor "
+                f"rank: others may have left it, or don't run it. Do this in on_train_batch_end, or in a callback."
             )
 
-    # -- all ranks -----------------------------------------------------------------------------------------------
+    # -- all ranks; inside a step, the replicas ------------------------------------------------------------------
 
     def barrier(self) -> None:
-        self.meet("A barrier")
         # The group isn't bound to a device, so NCCL would have to guess this rank's.
         guarded(dist.barrier, device_ids=[self._device.index] if dist.get_backend() == "nccl" else None)
 
     def broadcast(self, value: T, source: int) -> T:
-        if self._alone_in is not None and source == self._layout.rank:
-            return value  # trainer.log_dir asks for one
-        self.meet("A broadcast")
+        if self._is_look:
+            return value
         boxed = [value]
         guarded(dist.broadcast_object_list, boxed, source)
         return boxed[0]
 
     def decide(self, decision: bool, all: bool) -> bool:
         """What the ranks decide together: True if all of them do, or if any does."""
-        self.meet("A decision of all ranks")
+        if self._is_look:
+            return decision
         votes = torch.tensor(int(decision), device=self._device)
         guarded(dist.all_reduce, votes)
-        return bool(votes == self._layout.world_size) if all else bool(votes)
+        return bool(votes == dist.get_world_size()) if all else bool(votes)
 
     # -- replicas ------------------------------------------------------------------------------------------------
 
@@ -108,4 +135,6 @@ class Collectives:
         when the user gives none. None for this rank alone."""
         if group is not None and group is not dist.group.WORLD:
             return group
-        return self._replicas if self._layout.size("data") > 1 else None
+        if self._layout.size("data") == 1:
+            return None
+        return dist.group.WORLD if self._is_look else self._groups.along("data")

@@ -38,6 +38,7 @@ from lightning_parallel.lightning_private import (
     before_loaders_begin,
     begin_batch_again,
     callbacks_of,
+    end_replacements,
     epoch_sums,
     finish_batch,
     finish_epoch,
@@ -210,6 +211,7 @@ class ExactResume(Callback):
         self._has_failed = True
         self._end_sums(logs=False)
         self._loaded = _Loaded()
+        end_replacements(trainer)  # or the next run of this Trainer would go on as this one
 
     def _end_sums(self, *, logs: bool) -> None:
         if self._continued is not None:
@@ -220,6 +222,7 @@ class ExactResume(Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         restore_metrics(trainer, self._loaded.metrics)  # still here if nothing was left to train
         self._loaded = _Loaded()
+        end_replacements(trainer)
 
     @override
     def state_dict(self) -> dict[str, Any]:

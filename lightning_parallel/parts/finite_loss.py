@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from lightning_parallel.parts.late_values import LateLoss
 from lightning_parallel.parts.notice import Notice
 
 _EVERY = 10  # batches between two looks, at most
@@ -69,7 +70,8 @@ class FiniteLoss(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        if isinstance(loss, Tensor):  # no loss: the step has skipped the batch, or optimizes by hand
+        # No loss: the step has skipped the batch, or optimizes by hand. A late one: the last stage looks at it.
+        if isinstance(loss, Tensor) and not isinstance(loss, LateLoss):
             self._unread.append((trainer.global_step, loss.detach()))
         number = trainer.fit_loop.total_batch_idx + 1
         if number % self._every:

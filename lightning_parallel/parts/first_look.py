@@ -7,7 +7,7 @@ Otherwise all use what the last stage has found, since it alone runs the end of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,8 +18,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_parallel.checkpoint.agreement import first_few
 from lightning_parallel.collectives import gather_objects
 from lightning_parallel.parts.last_stage import LastStage
-from lightning_parallel.parts.logs import logging_trial
+from lightning_parallel.parts.log_joins import depends_on_layers
+from lightning_parallel.parts.logs import logged_values, logging_trial
 from lightning_parallel.parts.stages import Stages
+from lightning_parallel.pipeline.absent import AbsentTensor
 from lightning_parallel.pipeline.flow import Flow, tensors_of
 
 MANY = 5  # this many tensors may cross a cut without a warning: a layer's output and a U-Net's skip connections
@@ -34,6 +36,7 @@ class FirstLook:
         stages: this rank's stage.
         last_stage: runs the end of the steps.
         group: the ranks of this pipeline.
+        late: backwards read weights of their own.
     """
 
     def __init__(
@@ -43,12 +46,16 @@ class FirstLook:
         stages: Stages,
         last_stage: LastStage,
         group: dist.ProcessGroup,
+        *,
+        late: bool,
     ) -> None:
         self._trainer, self._module = trainer, module
         self._stages = stages
         self._last_stage = last_stage
         self._group = group
+        self._late = late
         self._flows: dict[str, Flow] = {}  # by the kind of step
+        self._known: dict[str, set[str]] = {}  # the names logged in it, of values that depend on no layer
         self._warned = False
 
     def follow(self, kind: str, step: Callable[[], Any], count: int = 1) -> Flow | None:
@@ -64,6 +71,7 @@ class FirstLook:
 
         Raises:
             RuntimeError: on all ranks, if the step can't be run in stages.
+            ValueError: on all ranks, if layers change their parameters in a way that can't be as in one process.
         """
         if self._group.size() == 1 and count == 1:
             return None
@@ -71,14 +79,41 @@ class FirstLook:
             layers = self._stages.fully_sharded
             with layers.gathered() if layers is not None else nullcontext():  # else hooks would gather in the survey
                 flow = self._flows[kind] = self._agreed(lambda: self._look(kind, step))
+            self._stages.refuse_own_updates(flow.own_updates, count, late=self._late)
             self._warn_of_cargo(flow)
             self._warn_of_carried(flow, count)
         self._stages.stage.flow = self._flows[kind]
         return self._flows[kind]
 
     def _look(self, kind: str, step: Callable[[], Any]) -> Flow:
+        flow, logged = self._surveyed(kind, step)
+        self._known[kind] = {
+            name for name, value in logged.items() if not (isinstance(value, AbsentTensor) and depends_on_layers(value))
+        }
+        return flow
+
+    def _surveyed(self, kind: str, step: Callable[[], Any]) -> tuple[Flow, dict[str, Any]]:
+        """What was seen, and what was logged until the step asked for a value: from there on it is guessed."""
+        counts: list[int] = []
         with logging_trial(self._trainer, self._module) as logged, self._last_stage.alone(kind.split()[0]):
-            return self._stages.stage.survey(step, logged)
+
+            def counted() -> Any:
+                try:
+                    return step()
+                finally:
+                    counts.append(len(logged))
+
+            flow = self._stages.stage.survey(counted, logged)
+        return flow, logged_values(logged[: counts[0]])
+
+    def known(self, kind: str) -> Container[str]:
+        """The names whose values in steps of this kind :meth:`logged` tells."""
+        # Where layers are gathered in a look, all replicas have to look.
+        return self._known.get(kind, ()) if self._stages.fully_sharded is None else ()
+
+    def logged(self, kind: str, step: Callable[[], Any]) -> dict[str, Any]:
+        """What a step logs, by name, in a look on this rank alone. Values that depend on layers are absent."""
+        return self._surveyed(kind, step)[1]
 
     def _agreed(self, look: Callable[[], Flow]) -> Flow:
         """The last stage's view. An error on one rank is raised on all, since none may wait for what another won't

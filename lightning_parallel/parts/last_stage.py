@@ -8,8 +8,8 @@ there. What they and the steps log is sent to the other stages (``metric_board.p
     on_validation_batch_end, ...         last stage    what the step returned
     on_train_batch_end                   all stages    perhaps the weights: a moving average
 
-The other stages get the loss, but nothing else that ``training_step`` returned. Code that runs on one stage only can't
-call a collective: this is refused before any rank waits for it.
+The other stages get the loss (``late_values.py``), but nothing else that ``training_step`` returned. Collectives of
+code that runs on one stage only are over its replicas. A save of a checkpoint there is refused: all ranks take part.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_parallel.groups import Groups
 from lightning_parallel.layout import Layout
-from lightning_parallel.lightning_private import callbacks_of, reads_training_metric
+from lightning_parallel.lightning_private import callbacks_of, reads_training_metric, time_without_broadcasts
 from lightning_parallel.parts.collectives import Collectives
+from lightning_parallel.parts.common_stop import common_stop
+from lightning_parallel.parts.late_values import outcomes
 from lightning_parallel.parts.metric_board import MetricBoard
 from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_kept, mix, seed_host_generators
 
@@ -46,7 +48,9 @@ class LastStage:
         groups: of the pipeline.
         device: of this rank.
         seed: of the run.
-        collectives: refused where code runs on the last stage only.
+        collectives: over the replicas, in steps and where code runs on the last stage only.
+        deciding: the stage with the step's first chunk.
+        ahead: how many batches stages may be ahead of each other.
         before_meeting: called with the name of a hook at whose end all stages meet.
         failed: called with an exception, before other callbacks see it.
     """
@@ -61,6 +65,8 @@ class LastStage:
         seed: int,
         collectives: Collectives,
         *,
+        deciding: int,
+        ahead: Callable[[], int],
         before_meeting: Callable[[str], None],
         failed: Callable[[BaseException], None],
     ) -> None:
@@ -70,7 +76,11 @@ class LastStage:
         self._before_meeting = before_meeting
         self._generators = TorchGenerators(device)
         last = layout.rank_at(pipeline=layout.stages - 1)
-        self._board = MetricBoard(trainer, groups.along("pipeline"), groups.host_group, last, device)
+        self._board = MetricBoard(trainer, groups.along("pipeline"), last, device)
+        self._ahead = ahead
+        self.outcomes = outcomes(trainer, layout, groups, device, ahead)
+        self._stop = common_stop(trainer, layout, groups, deciding, ahead)
+        self._put_back_timers = time_without_broadcasts(trainer)
         self._publisher = _PublishMetrics(self._publish, failed)
         if layout.stages > 1:
             _wrap_hooks(module, self._run_hook)
@@ -80,6 +90,8 @@ class LastStage:
 
     def end(self) -> None:
         """Give the module its hooks and its ``log`` back."""
+        self._put_back_timers()
+        self.outcomes.end()
         for name in (*WRAPPED_HOOKS, "log"):
             vars(self._module).pop(name, None)
         if self._publisher in callbacks_of(self._trainer):
@@ -102,9 +114,9 @@ class LastStage:
 
     @contextmanager
     def apart(self, name: str) -> Iterator[None]:
-        """Inside, collectives of the user's code are refused, and random numbers that it draws on the host don't change
-        the generators that the data loaders use."""
-        with self._collectives.refused_in(name), host_generators_kept():
+        """Inside, the user's code sees the ranks of the data axis, and random numbers that it draws on the host don't
+        change the generators that the data loaders use."""
+        with self._collectives.inside_step(name), host_generators_kept():
             yield
 
     def _run_hook(self, name: str, hook: Callable[..., Any], *args: Any) -> None:
@@ -112,6 +124,8 @@ class LastStage:
         if name == "on_train_batch_end":
             outputs, *rest = args
             hook(outputs if self._layout.is_last_stage else _LossOnly(outputs or {}), *rest)
+            self._stop.agree()
+            self.outcomes.take(keep=self._ahead())
             return
         if self._layout.is_last_stage:
             with self.alone(name):
@@ -121,29 +135,39 @@ class LastStage:
 
     # -- metrics -------------------------------------------------------------------------------------------------
 
-    def publish_step(self, loss: Tensor | None) -> Tensor:
-        """After a synchronous step: its loss, and what callbacks read after it (:meth:`.MetricBoard.publish_step`)."""
-        return self._board.publish_step(loss)
+    def after_step(self, output: Any) -> Any:
+        """After each step on a batch: what Lightning gets of it. On all stages but the last that is the loss alone, a
+        :class:`.LateLoss`.
+
+        Args:
+            output: of the step, on the last stage; None elsewhere.
+        """
+        if not self._layout.is_last_stage:
+            return self.outcomes.coming()
+        self.outcomes.send(output["loss"] if isinstance(output, dict) else output)
+        return output
+
+    def settle(self) -> None:
+        """Where all stages meet in training: nothing is left unread of what they have told each other, and one that has
+        asked for the end of the training is heard."""
+        self.outcomes.take(keep=0)
+        self._stop.agree(meet=True)
 
     def _publish(self, hook: str) -> None:
         if hook == "on_train_batch_end" and not self._is_read_now():
             return
         self._before_meeting(hook)
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            self.settle()
         if hook in ("on_train_batch_end", "on_train_epoch_end"):
             self._board.publish()
         elif hook in ("on_validation_epoch_end", "on_test_epoch_end"):
             self._board.publish_evaluation()
 
     def _is_read_now(self) -> bool:
-        """Does a callback or a scheduler of Lightning's read a training metric after this batch, and act on it?"""
+        """Is a checkpoint going to be saved after this batch, by a metric that a hook may have logged?"""
         trainer = self._trainer
-        if any(reads_training_metric(callback, trainer.global_step) for callback in trainer.checkpoint_callbacks):
-            return True
-        batch_number = trainer.fit_loop.epoch_loop.batch_idx + 1
-        return any(
-            config.reduce_on_plateau and config.interval == "step" and batch_number % config.frequency == 0
-            for config in trainer.lr_scheduler_configs
-        )
+        return any(reads_training_metric(callback, trainer.global_step) for callback in trainer.checkpoint_callbacks)
 
 
 class _PublishMetrics(Callback):

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from torch import Tensor
 
-from lightning_parallel.batch import weighted_mean
 from lightning_parallel.lightning_private import set_step_value, step_value
-
-# What reduce_fx may be, as a name or as a function.
-_SUM = ("sum", sum, torch.sum)
-_MAX = ("max", max, torch.max)
-_MIN = ("min", min, torch.min)
+from lightning_parallel.parts.collectives import Collectives
+from lightning_parallel.parts.log_joins import LogJoins
+from lightning_parallel.pipeline.loss_graph import Number
+from lightning_parallel.pipeline.normaliser import BatchLoss, Rule, mean
 
 
 @dataclass(slots=True)
@@ -31,7 +28,6 @@ class _Entry:
         step_values: of metric objects, what their last forward returned.
         weights: the sizes of the microbatches.
         given: ``batch_size=`` as the user passed it.
-        by_samples: the mean is weighted by samples, whatever was given.
     """
 
     options: dict[str, Any]
@@ -39,7 +35,6 @@ class _Entry:
     step_values: list[Any] = field(default_factory=list)
     weights: list[int] = field(default_factory=list)
     given: list[int | None] = field(default_factory=list)
-    by_samples: bool = False
 
 
 class LogRecorder:
@@ -61,15 +56,24 @@ class LogRecorder:
 
     Attributes:
         weight: the size of the microbatch that runs.
-        loss_weights: of the losses of all microbatches, where they aren't weighted by samples.
-        counts_by_samples: does a value that is logged have the samples as its weight, whatever ``batch_size=`` says?
     """
 
-    def __init__(self) -> None:
+    def __init__(self, joins: LogJoins | None = None) -> None:
+        self._joins = LogJoins() if joins is None else joins
+        self._whole: Callable[[], Mapping[str, Any]] | None = None
+        self._known: Container[str] = ()
         self.weight = 1
-        self.loss_weights: list[float] = []
-        self.counts_by_samples: Callable[[Any], bool] = lambda value: False
         self._entries: dict[str, _Entry] = {}
+
+    def tell(self, joins: LogJoins, whole: Callable[[], Mapping[str, Any]], known: Container[str]) -> None:
+        """Tell what is known of the batch.
+
+        Args:
+            joins: of earlier batches.
+            whole: gives what the whole batch logs, by name.
+            known: the names of which that tells the value.
+        """
+        self._joins, self._whole, self._known = joins, whole, known
 
     def log(
         self,
@@ -107,7 +111,6 @@ class LogRecorder:
                 }
             )
         # A copy, as Lightning makes: the step may change the tensor afterwards. Detached, or graphs would pile up.
-        entry.by_samples |= self.counts_by_samples(value)
         entry.values.append(value.detach().clone() if isinstance(value, Tensor) else value)
         entry.step_values.append(step_value(value))
         entry.weights.append(self.weight)
@@ -121,70 +124,45 @@ class LogRecorder:
             own.step_values += entry.step_values
             own.weights += entry.weights
             own.given += entry.given
-            own.by_samples |= entry.by_samples
 
-    def replay(self, log: Callable[..., None], losses: Sequence[Tensor] = ()) -> None:
+    def replay(
+        self, log: Callable[..., None], loss: BatchLoss | None = None, rules: Mapping[str, Rule | None] | None = None
+    ) -> None:
         """Log each name once, in the order of the first calls, and forget everything.
 
         Args:
             log: the real ``LightningModule.log``.
-            losses: of the microbatches. What equals them is weighted as they are.
+            loss: of the batch. What equals the losses of microbatches is weighted as they are.
+            rules: by which values follow from those of microbatches, by name, as far as they are known.
         """
         entries, self._entries = self._entries, {}
         for name, entry in entries.items():
-            weights: Sequence[float] = entry.weights
+            weights: Sequence[Number] = entry.weights
             size = sum(entry.weights)
             if None not in entry.given:
                 given = [size for size in entry.given if size is not None]
                 # One number for microbatches of different sizes is a setting, not a count of what is in each.
                 if len(set(given)) > 1 or len(set(weights)) == 1:
-                    weights, size = weights if entry.by_samples else given, sum(given)
-            if self.loss_weights != entry.weights and _are(entry.values, losses):
-                weights = self.loss_weights
-            log(name, _reduced(entry, weights), batch_size=size, **entry.options)
+                    weights, size = given, sum(given)
+            known = rules or {}
+            rule = known.get(name)
+            if loss is not None and (rule is Rule.COUNTS or (name not in known and loss.are(entry.values))):
+                counts = loss.in_order()
+                weights = counts if len(counts) == len(entry.values) else weights
+                rule = Rule.SUM if loss.is_sum else Rule.COUNTS
+            log(name, self._joined(name, entry, weights, rule), batch_size=size, **entry.options)
 
-
-def _are(values: Sequence[Any], losses: Sequence[Tensor]) -> bool:
-    """Are the values that were logged the losses?"""
-    if len(values) != len(losses) or not all(isinstance(value, Tensor | float) for value in values):
-        return False
-    return all(
-        bool(torch.isclose(torch.as_tensor(value, device=loss.device, dtype=loss.dtype), loss, 1e-6, 0, True).all())
-        for value, loss in zip(values, losses, strict=True)
-    )
-
-
-def _reduced(entry: _Entry, weights: Sequence[float]) -> Any:
-    values, how = entry.values, entry.options["reduce_fx"]
-    how = how.lower() if isinstance(how, str) else how
-    if not any(isinstance(value, Tensor) for value in values) and not all(isinstance(value, Real) for value in values):
-        if all(isinstance(value, Tensor) and value.numel() == 1 for value in entry.step_values):
-            # The metric's forward kept the value of the last microbatch.
-            set_step_value(values[-1], weighted_mean(entry.step_values, weights))
-        return values[-1]
-    if not all(value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real) for value in values):
-        return values[-1]  # which Lightning refuses, in its own words
-    device = next((value.device for value in values if isinstance(value, Tensor)), None)
-    if device is None:
-        return _reduced_numbers(values, weights, how)
-    scalars = [torch.as_tensor(value, device=device).reshape(()) for value in values]
-    if how in _SUM:
-        return torch.stack(scalars).sum()
-    if how in _MAX:
-        return torch.stack(scalars).max()
-    if how in _MIN:
-        return torch.stack(scalars).min()
-    return weighted_mean(scalars, weights)
-
-
-def _reduced_numbers(values: list[Any], weights: Sequence[float], how: Any) -> Any:
-    if how in _SUM:
-        return sum(values)
-    if how in _MAX:
-        return max(values)
-    if how in _MIN:
-        return min(values)
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+    def _joined(self, name: str, entry: _Entry, weights: Sequence[Number], rule: Rule | None) -> Any:
+        values = entry.values
+        if not all(isinstance(value, Tensor | Real) for value in values):
+            if all(isinstance(value, Tensor) and value.numel() == 1 for value in entry.step_values):
+                # The metric's forward kept the value of the last microbatch.
+                set_step_value(values[-1], mean(entry.step_values, weights))
+            return values[-1]
+        if not all(isinstance(value, Real) or value.numel() == 1 for value in values):
+            return values[-1]  # which Lightning refuses, in its own words
+        whole = self._whole if name in self._known else None
+        return self._joins.join(name, values, weights, entry.options["reduce_fx"], rule, whole)
 
 
 @contextmanager
@@ -205,11 +183,12 @@ def logging_through(module: pl.LightningModule, log: Callable[..., None]) -> Ite
 def trial(
     trainer: pl.Trainer, module: pl.LightningModule, log: Callable[..., None] = lambda *args, **kwargs: None
 ) -> Iterator[None]:
-    """Inside, a step doesn't count: what it logs goes to ``log``, and it doesn't end the training. The step itself will
-    do both again."""
+    """Inside, a step doesn't count: what it logs goes to ``log``, it meets no other rank, and it doesn't end the
+    training. The step itself will do all this again."""
     stop = trainer.should_stop
+    collectives: Collectives = trainer.strategy.collectives  # type: ignore[attr-defined]  # of all that take looks
     try:
-        with logging_through(module, log):
+        with collectives.inside_look(), logging_through(module, log):
             yield
     finally:
         trainer.should_stop = stop
@@ -225,3 +204,12 @@ def logging_trial(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[l
 
     with trial(trainer, module, keep):
         yield logged
+
+
+def logged_values(logged: Iterable[tuple[Any, ...]]) -> dict[str, Any]:
+    """By name, the values in what :func:`logging_trial` has kept."""
+    return dict(_name_and_value(*args, **kwargs) for args, kwargs in logged)
+
+
+def _name_and_value(name: str, value: Any, *args: Any, **kwargs: Any) -> tuple[str, Any]:
+    return name, value

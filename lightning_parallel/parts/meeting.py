@@ -34,7 +34,6 @@ class Meeting:
     """
 
     def __init__(self, ranks: int, timeout: timedelta | None) -> None:
-        self._made: list[dist.ProcessGroup] = []
         self._groups: Sequence[dist.ProcessGroup | None] = []
         if ranks == 1:
             return
@@ -43,7 +42,7 @@ class Meeting:
         else:
             longest_row = math.isqrt(ranks) if ranks > _IN_ONE_RING else 1  # 1: a single column, so one ring
             lines = row_and_column(dist.get_rank(), ranks, longest_row)
-            self._groups = self._made = [group_of_members(line, timeout, "gloo") for line in lines]
+            self._groups = [group_of_members(line, timeout, "gloo", "meeting") for line in lines]
 
     def highest(self, mine: int) -> int:
         """The highest number that a rank has. All ranks call it.
@@ -55,12 +54,6 @@ class Meeting:
         for group in self._groups:
             guarded(dist.all_reduce, number, dist.ReduceOp.MAX, group)
         return int(number)
-
-    def end(self) -> None:
-        """Give up the groups."""
-        if dist.is_initialized():
-            for group in self._made:
-                dist.destroy_process_group(group)
 
 
 def row_and_column(rank: int, ranks: int, longest_row: int) -> list[list[int]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,20 +21,20 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 
-from lightning_parallel.batch import batch_size, join_outputs, sizes, split, weighted_mean
+from lightning_parallel.batch import batch_size, join_outputs, sizes, split
 from lightning_parallel.layout import Layout
 from lightning_parallel.parts.batch_watch import BatchWatch
 from lightning_parallel.parts.earlier_chunks import EarlierChunks
 from lightning_parallel.parts.first_look import FirstLook
 from lightning_parallel.parts.last_stage import LastStage
 from lightning_parallel.parts.loaders import check_same_batch
+from lightning_parallel.parts.log_joins import LogJoins
 from lightning_parallel.parts.logs import LogRecorder, logging_through
 from lightning_parallel.parts.loss_means import LossMeans
 from lightning_parallel.parts.once_a_batch import OnceABatch
 from lightning_parallel.parts.tensor_shards import TensorShards
 from lightning_parallel.pipeline.chunk import Microbatch
-from lightning_parallel.pipeline.loss_terms import LossTerms
-from lightning_parallel.pipeline.recording import Recording
+from lightning_parallel.pipeline.normaliser import BatchLoss
 from lightning_parallel.pipeline.seeding import mix, seed_host_generators
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.settings import Auto, Count
@@ -91,24 +92,24 @@ class Microbatches:
         self._earlier, self._stage = earlier, stage
         self._watch = BatchWatch()
         self._model_group, self._device = model_group, device
+        self._joins = LogJoins()
         self.once = OnceABatch(module)
         self.count = 0
         self._is_first_batch = True
 
     def of(
-        self, arguments: tuple[Any, ...], recorder: LogRecorder, *, scale: float, begins_update: bool, first: int = 0
-    ) -> tuple[dict[int, Microbatch], list[int]]:
+        self, arguments: tuple[Any, ...], recorder: LogRecorder, *, scale: float = 1.0, first: int = 0
+    ) -> tuple[dict[int, Microbatch], BatchLoss]:
         """The work of a batch.
 
         Args:
             arguments: of ``training_step``, the batch first.
             recorder: of what the microbatches log.
-            scale: a factor of the loss, besides the microbatch's share of the batch.
-            begins_update: no batch has been accumulated before.
+            scale: a factor of the gradients, besides those of the loss.
             first: the number of the first microbatch.
 
         Returns:
-            The work by microbatch number, and the microbatches' sizes.
+            The work by microbatch number, and the batch's loss.
 
         Raises:
             ValueError: the first batch can't be split like this.
@@ -130,24 +131,32 @@ class Microbatches:
         number = self._trainer.fit_loop.total_batch_idx
         work: dict[int, Microbatch] = {}
         parts = split(batch, len(counts))
-        recorder.loss_weights, terms = self._means.of(batch, parts, counts)
-        steps: list[Callable[..., Any]] = []
+        loss = self._means.of(parts, counts)
+
+        def step(part: Any, seed: int, size: int, kind: str | None) -> Callable[[], Any]:
+            return partial(self._run, (part, *rest), recorder, size, seed, kind)
+
         for k, part in enumerate(parts):
             seed = mix(self._seed, self._layout.index("data"), number, k)
-            step = partial(self._run, (part, *rest), recorder, counts[k], seed)
-            steps.append(step)
             work[first + k] = Microbatch(
-                step=step if terms is None else partial(self._run_watched, step, terms, k, recorder),
-                weight=recorder.loss_weights[k] / sum(recorder.loss_weights) * scale,
+                step=step(part, seed, counts[k], "training_step"),
+                scale=scale,
+                loss=loss,
                 place=k,
                 seed=seed,
-                begins_update=begins_update and k == 0,
+                ends_batch=k == len(parts) - 1,
+                trial=self._means.trial(partial(step, seed=seed, size=counts[k], kind=None), batch, counts, k, loss),
             )
-        flow = self._look.follow("training_step", partial(steps[0], kind=None), len(counts))
+        trace = step(parts[0], work[first].seed, counts[0], None)
+        flow = self._look.follow("training_step", trace, len(counts))
         self._watch.check("training_step", self._stage.partition)
         self.once.follow(() if flow is None else flow.updated, len(counts) * len(self._stage.chunks))
         self._is_first_batch = False
-        return work, counts
+        if self.once.names:  # a trial would change them once more, before the backward
+            work = {k: replace(each, trial=None) for k, each in work.items()}
+        whole = partial(self._look.logged, "training_step", step(batch, mix(self._seed, number), size, None))
+        recorder.tell(self._joins, whole, self._look.known("training_step"))
+        return work, loss
 
     def _run(
         self,
@@ -155,7 +164,7 @@ class Microbatches:
         recorder: LogRecorder,
         size: int,
         seed: int,
-        kind: str | None = "training_step",
+        kind: str | None,
     ) -> Any:
         """The user's step on one microbatch; ``kind=None`` for a look at it."""
         recorder.weight = size
@@ -167,36 +176,20 @@ class Microbatches:
         with self._precision.train_step_context(), self.once.run():
             return self._shards.run(partial(self._earlier.run, step, *arguments), kind)
 
-    def _run_watched(self, step: Callable[[], Any], terms: LossTerms, number: int, recorder: LogRecorder) -> Any:
-        """A step on the last stage, whose loss may average over something else than samples."""
-        if not self._stage.runs_last_chunk:
-            return step()
-        with self._means.watched(terms, number) as watching:
-            recorder.counts_by_samples = _never if watching is None else watching.is_divided
-            output = step()
-            if isinstance(watching, Recording):
-                watching.check_loss(loss_of(output))
-        return output
-
     @contextmanager
     def recorded(self, recorder: LogRecorder) -> Iterator[None]:
         """Around the engine's run: the recorder keeps what steps log on the last stage. It is dropped on the others."""
         log = logging_through(self._module, recorder.log) if self._layout.is_last_stage else nullcontext()
-        with log, self._last_stage.apart("training_step"), self._means.around_batch():
+        with log, self._last_stage.apart("training_step"):
             yield
 
-    def joined(self, outputs: list[Any], counts: list[int], recorder: LogRecorder) -> Any:
+    def joined(self, outputs: list[Any], loss: BatchLoss, recorder: LogRecorder) -> Any:
         """On the last stage: log what the batch would have logged, and return what its step would have returned,
         detached."""
-        losses = [loss_of(output).detach().reshape(()) for output in outputs]
-        recorder.replay(self._module.log, losses)
-        loss = weighted_mean(losses, recorder.loss_weights)
-        output = join_outputs(outputs, counts)
-        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
-
-
-def _never(value: Any) -> bool:
-    return False
+        self._means.check(loss)
+        recorder.replay(self._module.log, loss, self._means.logs)
+        output = join_outputs(outputs, loss.sizes)
+        return {**output, "loss": loss.loss()} if isinstance(output, Mapping) else loss.loss()
 
 
 def loss_of(output: Any) -> Tensor:

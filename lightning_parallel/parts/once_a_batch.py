@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.pipeline.absent import AbsentTensor
+from lightning_parallel.pipeline.interception import LeaveStep
 from lightning_parallel.torch_private import version_of
 
 
@@ -37,8 +38,9 @@ class OnceABatch:
         self._changing: list[Tensor] = []
         self._before: list[Tensor] = []
         self._after: dict[int, Tensor] = {}  # by index, as a run has left it
-        # Those that are not to change, and as they were.
-        self._frozen: list[tuple[Tensor, tuple[int, int], Tensor]] = []
+        self._frozen: list[tuple[Tensor, tuple[int, int]]] = []  # those that are not to change, as they were
+        self._written: dict[int, Tensor] = {}  # digests of those of them that have been written to, by id
+        self._put_back: set[int] = set()  # ids of those that a run writes to, and leaves as it found them
 
     def follow(self, names: Collection[str], runs: int) -> None:
         """A batch is about to take so many runs of the step, in which these parameters and buffers change. Those of
@@ -51,10 +53,19 @@ class OnceABatch:
     @contextmanager
     def run(self) -> Iterator[None]:
         """Around a run of the step. One that is left before it changes a tensor (that of an earlier chunk) leaves it as
-        the others do: their backwards may read it."""
-        self.before()
+        the others do: their backwards may read it.
+
+        Raises:
+            RuntimeError: the second run has changed a frozen parameter again, which the look at the step hasn't seen.
+        """
+        self._before_run()
         try:
             yield
+        except LeaveStep:
+            self._check_frozen()
+            raise
+        else:
+            self._check_frozen()
         finally:
             self._leave()
 
@@ -67,33 +78,40 @@ class OnceABatch:
                 tensor.data.copy_(self._after[i])
 
     @torch.no_grad()
-    def before(self) -> None:
-        """A run of the step is about to begin.
-
-        Raises:
-            RuntimeError: the first one has changed a frozen parameter, which the look at the step hasn't seen.
-        """
+    def _before_run(self) -> None:
         self._begun += 1
         if self._runs == 1:
             return
         if self._begun == 1:
             self._before = [tensor.clone() for tensor in self._changing]
+            others = self._put_back | set(map(id, self._changing))
             frozen = [p for p in self._module.parameters() if _is_here(p) and not p.requires_grad]
-            frozen = [p for p in frozen if not any(p is changing for changing in self._changing)]
-            self._frozen = [(p, _state_of(p), _digest(p)) for p in frozen]
-        elif self._begun == 2:
-            for parameter, state, digest in self._frozen:
-                # What PEFT puts in a parameter's place for a call, it takes away after it.
-                if _state_of(parameter) != state and not torch.equal(_digest(parameter), digest):
-                    name = next(name for name, p in self._module.named_parameters() if p is parameter)
-                    raise RuntimeError(
-                        f"training_step has changed '{name}' inside a layer, or not in the first step. It is called "
-                        f"for each microbatch, and would change it each time: change it in on_train_batch_end, or use "
-                        f"microbatches=1."
-                    )
+            self._frozen = [(p, _state_of(p)) for p in frozen if id(p) not in others]
+            self._written = {}
         # .data counts no version up, so a backward that saved the tensor accepts it: its value will be the same again.
         for tensor, before in zip(self._changing, self._before, strict=True):
             tensor.data.copy_(before)
+
+    def _check_frozen(self) -> None:
+        """In the first two runs of a batch. Versions cost nothing; what was written to is read, once in each run. PEFT
+        writes to a parameter for a call, and puts it back."""
+        if self._runs == 1 or self._begun > 2:
+            return
+        for parameter, state in self._frozen:
+            if _state_of(parameter) == state:
+                continue
+            before, now = self._written.get(id(parameter)), _digest(parameter)
+            self._written[id(parameter)] = now
+            if before is None:
+                continue
+            if not torch.equal(now, before):
+                name = next(name for name, p in self._module.named_parameters() if p is parameter)
+                raise RuntimeError(
+                    f"training_step has changed '{name}' inside a layer, or not in the first step. It is called "
+                    f"for each microbatch, and would change it each time: change it in on_train_batch_end, or use "
+                    f"microbatches=1."
+                )
+            self._put_back.add(id(parameter))
 
 
 def _is_here(tensor: Tensor) -> bool:

@@ -6,8 +6,8 @@ An asynchronous stage makes update u when schedulers have already gone on, by as
     scheduler sets    lr0   lr1   lr2   lr3
     first stage's                 update 0, with lr0
 
-Some optimizers write to their parameter groups themselves: schedule-free ones count their steps there, Prodigy
-estimates its step size. What an optimizer writes is its state, not an option, and stays.
+Some optimizers write to their parameter groups themselves: schedule-free ones count their steps there. What an
+optimizer writes is its state, not an option, and stays.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class StagedOptions(ProcessOptions):
             microbatch. ``"auto"``: chosen by the schedule.
         microbatch_weight: a function of a microbatch that returns what its loss averages over, such as
             ``lambda batch: (batch["labels"] != -100).sum()``. Losses, and logged values equal to them, are then
-            weighted by it. By default this is found out where it can be; a warning says where it can't.
+            weighted by it. By default it is read off the loss; a warning says where that is not possible.
         layers: names or patterns of the layers between which the model may be cut, such as ``["net.blocks.*"]``. By
             default what hangs in lists, in the order in which the first step calls it; where that is less than there
             are stages, all modules.

@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from lightning_parallel.batch import batch_size
 from lightning_parallel.collectives import guarded
-from lightning_parallel.parts.schedule_choice import flops_per_second
+from lightning_parallel.parts.schedule_choice import flops_per_second, share_of
 from lightning_parallel.pipeline.timeline import Timeline
 from lightning_parallel.torch_private import default_store, tree_leaves
 
@@ -67,9 +67,8 @@ def memory_in_use(device: torch.device) -> int:
 
 
 def peak_of(trainer: pl.Trainer) -> float:
-    """The FLOP/s that this rank's device has for it at most: of GPUs that Lightning knows by their data sheets, of
-    others as measured with products of matrices. Ranks that share a GPU share its peak; on a CPU all measure at the
-    same time."""
+    """The FLOP/s that this rank has at most: of GPUs that Lightning knows by their data sheets, of others as measured
+    with products of matrices. Ranks that share a GPU, or the cores of a CPU, share its peak."""
     device = trainer.strategy.root_device
     with trainer.precision_plugin.forward_context():
         autocast = torch.is_autocast_enabled(device.type)
@@ -77,7 +76,7 @@ def peak_of(trainer: pl.Trainer) -> float:
         known = get_available_flops(device, dtype) if device.type == "cuda" else None
         peak = float(known or flops_per_second(device))
     devices = getattr(trainer.strategy, "parallel_devices", None) or [device]
-    return peak / (devices.count(device) if device.type == "cuda" else 1)
+    return peak * share_of(device, devices.count(device))
 
 
 class Noticeboard:

@@ -35,6 +35,7 @@ class PerformanceMonitor(Callback):
     ``mfu``                 model FLOPs utilisation, between 0 and 1: the operations of forwards, and twice as many for
                             backwards, by torch's formulas, over the peak of all devices. What is computed again for
                             ``activation_checkpointing`` doesn't count. Batches of other sizes count by their tokens.
+                            Left out where it would be above 1: the peak is then higher than what is known of it.
     ``memory_gib/rank3``    of each rank: resident in host memory; on a GPU the most that was allocated so far. Of more
                             than 64 ranks, ``memory_gib/highest`` alone.
     ``bubble_theory``       of a pipeline: the fraction of time that its schedule leaves stages idle.
@@ -150,8 +151,9 @@ class PerformanceMonitor(Callback):
     ) -> dict[str, float]:
         rate = _replicas(trainer) * self._count / seconds
         figures = {f"{self._unit}_per_second": rate}
-        if self._flops:
-            figures["mfu"] = rate * self._flops / (self._peak * trainer.world_size)
+        mfu = rate * (self._flops or 0) / (self._peak * trainer.world_size)
+        if 0 < mfu <= 1:  # more would only tell that the peak isn't one
+            figures["mfu"] = mfu
         memory = [each["memory"] / 2**30 for each in everyone]
         if len(memory) <= _EACH:
             figures |= {f"memory_gib/rank{rank}": value for rank, value in enumerate(memory)}
@@ -202,6 +204,6 @@ def _texts(figures: dict[str, float], unit: str) -> dict[str, str]:
     texts |= {"mfu": f"{figures['mfu']:.1%}"} if "mfu" in figures else {}
     highest = max(value for name, value in figures.items() if name.startswith("memory_gib/"))
     texts["memory"] = f"{highest:.2f} GiB"
-    bubble = figures.get("bubble_measured", figures.get("bubble_theory"))
-    texts |= {"bubble": f"{bubble:.1%}"} if bubble is not None else {}
+    bubble = next((name for name in ("bubble_measured", "bubble_theory") if name in figures), None)
+    texts |= {bubble: f"{figures[bubble]:.1%}"} if bubble is not None else {}
     return texts | ({"late": f"{figures['staleness']:.2f}"} if "staleness" in figures else {})

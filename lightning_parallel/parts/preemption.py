@@ -121,14 +121,12 @@ class Preemption(Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self._meeting is not None:
-            self._meeting.end()
         self._end()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._has_failed = True
-        self._end()  # the groups are the strategy's to close
+        self._end()
 
     def _end(self) -> None:
         if self._put_back is not None:

@@ -1,16 +1,18 @@
-"""Replicas of the model along the data axis: equal at the start, with gradients averaged once an update.
+"""Replicas of the model along the data axis: equal at the start, with gradients averaged in each batch.
 
-Each replica gets its share of every batch (samplers see to that), and its gradients are those of its own share until
-the backward that completes an update. Then they are averaged, bucket by bucket, while that backward goes on
-(:mod:`lightning_parallel.gradients.averaging`). Batches that only accumulate gradients send nothing::
+Each replica gets its share of every batch (samplers see to that). The gradients of a batch are averaged bucket by
+bucket, during the last backward of the batch (:mod:`lightning_parallel.gradients.averaging`). With accumulation, the
+averages of the batches are added up::
 
-    batch 0 (accumulates)    forward  backward
+    batch 0 (accumulates)    forward  backward + average
     batch 1 (ends update)    forward  backward + average   step
+
+The asynchronous pipeline averages once an update, within the update's last backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -20,8 +22,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.collectives import broadcast_tensors
 from lightning_parallel.gradients.averaging import GradientAverager
-from lightning_parallel.gradients.swapping import Gradients
+from lightning_parallel.gradients.swapping import Gradients, multiplied
 from lightning_parallel.local_model import LocalModel
+from lightning_parallel.pipeline.loss_graph import Number
 
 
 class Replicas:
@@ -37,6 +40,7 @@ class Replicas:
         self._group = group
         self._first = dist.get_global_rank(group, 0)
         self._averager: GradientAverager | None = None
+        self._factor: Callable[[], Number] = lambda: 1.0
         self._hooks: list[RemovableHandle] = []
 
     @property
@@ -56,15 +60,17 @@ class Replicas:
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
-    def begin(self, *, watch: bool) -> None:
+    def begin(self, *, watch: bool, factor: Callable[[], Number] = lambda: 1.0) -> None:
         """Training begins.
 
         Args:
             watch: gradients grow on the parameters, and hooks tell of it. Otherwise :meth:`ready` is called.
+            factor: by what this replica's gradients are multiplied, once they are complete.
         """
+        self._factor = factor
         if self._group.size() == 1:
             return
-        self._averager = GradientAverager(self._local.replicated, self._group)
+        self._averager = GradientAverager(self._local.replicated, self._group, factor=factor)
         if watch:
             self._hooks = [
                 parameter.register_post_accumulate_grad_hook(partial(self._grown, name))
@@ -77,13 +83,13 @@ class Replicas:
         self.ready(name, parameter.grad)
 
     def begin_last_backward(self) -> None:
-        """The next backward completes an update's gradients: from here on they are averaged while it runs."""
+        """The next backward completes a batch's gradients: they are averaged while it runs."""
         if self._averager is not None:
             self._averager.begin()
 
     @contextmanager
     def completing(self, names: Collection[str] | None = None) -> Iterator[None]:
-        """Inside, a backward completes an update's gradients of these parameters, by default of all."""
+        """Inside, a backward completes a batch's gradients of these parameters, by default of all."""
         if self._averager is None:
             yield
             return
@@ -96,15 +102,19 @@ class Replicas:
         return self._averager is not None and self._averager.begun
 
     def ready(self, name: str, gradient: Tensor) -> None:
-        """A parameter's gradient has grown. In an update's last backward it is complete then."""
+        """A parameter's gradient has grown. In a batch's last backward it is complete then."""
         if self._averager is not None:
             self._averager.ready(name, gradient)
 
     def averaged(self, gradients: Mapping[str, Tensor | None]) -> Gradients:
-        """The mean of an update's gradients over the replicas, all of which call it. Those of fully sharded parameters
-        come as means already."""
-        averages = {} if self._averager is None else self._averager.finish(gradients)
-        return {**gradients, **averages}
+        """The mean of complete gradients, with the replicas' factors, over the replicas, all of which call it. Those of
+        fully sharded parameters come as means already."""
+        if self._averager is not None:
+            return {**gradients, **self._averager.finish(gradients)}
+        for name in self._local.replicated:
+            if (gradient := gradients.get(name)) is not None:
+                multiplied(gradient, self._factor())
+        return {**gradients}
 
     def end(self) -> None:
         """Take the hooks off."""

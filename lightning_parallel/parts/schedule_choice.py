@@ -18,7 +18,7 @@ from lightning_parallel.pipeline.choosing import choose, estimate, reason
 from lightning_parallel.pipeline.partition import Partition
 
 _OVERHEAD = 1e-3  # seconds that an action takes besides its layers: docs/figures.md; a message is taken to cost as much
-_TIMED = 0.01  # seconds, in which a device's speed is measured
+_TIMED = 0.1  # seconds, in which a device's speed is measured
 _COPIES = 4  # a parameter, its gradient, and an optimizer's two moments
 _USABLE = 0.8  # of what they leave: the rest is for what an estimate leaves out
 
@@ -63,19 +63,34 @@ def suitable_placement(
 
 
 def flops_per_second(device: torch.device) -> float:
-    """The speed of a device in matrix products, in FLOP/s (an addition and a multiplication are two), in the dtype that
-    autocast or the default says. A model's own layers are slower."""
-    size, products, seconds = 4096 if device.type == "cuda" else 512, 1, 0.0
-    a, b = torch.ones(2, size, size, device=device)
-    float((a @ b)[0, 0])  # to warm up
-    while seconds < _TIMED:
-        products *= 2
-        begin = time.perf_counter()
-        for _ in range(products):
-            c = a @ b
-        float(c[0, 0])  # waits for it
-        seconds = time.perf_counter() - begin
-    return products * 2 * size**3 / seconds
+    """The most that a device reaches in matrix products, in FLOP/s (an addition and a multiplication are two), in the
+    dtype that autocast or the default says. A model's own layers are slower.
+
+    Other processes take a core away for milliseconds, so it is the best of many products, each timed by itself.
+    """
+    sizes, repeated = ((4096,), 4) if device.type == "cuda" else ((256, 512), 1)  # of one core, of many
+    matrices = [torch.ones(size, size, device=device) for size in sizes]
+    best, end = 0.0, time.perf_counter() + _TIMED
+    while True:
+        for a in matrices:
+            float((a @ a)[0, 0])  # warms up, and leaves a GPU nothing to do
+            begin = time.perf_counter()
+            for _ in range(repeated):
+                c = a @ a
+            float(c[0, 0])  # waits for it
+            now = time.perf_counter()
+            best = max(best, repeated * 2 * len(a) ** 3 / (now - begin))
+        if now > end:
+            return best
+
+
+def share_of(device: torch.device, ranks: int) -> float:
+    """Which part of the speed that one rank measures each has, if so many compute on the device at once: of a CPU all
+    of it, as long as there are cores for the threads of all."""
+    if device.type != "cpu":
+        return 1 / ranks
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(1.0, cores / (ranks * torch.get_num_threads()))
 
 
 def _seconds(value: float) -> str:

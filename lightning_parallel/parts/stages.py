@@ -6,7 +6,7 @@ stages hold, tied and loose ones, are made equal on them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import lightning.pytorch as pl
 import torch
@@ -146,6 +146,33 @@ class Stages:
             trained = [name for name in names if parameters[name].requires_grad]
             gradients = {**gradients, **summed_over(group, trained, parameters, gradients, host_group)}
         return gradients
+
+    def refuse_own_updates(self, names: Collection[str], count: int, *, late: bool) -> None:
+        """Refuse layers that change their parameters in place, where that isn't what it is in one process.
+
+        Args:
+            names: of the parameters.
+            count: of the forwards of a batch.
+            late: backwards read weights of their own.
+
+        Raises:
+            ValueError: it names a parameter.
+        """
+        if self.fully_sharded is not None:
+            why = "it would change a copy that is gathered for the step, and then freed"
+        elif late:
+            why = "in the asynchronous pipeline several batches are under way at once"
+        elif count > 1:
+            why = f"it would do so once for each of {count} microbatches"
+        elif self._options.activation_checkpointing:
+            why = "with activation_checkpointing=True it would do so twice"
+        else:
+            return
+        for name in sorted(names):
+            raise ValueError(
+                f"A layer changes its parameter '{name}' in place in its forward: {why}. Compute with another tensor, "
+                f"as in F.linear(x, self.weight * self.mask), or change it in on_train_batch_start."
+            )
 
     def counts(self, name: str) -> bool:
         """Is this the stage whose copy of a parameter enters a norm over all stages? It is the first one that has

@@ -27,6 +27,7 @@ from lightning_parallel.tensor.plan import MakeRun, find_plan
 from lightning_parallel.tensor.region import ShardedRegion
 from lightning_parallel.tensor.sharding import Sharding, shard_module
 from lightning_parallel.tensor.style import Plan
+from lightning_parallel.writes import Writes
 
 T = TypeVar("T")
 
@@ -53,10 +54,9 @@ class TensorShards:
         self._local: LocalModel | None = None
         self._group: dist.ProcessGroup | None = None
         self._losses: FirstLosses | None = None
+        self._writes: Writes | None = None
 
-    def divide(
-        self, module: nn.Module, group: dist.ProcessGroup, device: torch.device, make_run: MakeRun
-    ) -> None:
+    def divide(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device, make_run: MakeRun) -> None:
         """Replace the layers that the plan names by this rank's shards, once for a module. All ranks of the world call
         it.
 
@@ -97,16 +97,18 @@ class TensorShards:
         """How the divided parameters were cut, by name."""
         return self._sharding.shards
 
-    def begin(self, local: LocalModel, group: dist.ProcessGroup) -> None:
+    def begin(self, local: LocalModel, group: dist.ProcessGroup, *, automatic: bool = True) -> None:
         """A run begins: parameters and buffers that are whole on every tensor rank are made equal.
 
         Args:
             local: what this rank holds of the model.
             group: the tensor group.
+            automatic: steps don't run the optimizer themselves.
         """
         self._local, self._group = local, group
         self._unchecked = group.size() > 1
         self._losses = FirstLosses(self._divided, list(self.shards), group) if self._divided is not None else None
+        self._writes = Writes(_of_parts, group) if group.size() > 1 and automatic else None
         whole = [local_part(parameter) for name, parameter in local.parameters.items() if name not in self.shards]
         broadcast_tensors((*whole, *local.buffers().values()), dist.get_global_rank(group, 0), group)
 
@@ -120,11 +122,21 @@ class TensorShards:
         Raises:
             RuntimeError: on all ranks of the group, if they come to different losses in the first step of this kind.
         """
+        trained = self._trained() if kind == "training_step" else {}
+        if self._writes is not None:
+            self._writes.begin(trained)
         try:
             return step() if self._losses is None or kind is None else self._losses.run(kind, step)
         finally:
+            if self._writes is not None:
+                self._writes.end(trained.items())
             if self._region is not None:
                 self._region.leave()
+
+    def _trained(self) -> dict[str, Tensor]:
+        """This rank's parts of parameters, without a mean teacher's, which follow the student's entry by entry."""
+        parameters = {} if self._local is None else self._local.parameters
+        return {name: local_part(p) for name, p in parameters.items() if name in self.shards and p.requires_grad}
 
     def counts(self, name: str) -> bool:
         """Does this rank's copy of a parameter enter a norm over the tensor group?"""
@@ -153,8 +165,11 @@ class TensorShards:
 
         Raises:
             RuntimeError: in the first update, if ranks have different gradients of what they hold whole.
+            ValueError: in the first updates, if the step has changed divided parameters itself.
         """
         assert self._local is not None and self._group is not None
+        if self._writes is not None:
+            self._writes.check()
         if self._region is not None and not more_follow:
             self._region.close()
         partial = [name for name in self._sharding.partial if name in gradients]
@@ -184,6 +199,14 @@ class TensorShards:
                 + ". If it works on shards, give its module the style 'sum_gradient' in the plan. Otherwise the ranks "
                 "come to different losses: by random numbers of their own, or by gathered outputs that differ."
             )
+
+
+def _of_parts(name: str) -> str:
+    return (
+        f"training_step changes '{name}' in place, which is divided over tensor ranks: each would do so by its own "
+        f"part alone, as in a norm of that part. Compute with another tensor inside the layer, or leave the layer out "
+        f"of the plan, so that it is whole."
+    )
 
 
 def _fingerprint(gradient: Tensor | None) -> Tensor:

@@ -16,5 +16,5 @@ In the order in which a batch meets them::
     stage.py          runs the user's step, cut to a chunk other_units.py, forward_pass.py, interception.py, arrival.py
     channel.py        sends and receives                    message.py, posting.py, streams.py
                       between GPUs, announced by hosts      announced.py
-    watching.py       divides the terms of a loss           loss_terms.py, recording.py, replay.py, averaging.py
+    normaliser.py     a batch's loss from microbatches'     loss_graph.py, loss_trial.py
 """

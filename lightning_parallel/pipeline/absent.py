@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import CodeType
@@ -186,7 +186,12 @@ class AbsentTensor(Tensor):
         flat, spec = tree_flatten((args, kwargs))
         absent = [x for x in flat if isinstance(x, AbsentTensor)]
         origins = absent[0].origins.union(*(x.origins for x in absent[1:]))
-        _refuse_writes_into_present_tensors(func, args, kwargs, absent[0].origin, origins)
+        written: Iterable[Any] = written_arguments(func, args, kwargs)
+        if func.namespace == "c10d":  # a collective, whose schema doesn't say what it writes to; nobody is met in it
+            written = flat
+            for tensor in absent:
+                tensor.memory.write(origins)
+        _refuse_writes_into_present_tensors(func, written, absent[0].origin, origins)
         if kind.reshapes_in_place:  # x.unsqueeze_(0) changes only what a tensor says of its shape
             with dispatch_disabled():
                 return func(*args, **kwargs)
@@ -356,11 +361,11 @@ def _stand_in_for(value: Any) -> Any:
 
 
 def _refuse_writes_into_present_tensors(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], origin: str, origins: frozenset[str]
+    func: Any, written: Iterable[Any], origin: str, origins: frozenset[str]
 ) -> None:
     """After ``present[mask] = absent``, the tensor would look like a value that it isn't."""
-    for written in written_arguments(func, args, kwargs):
-        if any(isinstance(x, Tensor) and not isinstance(x, AbsentTensor) for x in tree_leaves(written)):
+    for each in written:
+        if any(isinstance(x, Tensor) and not isinstance(x, AbsentTensor) for x in tree_leaves(each)):
             raise AbsentValueError(
                 f"{func} writes {origin}, which lives on another pipeline stage, into a tensor of this one.", origins
             )

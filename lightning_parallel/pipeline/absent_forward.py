@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +41,30 @@ from lightning_parallel.torch_private import (
 
 ANSWERS_KEPT = 32  # of one module, for the inputs that came last
 
+_PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device, Enum)
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """In an answer, in the place of an object that the module was given: the index among the inputs' leaves."""
+
+    index: int
+
+
+class _Answer(NamedTuple):
+    """Leaves, tensors as meta tensors; their device; the structure."""
+
+    leaves: list[Any]
+    device: torch.device
+    structure: Any
+
 
 class AbsentForward:
     """The ``forward`` of a module that another chunk runs.
 
-    The module is asked once for each signature of its inputs. After that, a call costs a look-up. Nothing is drawn from
-    the generators that the stage's own layers use.
+    The module is asked once for each signature of its inputs. After that, a call costs a look-up. One that makes an
+    object (a cache, an output of a class that torch doesn't know) is asked each time: the caller may write to the
+    object. Nothing is drawn from the generators that the stage's own layers use.
 
     Args:
         module: whose forward it is.
@@ -57,26 +77,33 @@ class AbsentForward:
         self._forward = module.forward
         self._name = name
         self._has_values = has_values
-        # By signature: the answer's leaves, tensors as meta tensors; their device; the structure.
-        self._answers: OrderedDict[Any, tuple[list[Any], torch.device, Any]] = OrderedDict()
+        self._answers: OrderedDict[Any, _Answer] = OrderedDict()  # by signature
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: int = 0) -> Any:
         """What the module's call number ``call`` in a step, from 0, returns. Not to be compiled."""
         # Autocast decides about the dtypes of operations, on any device.
         autocast = [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda")]
         key = (_signature(args), _signature(kwargs), self._module.training, *autocast)
-        if key not in self._answers:
-            self._answers[key] = self._ask(args, kwargs)
+        if key in self._answers:
+            answer = self._answers[key]
+            self._answers.move_to_end(key)
+        else:
+            answer = self._ask(args, kwargs)
+            if all(isinstance(x, (Tensor, _Given, *_PLAIN)) for x in answer.leaves):
+                self._answers[key] = answer
             if len(self._answers) > ANSWERS_KEPT:  # a counter among the inputs makes a new signature in each call
                 self._answers.popitem(last=False)
-        self._answers.move_to_end(key)
-        kept, device, structure = self._answers[key]
         origins = frozenset([origin_of(self._name, call)])
-        # A new tensor each time: an in-place operation of the caller must not reach the next answer.
-        fresh = [AbsentTensor(x, device, AbsentMemory(origins)) if isinstance(x, Tensor) else x for x in kept]
-        return tree_unflatten(fresh, structure)
 
-    def _ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], torch.device, Any]:
+        def fresh(x: Any) -> Any:
+            # A new tensor each time: an in-place operation of the caller must not reach the next answer.
+            if isinstance(x, Tensor):
+                return AbsentTensor(x, answer.device, AbsentMemory(origins))
+            return tree_leaves((args, kwargs))[x.index] if isinstance(x, _Given) else x
+
+        return tree_unflatten([fresh(x) for x in answer.leaves], answer.structure)
+
+    def _ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Answer:
         # Parameters were made absent outside of inference mode, where torch can't divide them into views.
         generators = TorchGenerators(torch.device("cpu"))
         with torch.inference_mode(False), torch.no_grad(), generators.kept(), host_generators_kept():
@@ -86,9 +113,10 @@ class AbsentForward:
             with absent, _parts_asked(self._module):
                 out = asked(self._module, self._forward, args, kwargs, INPUT)
         leaves, structure = tree_flatten(out)
-        tensors = [x for x in tree_leaves((args, kwargs, leaves)) if isinstance(x, Tensor)]
-        device = tensors[0].device if tensors else torch.device("cpu")
-        return [meta_of(x) for x in leaves], device, structure
+        inputs = tree_leaves((args, kwargs))
+        device = next((x.device for x in (*inputs, *leaves) if isinstance(x, Tensor)), torch.device("cpu"))
+        given = {id(x): _Given(i) for i, x in enumerate(inputs) if not isinstance(x, (Tensor, *_PLAIN))}
+        return _Answer([given.get(id(x), meta_of(x)) for x in leaves], device, structure)
 
 
 class ContainerWrittenError(RuntimeError):
@@ -246,8 +274,9 @@ def stand_in(value: Any, device: torch.device | None = None, trains: bool = Fals
 
 
 def _signature(x: Any) -> Any:
-    """Equal for inputs of equal structure, shapes and plain values. A deep model has many absent layers, each of which
-    asks for it in every microbatch; torch's walk through containers takes three times as long."""
+    """Equal for inputs of equal structure, shapes and plain values, of other objects their attributes. A deep model has
+    many absent layers, each of which asks for it in every microbatch; torch's walk through containers takes three times
+    as long, and no object in an object is looked into."""
     if isinstance(x, Tensor):
         with subclass_functions_disabled():
             return (x.shape, x.dtype, x.device)
@@ -255,7 +284,12 @@ def _signature(x: Any) -> Any:
         return (type(x), *map(_signature, x))
     if isinstance(x, dict):
         return (type(x), *((key, _signature(value)) for key, value in x.items()))
-    if isinstance(x, (int, float, str, bool, type(None), torch.dtype, torch.device, Enum)):
+    if isinstance(x, _PLAIN):
         return (type(x), x)  # 1 == True == 1.0
     leaves, spec = tree_flatten(x)
-    return type(x) if spec.is_leaf() else (str(spec), *map(_signature, leaves))
+    if not spec.is_leaf():
+        return (str(spec), *map(_signature, leaves))
+    if isinstance(x, (type, FunctionType, nn.Module)):
+        return x
+    own = getattr(x, "__dict__", {})
+    return (type(x), *((key, _signature(value)) for key, value in own.items() if isinstance(value, (Tensor, *_PLAIN))))

@@ -37,6 +37,10 @@ class Arrival:
         self.anchor: Tensor | None = None
         self._gradients: list[Tensor] | None = None
 
+    def copies(self) -> list[Tensor]:
+        """Copies of the values, before :meth:`receive`."""
+        return [tensor.clone() for tensor in self._tensors]
+
     def receive(self) -> list[Tensor]:
         """The tensors as autograd sees them: results of an operation whose backward collects the gradients. They are no
         leaves, so a layer may change them in place (``nn.ReLU(inplace=True)``). For one call."""

@@ -16,7 +16,7 @@ layer runs while the message is on its way: in a deep model, a millisecond for t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_parallel.pipeline.arrival import Arrival, Departure
 from lightning_parallel.pipeline.channel import Receiver
 from lightning_parallel.pipeline.ends import Ends
+from lightning_parallel.pipeline.loss_graph import Term
 from lightning_parallel.pipeline.message import Format, gradient_format
+from lightning_parallel.pipeline.normaliser import BatchLoss
 from lightning_parallel.pipeline.seeding import TorchGenerators
 from lightning_parallel.pipeline.split_backward import WeightGradients, begin_backward
 from lightning_parallel.pipeline.stage import Stage
@@ -38,22 +40,54 @@ from lightning_parallel.pipeline.weights import Weights
 
 
 @dataclass(frozen=True)
+class Again:
+    """How the last chunk's part of a microbatch's step runs again, without a backward.
+
+    Attributes:
+        arrived: what arrived for it; None if that wasn't kept.
+        dtype: of its loss.
+        run: runs a step with such activations, and returns its loss.
+    """
+
+    arrived: list[Tensor] | None
+    dtype: torch.dtype
+    run: Callable[[Callable[[], Any], Sequence[Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is tried when a microbatch's forward has run in the last chunk.
+
+    Attributes:
+        wants_activations: is what arrives to be kept for it?
+        run: is called with the loss, and its terms if they have been read.
+    """
+
+    wants_activations: Callable[[], bool]
+    run: Callable[[Tensor, list[Term], Again], None]
+
+
+@dataclass(frozen=True)
 class Microbatch:
     """The work of one microbatch.
 
     Attributes:
         step: the user's step, bound to this microbatch. What it returns in the last chunk is given to ``loss_of``.
-        weight: the factor of its loss in the update: its part of the batch, accumulation, and loss scale.
+        scale: the loss scale of 16-bit precision.
+        loss: of the batch.
         place: its index within its batch: the place in the schedule for which formats of messages are remembered.
         seed: of the random numbers that its forward draws.
-        begins_update: it is the first of an update.
+        ends_batch: it is the batch's last.
+        trial: of how the batch's loss is made.
     """
 
     step: Callable[[], Any]
-    weight: float
+    scale: float
+    loss: BatchLoss
     place: int
     seed: int
-    begins_update: bool
+    ends_batch: bool
+    trial: Trial | None = None
 
 
 @dataclass(frozen=True)
@@ -62,17 +96,17 @@ class _InFlight:
 
     Attributes:
         number: of the microbatch.
-        edges: where the backward begins.
-        seeds: in the last chunk, what it begins with: the weight of the loss.
-        gradients: elsewhere, the format of what it begins with, which the next chunk will send.
+        work: of the microbatch.
+        edges: where the backward begins; empty in the last chunk, where ``work.loss`` knows.
+        gradients: the format of what it begins with, which the next chunk will send.
         sent: the number of activation messages sent, this one included.
         arrival: what arrived.
         token: for ``Weights.backward``.
     """
 
     number: int
+    work: Microbatch
     edges: list[GradientEdge]
-    seeds: list[Tensor]
     gradients: Format
     sent: int
     arrival: Arrival | None
@@ -112,7 +146,6 @@ class Chunk:
         self._second_halves: deque[tuple[int, WeightGradients, Any]] = deque()
         self._gradients_taken = 0  # gradient messages, empty ones included
         self._is_unanswered = False  # do no gradients come back?
-        self._rounded_off = 0.0  # of the weights of the update's losses
 
     @property
     def held(self) -> int:
@@ -144,60 +177,63 @@ class Chunk:
             What the user's step returned, in the last chunk; nothing in the others.
         """
         self._generators.seed(microbatch.seed)
-        run = partial(self._run, "forward", number, microbatch.step, next_place)
-        (output, arrival), token = self._weights.forward(run)
-        tensors = output.tensors if isinstance(output, Departure) else [self._loss_of(output)]
-        seeds: list[Tensor] = []
+        trial, out = microbatch.trial, self._ends.activations_out
+        keeps = trial is not None and out is None and trial.wants_activations()
+        run = partial(self._run, "forward", number, microbatch.step, next_place, keeps)
+        (output, arrival, copies), token = self._weights.forward(run)
+        edges: list[GradientEdge] = []
         gradients: Format = ()
         sent = 0
-        out = self._ends.activations_out
         if out is None:
-            seeds = [self._loss_weight(tensors[0], microbatch)]
-        else:  # before all else, since the next chunk may be waited for
+            loss = self._loss_of(output)
+            terms = microbatch.loss.add(microbatch.place, loss)
+            if trial is not None:
+                trial.run(loss, terms, Again(copies, loss.dtype, self._run_again))
+        else:
+            tensors = output.tensors
             gradients = gradient_format(out.send(tensors, microbatch.place, self._gradients_taken))
             sent = out.sent
             self._is_unanswered = not gradients
-        edges = [get_gradient_edge(t) for t in tensors if t.requires_grad]
-        self._in_flight.append(_InFlight(number, edges, seeds, gradients, sent, arrival, token))
+            edges = [get_gradient_edge(t) for t in tensors if t.requires_grad]
+        self._in_flight.append(_InFlight(number, microbatch, edges, gradients, sent, arrival, token))
         self._post_gradients()
         return [output] if out is None else []
 
-    def _loss_weight(self, loss: Tensor, microbatch: Microbatch) -> Tensor:
-        """The weight of a loss, as a gradient of its dtype.
-
-        In bf16, 1/24 is rounded up by 0.2 %, and every gradient would be too large by as much. So the rounding error of
-        one microbatch's weight is added to the next one's weight. The weights of an update then have the right sum.
-        """
-        weight = microbatch.weight
-        if torch.finfo(loss.dtype).bits < 32:
-            weight += 0.0 if microbatch.begins_update else self._rounded_off
-            self._rounded_off = weight - torch.tensor(weight, dtype=loss.dtype).item()
-        return torch.full_like(loss, weight)
-
     def _run(
-        self, kind: str, number: int, step: Callable[[], Any], next_place: int | None
-    ) -> tuple[Any, Arrival | None]:
-        """Run a step. Returns what came of it, and what had arrived."""
+        self, kind: str, number: int, step: Callable[[], Any], next_place: int | None, keeps: bool = False
+    ) -> tuple[Any, Arrival | None, list[Tensor] | None]:
+        """Run a step. Returns the output, the arrival, and copies of the arrived tensors: None if they weren't kept,
+        empty in the first chunk."""
         span, receiver = self._span, self._ends.activations_in
         version = self._weights.reading if kind == "forward" else None
         if receiver is None:
             with span(kind, number, version):
-                return self._stage.run(step, None, chunk=self._index), None
+                return self._stage.run(step, None, chunk=self._index), None, []
         arrived: list[Arrival] = []
+        copies: list[Tensor] | None = None
         with ExitStack() as recording:
             recording.enter_context(span("begin" if kind == "forward" else kind, number))
 
             def arrive() -> Arrival:
+                nonlocal copies
                 recording.close()
                 with span("receive", number):
                     arrival = receiver.take(then=next_place)
                 assert arrival is not None, "a stream ends between batches"
                 arrived.append(arrival)
+                copies = arrival.copies() if keeps else None
                 recording.enter_context(span(kind, number, version))
                 return arrival
 
-            output = self._stage.run(step, arrive, receiver.expected, self._index)
-        return output, arrived[0]
+            output = self._stage.run(step, arrive, None if keeps else receiver.expected, self._index)
+        return output, arrived[0], copies
+
+    def _run_again(self, step: Callable[[], Any], tensors: Sequence[Tensor]) -> Tensor:
+        """Run a step whose activations are given, and return its loss."""
+        format = tuple((tuple(tensor.shape), tensor.dtype, tensor.is_floating_point()) for tensor in tensors)
+        arrive = None if self._ends.activations_in is None else lambda: Arrival([*tensors], format)
+        with self._generators.kept():
+            return self._loss_of(self._stage.run(step, arrive, chunk=self._index))
 
     def evaluate(self, step: Callable[[], Any], number: int) -> Any:
         """Forward only: one message a batch. It returns when the output has arrived: messages of a process that has
@@ -212,7 +248,7 @@ class Chunk:
         """
         if self._ends.activations_in is not None:
             self._ends.activations_in.post("evaluation")
-        output, _ = self._run("evaluate", number, step, next_place=None)
+        output, *_ = self._run("evaluate", number, step, next_place=None)
         if not isinstance(output, Departure):
             return output
         assert self._ends.activations_out is not None
@@ -231,13 +267,17 @@ class Chunk:
         """
         ends, flight = self._ends, self._in_flight[0]
         assert flight.number == number, "schedules run backwards in the order of the forwards"
-        with self._weights.backward(flight.token), self._stage.backward():  # before it waits
-            gradients = flight.seeds
-            if ends.gradients_in is not None and ends.activations_out is not None:
+        work = flight.work
+        with self._weights.backward(flight.token, work.loss), self._stage.backward():  # before it waits
+            edges, gradients = flight.edges, list[Tensor]()
+            if ends.activations_out is None:
+                edges, gradients = work.loss.begin(work.place, work.scale)
+            elif ends.gradients_in is not None:
                 if flight.gradients:
                     following = self._in_flight[1].gradients if len(self._in_flight) > 1 else ()
                     with self._span("receive", number):
-                        gradients = ends.gradients_in.take_gradients(then=following)
+                        *gradients, factor = ends.gradients_in.take_gradients(then=following)
+                    work.loss.receive(factor)
                     ends.activations_out.confirm(flight.sent)
                 self._gradients_taken += 1
             self._in_flight.popleft()
@@ -246,14 +286,17 @@ class Chunk:
                 if in_halves:
                     anchor = None if flight.arrival is None else flight.arrival.anchor
                     inputs = [] if anchor is None else [anchor]
-                    begun = begin_backward(flight.edges, gradients, inputs)
+                    begun = begin_backward(edges, gradients, inputs)
                     self._second_halves.append((number, begun, flight.token))
-                elif flight.edges:
-                    torch.autograd.backward(flight.edges, gradients)
+                elif edges:
+                    torch.autograd.backward(edges, gradients)
             if ends.gradients_out is not None and ends.activations_in is not None:
                 assert flight.arrival is not None
-                ends.gradients_out.send_gradients(flight.arrival.gradients(self._device))
+                back = flight.arrival.gradients(self._device)
+                ends.gradients_out.send_gradients([*back, work.loss.message(self._device)] if back else [])
                 ends.gradients_out.confirm(ends.activations_in.acknowledged)
+        if work.ends_batch:
+            self._weights.end_batch(work.loss)
 
     def second_half(self, number: int) -> None:
         """Run the second half of the backward of a microbatch."""

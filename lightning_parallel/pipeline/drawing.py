@@ -39,6 +39,7 @@ def write_png(
     title: str,
     theory: float | None,
     labels: Sequence[str] | None = None,
+    width: float = 14,
 ) -> None:
     """Draw the timeline: a row for each stage, a box for each span, with the number of its microbatch where it fits.
 
@@ -51,6 +52,7 @@ def write_png(
         title: written above, with `report` of the whole run.
         theory: the bubble by theory, for `report`.
         labels: the names of the rows; by default "stage 0" and so on.
+        width: of the picture, in inches. Text has the same size in all.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -63,7 +65,7 @@ def write_png(
     zero = windows[0][0]
     lengths = [end - begin for begin, end in windows]
     widths = [max(length, 0.4 * max(lengths)) for length in lengths]
-    figure = Figure(figsize=(14, 1.5 + 0.45 * len(rows)), dpi=150, layout="constrained")
+    figure = Figure(figsize=(width, 1.5 + 0.45 * len(rows)), dpi=150, layout="constrained")
     panels = figure.subplots(1, len(windows), sharey=True, squeeze=False, width_ratios=widths)[0]
     for panel, (begin, end) in zip(panels, windows, strict=True):
         panel.set_xlim((begin - zero) * 1e3, (end - zero) * 1e3)

@@ -52,6 +52,7 @@ class Flow:
         transparent: units whose own code runs where they are absent, for what escapes from them.
         inside: the modules inside these whose outputs cross.
         updated: the parameters that the step's own code changes, from parameters alone: a teacher's, by the student's.
+        own_updates: the parameters that units change in place themselves.
         carried: what else the step's own code changes from step to step.
     """
 
@@ -61,6 +62,7 @@ class Flow:
     inside: frozenset[str] = frozenset()
     updated: frozenset[str] = frozenset()
     carried: frozenset[str] = frozenset()
+    own_updates: frozenset[str] = frozenset()
 
     def into(self, chunk: int) -> tuple[Cargo, ...]:
         return self.cuts[chunk - 1] if chunk > 0 else ()

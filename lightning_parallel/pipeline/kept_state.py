@@ -1,7 +1,8 @@
 """What a step writes to its modules besides parameters, undone: a counter, a list of outputs, a metric's state.
 
 It is for runs that don't count: the look at a step (``trace.py``), a trial, an extra step. Some things can't be found
-or copied in general, and are not undone: slots, iterators, files, very large tensors, the state of libraries' objects.
+or copied in general, and are not undone: slots, iterators, files, very large tensors, the state of libraries' objects,
+and what lies in containers within an attribute beyond a million items: that is somebody's data, too.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ from lightning_parallel.pipeline.own_generators import LIBRARIES, globals_beside
 from lightning_parallel.torch_private import buffers_of, parameters_of, tree_leaves, version_of
 
 _MANY = 10_000  # items; those of a longer container are put back, but not looked into
+_MANY_IN_ALL = 1_000_000  # items of containers within one attribute; about a tenth of a second, and 8 MB
 _LARGE = 2**26  # bytes; a larger tensor is somebody's data
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # attributes that torch keeps
+
+# Of these exact types nothing is kept: they can't be written to.
+_IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
 
 _NOTHING = object()
 
@@ -55,10 +60,12 @@ class StateKept:
 
     def __enter__(self) -> StateKept:
         seen = set(map(id, self._left_out))
-        waiting: list[tuple[Any, bool]] = [(vars(m), key not in self._apart) for key, m in self._modules.items()]
-        waiting += [(generator, True) for generator in globals_beside([*self._modules.values()])]
+        # With the attribute in which it was found, by its id; 0: the module's own. Outer containers come first.
+        waiting = deque[tuple[Any, bool, int]]((vars(m), key not in self._apart, 0) for key, m in self._modules.items())
+        waiting += [(generator, True, 0) for generator in globals_beside([*self._modules.values()])]
+        within = Counter[int]()  # an attribute: items so far
         while waiting:
-            value, looked_at = waiting.pop()
+            value, looked_at, attribute = waiting.popleft()
             if id(value) in seen:
                 continue
             seen.add(id(value))
@@ -72,14 +79,17 @@ class StateKept:
                     self._arrays.append((value, value.copy()))
             elif is_own_generator(value):
                 self._generators.append((value, state_of(value)))
-            elif (held := self._contents(value)) is not None:
+            elif within[attribute] < _MANY_IN_ALL and (held := self._contents(value)) is not None:
+                if attribute:
+                    within[attribute] += len(held)
                 if not isinstance(value, tuple):
                     self._containers.append((value, held, looked_at))
                 if isinstance(held, dict) and isinstance(value, nn.Module):
                     # A module hidden in a list or a dictionary: its weights may be large, and aren't copied.
                     held = {name: item for name, item in held.items() if item is not parameters_of(value)}
                 if len(held) <= _MANY:
-                    waiting.extend((item, looked_at) for item in _items(held))
+                    items = [item for item in _items(held) if type(item) not in _IMMUTABLE]
+                    waiting.extend((item, looked_at, attribute or id(item)) for item in items)
         return self
 
     def _contents(self, value: Any) -> _Held | None:

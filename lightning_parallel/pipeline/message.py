@@ -33,8 +33,10 @@ def format_of(tensors: Sequence[Tensor]) -> Format:
 
 @lru_cache
 def gradient_format(activations: Format) -> Format:
-    """The format of the gradients of a message: one for each tensor that wants one."""
-    return tuple((shape, dtype, False) for shape, dtype, requires_grad in activations if requires_grad)
+    """The format of the gradients of a message: one for each tensor that wants one, then the factor of the batch's
+    gradients (``normaliser.py``). Empty if none wants one."""
+    gradients = tuple((shape, dtype, False) for shape, dtype, requires_grad in activations if requires_grad)
+    return (*gradients, ((), torch.float64, False)) if gradients else ()
 
 
 @lru_cache

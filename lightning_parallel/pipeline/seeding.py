@@ -38,7 +38,7 @@ def draw_seed() -> int:
     It is drawn from the generator itself. So a recomputation of several layers (activation checkpointing), which starts
     from the same state, draws the same.
     """
-    return int(torch.empty((), dtype=torch.int64).random_())
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())  # a script may have another default
 
 
 class TorchGenerators:

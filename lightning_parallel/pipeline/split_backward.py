@@ -73,7 +73,8 @@ def begin_backward(
     leaves = [get_gradient_edge(x).node for x in inputs if x.requires_grad]
     now, late = _Graph([edge.node for edge in edges], leaves).divide()
     if not late:
-        torch.autograd.backward(edges, gradients)
+        if edges:
+            torch.autograd.backward(edges, gradients)
         return WeightGradients(late)
     shared: list[Tensor] = []
 

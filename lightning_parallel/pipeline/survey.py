@@ -142,6 +142,7 @@ class _Flows:
             frozenset(inside),
             frozenset(update.name for update in in_step) - by_layers,
             frozenset(by_layers).union(each.name for each in self._seen.carried if each.is_number),
+            self._seen.own_updates,
         )
 
     def _check_gradients_taken(self) -> None:

@@ -156,6 +156,7 @@ class _Scene:
                 writes=dict(tracer.writes),
                 overwriting=frozenset(tracer.overwriting),
                 updates=(),
+                own_updates=frozenset(tracer.own_updates),
                 draws=tuple(map(tuple, tracer.draws.values())),
                 plain_reads=(),
                 carried=(),
@@ -189,9 +190,14 @@ class _Scene:
             tracer = self.tracer(TraceOptions())
             guessed = ValuesGuessed(partial(_is_around_units, tracer), truth=truth, number=number)
             begin(tracer)
-            with suppress(Exception, SystemExit):  # any: the trace has told it
+            try:
                 with tracer.installed(self.parts, self.absent), guessed:
                     step()
+            except Exception:  # any: the trace has told it
+                pass
+            except SystemExit as error:
+                if type(error) is not SystemExit:  # not the step's sys.exit, but a signal's, such as Lightning's
+                    raise
             end()
             if not guessed.booleans:
                 return

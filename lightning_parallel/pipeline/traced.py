@@ -145,7 +145,8 @@ class Trace:
         escapes: by origin.
         writes: the indices of the calls that change an input in place, by the origin that it has afterwards.
         overwriting: the indices of calls that change in place what isn't absent: a tensor of the batch.
-        updates: of parameters.
+        updates: of parameters and buffers by the code around the units.
+        own_updates: the parameters that units change in place themselves, as a masked convolution does in its forward.
         draws: for each generator of the module's own from which numbers were drawn, where that was.
         plain_reads, carried: if they were asked for.
         unrepeatable: of the units in question, the calls that did something else when they ran again.
@@ -160,6 +161,7 @@ class Trace:
     writes: dict[str, int]
     overwriting: frozenset[int]
     updates: tuple[Update, ...]
+    own_updates: frozenset[str]
     draws: tuple[tuple[Place, ...], ...]
     plain_reads: tuple[PlainRead, ...]
     carried: tuple[Carried, ...]

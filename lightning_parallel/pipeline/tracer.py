@@ -64,7 +64,8 @@ class Tracer:
         options: what else to note.
 
     Attributes:
-        calls, escapes, writes, overwriting, updates, draws, unrepeatable, stored_after: as in :class:`.traced.Trace`.
+        calls, escapes, writes, overwriting, updates, own_updates, draws, unrepeatable, stored_after: as in
+            :class:`.traced.Trace`.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Tracer:
         self.writes: dict[str, int] = {}
         self.overwriting: set[int] = set()
         self.updates: list[Update] = []
+        self.own_updates: set[str] = set()
         self.draws: dict[int, list[Place]] = {}
         self.unrepeatable: set[Call] = set()
         self.stored_after: set[Call | None] = set()
@@ -102,7 +104,8 @@ class Tracer:
         own = {name: tensor.origins for name, tensor in absent.items()}
         try:
             for name, tensor in absent.items():
-                tensor.memory.listeners = (partial(self._updated, name, tensor.memory, own[name]),)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                tensor.memory.listeners = (partial(self._updated, name, tensor.memory, own[name], is_parameter),)
             for part in parts:
                 if can_intercept(part):
                     watched.instead(part, partial(self._called, part, part.forward))
@@ -285,10 +288,12 @@ class Tracer:
         self.writes[origin] = index
         return frozenset([origin])
 
-    def _updated(self, name: str, memory: AbsentMemory, own: frozenset[str]) -> None:
+    def _updated(self, name: str, memory: AbsentMemory, own: frozenset[str], is_parameter: bool) -> None:
         if self._depth == 0:
             place = self.place if self._in_step else None
             self.updates.append(Update(name, place, memory.origins - own))
+        elif is_parameter:
+            self.own_updates.add(name)
 
     def _relabelled(self, output: Any, call: Call) -> Any:
         """The output as the code around the unit gets it. Tensors that share memory on the unit's own stage cross a cut

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.pipeline.absent import AbsentTensor
+from lightning_parallel.pipeline.normaliser import BatchLoss
 from lightning_parallel.pipeline.staleness import Stashing, extrapolate
 from lightning_parallel.torch_private import parameters_of
 
@@ -43,8 +44,13 @@ class Weights(Protocol):
         backward."""
         ...
 
-    def backward(self, token: Any) -> AbstractContextManager[None]:
-        """A context for the backward of the forward that returned ``token``, or for the first half of it."""
+    def backward(self, token: Any, loss: BatchLoss) -> AbstractContextManager[None]:
+        """A context for the backward, or its first half, of the forward that returned ``token``. ``loss``: of its
+        batch."""
+        ...
+
+    def end_batch(self, loss: BatchLoss) -> None:
+        """All backwards, or first halves, of a batch have run: its gradients can be normalised."""
         ...
 
     def second_half(self, token: Any) -> AbstractContextManager[None]:
@@ -78,11 +84,14 @@ class CurrentWeights:
     def forward(self, step: Callable[[], Any]) -> tuple[Any, None]:
         return step(), None
 
-    def backward(self, token: None) -> AbstractContextManager[None]:
+    def backward(self, token: None, loss: BatchLoss | None = None) -> AbstractContextManager[None]:
         leaves = (store[key] for store, key in self._slots)
         return gradients_apart({id(leaf): leaf for leaf in leaves if leaf is not None}.values())
 
     second_half = backward
+
+    def end_batch(self, loss: BatchLoss) -> None:
+        """The strategy completes the gradients, when the batch's list has ended."""
 
 
 @contextmanager
@@ -117,9 +126,6 @@ class Version:
     leaves: dict[str, Tensor]
     copied: set[str]
     in_flight: int = 0
-
-    def has_gradients(self) -> bool:
-        return any(leaf.grad is not None for leaf in self.leaves.values())
 
 
 class WeightVersions:
@@ -156,7 +162,9 @@ class WeightVersions:
         self._drained = 0  # the version at the last drain: nothing reads an older one
         self._wanted: int | None = None  # the version that forwards read; None for the newest
         self._current: Version | None = None
-        self._old: list[Version] = []  # older ones: in flight, yet to be read, or with gradients to be taken
+        self._old: list[Version] = []  # older ones: in flight, or yet to be read
+        self._loss = BatchLoss([1])  # of the batch whose backwards run
+        self._ended: dict[str, Tensor] = {}  # gradients of the update's batches that have ended
         self.staleness: Counter[int] = Counter()
         names = {id(parameter): name for name, parameter in parameters.items()}
         # Every place in the module tree from which a parameter of this stage is read, tied names included.
@@ -199,8 +207,9 @@ class WeightVersions:
         return result, version
 
     @contextmanager
-    def backward(self, version: Version) -> Iterator[None]:
+    def backward(self, version: Version, loss: BatchLoss | None = None) -> Iterator[None]:
         """Around the backward of a forward that read ``version``."""
+        self._loss = loss or self._loss
         # Activation checkpointing runs parts of the forward again here, and has to find the same weights.
         with self._read_from(version), gradients_apart(version.leaves.values()):
             yield
@@ -224,20 +233,29 @@ class WeightVersions:
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def gradient(self, name: str) -> Tensor:
-        """A parameter's gradient so far, summed over all versions. It must have one."""
+        """A parameter's gradient so far, in the last backward of an update. It must have one."""
         parts = [g for version in self._versions() if (g := version.leaves[name].grad) is not None]
-        return reduce(torch.add, parts)
+        gradient = self._loss.normalised(reduce(torch.add, parts[1:], parts[0].clone()))
+        return gradient + self._ended[name] if name in self._ended else gradient
 
-    def take_gradients(self) -> dict[str, Tensor]:
-        """The gradients accumulated since the last call, summed over versions, by parameter name. A parameter that the
-        loss didn't depend on is missing."""
-        gradients: dict[str, Tensor] = {}
+    def end_batch(self, loss: BatchLoss) -> None:
+        """All backwards of a batch have run: its gradients get the factor of its loss."""
+        grown: dict[str, Tensor] = {}  # summed over versions
         for version in self._versions():
             for name, leaf in version.leaves.items():
                 if leaf.grad is not None:
-                    gradients[name] = gradients[name].add_(leaf.grad) if name in gradients else leaf.grad
+                    grown[name] = grown[name].add_(leaf.grad) if name in grown else leaf.grad
                     leaf.grad = None
+        for name, gradient in grown.items():
+            loss.normalised(gradient)
+            self._ended[name] = self._ended[name].add_(gradient) if name in self._ended else gradient
         self._old = [version for version in self._old if self._is_needed(version)]
+
+    def take_gradients(self) -> dict[str, Tensor]:
+        """The gradients of the batches since the last call, all of which have ended, by parameter name. A parameter
+        that the loss didn't depend on is missing."""
+        self.end_batch(self._loss)
+        gradients, self._ended = self._ended, {}
         return gradients
 
     # -- updates -------------------------------------------------------------------------------------------------
@@ -299,14 +317,11 @@ class WeightVersions:
     def refresh(self) -> None:
         """After a drain, nothing is in flight, and other code may have changed the parameters: the next forward reads
         the parameters themselves. Gradients of an update under way (accumulation over batches) are kept for it."""
-        versions = self._versions()
-        assert not any(version.in_flight for version in versions)
+        assert not any(version.in_flight for version in self._versions())
+        self.end_batch(self._loss)
         self._drained = self._updates
         self._wanted = None
-        self._old = [version for version in versions if version.has_gradients()]
-        for version in self._old:
-            version.updates = -1  # no forward reads it again, not even where 2bw asks for the newest by its number
-        self._current = None
+        self._old, self._current = [], None
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}

@@ -15,14 +15,15 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_parallel.collectives import together
 from lightning_parallel.disk_offload import DiskOffload
 from lightning_parallel.groups import Groups
 from lightning_parallel.layout import Layout, Size
@@ -32,6 +33,8 @@ from lightning_parallel.lightning_private import (
     layer_sync_of,
     move_optimizers,
     script_launcher,
+    take_back_loaders,
+    trainer_of,
 )
 from lightning_parallel.local_model import LocalModel
 from lightning_parallel.parts import loaders, process_group
@@ -40,10 +43,14 @@ from lightning_parallel.parts.callbacks import IN_PARTS, Reasons, bring_along, r
 from lightning_parallel.parts.checkpoints import Checkpoints
 from lightning_parallel.parts.collectives import Collectives
 from lightning_parallel.parts.equal_steps import EqualSteps
+from lightning_parallel.parts.gradient_watch import GradientWatch
+from lightning_parallel.parts.metric_sync import MetricSync
+from lightning_parallel.parts.optimizer_trial import refuse_parts
 from lightning_parallel.parts.options import ProcessOptions
 from lightning_parallel.parts.predictions import share_predictions
 from lightning_parallel.parts.replicas import Replicas
 from lightning_parallel.parts.start_table import Holding, StartTable
+from lightning_parallel.torch_private import group_of_members
 
 T = TypeVar("T")
 
@@ -84,15 +91,34 @@ class LayoutStrategy(ParallelStrategy):
         self._equal_steps: EqualSteps | None = None
         self._group_names: list[list[list[str]]] = []
         self._start_table = StartTable()
+        self._watch: GradientWatch | None = None  # where ranks hold parts of the model
+        self._metric_sync = MetricSync()
 
     # -- which rank this is --------------------------------------------------------------------------------------
 
     @property
     def layout(self) -> Layout:
         """The axes, as this rank sees them. Known from the moment the Trainer is made."""
-        if self._layout is None or self._layout.rank != self.global_rank:
-            self._layout = Layout.resolve(self.num_processes * self.num_nodes, self.global_rank, **self._axes)
+        rank = super().global_rank
+        if self._layout is None or self._layout.rank != rank:
+            self._layout = Layout.resolve(self.num_processes * self.num_nodes, rank, **self._axes)
         return self._layout
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        """This rank; inside a step, its place on the data axis (:mod:`lightning_parallel.parts.collectives`)."""
+        return super().global_rank if self._inside is None else self.layout.index("data")
+
+    @property
+    @override
+    def world_size(self) -> int:
+        """The number of ranks; inside a step, of those on the data axis."""
+        return super().world_size if self._inside is None else self.layout.size("data")
+
+    @property
+    def _inside(self) -> str | None:
+        return None if self._collectives is None else self._collectives.inside
 
     @property
     def groups(self) -> Groups:
@@ -184,7 +210,8 @@ class LayoutStrategy(ParallelStrategy):
             self._groups = Groups(self.layout, timeout, device)
             self._background = None
         if self.options.async_save and self._background is None:
-            self._background = BackgroundSave(dist.new_group(backend="gloo", timeout=timeout))
+            everyone = range(self.layout.world_size)
+            self._background = BackgroundSave(group_of_members(everyone, timeout, "gloo", "saves"))
         self._collectives = Collectives(self.layout, self._groups, device)
         self._seed = process_group.agree_on_seed(self.layout)
         self._checkpoints = None  # those of an earlier run, which may have failed
@@ -212,11 +239,7 @@ class LayoutStrategy(ParallelStrategy):
             # The warning is right for several replicas. With one, what is logged is already the whole.
             warnings.filterwarnings("ignore", message=r".*self\.log\(.*sync_dist=True")
         self.accelerator.setup(trainer)
-        for child in self.lightning_module.modules():
-            # A torchmetrics metric reduces over all ranks by default. But tensor ranks count the same samples again,
-            # and all stages except the last count none.
-            if hasattr(child, "process_group") and hasattr(child, "sync_on_compute") and child.process_group is None:
-                child.process_group = self.groups.along("data")
+        self._metric_sync.begin(self.lightning_module, self.groups.along("data"))
         with self.disk_offload:  # it may be a copy of the whole model, in another precision
             self.model = self.precision_plugin.convert_module(self.lightning_module)
         return self.lightning_module
@@ -234,6 +257,9 @@ class LayoutStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         if training:
             move_optimizers(self.optimizers, self.root_device)
+            assert self.lightning_module is not None
+            if self.groups.model.size() > 1:
+                self._watch = GradientWatch(self.lightning_module, local.parameters.values(), self.precision_plugin)
         self._start_table.tell(
             self.lightning_module,
             self.holding,
@@ -256,9 +282,15 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """``configure_optimizers`` sees the whole model's parameters; then those of other ranks are dropped."""
-        super().setup_optimizers(trainer)
+        with self.collectives.inside_step("configure_optimizers"):  # which may scale a rate by the number of replicas
+            super().setup_optimizers(trainer)
         assert self.lightning_module is not None
         self.checkpoints.take_groups(self.lightning_module, self.optimizers)
+        together(None, self._try_optimizers)
+
+    def _try_optimizers(self) -> None:
+        for optimizer in self.optimizers:
+            refuse_parts(optimizer, self.local_model, self.layout, type(self).__name__)
 
     @property
     def local_model(self) -> LocalModel:
@@ -278,6 +310,19 @@ class LayoutStrategy(ParallelStrategy):
         assert self._replicas is not None, "replicas are made in Trainer.fit, validate, test and predict"
         return self._replicas
 
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def watch_gradients(self) -> None:
+        """Gradients are complete. Until the optimizer steps, the user's code may see them."""
+        if self._watch is not None:
+            self._watch.begin()
+
+    def end_watch(self) -> None:
+        """Nobody sees gradients any more in this run."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
     # -- buffers -------------------------------------------------------------------------------------------------
 
     def share_buffers(self) -> None:
@@ -292,6 +337,33 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def on_test_start(self) -> None:
         self.share_buffers()
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        with self.collectives.inside_step("on_after_batch_transfer"):
+            return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.collectives.inside_step("training_step"):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.collectives.inside_step("validation_step"):
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.collectives.inside_step("test_step"):
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.collectives.inside_step("predict_step"):
+            return super().predict_step(*args, **kwargs)
 
     # -- prediction ----------------------------------------------------------------------------------------------
 
@@ -349,19 +421,23 @@ class LayoutStrategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read this rank's part of a checkpoint: of a directory written under any layout, or of a plain file."""
         assert self.lightning_module is not None
-        training = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        optimizers = self.optimizers if training else []
         return self.checkpoints.load(
-            checkpoint_path, self.lightning_module, optimizers, weights_only, self.checkpoint_io
+            checkpoint_path, self.lightning_module, self._optimizers_to_fill(), weights_only, self.checkpoint_io
         )
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """load_checkpoint has done it."""
+        """After the module's ``on_load_checkpoint``, if it has one. Otherwise load_checkpoint has done it."""
+        assert self.lightning_module is not None and isinstance(checkpoint, dict)
+        self.checkpoints.take(checkpoint, self.lightning_module, self._optimizers_to_fill())
+
+    def _optimizers_to_fill(self) -> list[Optimizer]:
+        assert self.lightning_module is not None
+        return self.optimizers if self.lightning_module.trainer.state.fn == TrainerFn.FITTING else []
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """load_checkpoint has done it."""
+        """The model's state has been read together with it."""
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -370,6 +446,8 @@ class LayoutStrategy(ParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._watch is not None:
+            self._watch.end()
         if self._background is not None and self._background.begin_batch():
             self.drain()
             self.finish_save()
@@ -416,6 +494,7 @@ class LayoutStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Nothing is saved any more, and the connections are closed. When this process ends, the other ranks end
         within seconds, wherever they wait."""
+        self.end_watch()
         if self._checkpoints is not None:
             self._checkpoints.fail()
         if self._background is not None:
@@ -429,7 +508,15 @@ class LayoutStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        self.finish_save()
-        if self._replicas is not None:
-            self._replicas.end()
+        self.end_run()
         super().teardown()
+
+    def end_run(self) -> None:
+        """What a strategy's ``teardown`` calls, whatever else it does: the module is as it was, but in parts."""
+        self.end_watch()
+        self._metric_sync.end()
+        if self.lightning_module is not None and (trainer := trainer_of(self.lightning_module)) is not None:
+            take_back_loaders(trainer)
+        if self._replicas is not None:  # set-up may have failed
+            self._replicas.end()
+        self.finish_save()

@@ -29,6 +29,7 @@ from typing_extensions import override
 from lightning_parallel.batch import batch_size
 from lightning_parallel.lightning_private import launched_by_make_launcher, layer_sync_of, tell_device
 from lightning_parallel.parts.callbacks import bring_along
+from lightning_parallel.parts.log_joins import LogJoins
 from lightning_parallel.parts.logs import LogRecorder
 from lightning_parallel.parts.manual import networks
 from lightning_parallel.settings import SET_BY_TRAINER, Auto, check, takes
@@ -107,6 +108,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         self._loss_on: LossOn = "replicas"
         self._num_nodes = 1
         self._parallel: DataParallel | None = None
+        self._joins = LogJoins()
         self._shared_calls = 0  # of the step that runs
 
     @property
@@ -216,7 +218,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         """The joined results of ``call(replica of the module, share of the batch)``. What the replicas log is logged
         once."""
         assert self._parallel is not None
-        recorders = [LogRecorder() for _ in self._parallel.devices]
+        recorders = [LogRecorder(self._joins) for _ in self._parallel.devices]
 
         def run(replica: Replica, share: Share) -> Any:
             recorder = recorders[replica.number]

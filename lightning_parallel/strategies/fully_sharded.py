@@ -31,6 +31,7 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
@@ -55,6 +56,7 @@ from lightning_parallel.parts.start_table import Holding
 from lightning_parallel.pipeline.layers import Layers, named_layers
 from lightning_parallel.settings import Auto, Count, takes
 from lightning_parallel.strategies.base import LayoutStrategy
+from lightning_parallel.writes import Writes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +119,7 @@ class FullyShardedStrategy(LayoutStrategy):
         self._units: list[FSDPModule] = []  # all of them, the root too
         self._whole: dict[str, nn.Parameter] = {}  # parameters that aren't divided
         self._uses: ModuleUses | None = None
+        self._writes: dict[bool, Writes] = {}  # in training, and in evaluation
         self._part = PartOfModel()
         self._guard = BackwardGuard()
 
@@ -178,6 +181,8 @@ class FullyShardedStrategy(LayoutStrategy):
             fully_shard(part, reshard_after_forward=reshard, ignored_params=scalars, **settings)
             assert isinstance(part, FSDPModule)
             self._units.append(part)
+            part.register_forward_pre_hook(partial(self._gathered, module))
+            part.register_forward_hook(partial(self._about_to_free, module), prepend=True)  # before torch's own
             if name:
                 refuse_second_derivatives(name, part)
         for buffer in module.buffers():
@@ -188,8 +193,10 @@ class FullyShardedStrategy(LayoutStrategy):
             for name, part in module.named_modules()
             if any(isinstance(parameter, DTensor) for parameter in part.parameters(recurse=False))
         }
-        self._uses = ModuleUses(units, divided, self.groups.on_host(self.layout.peers("data")))
+        host_group = self.groups.on_host(self.layout.peers("data"))
+        self._uses = ModuleUses(units, divided, host_group)
         self._whole = {name: p for name, p in module.named_parameters() if not isinstance(p, DTensor)}
+        self._writes = {training: Writes(_lost, host_group) for training in (True, False)}
 
     @override
     def holding(self) -> Holding:
@@ -206,6 +213,18 @@ class FullyShardedStrategy(LayoutStrategy):
 
     # -- a batch -------------------------------------------------------------------------------------------------
 
+    def _gathered(self, module: nn.Module, unit: nn.Module, args: Any) -> None:
+        """A unit's parameters are whole, and its forward is about to run."""
+        writes = self._writes[torch.is_grad_enabled()]
+        if writes.is_on:
+            own = {id(p) for p in unit.parameters() if not isinstance(p, DTensor)}
+            whole = {id(p) for p in self._whole.values()}
+            named = module.named_parameters()
+            writes.begin({name: p for name, p in named if id(p) in own and id(p) not in whole})
+
+    def _about_to_free(self, module: nn.Module, unit: nn.Module, args: Any, output: Any) -> None:
+        self._writes[torch.is_grad_enabled()].end(module.named_parameters())
+
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with _explained():
@@ -217,6 +236,7 @@ class FullyShardedStrategy(LayoutStrategy):
         module = self.lightning_module
         assert module is not None and self._uses is not None
         self._uses.compare()
+        self._writes[True].check()
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         accumulated = swap_gradients(self._whole, {})  # of earlier batches: means already
@@ -259,6 +279,7 @@ class FullyShardedStrategy(LayoutStrategy):
             output = step(*args, **kwargs)
         assert self._uses is not None
         self._uses.compare()
+        self._writes[False].check()
         self._free()  # after training steps the backward does it
         return output
 
@@ -266,9 +287,7 @@ class FullyShardedStrategy(LayoutStrategy):
 
     @override
     def teardown(self) -> None:
-        self.finish_save()
-        if self._replicas is not None:  # set-up may have failed
-            self._replicas.end()
+        self.end_run()
         self._guard.end()
         if self._root is not None:
             self._part.begin(_outside_units(self._root))
@@ -312,6 +331,14 @@ def find_units(
     for name, network in networks(module).items():
         names += [*(f"{name}.{layer}" for layer in Layers(network, None).in_lists()), name]
     return untied(module, names)
+
+
+def _lost(name: str) -> str:
+    return (
+        f"A step changes '{name}' in place. It sees the parameter gathered, and this copy is freed: the change would "
+        f"be lost. Compute with another tensor, as in F.linear(x, self.weight * self.mask), or change it in "
+        f"on_train_batch_start, where each rank has its part. Or use strategy='ddp'."
+    )
 
 
 @contextmanager

@@ -2,45 +2,49 @@
 
 Lightning's step has one backward (``training_step``, ``zero_grad``, ``backward``, ``optimizer_step``); a schedule has
 many. So the whole schedule runs in ``training_step``. Its gradients are taken off the parameters before
-``zero_grad`` can erase them, and published in ``backward``. Accumulation, clipping, scaling and every hook work as
+``zero_grad`` can erase them, and added in ``backward``. Accumulation, clipping, scaling and every hook work as
 usual::
 
     Lightning            here
     training_step        batch -> microbatches -> engine.run(schedule) -> gradients taken, averaged, summed
     zero_grad
-    backward             gradients published
+    backward             gradients added to what zero_grad has left
     clip, step           by the norm of the whole model
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel.collectives import gather_if_different
-from lightning_parallel.gradients.swapping import Gradients, swap_gradients
+from lightning_parallel.gradients.swapping import Gradients, add_gradients, swap_gradients
 from lightning_parallel.layout import Placement
 from lightning_parallel.parts.between_batches import gained, reasons_to_wait
 from lightning_parallel.parts.cutting import Partitions
-from lightning_parallel.parts.last_gradients import last_gradients
+from lightning_parallel.parts.earlier_gradients import earlier_gradients
 from lightning_parallel.parts.logs import LogRecorder
 from lightning_parallel.parts.microbatches import loss_scale
 from lightning_parallel.parts.options import StagedOptions
-from lightning_parallel.parts.schedule_choice import flops_per_second, memory_for_activations, suitable_placement
+from lightning_parallel.parts.schedule_choice import (
+    flops_per_second,
+    memory_for_activations,
+    share_of,
+    suitable_placement,
+)
 from lightning_parallel.pipeline.actions import Schedule, placement
-from lightning_parallel.pipeline.schedule import SCHEDULES, Generator, interleaved, naive
+from lightning_parallel.pipeline.normaliser import BatchLoss
+from lightning_parallel.pipeline.schedule import SCHEDULES, Generator, interleaved
 from lightning_parallel.pipeline.schedule_checks import check_placement, of_one_update
 from lightning_parallel.pipeline.simulate import busy_across_batches, ideal_bubble, most_held
 from lightning_parallel.settings import Auto, Count, takes
@@ -110,12 +114,12 @@ class PipelineStrategy(StagedStrategy):
     def __init__(self, options: PipelineOptions) -> None:
         super().__init__(options)
         self._generators = options.generators  # of the schedules that may run, by name
-        self._schedule_name, self._schedule = next(iter(self._generators.items()))  # until one is chosen
+        self._schedule_name = next(iter(self._generators))  # until one is chosen
+        self._made: dict[tuple[str, int, int], Schedule] = {}  # all batches but an epoch's last have the same
         self._is_own = callable(options.schedule)  # the user's
         self._count = 1  # microbatches of the last batch
         self._gradients: Gradients = {}  # from training_step to backward
-        self._ends_update = False  # does an update follow the batch that runs?
-        self._accumulates = False  # do gradients of earlier batches wait for that update?
+        self._loss = BatchLoss([1])  # of the batch that runs
         self._goes_on = False  # do stages not wait for each other between batches?
         self._alone_in: dict[int, list[str]] = {}  # by chunk, the parameters that no other chunk here uses
         self._incomplete: dict[str, set[int]] = {}  # by layer, the chunks whose gradients of the update are to come
@@ -125,8 +129,8 @@ class PipelineStrategy(StagedStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         for count in range(self._usual_microbatches() if self._is_own else 0, 0, -1):
-            _lists(self._schedule, self.layout.stages, count)  # of an epoch's last batch, which may be smaller
-        self._ends_update = self._accumulates = self._goes_on = False
+            self._lists(count)  # of an epoch's last batch, which may be smaller
+        self._goes_on = False
         names = self._names_by_placement()
         fitting, was_cut = trainer.state.fn == TrainerFn.FITTING, self._stages.has_cut(self.lightning_module)
         self.set_up(
@@ -137,20 +141,27 @@ class PipelineStrategy(StagedStrategy):
             choose=partial(self._choose, names),
             norm_group=self.groups.model,
             counts=lambda name: self._shards.counts(name) and self._stages.counts(name),
+            factor=lambda: self._loss.factor,
         )
         self._schedule_name = names[self.stage.partition.placement]
-        self._schedule = self._generators[self._schedule_name]
         self._alone_in = {chunk: self.stage.used_only_in(chunk) for chunk in self.stage.chunks}
         if fitting:
             if len(names) > 1 and was_cut:
                 rank_zero_info(f"schedule='auto' stays with {self._schedule_name!r}: the module has been cut for it.")
             self._goes_on = self._decide_to_go_on(trainer)
 
+    def _lists(self, microbatches: int, name: str | None = None) -> Schedule:
+        """A schedule's lists; by default those of the one that runs."""
+        key = (name or self._schedule_name, self.layout.stages, microbatches)
+        if key not in self._made:
+            self._made[key] = of_one_update(self._generators[key[0]], *key[1:])
+        return self._made[key]
+
     def _names_by_placement(self) -> dict[Placement, str]:
         """The schedules that may run, by where their chunks are: no two have them alike, unless there is one stage."""
-        stages, usual = self.layout.stages, self._usual_microbatches()
-        names = [*self._generators] if stages > 1 else [*self._generators][:1]
-        return {placement(_lists(self._generators[name], stages, usual)): name for name in names}
+        usual = self._usual_microbatches()
+        names = [*self._generators] if self.layout.stages > 1 else [*self._generators][:1]
+        return {placement(self._lists(usual, name)): name for name in names}
 
     def _choose(self, names: Mapping[Placement, str], found: Partitions, microbatches: int) -> Placement:
         """The placement of one of these schedules."""
@@ -160,7 +171,7 @@ class PipelineStrategy(StagedStrategy):
         return suitable_placement(
             found,
             names,
-            {place: _lists(self._generators[name], layout.stages, microbatches) for place, name in names.items()},
+            {place: self._lists(microbatches, name) for place, name in names.items()},
             speed=self._speed(),
             halves=not fully_sharded,
             recompute=self.options.activation_checkpointing,
@@ -179,26 +190,22 @@ class PipelineStrategy(StagedStrategy):
         if self.options.balance == "time":
             return 3e9  # nanoseconds of a forward and a backward: as long as three forwards
         assert self.parallel_devices is not None
-        sharers = self.parallel_devices.count(self.root_device) if self.root_device.type == "cuda" else 1
+        share = share_of(self.root_device, self.parallel_devices.count(self.root_device))
         with self.precision_plugin.forward_context():
-            return flops_per_second(self.root_device) / sharers * self.layout.size("tensor")
+            return flops_per_second(self.root_device) * share * self.layout.size("tensor")
 
     def _decide_to_go_on(self, trainer: pl.Trainer) -> bool:
         """Do stages go on to the next batch without waiting for each other? The banner says why not."""
-        gain = gained(_lists(self._schedule, self.layout.stages, self._usual_microbatches()))
+        gain = gained(self._lists(self._usual_microbatches()))
         module = self.lightning_module
         assert module is not None
         if not gain:
             return False
         trained = {name for name, p in module.named_parameters() if p.requires_grad}
         shared = [name for name in self.stage.partition.shared() if name in trained]
-        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-        own = list(reasons_to_wait(trainer, module, self.precision_plugin, shared, schedulers))
-        # Ranks may have callbacks of their own. One that has to wait makes all wait.
-        reasons = [reason for rank in gather_if_different(own, dist.group.WORLD) for reason in rank]
+        reasons = list(reasons_to_wait(trainer, module, self.precision_plugin, shared))
         if reasons:
-            count = len(set(reasons))
-            more = f" and {count - 1} more" if count > 1 else ""
+            more = f" and {len(reasons) - 1} more" if len(reasons) > 1 else ""
             rank_zero_info(
                 f"{self._schedule_name}: stages wait for each other at the end of each batch, which costs {gain:.0%} "
                 f"of their time by theory, because of {reasons[0]}{more}."
@@ -216,7 +223,7 @@ class PipelineStrategy(StagedStrategy):
         """The microbatches of a batch that has the samples."""
         if self.options.microbatches != "auto":
             return self.options.microbatches
-        return 1 if self._schedule is naive else 4 * self.layout.stages
+        return 1 if self._schedule_name == "naive" else 4 * self.layout.stages
 
     def _automatic_microbatches(self, batch_size: int) -> int:
         return min(batch_size, self._usual_microbatches())
@@ -225,63 +232,42 @@ class PipelineStrategy(StagedStrategy):
     def activation_bytes(self) -> int:
         parts, layout = self.stage.partition, self.layout
         name = self._names_by_placement()[parts.placement]
-        actions = _lists(self._generators[name], layout.stages, self._usual_microbatches())[layout.stage]
+        actions = self._lists(self._usual_microbatches(), name)[layout.stage]
         fully_sharded = self.options.data_parallel_kind == "fully_shard" and layout.size("data") > 1
         return most_held(actions, parts.held, None if fully_sharded else parts.computed)
 
     # -- a batch -------------------------------------------------------------------------------------------------
 
     @override
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Lightning's step of the optimizer. Its closure runs the batch. Accumulating batches run outside it."""
-        self._ends_update = True
-        try:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-        finally:
-            self._ends_update = self._accumulates = False
-
-    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._microbatches is not None and self.lightning_module is not None
         parameters, layout = self.local_model.parameters, self.layout
         recorder = LogRecorder()
-        scale = loss_scale(self.precision_plugin) / self.lightning_module.trainer.accumulate_grad_batches
-        arguments, begins_update = (*args, *kwargs.values()), not self._accumulates
-        work, sizes = self._microbatches.of(arguments, recorder, scale=scale, begins_update=begins_update)
-        self._count = len(sizes)
-        lists = _lists(self._schedule, layout.stages, self._count)
+        scale = loss_scale(self.precision_plugin)
+        work, self._loss = self._microbatches.of((*args, *kwargs.values()), recorder, scale=scale)
+        self._count = len(work)
+        lists = self._lists(self._count)
         if self._is_own:  # our own schedules place chunks by the number of stages alone
             check_placement(lists, self.stage.partition.placement, f"schedule={self._schedule_name}")
         actions = lists[layout.stage]
 
-        earlier = {} if self._accumulates else last_gradients(self.lightning_module, parameters)
+        earlier = earlier_gradients(self.lightning_module, parameters)
         if self._stages.fully_sharded is not None:
             self._stages.fully_sharded.hold_back()
             own = {*self.stage.chunks}
             self._incomplete = {name: own & {*self.stage.partition.units[name]} for name in self.stage.layers}
-        hold = self.held_stop.around_batch() if self._goes_on else nullcontext()
-        with self._microbatches.recorded(recorder), hold:
+        with self._microbatches.recorded(recorder):
             outputs = self.engine.run(actions, work, endless=self._goes_on)
-        gradients = swap_gradients(parameters, earlier)
-        if self._ends_update:
-            gradients = self._shards.completed(self.replicas.averaged(gradients))
-            gradients = self._stages.summed_shared(gradients)
-        self._gradients, self._accumulates = gradients, True
+        gradients = self.replicas.averaged(swap_gradients(parameters, earlier))
+        self._gradients = self._stages.summed_shared(self._shards.completed(gradients))
 
         if not layout.is_last_stage:
-            return torch.zeros((), device=self.root_device) if self._goes_on else self.last_stage.publish_step(None)
-        output = self._microbatches.joined(outputs, sizes, recorder)
-        if layout.stages > 1 and not self._goes_on:
-            self.last_stage.publish_step(output["loss"] if isinstance(output, dict) else output)
-        return output
+            return self.last_stage.after_step(None)
+        return self.last_stage.after_step(self._microbatches.joined(outputs, self._loss, recorder))
 
     @contextmanager
     def _complete_gradients(self, chunk: int) -> Iterator[None]:
-        """Around the last backward of a chunk in a batch. If an update follows the batch, gradients are averaged while
-        it runs."""
-        if not self._ends_update:
-            yield
-            return
+        """Around the last backward of a chunk in a batch: gradients are averaged while it runs."""
         layers = self._stages.fully_sharded
         if layers is not None:
             layers.release([name for name, chunks in self._incomplete.items() if chunks <= {chunk}])
@@ -297,8 +283,9 @@ class PipelineStrategy(StagedStrategy):
         assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        swap_gradients(self.local_model.parameters, self._gradients)
+        add_gradients(self.local_model.parameters, self._gradients)  # to those of accumulated batches
         self._gradients = {}
+        self.watch_gradients()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -318,17 +305,12 @@ class PipelineStrategy(StagedStrategy):
     @override
     def theoretical_bubble(self) -> float:
         """The fraction of time that the schedule leaves stages idle, with the microbatches of the last batch."""
-        lists = _lists(self._schedule, self.layout.stages, self._count)
+        lists = self._lists(self._count)
         return 1 - busy_across_batches(lists) if self._goes_on else ideal_bubble(lists)
 
     @override
     def on_train_end(self) -> None:
         self.drain()
+        self.last_stage.settle()
         title = f"{self._schedule_name}, {self.layout.stages} stages, {self._count} microbatches"
         self.write_timeline(title, self.theoretical_bubble())
-
-
-@lru_cache
-def _lists(schedule: Generator, stages: int, microbatches: int) -> Schedule:
-    """A schedule's lists, made once, since all batches but an epoch's last have the same."""
-    return of_one_update(schedule, stages, microbatches)

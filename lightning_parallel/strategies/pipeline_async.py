@@ -16,19 +16,23 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel.gradients.swapping import Gradients
+from lightning_parallel.lightning_private import callbacks_of
 from lightning_parallel.parts.asynchronous import AsynchronousTraining
 from lightning_parallel.parts.callbacks import ASYNCHRONOUS, IN_PARTS
 from lightning_parallel.parts.late_gradients import LateGradients
@@ -98,7 +102,8 @@ class AsyncPipelineStrategy(StagedStrategy):
         self._microbatches_wanted = options.microbatches
         self._late = LateGradients(options.weights, options.correction, options.lr_discount, options.extra_in_flight)
         self._training: AsynchronousTraining | None = None
-        self._ends_update = False  # does an update follow the batch that runs?
+        self._steps = False  # does the optimizer step after the batch that runs?
+        self._accumulates = False  # or does Lightning only accumulate its gradients?
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
@@ -110,8 +115,10 @@ class AsyncPipelineStrategy(StagedStrategy):
                 "precision='16-mixed': its loss scale follows overflows that all stages see at the same time, which an "
                 "asynchronous pipeline doesn't have. Use 'bf16-mixed' or '32-true'."
             )
-        self._ends_update, self._training = False, None
+        self._training = None
         assert self.lightning_module is not None
+        if trainer.state.fn == TrainerFn.FITTING:
+            _refuse_hooks(trainer, self.lightning_module)
         self.set_up(
             trainer,
             automatic_microbatches=self._automatic_microbatches,
@@ -209,30 +216,43 @@ class AsyncPipelineStrategy(StagedStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Called once for a batch that ends an update. The stage's own updates happen inside the closure."""
-        self._ends_update = True
-        return closure()
+        self._steps = True
+        try:
+            return closure()
+        finally:
+            self._steps = False
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning runs a batch inside that only accumulates gradients."""
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._microbatches is not None
-        ends_update, self._ends_update = self._ends_update, False
+        if not (self._steps or self._accumulates):
+            raise RuntimeError(
+                f"{type(self.lightning_module).__name__}.optimizer_step calls the closure itself, but in the "
+                f"asynchronous pipeline each stage steps inside it. Use optimizer.step(closure=closure) in every batch."
+            )
         recorder = LogRecorder()
-        arguments, scale = (*args, *kwargs.values()), 1 / self._accumulation
-        begins_update = not self.training.update_is_open
-        work, sizes = self._microbatches.of(
-            arguments, recorder, scale=scale, begins_update=begins_update, first=self.training.fed
-        )
+        work, loss = self._microbatches.of((*args, *kwargs.values()), recorder, first=self.training.fed)
         if self._microbatches.once.names:
             raise ValueError(
                 f"training_step changes {self._microbatches.once.names[0]!r}. In the asynchronous pipeline several "
                 f"batches are under way at once: change it in on_train_batch_end, or use PipelineStrategy."
             )
-        actions = self.training.feed(self.engine, len(sizes), ends_update)
-        with self._microbatches.recorded(recorder), self.held_stop.around_batch():
+        actions = self.training.feed(self.engine, len(work), ends_update=self._steps)
+        with self._microbatches.recorded(recorder):
             outputs = self.engine.run(actions, work, update=self.training.update, endless=True)
         if not self.layout.is_last_stage:
-            return torch.zeros((), device=self.root_device)  # the loss is not waited for
-        return self._microbatches.joined(outputs, sizes, recorder)
+            return self.last_stage.after_step(None)
+        return self.last_stage.after_step(self._microbatches.joined(outputs, loss, recorder))
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -252,6 +272,7 @@ class AsyncPipelineStrategy(StagedStrategy):
     @override
     def on_train_end(self) -> None:
         self.drain()
+        self.last_stage.settle()
         extra, count = self._late.extra_in_flight, self.training.fed // max(1, self.training.begun)
         more = f", {extra} extra in flight" if extra else ""
         batches = f"{count} microbatch{'' if count == 1 else 'es'}"
@@ -269,6 +290,18 @@ class AsyncPipelineStrategy(StagedStrategy):
     def mean_staleness(self) -> float | None:
         counts = self.training.versions.staleness
         return sum(late * count for late, count in counts.items()) / max(1, sum(counts.values()))
+
+
+def _refuse_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Gradients are on the parameters only while a stage steps, so hooks at other moments would find none."""
+    for hook in ("optimizer_zero_grad", "on_after_backward"):
+        owners = [module, *callbacks_of(trainer)] if hook == "on_after_backward" else [module]
+        for owner in owners:
+            if is_overridden(hook, owner, None if owner is module else Callback):
+                raise ValueError(
+                    f"{type(owner).__name__}.{hook}: in the asynchronous pipeline each stage zeroes and completes its "
+                    f"gradients within its own step. Use on_before_optimizer_step, or PipelineStrategy."
+                )
 
 
 def _refuse_ties(module: nn.Module, parts: Partition) -> None:

@@ -37,7 +37,6 @@ from lightning_parallel.parts.earlier_chunks import EarlierChunks
 from lightning_parallel.parts.evaluation import Evaluation
 from lightning_parallel.parts.first_batch import trial_of
 from lightning_parallel.parts.first_look import FirstLook
-from lightning_parallel.parts.held_stop import HeldStop
 from lightning_parallel.parts.last_stage import LastStage
 from lightning_parallel.parts.loss_means import LossMeans
 from lightning_parallel.parts.manual import SEVERAL_OPTIMIZERS, refuse_manual_optimization
@@ -51,6 +50,7 @@ from lightning_parallel.parts.tensor_shards import TensorShards
 from lightning_parallel.parts.timelines import warn_without_pictures, write_timeline
 from lightning_parallel.pipeline.absent import AbsentTensor
 from lightning_parallel.pipeline.engine import Engine
+from lightning_parallel.pipeline.loss_graph import Number
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.timeline import Timeline
@@ -78,13 +78,6 @@ class StagedStrategy(LayoutStrategy):
         self._engine: Engine | None = None
         self._evaluation: Evaluation | None = None
         self._microbatches: Microbatches | None = None
-        self._held_stop: HeldStop | None = None
-
-    @property
-    def held_stop(self) -> HeldStop:
-        """A stop that waits for all stages."""
-        assert self._held_stop is not None, "made in Trainer.fit, validate, test and predict"
-        return self._held_stop
 
     @property
     def stage(self) -> Stage:
@@ -123,6 +116,7 @@ class StagedStrategy(LayoutStrategy):
         norm_group: dist.ProcessGroup,
         counts: Callable[[str], bool],
         gradients_on_parameters: bool = True,
+        factor: Callable[[], Number] = lambda: 1.0,
     ) -> None:
         """All of ``setup``, told what differs between the pipelines.
 
@@ -137,6 +131,7 @@ class StagedStrategy(LayoutStrategy):
             norm_group: the ranks over which the norm for clipping is taken.
             counts: whether this rank's copy of a parameter enters that norm.
             gradients_on_parameters: backwards add to ``p.grad``.
+            factor: of the gradients that a batch's backwards have added up.
         """
         layout, groups, device = self.layout, self.groups, self.root_device
         training = trainer.state.fn == TrainerFn.FITTING
@@ -178,6 +173,7 @@ class StagedStrategy(LayoutStrategy):
             replicas=groups.along("data"),
             parts=norm_group,
             device=device,
+            watch=self._watch,
         )
         share_overflows(self.precision_plugin, device)
 
@@ -186,10 +182,11 @@ class StagedStrategy(LayoutStrategy):
         self._shards.begin(local, groups.along("tensor"))
         self._stages.join_shared(local, layout, groups)
         if training:
-            self.replicas.begin(watch=gradients_on_parameters)
+            self.replicas.begin(watch=gradients_on_parameters, factor=factor)
+            if self._stages.fully_sharded is not None:
+                self._stages.fully_sharded.multiply_by(factor)
 
         # What runs a batch.
-        self._held_stop = HeldStop(trainer, several=layout.stages > 1)
         self._timeline = Timeline(enabled=self._timeline.enabled, device=device)  # of this run alone
         if self._timeline.enabled and training:
             warn_without_pictures()
@@ -201,17 +198,22 @@ class StagedStrategy(LayoutStrategy):
             device,
             self.seed,
             self.collectives,
+            deciding=self.stage.partition.placement[0],
+            ahead=lambda: self.batches_ahead,
             before_meeting=self._before_meeting,
             failed=self.on_exception,
         )
-        look = FirstLook(trainer, module, self._stages, self._last_stage, groups.along("pipeline"))
+        versions = weights()
+        look = FirstLook(
+            trainer, module, self._stages, self._last_stage, groups.along("pipeline"), late=versions is not None
+        )
         self._engine = Engine(
             self.stage,
             layout,
             groups.links(self.stage.partition.placement),
             device,
             loss_of=loss_of,
-            weights=weights(),
+            weights=versions,
             timeline=self._timeline,
             # Layers that are gathered for a backward are freed at the end of its first half.
             halves=self._stages.fully_sharded is None,
@@ -222,14 +224,13 @@ class StagedStrategy(LayoutStrategy):
         self._evaluation = Evaluation(
             self._engine, self._stages, look, self._last_stage, self._shards, earlier, relay
         )
-        parts = self.stage.partition
-        elsewhere = (name for name, chunks in parts.outside.items() if parts.chunks - 1 not in chunks)
         means = LossMeans(
+            trainer,
             module,
-            [module.get_submodule(name) for name in dict.fromkeys((*parts.layers, *elsewhere))],
             self.options.microbatch_weight,
+            self._last_stage,
+            known=partial(look.known, "training_step"),
             is_last_stage=layout.is_last_stage,
-            device=device,
         )
         self._microbatches = Microbatches(
             trainer,
@@ -278,7 +279,6 @@ class StagedStrategy(LayoutStrategy):
         """Before the stages exchange metrics, where this hook ends."""
         if hook in ("on_train_batch_end", "on_train_epoch_end"):
             self.drain()
-        self.held_stop.release()
 
     @override
     def on_validation_start(self) -> None:
@@ -352,6 +352,7 @@ class StagedStrategy(LayoutStrategy):
     @override
     def teardown(self) -> None:
         self._stages.end()
+        self._engine = self._evaluation = None  # with its sending threads
         if self._last_stage is not None and self.lightning_module is not None:
             if trainer_of(self.lightning_module) is not None:
                 self._last_stage.end()

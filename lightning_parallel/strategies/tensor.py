@@ -14,7 +14,6 @@ With manual optimization, every ``manual_backward`` completes the gradients that
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -71,7 +70,7 @@ class TensorParallelStrategy(LayoutStrategy):
         trainer.fit(AnyLightningModule(), datamodule)
 
     Every rank sees the same batches. Optimizers work on shards: elementwise ones (SGD, Adam, ...) as on the whole
-    parameters; one that mixes the entries of a matrix (Muon, LAMB) takes each shard for a matrix of its own.
+    parameters; one that mixes the entries of a matrix (Muon, LAMB) is refused.
     """
 
     options: TensorParallelOptions
@@ -81,7 +80,6 @@ class TensorParallelStrategy(LayoutStrategy):
     def __init__(self, options: TensorParallelOptions) -> None:
         super().__init__(options, data=options.data_parallel, tensor=options.tensor_parallel)
         self._shards = TensorShards(options.plan, options.sequence_parallel, self.disk_offload)
-        self._ends_update = False  # does an update follow the batch that runs?
         self._guard = BackwardGuard()
 
     # -- set-up --------------------------------------------------------------------------------------------------
@@ -89,7 +87,6 @@ class TensorParallelStrategy(LayoutStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         groups, device = self.groups, self.root_device
-        self._ends_update = False
         module = self.prepare(trainer)
         self._shards.divide(module, groups.along("tensor"), device, partial(trial_of, trainer, module))
         configure_part(module)
@@ -102,10 +99,11 @@ class TensorParallelStrategy(LayoutStrategy):
             replicas=None,
             parts=groups.model,
             device=device,
+            watch=self._watch,
         )
         share_overflows(self.precision_plugin, device)
         self.replicas.copy_parameters()
-        self._shards.begin(local, groups.along("tensor"))
+        self._shards.begin(local, groups.along("tensor"), automatic=module.automatic_optimization)
         if trainer.state.fn == TrainerFn.FITTING:
             self.replicas.begin(watch=True)
             self._guard.begin([] if module.automatic_optimization else local.parameters.values())
@@ -115,15 +113,6 @@ class TensorParallelStrategy(LayoutStrategy):
         return Holding(f"all, {len(self._shards.shards)} parameters in shards")
 
     # -- a batch -------------------------------------------------------------------------------------------------
-
-    @override
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Lightning's step of the optimizer. Its closure runs the batch. Accumulating batches run outside it."""
-        self._ends_update = True
-        try:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-        finally:
-            self._ends_update = False
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -145,22 +134,20 @@ class TensorParallelStrategy(LayoutStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """As Lightning's, with an update's gradients completed before any hook sees them."""
+        """As Lightning's, with the gradients that it adds completed before any hook sees them."""
         module, parameters = self.lightning_module, self.local_model.parameters
         assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        # With manual optimization a user may step after any backward, so each one completes what it adds.
-        manual = not module.automatic_optimization
-        earlier = swap_gradients(parameters, {}) if manual else {}
-        if manual or self._ends_update:
-            self.replicas.begin_last_backward()
-        with self._guard.open():
+        earlier = swap_gradients(parameters, {})  # of batches or backwards before: complete already
+        self.replicas.begin_last_backward()
+        with self._guard.open(), self.collectives.inside_step("the backward"):
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        if manual or self._ends_update:
-            own = self.replicas.averaged(swap_gradients(parameters, {}))
-            swap_gradients(parameters, self._shards.completed(own, more_follow=manual))
+        own = self.replicas.averaged(swap_gradients(parameters, {}))
+        manual = not module.automatic_optimization
+        swap_gradients(parameters, self._shards.completed(own, more_follow=manual))
         add_gradients(parameters, earlier)
+        self.watch_gradients()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss

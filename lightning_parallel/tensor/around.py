@@ -66,12 +66,12 @@ class OutputReduced(ParallelLayer):
         return tree_map(lambda x: _reduced(x, self.group), super().forward(*args, **kwargs))
 
 
-class InputShared(ParallelLayer):
-    """Each rank gets an equal share of the input: the sum of the shares is the input."""
+class OutputShared(ParallelLayer):
+    """Each rank returns an equal share of the outputs: the sum of the shares is the output."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         count = self.group.size()
-        return super().forward(*(x / count if _is_value(x) else x for x in args), **kwargs)
+        return tree_map(lambda x: x / count if _is_value(x) else x, super().forward(*args, **kwargs))
 
 
 class OutsideRegion(ParallelLayer):

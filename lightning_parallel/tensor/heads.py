@@ -71,7 +71,7 @@ class SharedHeadsLinear(ParallelLayer):
         weight = self.weight.narrow(0, self._start, self._width)
         bias = None if self.bias is None else self.bias.narrow(0, self._start, self._width)
         if self.copy_input and x.requires_grad and self._siblings is not None:
-            y = F.linear(self._siblings.copy(x, self.group), weight, bias)
+            y = F.linear(self._siblings.copy(x, self.group, self), weight, bias)
         elif self.copy_input and x.requires_grad and not x.is_meta:
             y = copy_linear(x, weight, bias, self.group)
         else:

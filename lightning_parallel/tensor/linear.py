@@ -180,7 +180,7 @@ class ColumnParallelLinear(ParallelLinear):
         if self._alone:
             return F.linear(x, weight, self.bias)
         if self.copy_input and x.requires_grad and self._siblings is not None:
-            y = F.linear(self._siblings.copy(x, self.group), weight, self.bias)
+            y = F.linear(self._siblings.copy(x, self.group, self), weight, self.bias)
         elif self.copy_input and x.requires_grad and not x.is_meta:
             y = copy_linear(x, weight, self.bias, self.group)
         else:

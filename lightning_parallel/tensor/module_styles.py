@@ -9,7 +9,7 @@ from typing import Self
 
 from torch import nn
 
-from lightning_parallel.tensor.around import InputShared, OutputCopied, OutputReduced, around
+from lightning_parallel.tensor.around import OutputCopied, OutputReduced, OutputShared, around
 from lightning_parallel.tensor.embedding import VocabParallelEmbedding
 from lightning_parallel.tensor.style import Rule, Site, Style
 
@@ -125,13 +125,17 @@ class Reduce(Style):
         return around(rule.module, OutputReduced, site)
 
 
-class DivideInput(Style):
-    """Keeps a module that passes its input on to a sum over the ranks: each passes its share."""
+class DivideOutput(Style):
+    """Keeps a module whose outputs are whole on every rank, and are summed over the ranks after it: each rank passes an
+    equal share on."""
 
-    name = "divide_input"
+    name = "divide_output"
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return around(rule.module, InputShared, site)
+        return around(rule.module, OutputShared, site)
+
+    def partial_parameters(self, module: nn.Module) -> list[nn.Parameter]:
+        return list(module.parameters())
 
 
 def over(count: int) -> str:

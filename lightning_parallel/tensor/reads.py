@@ -53,23 +53,24 @@ class ReadsOfShards(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if torch.compiler.is_compiling():
             return result
-        given = [id(tensor) for tensor in _tensors((args, kwargs)) if id(tensor) in self._names]
+        given = [id(tensor) for tensor in tensors_in((args, kwargs)) if id(tensor) in self._names]
         # A result without a gradient (a shape, a copy for an average) can't change what is trained.
-        made = given and any(t.requires_grad and id(t) not in self._names for t in _tensors(result))
+        made = given and any(t.requires_grad and id(t) not in self._names for t in tensors_in(result))
         for key in given if made else ():
             if not _runs(self._owners[key]):
                 self.found.setdefault(self._names[key], resolve_name(func) or getattr(func, "__name__", str(func)))
         return result
 
 
-def _tensors(value: Any) -> Iterable[Tensor]:
+def tensors_in(value: Any) -> Iterable[Tensor]:
+    """The tensors among the arguments of a function, or in what it returned."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
+        yield from tensors_in(list(value.values()))
 
 
 def _runs(owners: list[nn.Module]) -> bool:

@@ -23,23 +23,25 @@ class Siblings:
     """Layers that are usually called with the same tensor, one after the other.
 
     Args:
-        count: the number of layers. After that many calls nothing is kept.
+        count: the number of layers. When all have been called, with one input or several, nothing is kept.
     """
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._calls = 0  # with the current input
+        self._called: set[int] = set()  # the layers, by id, since nothing was kept
         self._input: weakref.ref[Tensor] | None = None
         self._copy: Tensor | None = None
 
-    def copy(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def copy(self, x: Tensor, group: dist.ProcessGroup, layer: object) -> Tensor:
         """``functions.copy(x, group)``, the same tensor for all layers that are called with this very ``x``."""
+        if id(layer) in self._called:
+            self._called = set()  # in the forward before, not all were called
         if self._copy is None or self._input is None or self._input() is not x:
-            self._input, self._copy, self._calls = weakref.ref(x), functions.copy(x, group), 0
+            self._input, self._copy = weakref.ref(x), functions.copy(x, group)
         copy = self._copy
-        self._calls += 1
-        if self._calls == self._count:
-            self._input = self._copy = None
+        self._called.add(id(layer))
+        if len(self._called) == self._count:
+            self._called, self._input, self._copy = set(), None, None
         return copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

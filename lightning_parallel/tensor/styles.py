@@ -16,7 +16,7 @@
     copy, copy:64               stays whole; divided layers use its output (the last 64 features), so what comes back
                                 as the output's gradient is a part
     reduce                      stays, and returns a part of its output: the parts are summed
-    divide_input                stays, and gets its share of the input, since outputs are summed after it
+    divide_output               stays, and returns its share of the output, since outputs are summed after it
 
 A style that is listed in :data:`STYLES` can be named in a plan.
 """
@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from lightning_parallel.tensor.linear_styles import Column, GatheredColumn, Row, SharedHeads, SplitRow
-from lightning_parallel.tensor.module_styles import Copy, Divide, DivideInput, Embedding, Reduce, SumGradient
+from lightning_parallel.tensor.module_styles import Copy, Divide, DivideOutput, Embedding, Reduce, SumGradient
 from lightning_parallel.tensor.parameter_styles import Experts, Parameters
 from lightning_parallel.tensor.style import Style
 
@@ -37,7 +37,7 @@ STYLES: Mapping[str, type[Style]] = MappingProxyType(
         style.name: style
         for style in (
             Column, GatheredColumn, Row, SplitRow, SharedHeads, Embedding, Divide, SumGradient, Experts, Parameters,
-            Copy, Reduce, DivideInput,
+            Copy, Reduce, DivideOutput,
         )
     }
 )  # fmt: skip
@@ -56,7 +56,7 @@ OTHER_NAMES: Mapping[str, str] = MappingProxyType(
         "embedding_colwise": "embedding",
         "replicated_with_grad_allreduce": "sum_gradient",
         "all_reduce": "reduce",
-        "moe_identity_expert": "divide_input",
+        "moe_identity_expert": "divide_output",
     }
 )
 

@@ -31,6 +31,7 @@ from lightning_parallel.pipeline.actions import placement
 from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.engine import Engine
+from lightning_parallel.pipeline.normaliser import BatchLoss
 from lightning_parallel.pipeline.partitioning import partition
 from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.pipeline.stage import Stage
@@ -92,8 +93,10 @@ def _work(layers: nn.Sequential, batch: Tensor, microbatches: int) -> list[Micro
         return lambda: loss_of(layers(part))
 
     parts = torch.tensor_split(batch, microbatches)
+    loss = BatchLoss([len(part) for part in parts])
     return [
-        Microbatch(bind(part), 1 / microbatches, place=k, seed=k, begins_update=k == 0) for k, part in enumerate(parts)
+        Microbatch(bind(part), 1.0, loss, place=k, seed=k, ends_batch=k == microbatches - 1)
+        for k, part in enumerate(parts)
     ]
 
 

@@ -12,11 +12,8 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import override
-
-from lightning_parallel.shard import Shard
 
 
 class MuonAdamW(Optimizer):
@@ -34,7 +31,7 @@ class MuonAdamW(Optimizer):
         momentum: Muon's (Nesterov's).
 
     Raises:
-        ValueError: an option is out of range, or a group with ``muon=True`` has a parameter that isn't a whole matrix.
+        ValueError: an option is out of range, or a group with ``muon=True`` has a parameter that isn't a matrix.
     """
 
     def __init__(
@@ -91,21 +88,10 @@ class MuonAdamW(Optimizer):
 
 
 def _refuse(parameters: list[Tensor]) -> None:
-    """Refuse what Muon can't update: tensors that aren't matrices, and parts of matrices."""
+    """Refuse what Muon can't update: tensors that aren't matrices."""
     for parameter in parameters:
         if parameter.ndim != 2:
             raise ValueError(
                 f"muon=True for a parameter of shape {tuple(parameter.shape)}: Muon is for matrices. Put it into a "
                 f"group with muon=False."
-            )
-        if isinstance(parameter, DTensor):
-            raise ValueError(
-                f"Muon needs whole matrices, but that of shape {tuple(parameter.shape)} is sharded (fully_shard). Use "
-                f"AdamW (optimizer=adamw), or a strategy that leaves parameters whole, such as DDP."
-            )
-        shard = getattr(parameter, "shard", None)
-        if isinstance(shard, Shard):
-            raise ValueError(
-                f"Muon needs whole matrices, but that of shape {shard.shape} is divided over {shard.count} tensor "
-                f"ranks. Use AdamW (optimizer=adamw), or tensor_parallel=1."
             )

@@ -76,3 +76,11 @@ def test_shards_parts_and_copies_are_clipped_as_one_model(pool: WorkerPool, what
             expected = copy.grad if number == 2 else whole[2 * part + number].grad
             assert expected is not None
             torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)
+
+
+def test_a_norm_is_not_rounded_to_the_gradients_dtype() -> None:
+    """Else it would depend on how gradients are grouped: 16.0935, rounded to 16.125, gives another factor."""
+    parameter = nn.Parameter(torch.zeros(259, dtype=torch.bfloat16))
+    parameter.grad = torch.ones_like(parameter)
+    clip_by_norm([parameter], 1.0, counts=lambda parameter: True, replicas=None, parts=None, device=CPU)
+    assert parameter.grad[0] == torch.tensor(259**-0.5, dtype=torch.bfloat16)

@@ -40,6 +40,6 @@ def test_what_needs_all_stages_is_named(
     module: L.LightningModule, options: dict[str, Any], shared: list[str], reason: str | None
 ) -> None:
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **options)
-    found = list(reasons_to_wait(trainer, module, Precision(), shared, ()))
+    found = list(reasons_to_wait(trainer, module, Precision(), shared))
     assert len(found) == (reason is not None)
     assert reason is None or found[0].startswith(reason)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -60,7 +61,7 @@ class LooksAtTheRank(Net):
         x = first
         for layer in self.net[1:]:
             x = layer(x)
-        if self.trainer.is_global_zero:
+        if rank_zero_only.rank == 0:
             self.log("early", first.square().mean())
         assert F.cross_entropy(x, batch[1]).item() > 0
 
@@ -79,7 +80,7 @@ def test_what_only_the_last_stage_logs_reaches_it(pool: WorkerPool) -> None:
 
 class FailsOnOneRank(Net):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        if self.global_rank == 1:
+        if rank_zero_only.rank == 1:
             raise KeyError("mine")
         self.logits_and_loss(batch)
 

@@ -170,3 +170,21 @@ def test_after_an_error_rank_0_saves_without_the_others(pool: WorkerPool, tmp_pa
     resumed = pool.run(fails, 2, path, resume=True, init=False)
     assert len(whole[0]) == STEPS and [len(rank) for rank in resumed] == [STEPS - SAVED] * 2
     assert resumed[0] == whole[0][SAVED:]
+
+
+class Unlucky(Callback):
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        raise ValueError("no luck")
+
+
+def test_a_resumed_run_that_fails_at_its_start_leaves_nothing_to_the_next_one(tmp_path: Path) -> None:
+    run("auto", 1, None, SavesIn("on_train_batch_end", tmp_path / "x.ckpt", SAVED), lp.ExactResume())
+    made = L.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, max_epochs=3, callbacks=[lp.Preemption(), lp.ExactResume(), Unlucky()],
+    )  # fmt: skip
+    loops = made.fit_loop, made.fit_loop.epoch_loop
+    before = [set(vars(loop)) for loop in loops]
+    with pytest.raises(ValueError, match="no luck"):
+        made.fit(Remembers(), ckpt_path=tmp_path / "x.ckpt")
+    assert [set(vars(loop)) for loop in loops] == before

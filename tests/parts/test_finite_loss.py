@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -46,7 +47,7 @@ class Model(pl.LightningModule):
         loss = nn.functional.mse_loss(self.last(self.second(self.first(x)).tanh()), y)
         now = self.trainer.fit_loop.total_batch_idx in self.wrong
         # Constant: the gradients, and with them the other ranks' and batches' losses, stay finite.
-        return loss + self.value if now and self.rank in (None, self.global_rank) else loss
+        return loss + self.value if now and self.rank in (None, rank_zero_only.rank) else loss
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.ended += 1

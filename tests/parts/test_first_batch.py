@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -108,10 +110,32 @@ def test_a_loader_of_the_next_fit_is_not_mistaken_for_the_last() -> None:
     assert all(batch[0].min() >= 100 and len(batch[0]) == 6 for batch in module.seen[-2:])
 
 
+class FailsOnce(Net):
+    failed = False
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if not self.failed:
+            self.failed = True
+            raise ValueError("no luck")
+        return super().configure_optimizers()
+
+
+def test_after_an_error_at_set_up_the_module_is_asked_for_its_loaders_again() -> None:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=PipelineStrategy(microbatches=1), **quiet)
+    module = FailsOnce("plain")
+    with pytest.raises(ValueError, match="no luck"):
+        trainer.fit(module)
+    module.loader, module.seen = "shuffled", []
+    trainer.fit(module)
+    assert module.asked == 2 and module.seen
+
+
 class Tried(SingleDeviceStrategy):
     """Runs the first step ahead, twice, before Lightning sets the module up."""
 
     sizes: list[int]
+    collectives = SimpleNamespace(inside_look=nullcontext)  # one process meets nobody
 
     def setup(self, trainer: L.Trainer) -> None:
         module, self.sizes = trainer.lightning_module, []

@@ -14,6 +14,7 @@ from torchmetrics import Accuracy, MeanMetric
 
 from lightning_parallel.batch import batch_size, sizes, split
 from lightning_parallel.parts.logs import LogRecorder
+from lightning_parallel.pipeline.normaliser import BatchLoss, Rule
 
 
 class Logging(L.LightningModule):
@@ -216,21 +217,14 @@ def test_recorders_of_parts_join_into_one() -> None:
 
 def test_what_equals_the_loss_is_weighted_as_the_loss() -> None:
     recorder = LogRecorder()
-    recorder.loss_weights = [3.0, 1.0]
-    losses = [torch.tensor(1.0), torch.tensor(5.0)]
-    for loss in losses:
+    batch = BatchLoss([1, 1], given=[3.0, 1.0])
+    losses = [torch.tensor(1.0, requires_grad=True) * 1, torch.tensor(5.0, requires_grad=True) * 1]
+    for place, loss in enumerate(losses):
+        batch.add(place, loss)
         recorder.log("loss", loss)
         recorder.log("number", loss.item())
         recorder.log("other", loss * 2)
+        recorder.log("tried", loss * 2)
     calls: dict[str, float] = {}
-    recorder.replay(lambda name, value, **_: calls.update({name: float(value)}), losses)
-    assert calls == {"loss": 2.0, "number": 2.0, "other": 6.0}
-
-
-def test_what_is_divided_by_the_batch_s_number_is_weighted_by_samples() -> None:
-    recorder = LogRecorder()
-    recorder.counts_by_samples = lambda value: True
-    for value, given in ((1.0, 10), (4.0, 20)):
-        recorder.log("loss", torch.tensor(value), batch_size=given)
-    ((_, value, options),) = replayed(recorder)
-    assert value.item() == 2.5 and options["batch_size"] == 30
+    recorder.replay(lambda name, value, **_: calls.update({name: float(value)}), batch, {"tried": Rule.COUNTS})
+    assert calls == {"loss": 2.0, "number": 2.0, "other": 6.0, "tried": 4.0}

@@ -21,9 +21,7 @@ def highest_on_the_host() -> int:
         made = Meeting(3, timedelta(seconds=20))
     finally:
         dist.get_backend = backend
-    found = made.highest(dist.get_rank())
-    made.end()
-    return found
+    return made.highest(dist.get_rank())
 
 
 def test_on_gpus_the_ranks_meet_on_the_host(pool: WorkerPool) -> None:
@@ -33,9 +31,7 @@ def test_on_gpus_the_ranks_meet_on_the_host(pool: WorkerPool) -> None:
 def highest_of_many(numbers: list[int]) -> list[int]:
     with patch.object(meeting, "_IN_ONE_RING", 1):
         made = Meeting(len(numbers), timedelta(seconds=20))
-        found = [made.highest(numbers[(dist.get_rank() + turn) % len(numbers)]) for turn in range(3)]
-        made.end()
-    return found
+        return [made.highest(numbers[(dist.get_rank() + turn) % len(numbers)]) for turn in range(3)]
 
 
 @pytest.mark.parametrize("numbers", [[0, 1, 0, 0], [2, 0, 0], [0, 0, 0, 0]])

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
@@ -27,7 +24,6 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 
-from lightning_parallel.parts.metric_board import MetricBoard
 from tests.pool import WorkerPool
 from tests.strategies.observed import Net, Observed, Reader, loader, make_trainer
 from tests.thorough import thorough
@@ -516,55 +512,3 @@ def attributes_after_fit() -> set[str]:
     make_trainer("sync", []).fit(module, loader(), loader(8, 4, 5))
     assert isinstance(module.net, nn.Sequential)
     return {name for name in vars(module).keys() - before if callable(getattr(module, name))}
-
-
-# -- on GPUs -------------------------------------------------------------------------------------------------
-
-
-def published(device: str) -> list[tuple[dict[str, Any], bool]]:
-    """Three steps' metrics as they arrive, with a group for the host beside that of the devices. On the meta device
-    there are no values that a host could read, and nothing is sent."""
-    host = dist.new_group([0, 1])
-    trainer = SimpleNamespace(callback_metrics={}, should_stop=False, _results=None)
-    board = MetricBoard(trainer, dist.group.WORLD, host, 0, torch.device(device))  # type: ignore[arg-type]
-    broadcast = dist.broadcast
-
-    def launched(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-        return SimpleNamespace(wait=bool) if tensor.is_meta else broadcast(tensor, *args, **options)
-
-    seen = []
-    with patch.object(dist, "broadcast", launched):
-        for step in range(3):
-            loss = torch.tensor(1.5 + step, device=device) if dist.get_rank() == 0 else None
-            if loss is not None:
-                names = ["accuracy", "count"][: 1 + step // 2]
-                trainer.callback_metrics = {n: torch.tensor(3 + i, device=device) for i, n in enumerate(names)}
-                trainer.should_stop = step == 2
-            metrics = {"loss": board.publish_step(loss), **trainer.callback_metrics}
-            plain = {n: (v.dtype, v.device.type, None if v.is_meta else v.item()) for n, v in metrics.items()}
-            seen.append((plain, trainer.should_stop))
-    return seen
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_step_s_metrics_are_the_source_s_where_the_host_has_a_group_of_its_own(
-    pool: WorkerPool, device: str
-) -> None:
-    """On the meta device, whatever read a value would fail."""
-    source, other = pool.run(published, 2, device)
-    assert source == other and [stop for _, stop in other] == [False, False, True]
-    assert list(other[2][0]) == ["loss", "accuracy", "count"] and other[0][0]["accuracy"][:2] == (torch.int64, device)
-
-
-def test_gpus_that_share_a_group_with_the_host_get_all_in_one_message() -> None:
-    """Over gloo: the flags join the values where these are."""
-    metrics = {"accuracy": torch.ones((), device="meta")}
-    trainer = SimpleNamespace(callback_metrics=metrics, should_stop=False, _results=None)
-    group: Any = object()
-    with patch.object(dist, "get_rank", return_value=0):
-        board = MetricBoard(trainer, group, group, 0, torch.device("meta"))  # type: ignore[arg-type]
-    board._form = [("", torch.float32), ("accuracy", torch.float32)]
-    sent: list[torch.Tensor] = []
-    with patch.object(dist, "broadcast", lambda message, *_, **__: sent.append(message) or SimpleNamespace(wait=bool)):
-        board.publish_step(torch.ones((), device="meta"))
-    assert [(message.device.type, message.shape) for message in sent] == [("meta", (4,))]

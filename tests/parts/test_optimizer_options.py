@@ -60,7 +60,7 @@ def test_a_rate_that_is_a_tensor_is_kept_as_it_was_and_stays_the_scheduler_s() -
 
 
 class Counting(torch.optim.SGD):
-    """Writes to its groups, as schedule-free optimizers and Prodigy do: a count, a sum of rates, an estimate."""
+    """Writes to its groups, as schedule-free optimizers do: a count, a sum of rates, an estimate."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, lr=lr)

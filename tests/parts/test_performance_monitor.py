@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import PerformanceMonitor
 from lightning_parallel.parts.performance import content, memory_in_use
+from lightning_parallel.parts.performance_monitor import _texts
 from tests.flops import flop_counter
 from tests.pool import WorkerPool
 from tests.strategies.harness import ALL, make_trainer, train
@@ -116,13 +117,13 @@ class Given(BoringModel):
     flops_per_batch = 7000
 
 
-def fit(module: L.LightningModule, **given: Any) -> dict[int, dict[str, float]]:
+def fit(module: L.LightningModule, peak: float = PEAK, **given: Any) -> dict[int, dict[str, float]]:
     kept = Kept()
     arguments: dict[str, Any] = {"val_check_interval": 3, "limit_val_batches": 0, "log_every_n_steps": 5} | given
     L.Trainer(
         accelerator="cpu", devices=1, max_steps=-1, max_epochs=1, limit_train_batches=6, logger=kept,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[PerformanceMonitor(PEAK)], **arguments,
+        callbacks=[PerformanceMonitor(peak)], **arguments,
     ).fit(module)  # fmt: skip
     return kept.figures
 
@@ -135,6 +136,18 @@ def test_validation_does_not_count() -> None:
 def test_the_operations_of_a_batch_may_be_given() -> None:
     (found,) = fit(Given()).values()
     assert found["mfu"] * PEAK / found["samples_per_second"] == pytest.approx(7000)
+
+
+def test_a_utilisation_of_more_than_all_there_is_is_not_told() -> None:
+    (found,) = fit(Given(), peak=1.0).values()
+    assert {*found} == {"samples_per_second", "memory_gib/rank0"}
+
+
+def test_the_progress_bar_says_whether_a_bubble_was_measured() -> None:
+    theory: dict[str, float] = {"samples_per_second": 1.0, "memory_gib/rank0": 1.0, "bubble_theory": 0.25}
+    texts = {"samples/s": "1", "memory": "1.00 GiB"}
+    assert _texts(theory, "samples") == texts | {"bubble_theory": "25.0%"}
+    assert _texts(theory | {"bubble_measured": 0.375}, "samples") == texts | {"bubble_measured": "37.5%"}
 
 
 def test_a_first_batch_with_nothing_in_it_has_no_utilisation() -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import lightning_parallel as lp
 from lightning_parallel.layout import Layout
 from lightning_parallel.parts import schedule_choice
-from lightning_parallel.parts.schedule_choice import cgroup_limits, flops_per_second, memory_for_activations
+from lightning_parallel.parts.schedule_choice import cgroup_limits, flops_per_second, memory_for_activations, share_of
 from tests.pool import WorkerPool
 
 
@@ -207,6 +207,29 @@ def alone(data: Tensor) -> float:
 def test_a_device_s_speed_is_in_flops_per_second() -> None:
     """Between those of the slowest and of the fastest machine, not in another unit."""
     assert 1e8 < flops_per_second(torch.device("cpu")) < 1e14
+
+
+def test_a_device_s_speed_is_that_of_the_products_that_nothing_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first products, and most of the others, take a time slice of another process longer."""
+    now, read = 0.0, 0
+
+    def clock() -> float:
+        nonlocal now, read
+        read += 1
+        now += 0.001 if read % 7 == 0 else 0.021
+        return now
+
+    monkeypatch.setattr("lightning_parallel.parts.schedule_choice.time.perf_counter", clock)
+    monkeypatch.setattr("lightning_parallel.parts.schedule_choice._TIMED", 1.0)
+    assert flops_per_second(torch.device("cpu")) * 1.001 >= 2 * 256**3 / 0.001
+    assert flops_per_second(torch.device("cpu")) <= 2 * 512**3 / 0.001 * 1.001
+
+
+def test_ranks_share_a_gpu_and_the_cores_that_there_are_too_few_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(6))
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    assert [share_of(torch.device("cpu"), ranks) for ranks in (1, 3, 6)] == [1, 1, 0.5]
+    assert share_of(torch.device("cuda"), 4) == 0.25
 
 
 def test_measured_times_are_of_a_forward_and_a_backward() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -21,6 +22,13 @@ from lightning_parallel.pipeline.absent import (
 )
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def process_of_its_own() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -343,3 +351,27 @@ def test_operations_on_lists_are_done_where_values_are() -> None:
     assert [type(x) is AbsentTensor for x in torch._foreach_norm(values)] == [False, True, False]
     with pytest.raises(AbsentValueError):
         torch._foreach_add_([here, here.clone()], [there, here])
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+def test_a_collective_on_absent_tensors_meets_nobody_and_keeps_the_origins(
+    process_of_its_own: None, absent: AbsentTensor
+) -> None:
+    other = absent_like(absent, "the output of 'near'")
+    dist.all_gather([other], absent)
+    assert other.origins == {"the output of 'far'", "the output of 'near'"}
+    dist.all_reduce(absent)
+    assert first_absent(absent) is absent
+
+
+def test_a_collective_does_not_leave_a_zero_where_a_value_is_absent(
+    process_of_its_own: None, absent: AbsentTensor
+) -> None:
+    for gather in (
+        lambda: dist.all_gather([torch.zeros(3, 4)], absent),
+        lambda: dist.all_gather_into_tensor(torch.zeros(3, 4), absent),
+    ):
+        with pytest.raises(AbsentValueError, match="far"):
+            gather()

@@ -183,6 +183,44 @@ def test_answers_are_kept_for_the_inputs_that_came_last() -> None:
     assert module.calls == 2 + 3 * ANSWERS_KEPT  # what came long ago was forgotten
 
 
+class Settings:
+    """An object of a class that torch's containers don't know."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.seen: list[Any] = []
+
+
+class Narrow(nn.Module):
+    """Its output's shape is in an object; it hands that on, or one that it makes."""
+
+    def __init__(self, makes: bool = False) -> None:
+        super().__init__()
+        self.makes = makes
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, settings: Settings) -> tuple[Tensor, Settings]:
+        return self.layer(x)[:, : settings.width], Settings(settings.width) if self.makes else settings
+
+
+def test_what_an_object_says_of_shapes_counts() -> None:
+    forward = absent_forward(made_absent(Narrow()), "far")
+    settings, x = Settings(2), torch.ones(3, 4)
+    assert forward(x, settings)[0].shape == (3, 2)
+    assert forward(x, Settings(3))[0].shape == (3, 3)
+    settings.width = 1
+    assert forward(x, settings)[0].shape == (3, 1)
+
+
+@pytest.mark.parametrize("makes", [False, True])
+def test_an_object_in_an_answer_is_this_call_s(makes: bool) -> None:
+    forward = absent_forward(made_absent(Narrow(makes)), "far")
+    x, given = torch.ones(3, 4), [Settings(2), Settings(2)]
+    answers = [forward(x, settings)[1] for settings in given]
+    assert answers[0] is not answers[1]
+    assert makes or answers == given
+
+
 def test_the_answer_follows_autocast_and_the_mode() -> None:
     module = made_absent(Counting(4, 2))
     forward = absent_forward(module, "far")

@@ -26,6 +26,7 @@ from lightning_parallel.pipeline.channel import Sender
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.ends import Ends
 from lightning_parallel.pipeline.engine import Engine
+from lightning_parallel.pipeline.normaliser import BatchLoss
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.partitioning import partition
 from lightning_parallel.pipeline.schedule import SCHEDULES
@@ -83,10 +84,10 @@ class Rank:
         self.copies: list[int] = []  # older versions that are kept, at each forward and after each update
 
     def work(self, batch: Tensor, sizes: Sequence[int], first: int = 0) -> dict[int, Microbatch]:
-        parts = batch.split(list(sizes))
+        parts, loss = batch.split(list(sizes)), BatchLoss(sizes)
         return {
             first + k: Microbatch(
-                partial(self._step, part), len(part) / len(batch), place=k, seed=first + k, begins_update=k == 0
+                partial(self._step, part), 1.0, loss, place=k, seed=first + k, ends_batch=k == len(sizes) - 1
             )
             for k, part in enumerate(parts)
         }
@@ -749,19 +750,19 @@ def gradient_in_halves(count: int, batches: int) -> tuple[float, float]:
     weight.register_hook(lambda gradient: grown.append(float(gradient)))
     engine = Engine(stage, layout, Groups(layout).links(), CPU, loss_of=lambda loss: loss)
 
-    def microbatch(number: int, place: int) -> Microbatch:
-        return Microbatch(
-            partial(model, torch.ones(1, 1)), 1 / count, place=place, seed=number, begins_update=number == 0
-        )
-
     size = count // batches
+
+    def microbatch(place: int, loss: BatchLoss) -> Microbatch:
+        step = partial(model, torch.ones(1, 1))
+        return Microbatch(step, 1.0, loss, place=place, seed=place, ends_batch=place == size - 1)
+
     for _ in range(2):
         weight.grad = None
-        for batch in range(batches):
-            work = {place: microbatch(batch * size + place, place) for place in range(size)}
-            engine.run(SCHEDULES["gpipe"](1, size)[0], work)
-    assert weight.grad is not None
-    return float(weight.grad), max(abs(each * count - 1) for each in grown)
+        for _ in range(batches):
+            loss = BatchLoss([1] * size, batches=batches)
+            engine.run(SCHEDULES["gpipe"](1, size)[0], {place: microbatch(place, loss) for place in range(size)})
+    assert weight.grad is not None and isinstance(loss.factor, float)
+    return float(weight.grad) * loss.factor, max(abs(each * count * loss.factor - 1) for each in grown)
 
 
 @pytest.mark.parametrize(("count", "batches"), [(3, 1), (24, 1), (100, 1), (24, 24), (24, 12), (12, 3)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import defaultdict, deque
 from queue import Queue
 from types import SimpleNamespace
@@ -147,3 +148,19 @@ def test_libraries_own_objects_are_left_alone() -> None:
     with StateKept(module):
         module.queue.put(1)  # by a thread, say
     assert module.queue.get_nowait() == 1
+
+
+def test_data_that_a_module_keeps_in_lists_is_not_copied_at_every_look() -> None:
+    """A corpus of tokens, of which a list within a list has a thousand. What is less deep is found beside it."""
+    module = nn.Module()
+    module.corpus = [[0.5] * 1000 for _ in range(5000)]
+    module.counts = {"train": [0]}
+    tracemalloc.start()
+    try:
+        with StateKept(module):
+            module.counts["train"].append(1)
+            _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert module.counts == {"train": [0]}
+    assert peak < 10e6  # bytes; a million items, where all are five

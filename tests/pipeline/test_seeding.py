@@ -84,6 +84,8 @@ def test_a_layer_leaves_the_generator_as_if_it_had_drawn_one_number_whatever_it_
     with GENERATORS.seeded(1):
         seeds = [draw_seed() for _ in range(100)]
     assert len(set(seeds)) == 100
+    with GENERATORS.seeded(1), torch.device("meta"):  # on a GPU the host would wait for each
+        assert [draw_seed() for _ in range(100)] == seeds
 
 
 def draw() -> tuple[float, float]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -165,3 +166,22 @@ def test_what_escapes_from_a_unit_is_told(kept: bool) -> None:
     found = seen(Model())
     escaped = found.end & set(found.escapes)
     assert escaped == ({"the output of 'stem.layer'", "a value inside 'stem'"} if kept else set())
+
+
+def test_a_signal_while_the_step_goes_on_ends_the_look() -> None:
+    """Lightning raises a SystemExit of its own in the handler. One that the step raises doesn't end it."""
+
+    class Stopped(Net):
+        error: type[SystemExit] = SystemExit
+
+        def step(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            if not x.isfinite().all():
+                raise self.error
+            return x.sum()
+
+    model = Stopped()
+    assert isinstance(seen(model, plain_values=True).stopped, AbsentValueError)
+    model.error = SIGTERMException
+    with pytest.raises(SIGTERMException):
+        seen(model, plain_values=True)

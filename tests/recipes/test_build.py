@@ -110,7 +110,7 @@ def test_a_null_reaches_a_strategy_whose_default_is_another_value(correction: An
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_parallel.AsyncPipelineStrategy", Spy)
-        build.strategy(composed(f"strategy.correction={text}"))
+        build.strategy(composed("strategy=pipeline_async", f"strategy.correction={text}"))
     assert given["correction"] == correction
 
 

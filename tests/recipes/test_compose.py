@@ -8,7 +8,7 @@ import torch
 from omegaconf import OmegaConf
 
 from recipes.compose import check, started_several_times
-from tests.recipes.test_configs import composed
+from tests.recipes.test_configs import NOWHERE, composed
 
 
 def told(*overrides: str, multirun: bool = False) -> list[str]:
@@ -72,7 +72,7 @@ def test_the_resolved_config_is_plain_and_has_absolute_paths() -> None:
     config = composed("paths.data_dir=somewhere")
     assert type(config["optimizer"]["betas"]) is list
     assert config["data"]["directory"] == str(Path("somewhere").absolute())
-    assert config["callbacks"]["checkpoint"]["dirpath"] == "OUT/checkpoints"
+    assert config["callbacks"]["checkpoint"]["dirpath"] == f"{NOWHERE}/checkpoints"
 
 
 def test_a_group_without_an_option_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.utils import get_class
 
@@ -38,6 +40,7 @@ TAKE_TOKENS = ("gpt", "hf")
 CUSTOM = {"model": "lightning.pytorch.demos.boring_classes.BoringModel", "data": "lightning.LightningDataModule"}
 TIMM = ["model.architecture=vit_tiny_patch16_224", "model.classes=10"]
 # timm is in an environment of its own, where only the tests marked for it run.
+NOWHERE = Path("/dev/null/run")  # of configs that tests only read: what writes there by mistake fails
 NOT_THERE = 'timm and torchvision not installed; pip install ".[recipes,images]"'
 WITHOUT_TIMM = [] if importlib.util.find_spec("timm") else [NOT_THERE]
 
@@ -49,9 +52,10 @@ def hf_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def composed(*overrides: str) -> dict[str, Any]:
+def composed(*overrides: str, folder: Path = NOWHERE) -> dict[str, Any]:
+    """The config of a run in ``folder``, whose data are beside that."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return resolved(compose("train", overrides=list(overrides)), "OUT")
+        return resolved(compose("train", overrides=[f"paths.data_dir={folder.parent}/data", *overrides]), str(folder))
 
 
 def problems(*overrides: str) -> list[Problem | str]:
@@ -134,6 +138,20 @@ def test_help_names_every_option_of_every_group() -> None:
         assert {group, *options} <= words, group
 
 
+def test_help_names_the_default_of_every_group_first() -> None:
+    config = (CONF / "train.yaml").read_text()
+    groups = config.split("(the first option is the default)")[1].split("Examples")[0]
+    first = dict(re.findall(r"^ {10}(\w+) +(\w+)", groups, re.MULTILINE))
+    defaults = {group: option for each in yaml.safe_load(config)["defaults"][1:] for group, option in each.items()}
+    assert {group: first[group] for group, option in defaults.items() if option} == {
+        group: option for group, option in defaults.items() if option
+    }
+
+
+def test_the_default_strategy_gives_the_numbers_of_one_process() -> None:
+    assert composed()["strategy"]["_target_"] == "lightning_parallel.PipelineStrategy"
+
+
 CHOSEN = {
     "pipeline_naive": {"schedule": "naive", "microbatches": 1},
     "pipeline_sync": {"schedule": "gpipe"},
@@ -157,7 +175,7 @@ def test_a_strategy_s_config_has_every_setting_of_the_strategy_with_its_default(
 def test_the_experiment_is_a_recipe_whose_every_choice_can_be_overridden() -> None:
     plain, recipe = composed(), composed("experiment=async_quality")
     assert "experiment" not in plain and "experiment" not in recipe
-    assert recipe["strategy"] == plain["strategy"]  # as it comes
+    assert recipe["strategy"] == composed("strategy=pipeline_async")["strategy"]  # as it comes
     assert recipe["optimizer"]["_target_"] == "recipes.models.muon.MuonAdamW"
     assert recipe["scheduler"]["name"] == "cosine"
     assert (

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from recipes import ROOT, record
 from recipes.launchers.launcher import WorkersFailed
@@ -39,7 +40,7 @@ class FailsOnRankOne(L.LightningModule):
         self.layer = torch.nn.Linear(64, 10)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.global_rank == 1:
+        if rank_zero_only.rank == 1:
             raise ValueError("no luck today")
         dist.barrier()
         images, labels = batch

@@ -36,10 +36,7 @@ def fit(folder: Path, logger: Logger, steps: int, resume: bool = False) -> None:
 
 def made(folder: Path, *overrides: str) -> Logger:
     """The logger of a config, as each attempt of a run makes it."""
-    config = composed("strategy=single", *overrides, f"paths.log_dir={folder}")
-    for node in config["logger"].values():
-        node |= {key: str(folder) for key in ("folder", "save_dir") if key in node}
-    (logger,) = loggers(config)
+    (logger,) = loggers(composed("strategy=single", *overrides, folder=folder))
     return logger
 
 

@@ -43,10 +43,7 @@ def do(pool: WorkerPool, config: dict[str, Any]) -> Path:
 
 def trained(pool: WorkerPool, folder: Path, *overrides: str) -> Path:
     line = [*SMALL, *overrides]
-    config = composed(*line)
-    config["paths"] |= {"output_dir": str(folder), "data_dir": str(folder.parent / "data")}
-    config["data"] |= {"directory": config["paths"]["data_dir"]} if "directory" in config["data"] else {}
-    config["callbacks"]["checkpoint"]["dirpath"] = str(folder / "checkpoints")
+    config = composed(*line, folder=folder)
     do(pool, config)
     record.update(folder, overrides=[*line, f"paths.data_dir={config['paths']['data_dir']}"])
     return folder

@@ -60,7 +60,8 @@ def test_a_value_that_the_asynchronous_rules_have_not_is_refused(override: str, 
 
 @pytest.mark.parametrize("correction", ["error_feedback", "second_order", "0", "0.7", "null"])
 def test_every_correction_is_accepted(correction: str) -> None:
-    assert problems(f"strategy.correction={correction}", "strategy.weights=2bw", "strategy.lr_discount=100") == []
+    settings = (f"strategy.correction={correction}", "strategy.weights=2bw", "strategy.lr_discount=100")
+    assert problems("strategy=pipeline_async", *settings) == []
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 import yaml
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from recipes import record
 from recipes.launchers import watch
@@ -30,7 +31,7 @@ class StopsOnRankOne(FailsOnRankOne):
     """Rank 1 stops in its first step; the others wait for it until their timeout."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.global_rank == 1:
+        if rank_zero_only.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         return super().training_step(batch, batch_idx)
 

@@ -25,8 +25,8 @@ from tests.recipes.test_launch import TINY
 
 def resolved(folder: Path, strategy: str) -> Path:
     """A resolved config whose run nobody has started to record, as under torchrun."""
-    config = composed(f"strategy={strategy}", "callbacks=none", "logger=none", "test=true", *TINY)
-    config["paths"] |= {"output_dir": str(folder / "run"), "data_dir": str(folder / "data")}
+    words = [f"strategy={strategy}", "callbacks=none", "logger=none", "test=true", *TINY]
+    config = composed(*words, folder=folder / "run")
     file = folder / record.CONFIG
     file.write_text(yaml.safe_dump(config))
     return file

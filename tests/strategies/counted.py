@@ -206,4 +206,4 @@ COUNTED = {
         PaddedLlama, Bert, Tokens, Masked, Selected, ClassWeights, LossInHead, Compiled, Noisy, Summed, InBatch,
     )
 } | {"BatchNormed": Normalised}  # fmt: skip
-EQUAL = ("PaddedLlama", "Bert", "Tokens", "Masked", "Selected", "ClassWeights", "LossInHead", "Compiled")
+EQUAL = ("PaddedLlama", "Tokens", "Masked", "ClassWeights", "LossInHead", "Summed", "Compiled")

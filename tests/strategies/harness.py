@@ -61,9 +61,13 @@ class Report:
 class Witness(Callback):
     def __init__(self, report: Report) -> None:
         self.report = report
+        self.losses: list[Tensor] = []
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        self.report.losses = [float(loss) for loss in self.losses]
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *args: Any) -> None:
-        self.report.losses.append(float(outputs["loss"]))
+        self.losses.append(outputs["loss"])  # to be read after the run: a stage would wait for it here
 
     def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
         self.report.gradients.append({n: complete(p.grad) for n, p in here(module).items() if p.grad is not None})

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import SumMetric
@@ -191,13 +192,13 @@ class DrawsByRank(ShardableLlama):
     """Noise on the loss from a generator that is seeded by rank."""
 
     def loss(self, batch: Any) -> Tensor:
-        noise = torch.rand((), generator=torch.Generator().manual_seed(self.global_rank))
+        noise = torch.rand((), generator=torch.Generator().manual_seed(rank_zero_only.rank))
         return super().loss(batch) + 0.01 * noise
 
 
 class DrawsInValidation(ShardableLlama):
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch) + self.global_rank
+        return self.loss(batch) + rank_zero_only.rank
 
 
 class LogsShards(ShardableLlama):
@@ -221,7 +222,7 @@ class Fails(ShardableLlama):
     """Rank 1 raises in the second batch, while the others go on to sum with it."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if batch_idx == 1 and self.global_rank == 1:
+        if batch_idx == 1 and rank_zero_only.rank == 1:
             raise ValueError("no luck")
         return super().training_step(batch, batch_idx)
 

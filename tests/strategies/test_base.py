@@ -164,7 +164,7 @@ def dropout_masks(strategy: str, microbatches: int, seed: int) -> dict[str, list
 
     def note(name: str) -> Any:
         def hook(layer: nn.Module, args: Any, output: Tensor) -> None:
-            if not isinstance(output, AbsentTensor):
+            if layer.training and not isinstance(output, AbsentTensor):  # not where a loss is tried
                 masks.setdefault(name, []).append((output != 0).float().flatten().tolist())
 
         return hook

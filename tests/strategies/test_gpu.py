@@ -71,5 +71,6 @@ def test_mixed_precision_on_a_gpu_is_near_float32(pool: WorkerPool, precision: s
 @pytest.mark.gpu
 def test_a_gpu_each_over_nccl_trains_as_one_process(pool: WorkerPool) -> None:
     stages = min(torch.cuda.device_count(), 4)
-    if stages >= 2:  # with one GPU, stages share it: the tests above
-        assert_same_run(pool, [f"cuda:{i}" for i in range(stages)], "GPT2", 1e-10)
+    if stages < 2:  # stages share it: the tests above
+        pytest.skip(f"needs two GPUs; found {stages}")
+    assert_same_run(pool, [f"cuda:{i}" for i in range(stages)], "GPT2", 1e-10)

@@ -41,8 +41,11 @@ IN_HOST_MEMORY = {
     "meeting.py highest": "what ranks tell each other of signals",
     "message.py __init__": "the words of a packet",
     "metric_board.py _receive": "the flags before a step's metrics; over NCCL, from host to host",
-    "recording.py _known": "what a microbatch's own divisor is; only compared on a CPU",
-    "loss_terms.py foreseen": "the number of labels that count; only read on a CPU, to be compared",
+    "common_stop.py _taken": "whether another stage wants to stop, from host to host",
+    "common_stop.py agree": "whether a replica wants to stop, from host to host",
+    "late_values.py _take": "the names of metrics, from host to host",
+    "late_values.py <dictcomp>": "metrics of the progress bar, which came from host to host",
+    "loss_graph.py number_of": "what a microbatch's loss averages over; on a GPU it stays there",
     "summing.py summed_over": "which gradients of shared parameters there are; over NCCL, from host to host",
     "uses.py compare": "whether replicas have used the same modules, from host to host",
     "region.py enter": "the state of torch's generator",
@@ -52,7 +55,8 @@ ONCE_A_BATCH = {
     "logger_connector.py update_train_step_metrics": "Lightning's: metrics of loggers, at log intervals",
 }
 # In a batch, of all of them; so many would not be reached by one that is read for each layer or parameter.
-AT_MOST = {"optimizer.py _get_value": 200, "seeding.py draw_seed": 100, "region.py enter": 20, "message.py __init__": 8}
+AT_MOST = {"optimizer.py _get_value": 200, "seeding.py draw_seed": 100, "region.py enter": 20, "message.py __init__": 8,
+            "loss_graph.py number_of": 12}
 
 
 class Watch(Callback):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -86,12 +87,23 @@ def eager(stages: int, microbatches: int) -> Schedule:
     return schedule
 
 
+@dataclass
+class Eager:
+    """A schedule with settings. Python gives no hash to a dataclass that can change."""
+
+    more: int
+
+    def __call__(self, stages: int, microbatches: int) -> Schedule:
+        return eager(stages, microbatches)
+
+
 def forgetful(stages: int, microbatches: int) -> Schedule:
     return one_f_one_b(stages, microbatches - 1)
 
 
-def test_a_schedule_of_one_s_own_is_a_function_that_makes_lists(pool: WorkerPool, single: Any) -> None:
-    options = {"schedule": eager, "microbatches": 4}
+@pytest.mark.parametrize("schedule", [eager, Eager(more=1)], ids=["function", "object"])
+def test_a_schedule_of_one_s_own_is_a_function_that_makes_lists(pool: WorkerPool, single: Any, schedule: Any) -> None:
+    options = {"schedule": schedule, "microbatches": 4}
     assert_equal(pool.run(train, 3, "LeNet", "sync", options, init=False), single("LeNet"))
 
 

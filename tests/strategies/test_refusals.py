@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -374,7 +375,7 @@ def test_a_rank_that_dies_ends_the_others_within_seconds(
 def fit_while_one_is_silent(strategy: str) -> None:
     class Sleeps(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if self.trainer.global_rank == 1 and self.global_step == 1:
+            if rank_zero_only.rank == 1 and self.global_step == 1:
                 time.sleep(3)
             return super().training_step(batch, batch_idx)
 

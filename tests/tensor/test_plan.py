@@ -142,6 +142,6 @@ def test_styles_are_read_and_written() -> None:
     assert read_style("divide:num_heads,split_size") == Divide(attributes=("num_heads", "split_size"))
     for text in (
         "column", "column:3", "column_gather", "row", "row_split", "embedding", "divide:a,b/2", "sum_gradient",
-        "heads:2", "experts:up=1x2,down=2,bias=sum", "parameters:sinks=0", "copy", "copy:64", "reduce", "divide_input",
+        "heads:2", "experts:up=1x2,down=2,bias=sum", "parameters:sinks=0", "copy", "copy:64", "reduce", "divide_output",
     ):  # fmt: skip
         assert read_style(text).text == text

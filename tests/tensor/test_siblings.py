@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -63,21 +64,22 @@ def test_another_input_s_gradient_is_sent_by_itself(pool: WorkerPool) -> None:
     assert pool.run(compare, 2, True) == [2, 2]
 
 
-def nothing_is_kept() -> bool:
-    """Whether the input has been freed with the graph, once all layers have been called."""
+def nothing_is_kept(cross: bool) -> bool:
+    """Whether the inputs have been freed with the graph, once all layers have been called."""
     group = dist.group.WORLD
     assert group is not None
     model = Attention()
     shard_module(model, PLAN, group)
-    x = torch.randn(3, 6, requires_grad=True) * 1
-    loss = model(x).sum()
-    freed = weakref.ref(x)
-    del x
+    inputs = [torch.randn(3, 6, requires_grad=True) * 1 for _ in range(1 + cross)]
+    loss = model(*inputs).sum()
+    held = [weakref.ref(x) for x in inputs]
+    del inputs
     loss.backward()
     del loss
     gc.collect()
-    return freed() is None
+    return all(x() is None for x in held)
 
 
-def test_the_shared_copy_is_let_go(pool: WorkerPool) -> None:
-    assert pool.run(nothing_is_kept, 2) == [True, True]
+@pytest.mark.parametrize("cross", [False, True])
+def test_the_shared_copy_is_let_go(pool: WorkerPool, cross: bool) -> None:
+    assert pool.run(nothing_is_kept, 2, cross) == [True, True]

@@ -103,3 +103,48 @@ def test_what_a_style_does_not_override_leaves_the_module_as_it_is() -> None:
     assert style.divided_parameters(module) == {} and style.partial_parameters(module) == []
     with pytest.raises(ValueError, match="takes no options"):
         Nothing.read("3")
+
+
+class Scale(nn.Module):
+    """What an identity expert is, with a parameter; its input comes by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, *, hidden: Tensor) -> Tensor:
+        return hidden * self.scale
+
+
+class Mixture(nn.Module):
+    """Divided matrices, and a module that stays whole, in one sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(HIDDEN, WIDTH)), nn.Parameter(torch.randn(WIDTH, HIDDEN))
+        self.kept = Scale()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.up.T) @ self.down.T + self.kept(hidden=x)
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.mixture, self.head = nn.Embedding(11, WIDTH), Mixture(), nn.Linear(WIDTH, 11)
+
+    def configure_tensor_parallel(self) -> Plan:
+        return {"mixture": "experts:up=0,down=1", "mixture.kept": "divide_output"}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(self.mixture(self.embedding(tokens)))
+        return out
+
+
+def mixed_trains_as_the_whole() -> None:
+    assert dist.group.WORLD is not None
+    trains_as_the_whole(Mixed, dist.group.WORLD, False)
+
+
+def test_what_stays_whole_in_a_sum_counts_once_also_if_called_by_keyword(pool: WorkerPool) -> None:
+    pool.run(mixed_trains_as_the_whole, 2)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from tests.zoo.entry import Entry, Nature
@@ -13,7 +15,8 @@ from tests.zoo.handwritten.parts import Stack, rows
 
 
 def ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+    """Of the run; inside a step torch.distributed says how many replicas there are."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Perturbed(Stack):
@@ -47,7 +50,7 @@ class Sleeping(Stack):
     """A rank that never comes."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if ranks() > 1 and dist.get_rank() == 1 and batch_idx == 1:
+        if ranks() > 1 and rank_zero_only.rank == 1 and batch_idx == 1:
             time.sleep(600)
         return super().training_step(batch, batch_idx)
 

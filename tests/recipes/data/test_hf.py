@@ -240,10 +240,7 @@ TINY = [
 
 def run(pool: WorkerPool, folder: Path, *overrides: str) -> dict[str, Any]:
     """Run a recipe in the pool's processes. Returns its numbers."""
-    config = composed(*TINY, *overrides)
-    config["paths"] |= {"output_dir": str(folder), "data_dir": str(folder.parent / "data")}
-    config["data"]["directory"] = config["paths"]["data_dir"]
-    config["callbacks"]["checkpoint"]["dirpath"] = str(folder / "checkpoints")
+    config = composed(*TINY, *overrides, folder=folder)
     assert validate(config) == []
     folder.mkdir(exist_ok=True)
     launch.write(config)

@@ -158,9 +158,7 @@ TINY = [
 
 def run(pool: WorkerPool, folder: Path, *overrides: str) -> Path:
     """A run of a recipe, in the pool's processes; its folder."""
-    config = composed(*TINY, *overrides)
-    config["paths"] |= {"output_dir": str(folder), "data_dir": str(folder.parent / "data")}
-    config["callbacks"]["checkpoint"]["dirpath"] = str(folder / "checkpoints")
+    config = composed(*TINY, *overrides, folder=folder)
     assert validate(config) == []
     folder.mkdir()
     launch.write(config)
@@ -208,8 +206,7 @@ def test_adapters_are_exported_alone_or_merged(pool: WorkerPool, tmp_path: Path)
 def test_only_a_run_of_transformers_is_exported(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="no folder of a run"):
         export.main([str(tmp_path), str(tmp_path / "out")])
-    config = composed("model=gpt")
-    config["paths"]["output_dir"] = str(tmp_path)
+    config = composed("model=gpt", folder=tmp_path)
     launch.write(config)
     with pytest.raises(SystemExit, match="use python -m recipes.convert"):
         export.main([str(tmp_path), str(tmp_path / "out")])
@@ -273,8 +270,7 @@ def test_weights_that_are_missing_or_damaged_are_refused(tmp_path: Path) -> None
 
 def fake_run(folder: Path, *overrides: str) -> Path:
     """A run of a model as it begins, with a checkpoint."""
-    config = composed(*TINY, *overrides)
-    config["paths"]["output_dir"] = str(folder)
+    config = composed(*TINY, *overrides, folder=folder)
     folder.mkdir()
     launch.write(config)
     torch.save({"state_dict": build.model(config).state_dict()}, folder / "begin.ckpt")

@@ -1,0 +1,127 @@
+"""All ranks stop after the same batch, whichever of them sets ``trainer.should_stop``, and though some are ahead.
+
+The stage with the step's first chunk begins each batch before the others: they need what it sends. So it decides after
+each batch whether the run goes on, and the others wait for its answer before they begin the next one. What another
+stage wants gets to it in a message of each batch, which it reads as many batches later as it may be ahead::
+
+    first     batch 0, go on | batch 1, go on | batch 2, reads "stop" of batch 0: stop
+    last                     | batch 0: stop? | batch 1        | batch 2, stop
+
+If the first stage sets it, too, by a value that all have read, they stop after that very batch, as one process does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_parallel.collectives import guarded
+from lightning_parallel.groups import Groups
+from lightning_parallel.layout import Layout
+from lightning_parallel.parts.side_links import SideLinks
+from lightning_parallel.pipeline.channel import Receiver, Sender
+
+
+class CommonStop:
+    """``trainer.should_stop``, the same on all ranks between two batches.
+
+    Args:
+        trainer: whose it is.
+        senders: on the deciding stage to each other one; on the others to it.
+        receivers: from the same stages.
+        decides: is this rank's stage the deciding one?
+        peers: on that stage, the ranks of all copies of it; None if there is one.
+        ahead: how many batches stages may be ahead of each other.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        senders: Sequence[Sender],
+        receivers: Sequence[Receiver],
+        *,
+        decides: bool,
+        peers: dist.ProcessGroup | None,
+        ahead: Callable[[], int],
+    ) -> None:
+        self._trainer = trainer
+        self._senders, self._receivers = senders, receivers
+        self._decides, self._peers, self._ahead = decides, peers, ahead
+        self._unread = 0  # batches whose messages to the deciding stage haven't been read
+
+    def agree(self, *, meet: bool = False) -> None:
+        """After each batch's last hook. All ranks call it.
+
+        Args:
+            meet: all stages are at the same point, and nothing is left unread.
+
+        Raises:
+            PeerLostError: a stage has stopped.
+        """
+        mine = self._trainer.should_stop
+        if self._decides:
+            self._unread += 1
+            stop = torch.tensor(self._read(keep=0 if meet else self._ahead()) or mine)
+            if self._peers is not None:
+                guarded(dist.all_reduce, stop, dist.ReduceOp.MAX, self._peers)
+            self._send(stop)
+            self._trainer.should_stop = bool(stop)
+        else:
+            self._send(torch.tensor(mine))
+            self._trainer.should_stop = self._taken()
+        if meet:
+            for sender in self._senders:
+                sender.flush()
+
+    def _send(self, stop: Tensor) -> None:
+        for sender in self._senders:
+            sender.flush(keep=self._ahead() + 1)  # older ones are known to have been read
+            sender.send([stop], place=0)
+
+    def _read(self, keep: int) -> bool:
+        """Does a stage want to stop? Of all but the last ``keep`` batches so far."""
+        found = False
+        while self._unread > keep:
+            self._unread -= 1
+            found |= self._taken()
+        return found
+
+    def _taken(self) -> bool:
+        """The next message of each of the others: does one of them say stop?"""
+        found = False
+        for receiver in self._receivers:
+            receiver.post(0)
+            arrival = receiver.take()
+            assert arrival is not None, "these messages have no end of stream"
+            found |= bool(arrival.receive()[0])
+        return found
+
+
+def common_stop(
+    trainer: pl.Trainer, layout: Layout, groups: Groups, deciding: int, ahead: Callable[[], int]
+) -> CommonStop:
+    """That of a run (:class:`CommonStop`).
+
+    Args:
+        trainer: of the run.
+        layout: which stage this rank is.
+        groups: of the pipeline.
+        deciding: the stage that decides.
+        ahead: how many batches stages may be ahead of each other.
+    """
+    decides = layout.stage == deciding
+    copies = [each.rank for each in layout.everyone() if each.stage == deciding]
+    stages = range(layout.stages) if decides else [deciding]
+    wants, answers = (SideLinks(layout, groups, kind, torch.device("cpu")) for kind in (1, 2))
+    return CommonStop(
+        trainer,
+        (answers if decides else wants).senders(stages),
+        (wants if decides else answers).receivers(stages),
+        decides=decides,
+        peers=groups.on_host(copies) if decides and len(copies) > 1 else None,
+        ahead=ahead,
+    )

@@ -1,0 +1,237 @@
+"""Stages without the loss wait for it, and for metrics, only where code reads them.
+
+The last stage sends the *outcome* of each of its steps to the other stages, and goes on. They receive it when somebody
+reads a value, or some batches later, when it has come anyway::
+
+    last stage     step 0, outcome 0 ->  | step 1, outcome 1 ->  | step 2 ...
+    other stages   step 0                | step 1                | float(outputs["loss"]): waits for outcome 1
+                   a LateLoss              a LateLoss
+
+A stage that has ended its step on a batch has sent all that the last stage needs for its own one. So no wait is
+without an end.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_parallel.groups import Groups
+from lightning_parallel.layout import Layout
+from lightning_parallel.lightning_private import metric_places, replace_metric_places, step_metrics
+from lightning_parallel.parts.side_links import SideLinks
+from lightning_parallel.pipeline.channel import Receiver, Sender
+from lightning_parallel.torch_private import subclass_functions_disabled, tree_map
+
+_BETWEEN = ("lightning_parallel.", "torch.", "copy.")  # modules between the reader and a value
+# Lightning calls these on each loss. They are done when the value is read.
+_LATER = ("detach", "clone", "div", "mul")
+
+
+class LateLoss(Tensor):
+    """A step's loss on a stage that isn't the last: a scalar whose value is awaited by any operation on it."""
+
+    _get: Callable[[], Tensor]
+
+    @staticmethod
+    def on(device: torch.device, get: Callable[[], Tensor]) -> LateLoss:
+        """One whose value ``get()`` waits for, on a device."""
+        return _late(torch.full((), torch.nan, device=device), get)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function == Tensor.device.__get__:  # type: ignore[attr-defined]
+            with subclass_functions_disabled():
+                return function(*args)
+        if function.__name__ in _LATER and isinstance(args[0], LateLoss) and not kwargs:
+            return _late(args[0], lambda: function(*_read(args)))
+        return function(*_read(args), **_read(kwargs or {}))
+
+    def value(self) -> Tensor:
+        """An ordinary tensor, the same one each time."""
+        value = vars(self).get("_value")
+        if value is None:
+            value = self._value = self._get()
+        return value
+
+
+def _late(like: Tensor, get: Callable[[], Tensor]) -> LateLoss:
+    with subclass_functions_disabled():
+        late = like.as_subclass(LateLoss)
+    late._get = get
+    return late
+
+
+def _read(arguments: Any) -> Any:
+    return tree_map(lambda each: each.value() if isinstance(each, LateLoss) else each, arguments)
+
+
+class LateMetrics(dict[str, Any]):
+    """Metrics that are brought up to date before they are read. Writing to them waits for nothing."""
+
+    update_first: Callable[[], None] = staticmethod(lambda: None)
+
+    def __reduce__(self) -> Any:  # copies are plain
+        self.update_first()
+        return dict, ([*self.items()],)
+
+
+def _reading(name: str) -> Callable[..., Any]:
+    read = getattr(dict, name)
+
+    def reading(self: LateMetrics, *args: Any) -> Any:
+        self.update_first()
+        return read(self, *args)
+
+    return reading
+
+
+for _name in (
+    *("__getitem__", "__contains__", "__iter__", "__reversed__", "__len__", "__repr__", "__eq__", "__or__", "__ror__"),
+    *("get", "keys", "values", "items", "copy", "pop"),
+):
+    setattr(LateMetrics, _name, _reading(_name))
+
+
+class _Outcome:
+    """Of one step, which may be yet to come."""
+
+    loss: Tensor | None = None
+
+
+def outcomes(
+    trainer: pl.Trainer, layout: Layout, groups: Groups, device: torch.device, ahead: Callable[[], int]
+) -> Outcomes:
+    """Those of a run, as this rank sees them (:class:`Outcomes`)."""
+    last = layout.stages - 1
+    senders = SideLinks(layout, groups, 0, device).senders(range(last) if layout.is_last_stage else ())
+    receivers = SideLinks(layout, groups, 0, device).receivers([last])
+    return Outcomes(trainer, senders, receivers, device, ahead)
+
+
+class Outcomes:
+    """What the steps of the last stage came to, on all stages of a pipeline.
+
+    Args:
+        trainer: whose metrics they are.
+        senders: to the other stages, on the last one.
+        receivers: from the last stage, on the others.
+        device: where the loss and metrics are to be.
+        ahead: how many batches stages may be ahead of each other.
+
+    Attributes:
+        awaited: how many times somebody read a value that had not been received.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        senders: Sequence[Sender],
+        receivers: Sequence[Receiver],
+        device: torch.device,
+        ahead: Callable[[], int],
+    ) -> None:
+        self.awaited = 0
+        self._trainer, self._device, self._ahead = trainer, device, ahead
+        self._senders, self._receivers = senders, receivers
+        self._pending: deque[_Outcome] = deque()
+
+    def send(self, loss: Tensor) -> None:
+        """On the last stage, after a step. It waits for nothing, no GPU either."""
+        places = step_metrics(self._trainer)
+        values = {id(value): value for place in places for value in place.values()}
+        index = {key: i for i, key in enumerate(values)}
+        names = [{name: index[id(value)] for name, value in place.items()} for place in places]
+        text = json.dumps(names).encode()
+        head = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        message = [head, *(value.detach() for value in (loss, *values.values()))]
+        for sender in self._senders:
+            sender.send(message, place=0)
+
+    def coming(self) -> LateLoss:
+        """On the other stages, after a step: its loss."""
+        if not isinstance(metric_places(self._trainer)[0], LateMetrics):
+            replace_metric_places(self._trainer, self._late_metrics)
+        outcome = _Outcome()
+        self._pending.append(outcome)
+        return LateLoss.on(self._device, lambda: self._loss_of(outcome))
+
+    def _late_metrics(self, metrics: Mapping[str, Any]) -> LateMetrics:
+        late = LateMetrics(metrics)
+        late.update_first = self._await_all
+        return late
+
+    # -- on the stages that receive ------------------------------------------------------------------------------
+
+    def _loss_of(self, outcome: _Outcome) -> Tensor:
+        if outcome.loss is None:
+            self._note_wait()
+        while outcome.loss is None:
+            if not self._pending:
+                raise RuntimeError("The run ended before the last stage came to the loss of this step.")
+            self._take()
+        return outcome.loss
+
+    def _await_all(self) -> None:
+        if self._pending:
+            self._note_wait()
+            self.take(keep=0)
+
+    def take(self, keep: int) -> None:
+        """After a batch: receive all but the last ``keep`` outcomes of the steps so far."""
+        for sender in self._senders:
+            sender.flush(keep + 1)  # older ones are known to have been received
+        while len(self._pending) > keep:
+            self._take()
+
+    def _take(self) -> None:
+        (receiver,) = self._receivers
+        receiver.post(0)
+        arrival = receiver.take()
+        assert arrival is not None, "outcomes have no end of stream"
+        head, loss, *values = arrival.receive()
+        names = json.loads(head.numpy().tobytes())
+        # Copies: no metric is a view of the message.
+        self._pending.popleft().loss = loss.to(self._device, copy=True)
+        own = [value.to(self._device, copy=True) for value in values]
+        callback, logged, shown = metric_places(self._trainer)
+        callback.update({name: own[i] for name, i in names[0].items()})
+        logged.update({name: own[i] for name, i in names[1].items()})
+        shown.update({name: values[i].item() for name, i in names[2].items()})
+
+    def _note_wait(self) -> None:
+        self.awaited += 1
+        if self.awaited == 1 and self._ahead():
+            warnings.warn(
+                f"{_reader()} reads the loss or a metric of a step, so this pipeline stage waits for the last one "
+                f"there. To keep the stages from waiting for each other, read them once in a while, or under "
+                f"`if trainer.is_global_zero:`.",
+                stacklevel=2,
+            )
+
+    def end(self) -> None:
+        """Leave plain metrics behind. What hasn't come after an error won't come."""
+        self._pending.clear()
+        if isinstance(metric_places(self._trainer)[0], LateMetrics):
+            replace_metric_places(self._trainer, dict)
+
+
+def _reader() -> str:
+    """The line that reads: of the user's code, or else of Lightning's."""
+    frame = inspect.currentframe()
+    while frame is not None and f"{frame.f_globals.get('__name__')}.".startswith(_BETWEEN):
+        frame = frame.f_back
+    if frame is None:
+        return "Something"
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_qualname})"

@@ -1,0 +1,66 @@
+"""Metrics of torchmetrics gather over the data axis while a Trainer runs.
+
+By default they gather over all ranks. But tensor ranks count the same samples again, and all stages except the last
+count none. Their ``process_group`` would do, but a module that refers to a group can be neither copied nor pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+_Gather = Callable[..., list[Tensor]]
+
+
+class MetricSync:
+    """Has metrics gather over some ranks, until the run ends."""
+
+    def __init__(self) -> None:
+        self._metrics: list[Metric] = []
+
+    def begin(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        """A Trainer begins.
+
+        Args:
+            module: whose metrics they are. Those with a group of the user's keep it.
+            group: the ranks that see different batches.
+        """
+        self.end()
+        self._metrics = [m for m in module.modules() if isinstance(m, Metric) and m.process_group is None]
+        for metric in self._metrics:
+            metric.dist_sync_fn = _Within(group, _before(metric.dist_sync_fn))
+
+    def end(self) -> None:
+        """A Trainer has ended, or failed."""
+        for metric in self._metrics:
+            metric.dist_sync_fn = _before(metric.dist_sync_fn)
+        self._metrics = []
+
+
+class _Within:
+    """Gathers within a group. A copied metric gathers there too; a pickled one has what it had before."""
+
+    __slots__ = ("before", "group")
+
+    def __init__(self, group: dist.ProcessGroup, before: _Gather | None) -> None:
+        self.group, self.before = group, before
+
+    def __call__(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+        return (self.before or gather_all_tensors)(tensor, group=self.group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Within:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any]]:
+        return _before, (self.before,)
+
+
+def _before(gather: Any) -> _Gather | None:
+    """What a metric gathered with before a Trainer."""
+    found: _Gather | None = gather.before if isinstance(gather, _Within) else gather
+    return found

@@ -1,0 +1,43 @@
+"""Small messages between any two stages of a pipeline, beside those of its schedule, from host to host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from lightning_parallel.groups import Groups, Wire
+from lightning_parallel.layout import Layout
+from lightning_parallel.pipeline.channel import Link, Receiver, Sender
+from lightning_parallel.pipeline.posting import PostsDirectly
+
+_FIRST_TAG = 1 << 20  # a schedule's links count their tags from 0
+
+
+class SideLinks:
+    """Links of one kind of message from and to this rank's stage.
+
+    Args:
+        layout: which stage this rank is.
+        groups: of the pipeline.
+        kind: the number of the kind of message.
+        device: where the tensors are that this rank sends. A send waits for no GPU.
+    """
+
+    def __init__(self, layout: Layout, groups: Groups, kind: int, device: torch.device) -> None:
+        self._layout, self._device = layout, device
+        self._wire = Wire(groups.host_group, _FIRST_TAG + kind)
+
+    def senders(self, stages: Iterable[int]) -> list[Sender]:
+        """To each of these stages but this one."""
+        links = [self._link(stage, self._device) for stage in stages if stage != self._layout.stage]
+        return [Sender(link, None if link.through_host else PostsDirectly(link.isend)) for link in links]
+
+    def receivers(self, stages: Iterable[int]) -> list[Receiver]:
+        """From each of these stages but this one, into host memory."""
+        cpu = torch.device("cpu")
+        return [Receiver(self._link(stage, cpu)) for stage in stages if stage != self._layout.stage]
+
+    def _link(self, stage: int, device: torch.device) -> Link:
+        peer = self._layout.rank_at(pipeline=stage)
+        return Link(self._wire, peer, self._layout.describe(peer), device)

@@ -1,0 +1,330 @@
+"""Normalises a batch's loss and gradients when microbatches average over different numbers.
+
+A language model's loss is a mean over the labels that count, and their number n_k isn't the same in all microbatches.
+Only when the last one has run its forward, the batch's number N is known; by then most backwards have run. So each
+backward begins with a share of a reference, and the sum of the gradients gets one factor in the end::
+
+    microbatch     labels n_k      its backward begins, at the sum of the losses, with
+    0              12              1 / reference          reference = 12 * 3, a guess from the first one
+    1               0              1 / reference          nothing counts: it adds nothing
+    2               4              1 / reference
+                   N = 16          then all gradients times reference / N = 36 / 16
+
+``loss_graph.py`` reads n_k off each microbatch's own graph. The last stage sends the factor along with the gradients,
+so every stage has it before its last backward of the batch. Where losses are means over samples it is 1.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import reduce
+from math import isclose, log2
+from operator import or_
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from lightning_parallel.gradients.swapping import multiplied
+from lightning_parallel.pipeline.loss_graph import Number, Term, anything_counts, number_of, terms_of
+from lightning_parallel.torch_private import like_edge
+
+_EQUAL = 1e-6  # relative; sums of class weights are rounded
+
+
+class Rule(Enum):
+    """How the losses of microbatches become that of a batch."""
+
+    COUNTS = "a mean by what each of them averages over"
+    SAMPLES = "a mean by samples"
+    SUM = "a sum"
+
+
+@dataclass(frozen=True)
+class _Added:
+    """The loss of a microbatch, before its backward.
+
+    Attributes:
+        edge: of the loss.
+        terms: of the loss, the one first by which it is weighted; empty if it is weighted as a whole.
+    """
+
+    edge: GradientEdge
+    terms: list[Term]
+
+
+class BatchLoss:
+    """The loss of one batch. Every rank has one; losses are added on the last stage.
+
+    Args:
+        sizes: of the microbatches.
+        rule: for the losses.
+        given: what each loss averages over, if the user has said so.
+        batches: that an update's gradients are the mean of.
+
+    Attributes:
+        sizes: of the microbatches.
+        weights: of the losses of the microbatches that have run, by their index.
+        factor: by what the sum of the microbatches' gradients has to be multiplied, when all of them have run.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        rule: Rule = Rule.SAMPLES,
+        given: Sequence[float] | None = None,
+        batches: int = 1,
+    ) -> None:
+        self.sizes, self._rule = sizes, rule
+        self._given, self._batches = given, batches
+        self._main: str | None = None  # the key of the term by whose number microbatches are weighted
+        self._added: dict[int, _Added] = {}
+        self._losses: dict[int, Tensor] = {}
+        self._others: list[dict[str, Number]] = []  # of each microbatch: other terms' numbers, by that of the first
+        self._begun: dict[int, Number] = {}  # the weights with which backwards have begun
+        self._dtype = torch.float32
+        self._is_unsuited = False  # has a backward begun with a weight that no factor puts right?
+        self.weights: dict[int, Number] = {}
+        self._reference: Number = 1.0
+        self.factor: Number = 1.0
+
+    # -- on the last stage -----------------------------------------------------------------------------------------
+
+    def add(self, place: int, loss: Tensor) -> list[Term]:
+        """The forward of a microbatch has run.
+
+        Args:
+            place: the microbatch's index in the batch.
+            loss: a scalar with its graph.
+
+        Returns:
+            The terms of the loss, as far as they are read.
+        """
+        self._losses[place] = loss.detach().reshape(())
+        self._dtype = loss.dtype
+        terms = found = terms_of(loss) if self._rule in (Rule.COUNTS, Rule.SUM) else []
+        main = main_term(terms, self._main)
+        if self._rule is Rule.SUM:  # by the same number in all microbatches
+            self._others.append({"": 1.0 if main is None else main.count})
+            main = None
+        elif main is not None:
+            self._main = self._main or main.key
+            terms = [main, *(term for term in terms if term is not main)]
+            self._others.append(_ratios(terms))
+        self._added[place] = _Added(get_gradient_edge(loss), [] if main is None else terms)
+        self.weights[place] = self._weight(place, terms)
+        if len(self.weights) == 1:
+            self._reference = self._guess(place)
+        self._update_factor()
+        return found
+
+    def _weight(self, place: int, terms: Sequence[Term]) -> Number:
+        if self._given is not None:
+            return self._given[place]
+        if self._rule is Rule.SUM:
+            return 1.0
+        if self._rule is Rule.COUNTS:
+            return count_of(terms, self._losses[place], float(self.sizes[place]))
+        return float(self.sizes[place])
+
+    def change(self, rule: Rule) -> None:
+        """Another rule is found to hold, though backwards may have begun by the old one."""
+        if rule is self._rule:
+            return
+        self._rule = rule
+        self._others = []
+        self.weights = {place: self._weight(place, ()) for place in self.weights}
+        # Backwards that have begun keep their weights, so the reference is what makes these the new ones.
+        references: list[Number] = [self._reference / old * self.weights[k] for k, old in self._begun.items()]
+        self._reference = references[0] if references else self._guess(next(iter(self.weights)))
+        self._is_unsuited |= any(not isclose(float(each), float(references[0]), rel_tol=_EQUAL) for each in references)
+        self._added = {place: _Added(added.edge, []) for place, added in self._added.items()}
+        self._update_factor()
+
+    def _guess(self, place: int) -> Number:
+        """About what the gradients are to be divided by. Exact for a mean over samples."""
+        total, own, weight = sum(self.sizes), self.sizes[place], self.weights[place]
+        weight = torch.where(weight == 0, own, weight) if isinstance(weight, Tensor) else weight or own
+        times = self._batches if self._rule is Rule.SUM else total / own * self._batches
+        if torch.finfo(self._dtype).bits < 32:  # they can't hold one part of 24, but one of a power of two
+            return weight * 2.0 ** round(log2(times))
+        return weight * times if self._rule is Rule.SUM else weight / own * total * self._batches
+
+    def _update_factor(self) -> None:
+        total = self._batches * (1.0 if self._rule is Rule.SUM else sum(self.weights.values()))
+        if isinstance(total, Tensor):
+            self.factor = torch.where(total == 0, 1.0, self._reference / total)
+        else:
+            self.factor = self._reference / total if total else 1.0
+
+    def begin(self, place: int, scale: float) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Where the backward of a microbatch begins, and with what; nowhere if nothing counts in it.
+
+        Args:
+            place: the microbatch's index in the batch.
+            scale: a factor of all gradients.
+        """
+        added, weight = self._added.pop(place), self.weights[place]
+        if not _may_count(weight):
+            return [], []
+        self._begun[place] = weight
+        if not added.terms:
+            return [added.edge], [_seed(added.edge, weight / self._reference * scale)]
+        main = added.terms[0]
+        first = main.below / self._reference * scale
+        edges, seeds = [], []
+        for term in added.terms:
+            seed = first * _ratio(main.above, term.above)
+            if _may_count(seed):
+                edges.append(term.edge)
+                seeds.append(_seed(term.edge, seed))
+        return edges, seeds
+
+    # -- the batch -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_sum(self) -> bool:
+        """Is the batch's loss the sum of the microbatches'?"""
+        return self._rule is Rule.SUM
+
+    def in_order(self) -> list[Number]:
+        """The weights of the microbatches."""
+        return [self.weights[place] for place in range(len(self.weights))]
+
+    def loss(self) -> Tensor:
+        """Of the whole batch, on the last stage."""
+        losses = [self._losses[place] for place in range(len(self.sizes))]
+        return torch.stack(losses).sum() if self.is_sum else mean(losses, self.in_order())
+
+    def differs(self, fixed: Collection[str]) -> bool | Tensor:
+        """Do terms of the loss average over numbers whose ratio isn't the same in all microbatches? Then there is no
+        weight that suits all of them.
+
+        Args:
+            fixed: the keys of terms whose number isn't one of samples.
+        """
+        found: bool | Tensor = self._is_unsuited
+        for key in {key for others in self._others for key in others} - {*fixed}:
+            ratios = [others[key] for others in self._others if key in others]
+            if any(isinstance(ratio, Tensor) for ratio in ratios):
+                values = torch.stack([torch.as_tensor(ratio) for ratio in ratios])
+                found = found | ((values.max() - values.min()) > _EQUAL * values.abs().max())
+            else:
+                numbers = [ratio for ratio in ratios if not isinstance(ratio, Tensor)]
+                found = found | (max(numbers) - min(numbers) > _EQUAL * max(map(abs, numbers)))
+        return found
+
+    def are(self, values: Sequence[object]) -> bool:
+        """Are these values, one for each microbatch, the losses? On a GPU that isn't looked at."""
+        if any(loss.device.type != "cpu" for loss in self._losses.values()):
+            return False
+        if len(values) != len(self._losses) or not all(isinstance(value, Tensor | float) for value in values):
+            return False
+        pairs = zip(values, (self._losses[place] for place in range(len(values))), strict=True)
+        return all(
+            bool(torch.isclose(torch.as_tensor(value).to(loss), loss, 1e-6, 0, equal_nan=True).all())
+            for value, loss in pairs
+        )
+
+    def receive(self, factor: Tensor) -> None:
+        """The next chunk has sent its factor."""
+        self.factor = number_of(factor)
+
+    def message(self, device: torch.device) -> Tensor:
+        """The factor as it is sent."""
+        if isinstance(self.factor, Tensor):
+            return self.factor.to(device, torch.float64)
+        return torch.tensor(self.factor, dtype=torch.float64, device=device)
+
+    def normalised(self, gradient: Tensor) -> Tensor:
+        """A sum of gradients, with the factor, in place."""
+        return multiplied(gradient, self.factor)
+
+
+def main_term(terms: Sequence[Term], key: str | None) -> Term | None:
+    """The term by whose number microbatches are weighted: the first that averages, or the one of this key."""
+    averages = [term for term in terms if term.averages]
+    return next((term for term in averages if term.key == key), averages[0] if averages else None)
+
+
+def numbered(terms: Sequence[Term]) -> dict[str, Term]:
+    """The terms by their keys, those of one key with a number."""
+    seen: Counter[str] = Counter()
+    found: dict[str, Term] = {}
+    for term in terms:
+        seen[term.key] += 1
+        found[f"{term.key}#{seen[term.key]}"] = term
+    return found
+
+
+def _ratios(terms: Sequence[Term]) -> dict[str, Number]:
+    """What other terms average over, by the number of the first one; what counts in neither is left out."""
+    main, *_ = terms
+    others = {key: term.count for key, term in numbered(terms).items() if term.averages and term is not main}
+    some = {key: count for key, count in others.items() if _may_count(count) or _may_count(main.count)}
+    return {key: _ratio(main.count, count) for key, count in some.items()}
+
+
+def count_of(terms: Sequence[Term], loss: Tensor, otherwise: Number) -> Number:
+    """What a loss averages over.
+
+    Args:
+        terms: of the loss, the one first that counts.
+        loss: its value. Where that is 0, and what is summed doesn't tell whether anything counts, a denominator of 1 or
+            less stands for none, as ``clamp(min=1)`` gives it.
+        otherwise: for a loss that doesn't average.
+    """
+    averages = [term for term in terms if term.averages]
+    count = averages[0].count if averages else otherwise
+    if averages and not averages[0].guarded:
+        return count
+    alike = [term for term in averages if term.key == averages[0].key]
+    some = [anything_counts(term) for term in alike]
+    if averages and all(each is not None for each in some):
+        counts = reduce(or_, (each for each in some if each is not None))
+        return torch.where(counts, count, 0.0) if isinstance(counts, Tensor) else count if counts else 0.0
+    if len(alike) == len(averages):
+        if isinstance(count, Tensor):
+            return torch.where((loss.detach() == 0) & ((count.abs() <= 1) | (not averages)), 0.0, count)
+        if loss.device.type == "cpu" and float(loss.detach()) == 0 and (abs(count) <= 1 or not averages):
+            return 0.0
+    return count
+
+
+def mean(values: Sequence[Tensor], weights: Sequence[Number]) -> Tensor:
+    """The mean of scalars. 16-bit ones are averaged in float32. What weighs nothing doesn't count, even if it isn't a
+    number."""
+    exact = [value if value.dtype in (torch.float32, torch.float64) else value.float() for value in values]
+    if len(exact) == 1:
+        return exact[0]
+    counting = [
+        (torch.where(weight == 0, 0.0, value) if isinstance(weight, Tensor) else value, weight)
+        for value, weight in zip(exact, weights, strict=True)
+        if isinstance(weight, Tensor) or weight
+    ]
+    if not counting:
+        return exact[0]  # 0 / 0, as in one process
+    total = sum(value.double() * weight for value, weight in counting)
+    assert isinstance(total, Tensor)
+    return (total / sum(weights)).to(exact[0].dtype)
+
+
+def _may_count(weight: Number) -> bool:
+    return isinstance(weight, Tensor) or weight != 0
+
+
+def _ratio(main: Number, other: Number) -> Number:
+    """Of two numbers; 1 if they are equal, 0 if nothing counts in the other."""
+    if isinstance(main, Tensor) or isinstance(other, Tensor):
+        main, other = torch.as_tensor(main), torch.as_tensor(other)
+        return torch.where(main == other, 1.0, torch.where(other == 0, 0.0, main / other))
+    return 1.0 if main == other else main / other if other else 0.0
+
+
+def _seed(edge: GradientEdge, weight: Number) -> Tensor:
+    """A gradient for an edge of a graph, the same for each element."""
+    shape, dtype, device = like_edge(edge)
+    return torch.as_tensor(weight, dtype=dtype, device=device).expand(shape)

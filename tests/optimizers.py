@@ -1,0 +1,184 @@
+"""Optimizers as the field has them, short: elementwise ones, and ones that treat a parameter, or all, as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Short(Optimizer):
+    """A step is what :meth:`move` does to each parameter, after what :meth:`look` has seen of all of them."""
+
+    def __init__(self, params: Any, lr: float = 0.01, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.look(held)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.move(parameter, parameter.grad, group)
+        return loss
+
+    def look(self, parameters: list[Tensor]) -> None:
+        pass
+
+    def move(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
+        raise TypeError("an optimizer moves a parameter here")
+
+    def mean(self, p: Tensor, name: str, value: Tensor, decay: float = 0.9) -> Tensor:
+        """A running mean in the state."""
+        state = self.state[p].setdefault(name, torch.zeros_like(p))
+        return state.lerp_(value, 1 - decay)
+
+
+class Lion(Short):
+    """Chen et al. 2023."""
+
+    def move(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
+        before = self.state[p].get("m", torch.zeros_like(p)).clone()
+        self.mean(p, "m", g, 0.99)
+        p.sub_(before.lerp(g, 0.1).sign(), alpha=group["lr"])
+
+
+class ScheduleFree(Short):
+    """SGD of Defazio et al. 2024; it has to be told that it trains, and counts in its groups."""
+
+    training = False
+
+    def train(self) -> None:
+        self.training = True
+
+    def move(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
+        if not self.training:
+            raise RuntimeError("not in train mode")
+        z = self.state[p].setdefault("z", p.clone())
+        count = self.state[p]["count"] = self.state[p].get("count", 0) + 1
+        p.lerp_(z, 1 / count).sub_(g, alpha=group["lr"] * (0.9 * (1 - 1 / count) - 1))
+        z.sub_(g, alpha=group["lr"])
+
+
+class Lookahead(Optimizer):
+    """Zhang et al. 2019: around another optimizer, whose groups are its own. Every fifth step goes half way back."""
+
+    def __init__(self, base: Optimizer) -> None:
+        super().__init__(base.param_groups, base.defaults)
+        self.base, self.param_groups = base, base.param_groups
+        self.steps = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["slow"] = parameter.detach().clone()
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.base.step(closure)
+        self.steps += 1
+        for parameter, state in self.state.items() if self.steps % 5 == 0 else ():
+            state["slow"].lerp_(parameter.detach(), 0.5)
+            parameter.data.copy_(state["slow"])
+        return loss
+
+
+class LARS(Short):
+    """You et al. 2017."""
+
+    def move(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
+        p.sub_(g * (p.norm() / (g.norm() + 1e-8)) * group["lr"])
+
+
+class LAMB(Short):
+    """You et al. 2019."""
+
+    def move(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
+        update = self.mean(p, "m", g) / (self.mean(p, "v", g * g, 0.99).sqrt() + 1e-6)
+        p.sub_(update * (p.norm() / update.norm()) * group["lr"])
+
+
+class HostLAMB(Short):
+    """LAMB without momentum, that takes its norms to the host."""
+
+    def move(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
+        p.sub_(g, alpha=group["lr"] * p.norm().item() / g.norm().item())
+
+
+class Factored(Short):
+    """The second moments of Adafactor, Shazeer & Stern 2018."""
+
+    def move(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
+        square = g * g
+        if g.ndim > 1:
+            square = square.mean(-1, keepdim=True) * square.mean(-2, keepdim=True) / square.mean()
+        p.sub_(g / square.sqrt(), alpha=group["lr"])
+
+
+class Shampoo(Short):
+    """Gupta et al. 2018, on one side."""
+
+    def move(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
+        rows = g.reshape(len(g), -1) if g.ndim else g.reshape(1, 1)
+        values, vectors = torch.linalg.eigh(rows @ rows.mT)
+        root = vectors * (values.clamp(min=0) + 1e-3) ** -0.25 @ vectors.mT
+        p.sub_((root @ rows).reshape(g.shape), alpha=group["lr"])
+
+
+class Prodigy(Short):
+    """Mishchenko & Defazio 2023: the size of the step is estimated from all parameters together."""
+
+    def __init__(self, params: Any, lr: float = 1.0) -> None:
+        super().__init__(params, lr)
+        self.d, self.numerator = 1e-6, 0.0
+
+    def look(self, parameters: list[Tensor]) -> None:
+        denominator = 0.0
+        for p in parameters:
+            assert p.grad is not None
+            first = self.state[p].setdefault("first", p.clone())
+            self.numerator += self.d * float((p.grad * (first - p)).sum())
+            denominator += float(self.mean(p, "s", self.d * p.grad).abs().sum())
+        self.d = max(self.d, self.numerator / denominator)
+
+    def move(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
+        p.sub_(g.sign(), alpha=group["lr"] * self.d)
+
+
+class NormedSGD(Short):
+    """By the direction of the gradient of all parameters."""
+
+    def look(self, parameters: list[Tensor]) -> None:
+        self.norm = torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm()
+
+    def move(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
+        p.sub_(g / self.norm * group["lr"])
+
+
+class SAM(Optimizer):
+    """Foret et al. 2021: around another optimizer, with the gradient of a point that all parameters go to together."""
+
+    def __init__(self, params: Any, base: type[Optimizer], **options: Any) -> None:
+        super().__init__(params, {"rho": 0.05, **options})
+        self.base = base(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        run = torch.enable_grad()(closure)
+        loss = run()
+        held = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in held]).norm()
+        ways = [p.grad * 0.05 / norm for p in held]
+        for parameter, way in zip(held, ways, strict=True):
+            parameter.add_(way)
+        run()
+        for parameter, way in zip(held, ways, strict=True):
+            parameter.sub_(way)
+        self.base.step()
+        return loss

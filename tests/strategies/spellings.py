@@ -1,0 +1,161 @@
+"""Ways to write a loss: what is summed, what of it counts, and by what it is divided.
+
+Each is a function of the losses of a batch's samples and positions, ``x [B, T]``, logits ``z [B, T, V]``, labels ``y
+[B, T]`` (-100 where nothing counts), and the mask ``m [B, T]`` of what counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SAMPLES, POSITIONS, CLASSES = 8, 3, 5
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+# What of a batch counts, by the number of positions in each sample. Microbatches have two samples.
+MASKS = {
+    "all": [3, 3, 3, 3, 3, 3, 3, 3],
+    "some": [3, 1, 2, 3, 1, 1, 3, 2],
+    "a sample has none": [2, 0, 3, 1, 0, 2, 1, 3],
+    "a microbatch has none": [1, 3, 0, 0, 2, 1, 3, 2],
+    "the first microbatch has none": [0, 0, 2, 3, 1, 2, 3, 3],
+}
+
+# Numerators: the sum of what counts.
+SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "(x * m).sum()": lambda x, m: (x * m).sum(),
+    "x[m].sum()": lambda x, m: x[m].sum(),
+    "masked_fill": lambda x, m: x.masked_fill(~m, 0).sum(),
+    "where": lambda x, m: torch.where(m, x, 0.0).sum(),
+    "masked_select": lambda x, m: x.masked_select(m).sum(),
+    "einsum": lambda x, m: torch.einsum("bt,bt->", x, m.to(x)),
+    "dot": lambda x, m: torch.dot(x.flatten(), m.to(x).flatten()),
+    "matmul": lambda x, m: x.flatten() @ m.to(x).flatten(),
+    "nansum": lambda x, m: torch.where(m, x, torch.nan).nansum(),
+    "sum over dims": lambda x, m: (x * m).sum(-1).sum(0),
+    "python's sum": lambda x, m: sum(each[own].sum() for each, own in zip(x, m, strict=True)),
+    "stack": lambda x, m: torch.stack([each[own].sum() for each, own in zip(x, m, strict=True)]).sum(),
+    "index": lambda x, m: x.flatten()[m.flatten().nonzero().squeeze(1)].sum(),
+    "split": lambda x, m: sum(each.sum() for each in (x * m).split(1)),
+    "linalg": lambda x, m: torch.linalg.vecdot(x, m.to(x)).sum(),
+    "trace": lambda x, m: torch.trace(x @ m.to(x).T),
+    "in place": lambda x, m: x.mul(m).sum(),
+}
+# Denominators: how many count.
+COUNTS: dict[str, Callable[[Tensor], Tensor | float]] = {
+    "m.sum()": lambda m: m.sum(),
+    "item": lambda m: m.sum().item(),
+    "len(nonzero)": lambda m: len(m.nonzero()),
+    "count_nonzero": lambda m: torch.count_nonzero(m),
+    "numpy": lambda m: int(np.count_nonzero(m.numpy())),
+    "numel of what is chosen": lambda m: m[m].numel(),
+    "from numpy": lambda m: torch.from_numpy(m.numpy().astype(np.float64)).sum(),
+    "clamp": lambda m: m.sum().clamp(min=1),
+    "max": lambda m: max(int(m.sum()), 1),
+    "where": lambda m: torch.where(m.sum() == 0, 1, m.sum()),
+    "eps": lambda m: m.sum() + 1e-12,
+    "by samples": lambda m: sum(int(each.sum()) for each in m),
+    "tensor of a number": lambda m: torch.tensor(float(m.sum())),
+    "stacked": lambda m: torch.stack([each.sum() for each in m]).sum(),
+}
+# What averages by itself.
+MEANS: dict[str, Loss] = {
+    "mean": lambda x, z, y, m: x.mean(),
+    "x[m].mean()": lambda x, z, y, m: x[m].mean(),
+    "x[m].mean(0)": lambda x, z, y, m: x[m].mean(0),
+    "torch.mean(dim=0)": lambda x, z, y, m: torch.mean(x[m], dim=0),
+    "mean of means over positions": lambda x, z, y, m: x.mean(1).mean(0),
+    "mean over two dims": lambda x, z, y, m: (x * m).mean(dim=(0, 1)),
+    "nanmean": lambda x, z, y, m: torch.where(m, x, torch.nan).nanmean(),
+    "mean / mean": lambda x, z, y, m: (x * m).mean() / m.to(x).mean(),
+    "each sample's mean": lambda x, z, y, m: ((x * m).sum(1) / m.sum(1).clamp(min=1)).mean(),
+    "stack of samples' means": lambda x, z, y, m: torch.stack([each.mean() for each in x]).mean(),
+    "cat": lambda x, z, y, m: torch.cat([each[own] for each, own in zip(x, m, strict=True)]).mean(),
+    "cross_entropy": lambda x, z, y, m: F.cross_entropy(z.transpose(1, 2), y),
+    "cross_entropy of rows": lambda x, z, y, m: F.cross_entropy(z[m], y[m]),
+    "cross_entropy, smoothed": lambda x, z, y, m: F.cross_entropy(z.flatten(0, 1), y.flatten(), label_smoothing=0.1),
+    "cross_entropy with weights": lambda x, z, y, m: F.cross_entropy(
+        z.flatten(0, 1), y.flatten(), weight=torch.linspace(0.5, 2, CLASSES, dtype=z.dtype)
+    ),
+    "nll_loss": lambda x, z, y, m: F.nll_loss(z.log_softmax(-1).flatten(0, 1), y.flatten()),
+    "cross_entropy / count": lambda x, z, y, m: (
+        F.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="sum") / m.sum()
+    ),
+    "cross_entropy of probabilities": lambda x, z, y, m: F.cross_entropy(
+        z.flatten(0, 1), z.detach().flatten(0, 1).softmax(1)
+    ),
+    "mse_loss": lambda x, z, y, m: F.mse_loss(z[m], torch.zeros_like(z[m])),
+    "l1_loss": lambda x, z, y, m: F.l1_loss(z[m], torch.zeros_like(z[m])),
+    "smooth_l1_loss": lambda x, z, y, m: F.smooth_l1_loss(z[m], torch.zeros_like(z[m])),
+    "huber_loss": lambda x, z, y, m: F.huber_loss(z[m], torch.ones_like(z[m])),
+    "bce with logits": lambda x, z, y, m: F.binary_cross_entropy_with_logits(x, m.to(x)),
+    "bce, weighted": lambda x, z, y, m: F.binary_cross_entropy_with_logits(x, m.to(x), weight=m.to(x)),
+    "bce": lambda x, z, y, m: F.binary_cross_entropy(z[m].sigmoid(), torch.ones_like(z[m])),
+    "kl_div, batchmean": lambda x, z, y, m: F.kl_div(z.log_softmax(-1), z.detach().softmax(-1), reduction="batchmean"),
+    "kl_div, mean": lambda x, z, y, m: F.kl_div(z[m].log_softmax(-1), z[m].detach().softmax(-1), reduction="mean"),
+    "gaussian_nll_loss": lambda x, z, y, m: F.gaussian_nll_loss(x, torch.zeros_like(x), torch.ones_like(x)),
+    "margin": lambda x, z, y, m: F.multi_margin_loss(z[m], y[m]),
+    "cosine": lambda x, z, y, m: (1 - F.cosine_similarity(z, z.detach().flip(-1), dim=-1))[m].mean(),
+    "triplet": lambda x, z, y, m: F.triplet_margin_loss(z[:, 0], z[:, 1], z[:, 2]),
+    "labels under a branch": lambda x, z, y, m: F.cross_entropy(
+        z.transpose(1, 2), y if bool(m.all()) else y.masked_fill(~m, -100)
+    ),
+    "none if nothing counts": lambda x, z, y, m: x[m].mean() if m.any() else x.sum() * 0,
+    "sum / len": lambda x, z, y, m: x.sum() / len(x),
+    "sum / size": lambda x, z, y, m: x.sum() / x.size(0),
+    "sum / numel": lambda x, z, y, m: x.sum() / x.numel(),
+    "sum * (1 / len)": lambda x, z, y, m: x.sum() * (1 / len(x)),
+    "sum / ones(len)": lambda x, z, y, m: x.sum() / torch.ones(len(x)).sum(),
+    "half a mean": lambda x, z, y, m: 0.5 * x[m].mean(),
+    "negative": lambda x, z, y, m: -(-(x * m)).sum() / m.sum(),
+    "divided before the sum": lambda x, z, y, m: (x * m / m.sum()).sum(),
+    "a sum": lambda x, z, y, m: (x * m).sum(),
+    "a sum by a constant": lambda x, z, y, m: (x * m).sum() / 32,
+    "two means of the same": lambda x, z, y, m: x[m].mean() + 0.1 * z[m].pow(2).mean(),
+    "two means of the same size": lambda x, z, y, m: x.mean() + z.pow(2).mean(),
+    # No sum over samples, or two of different numbers: these are warned of.
+    "a root": lambda x, z, y, m: x.pow(2).mean().sqrt(),
+    "smoothed": lambda x, z, y, m: (x * m).sum() / (m.sum() + 1),
+    "a maximum": lambda x, z, y, m: x.max(),
+    "compared samples": lambda x, z, y, m: F.cross_entropy(z[:, 0] @ z[:, 1].T, torch.arange(len(z))),
+    "two means": lambda x, z, y, m: x[m].mean() + z.pow(2).mean(),
+}
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """A way to write a loss, on a batch in which some count."""
+
+    name: str
+    mask: str
+    loss: Loss
+
+
+def _divided(total: Callable[[Tensor, Tensor], Tensor], count: Callable[[Tensor], Tensor | float]) -> Loss:
+    return lambda x, z, y, m: total(x, m) / count(m)
+
+
+def spellings() -> Iterator[Spelling]:
+    """All of them: each sum with two counts, each count with two sums, each mean; with the masks in turn."""
+    masks, sums, counts = [*MASKS], [*SUMS], [*COUNTS]
+    pairs = {(s, counts[(i * 5 + k * 3) % len(counts)]) for i, s in enumerate(sums) for k in range(4)}
+    pairs |= {(sums[(i * 3 + k * 5) % len(sums)], c) for i, c in enumerate(counts) for k in range(2)}
+    forms = [(f"{s} / {c}", _divided(SUMS[s], COUNTS[c])) for s, c in sorted(pairs)] + [*MEANS.items()]
+    for i, (name, loss) in enumerate(forms):
+        for k in range(2):
+            mask = masks[1 + (i + 2 * k) % (len(masks) - 1)]
+            yield Spelling(name, mask, loss)
+
+
+def batch_of(mask: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, labels, and what counts."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, POSITIONS, 4, generator=generator, dtype=torch.float64)
+    m = torch.arange(POSITIONS) < torch.tensor(MASKS[mask])[:, None]
+    y = torch.randint(0, CLASSES, (SAMPLES, POSITIONS), generator=generator).masked_fill(~m, -100)
+    return x, y, m

@@ -1,0 +1,252 @@
+"""Losses and metrics that stages read before they have them are the last stage's; all stages stop after one batch."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+from unittest.mock import patch
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+
+from tests.pool import Failure, WorkerPool
+from tests.strategies.harness import ALL, make_trainer
+from tests.strategies.reference import delayed
+from tests.thorough import thorough
+
+EXACT = 1e-12  # float64
+V = {"schedule": "zbv", "microbatches": 4}
+SYNC = {"microbatches": 4}
+LATE = {"microbatches": 2}
+LAYOUTS = [("sync", 2, V), ("async", 3, LATE)]
+ALL_LAYOUTS = pytest.mark.parametrize(
+    ("strategy", "stages", "options"),
+    [*LAYOUTS, ("sync", 2, SYNC), *thorough(("sync", 3, V | {"microbatches": 6}), ("async", 2, LATE))],
+)
+GOING_ON = pytest.mark.parametrize(("strategy", "stages", "options"), LAYOUTS)
+
+
+class Net(ALL["LeNet"]):  # type: ignore[misc]
+    """Logs its loss."""
+
+    stop_in_step: int | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.loss(batch)
+        self.log("loss", loss, prog_bar=True)
+        if self.global_step == self.stop_in_step:
+            self.trainer.should_stop = True
+        return loss
+
+
+class Scheduled(Net):
+    """Its learning rate follows the loss."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        rate = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: float(self.trainer.callback_metrics["loss"]) if step else 1.0
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rate, "interval": "step"}}
+
+
+class Reads(Callback):
+    """Reads all that there is, of each batch, in the batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, ...]] = []
+        self.rates: list[float] = []
+
+    def on_before_backward(self, trainer: L.Trainer, module: Any, loss: Tensor) -> None:
+        assert f"{loss:.3f}" and bool(loss.isfinite())
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *args: Any) -> None:
+        shown = trainer.progress_bar_metrics["loss"]
+        logged = dict(trainer.logged_metrics)["loss"]
+        self.seen.append((outputs["loss"].item(), float(trainer.callback_metrics["loss"]), float(logged), float(shown)))
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def run(strategy: str, options: dict[str, Any], callbacks: list[Callback], **given: Any) -> L.Trainer:
+    torch.set_default_dtype(torch.float64)
+    module = given.pop("kind", Net)()
+    module.stop_in_step = given.pop("stop_in_step", None)
+    trainer = make_trainer(strategy, callbacks, options, **given)
+    trainer.fit(module, Net.loader())
+    return trainer
+
+
+def read(strategy: str, options: dict[str, Any], **given: Any) -> Any:
+    """What is read in each batch, the learning rates, and warnings of what waits."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        reads = Reads()
+        run(strategy, options, [reads], **given)
+    texts = [str(each.message) for each in caught]
+    return reads.seen, reads.rates, [text for text in texts if "waits for the last one" in text]
+
+
+@ALL_LAYOUTS
+def test_each_stage_reads_the_numbers_of_the_last_one(
+    pool: WorkerPool, strategy: str, stages: int, options: dict[str, Any]
+) -> None:
+    last, *others = pool.run(read, stages, strategy, options, init=False)
+    if strategy == "sync":
+        expected = pool.run(read, 1, "single", {}, init=False)[0][0]
+    else:
+        losses = pool.run(delayed, 1, Net, stages, 2, init=False, epochs=2)[0].losses
+        expected = [(loss,) * 4 for loss in losses]
+    assert last[0] == [pytest.approx(values, rel=0, abs=EXACT) for values in expected]
+    for other in others:
+        assert other[0] == last[0]
+
+
+@GOING_ON
+def test_what_waits_is_told_once_by_its_line(
+    pool: WorkerPool, strategy: str, stages: int, options: dict[str, Any]
+) -> None:
+    last, *others = pool.run(read, stages, strategy, options, init=False)
+    assert last[2] == []
+    for other in others:
+        (text,) = other[2]
+        assert "test_late_values.py" in text and "Reads.on_before_backward" in text
+
+
+@GOING_ON
+def test_a_scheduler_may_read(pool: WorkerPool, strategy: str, stages: int, options: dict[str, Any]) -> None:
+    runs = pool.run(read, stages, strategy, options, init=False, kind=Scheduled)
+    assert len({tuple(rates) for _, rates, _ in runs}) == 1 and len({*runs[0][1]}) > 3
+    if strategy == "sync":
+        (single,) = pool.run(read, 1, "single", {}, init=False, kind=Scheduled)
+        assert runs[0][1] == pytest.approx(single[1], rel=0, abs=EXACT)
+
+
+class Counts(Callback):
+    """Reads nothing but counts what waited, and keeps losses."""
+
+    def __init__(self) -> None:
+        self.awaited = -1
+        self.kept: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *args: Any) -> None:
+        self.kept.append(outputs["loss"].detach())
+        trainer.callback_metrics.update({"own": torch.tensor(1.0)})
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        self.awaited = trainer.strategy.last_stage.outcomes.awaited  # type: ignore[attr-defined]
+
+
+def read_at_the_end(strategy: str, options: dict[str, Any]) -> tuple[int, list[float]]:
+    counts = Counts()
+    run(strategy, options, [counts, EarlyStopping("loss")])
+    return counts.awaited, [float(loss) for loss in counts.kept]
+
+
+@GOING_ON
+def test_nothing_waits_where_nothing_is_read_in_a_batch(
+    pool: WorkerPool, strategy: str, stages: int, options: dict[str, Any]
+) -> None:
+    runs = pool.run(read_at_the_end, stages, strategy, options, init=False)
+    assert [awaited for awaited, _ in runs] == [0] * stages
+    assert all(losses == runs[0][1] for _, losses in runs) and len({*runs[0][1]}) > 3
+
+
+def read_with_loose_parameters() -> list[Any]:
+    torch.set_default_dtype(torch.float64)
+    losses: list[float] = []
+    module = ALL["Blocks"]()
+    module.on_train_batch_end = lambda outputs, *args: losses.append(float(outputs["loss"]))
+    make_trainer("async", [], LATE).fit(module, module.loader())
+    return losses
+
+
+def test_a_first_update_waits_for_no_other_stage_s(pool: WorkerPool) -> None:
+    """The last stage would wait in it, and the first one, which reads a loss before its own, for the last."""
+    last, *others = pool.run(read_with_loose_parameters, 3, init=False, timeout=60)
+    assert len({*last}) > 3 and others == [last, last]
+
+
+# -- the end ---------------------------------------------------------------------------------------------------------
+
+
+class Stops(Callback):
+    """Early stopping on the loss of a batch, on the ranks that are given, or on all."""
+
+    def __init__(self, below: float, rank: int | None = None) -> None:
+        self.below, self.rank = below, rank
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *args: Any) -> None:
+        if self.rank in (None, trainer.global_rank) and outputs["loss"] < self.below:
+            trainer.should_stop = True
+
+
+def steps(strategy: str, options: dict[str, Any], below: float = 0.0, rank: int | None = None, **given: Any) -> int:
+    return run(strategy, options, [Stops(below, rank)], **given).global_step
+
+
+@ALL_LAYOUTS
+def test_early_stopping_by_a_loss_ends_all_stages_after_its_batch(
+    pool: WorkerPool, strategy: str, stages: int, options: dict[str, Any]
+) -> None:
+    """And what the stages have in flight then is ended, too."""
+    losses = [values[0] for values in pool.run(read, stages, strategy, options, init=False, max_epochs=4)[0][0]]
+    below = sorted(losses)[2] + EXACT
+    expected = next(i for i, loss in enumerate(losses) if loss < below) + 1
+    assert 1 < expected < len(losses)
+    assert pool.run(steps, stages, strategy, options, below, init=False, max_epochs=4) == [expected] * stages
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, "step"])
+@pytest.mark.parametrize(("strategy", "stages", "options"), [("sync", 3, V), ("async", 3, LATE), ("sync", 3, SYNC)])
+def test_a_stop_on_one_stage_ends_all_after_the_same_batch(
+    pool: WorkerPool, strategy: str, stages: int, options: dict[str, Any], rank: Any
+) -> None:
+    wanted = {"stop_in_step": 2} if rank == "step" else {"below": 1e9, "rank": rank}
+    found = pool.run(steps, stages, strategy, options, init=False, max_epochs=20, **wanted)
+    set_after = 3 if rank == "step" else 1
+    ahead = {"schedule": 1, "microbatches": 2}[[*options][0]] if options is not SYNC else 0
+    assert len({*found}) == 1 and set_after <= found[0] <= set_after + ahead
+
+
+def timed(strategy: str, options: dict[str, Any]) -> tuple[int, int]:
+    kind = type(make_trainer(strategy, [], options).strategy)
+    with patch.object(kind, "broadcast", autospec=True, side_effect=kind.broadcast) as broadcast:
+        trainer = run(strategy, options, [], max_time={"seconds": 1}, max_epochs=-1)
+    return trainer.global_step, broadcast.call_count
+
+
+@GOING_ON
+def test_max_time_ends_all_stages_after_the_same_batch_and_nobody_waits_for_it(
+    pool: WorkerPool, strategy: str, stages: int, options: dict[str, Any]
+) -> None:
+    runs = pool.run(timed, stages, strategy, options, init=False, timeout=60)
+    assert len({*runs}) == 1
+    steps, broadcasts = runs[0]
+    assert steps >= 2 >= broadcasts  # those of the start
+
+
+class Fails(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_step == 2 and rank_zero_only.rank == 0:  # in a step, global_rank is the replica's
+            raise KeyError("on the last stage")
+        return super().training_step(batch, batch_idx)
+
+
+def read_of_a_lost_stage(strategy: str, options: dict[str, Any]) -> None:
+    torch.set_default_dtype(torch.float64)
+    make_trainer(strategy, [Reads()], options).fit(Fails(), Fails.loader())
+
+
+@GOING_ON
+def test_a_wait_for_a_stage_that_is_gone_ends(
+    pool: WorkerPool, strategy: str, stages: int, options: dict[str, Any]
+) -> None:
+    last, *others = pool.run(
+        read_of_a_lost_stage, stages, strategy, options, init=False, timeout=60, expect_errors=True
+    )
+    assert isinstance(last, Failure) and "KeyError" in str(last)
+    assert all(isinstance(other, Failure) and "PeerLostError" in str(other) for other in others)

@@ -1,0 +1,374 @@
+"""Hooks as Lightning's documentation overrides them: the numbers of one process, or a refusal."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities import grad_norm
+
+from lightning_parallel.checkpoint import convert
+from tests.pool import WorkerPool
+from tests.strategies.failures import assert_refused
+from tests.strategies.harness import Report, complete, here, joined, largest_difference, make_trainer
+from tests.strategies.observed import Net, loader
+
+
+class Plain(Net):
+    """The first and the fourth matrix are one, so stages hold it together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 8), torch.nn.Tanh(),
+            torch.nn.Linear(8, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3),
+        )  # fmt: skip
+        if not isinstance(self, Untied):
+            self.net[6].weight = self.net[0].weight
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Untied(Plain):
+    pass
+
+
+def clip_by_hand(module: torch.nn.Module) -> None:
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 0.05)
+
+
+class Standard(Plain):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+
+
+class ClosureFirst(Plain):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        optimizer.step()
+
+
+class ClosureAlone(Plain):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+class Unwrapped(Plain):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.optimizer.step(closure=optimizer_closure)
+
+
+class WarmsUp(Plain):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * min(1.0, (self.trainer.global_step + 1) / 5)
+
+
+class NeverZeroes(Plain):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        pass
+
+
+class ZeroesEverySecond(Plain):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad(set_to_none=False)
+
+
+class ScalesGradients(Plain):
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5).clamp_(-0.01, 0.01)
+
+
+class Clips(Plain):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+
+
+class ClipsByValue(Plain):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        torch.nn.utils.clip_grad_value_(self.parameters(), 0.01)
+
+
+class ClipsByHand(Untied):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        clip_by_hand(self)
+
+
+class ClipsBeforeStep(Untied):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        total = sum(float(p.grad.square().sum()) for p in self.parameters() if p.grad is not None) ** 0.5
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad / max(1.0, total)
+
+
+class ClipsAfterBackward(Untied):
+    def on_after_backward(self) -> None:
+        clip_by_hand(self)
+
+
+class ClipsBetween(Untied):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        clip_by_hand(self)
+        optimizer.step()
+
+
+class SkipsNaN(Untied):
+    def on_after_backward(self) -> None:
+        if any(p.grad.isnan().any() for p in self.parameters() if p.grad is not None):
+            self.zero_grad()
+
+
+class LogsNorms(Untied):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+
+
+EQUAL = (
+    Standard, ClosureFirst, ClosureAlone, Unwrapped, WarmsUp, NeverZeroes, ZeroesEverySecond, ScalesGradients, Clips,
+    ClipsByValue,
+)  # fmt: skip
+MODULES: dict[str, Callable[[], Plain]] = {kind.__name__: kind for kind in (
+    *EQUAL, ClipsByHand, ClipsBeforeStep, ClipsAfterBackward, ClipsBetween, SkipsNaN, LogsNorms,
+)}  # fmt: skip
+PIPELINE = {"microbatches": 2}
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "1f1b": ("sync", PIPELINE),
+    "zbv": ("sync", {**PIPELINE, "schedule": "zbv"}),
+    "replicas": ("sync", {"stages": 1, "microbatches": 2, "data_parallel": 2}),
+    "tensor": ("tensor", {"plan": {"net.2": "column", "net.4": "row"}}),
+    "fully sharded": ("fsdp", {}),
+    "async": ("async", PIPELINE),
+    "threads": ("data", {"parallel_devices": [torch.device("cpu")] * 2}),
+}
+
+
+def train(kinds: list[str], layout: str | None, **options: Any) -> list[tuple[Report, list[str]]]:
+    """Five batches of each; the weights, the metrics, and the warnings."""
+    torch.set_default_dtype(torch.float64)
+    strategy, settings = LAYOUTS[layout] if layout is not None else ("single", {})
+    reports = []
+    for kind in kinds:
+        module = MODULES[kind]()
+        trainer = make_trainer(strategy, [], settings, max_epochs=1, use_distributed_sampler=False, **options)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            trainer.fit(module, loader(20))  # replicas too see equal batches, so that they train as one process
+        report = Report(
+            weights={name: complete(p.detach()) for name, p in here(module).items()},
+            metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
+            shards=getattr(trainer.strategy, "local_model", module).shards if strategy == "tensor" else {},
+        )
+        reports.append((report, [str(each.message) for each in told]))
+    return reports
+
+
+@pytest.mark.parametrize("accumulate", [1, 2], ids=["", "accumulating"])
+@pytest.mark.parametrize("layout", ["1f1b", "zbv", "replicas", "tensor", "fully sharded"])
+def test_overridden_hooks_give_the_numbers_of_one_process(pool: WorkerPool, layout: str, accumulate: int) -> None:
+    kinds = [kind.__name__ for kind in EQUAL]
+    (single,) = pool.run(train, 1, kinds, None, init=False, accumulate_grad_batches=accumulate)
+    ranks = pool.run(train, 2, kinds, layout, init=False, accumulate_grad_batches=accumulate)
+    for kind, (expected, _), *reports in zip(kinds, single, *ranks, strict=True):
+        weights = joined([report for report, _ in reports], "weights")
+        assert largest_difference(weights, expected.weights) < 1e-10, kind
+        assert all(report.metrics == pytest.approx(expected.metrics) for report, _ in reports), kind
+
+
+@pytest.mark.parametrize("layout", ["1f1b", "tensor"])
+@pytest.mark.parametrize("kind", [ClipsByHand, ClipsBeforeStep, ClipsAfterBackward, ClipsBetween])
+def test_a_clip_by_the_norm_of_a_part_is_refused(pool: WorkerPool, kind: Any, layout: str) -> None:
+    failures = pool.run(train, 2, [kind.__name__], layout, init=False, expect_errors=True)
+    assert_refused(failures, "RuntimeError", ["changes gradients", "self.clip_gradients", "gradient_clip_val"])
+
+
+def test_a_decision_by_the_gradients_of_a_part_is_refused(pool: WorkerPool) -> None:
+    failures = pool.run(train, 2, ["SkipsNaN"], "1f1b", init=False, expect_errors=True)
+    assert_refused(failures, "RuntimeError", ["SkipsNaN.on_after_backward", "FiniteLoss"])
+
+
+def test_norms_of_a_part_are_logged_with_a_warning(pool: WorkerPool) -> None:
+    ((report, told),), _ = pool.run(train, 2, ["LogsNorms"], "1f1b", init=False)
+    ((expected, plain),) = pool.run(train, 1, ["LogsNorms"], None, init=False)[0]
+    assert sum("LogsNorms.on_before_optimizer_step" in text for text in told) == 1
+    assert not any("on_before_optimizer_step" in text for text in plain)
+    name = "grad_2.0_norm/net.8.weight"  # of the last stage
+    assert report.metrics[name] == pytest.approx(expected.metrics[name])
+
+
+@pytest.mark.parametrize(("kind", "error", "words"), [
+    (ClosureFirst, "RuntimeError", ["ClosureFirst.optimizer_step", "optimizer.step(closure=closure)"]),
+    (NeverZeroes, "ValueError", ["NeverZeroes.optimizer_zero_grad", "PipelineStrategy"]),
+    (ScalesGradients, "ValueError", ["ScalesGradients.on_after_backward", "on_before_optimizer_step"]),
+    (ClipsByHand, "RuntimeError", ["changes gradients", "self.clip_gradients"]),
+])  # fmt: skip
+def test_what_an_asynchronous_stage_does_itself_is_refused(
+    pool: WorkerPool, kind: Any, error: str, words: list[str]
+) -> None:
+    failures = pool.run(train_untied, 2, kind.__name__, init=False, expect_errors=True)
+    assert_refused(failures, error, words)
+
+
+def train_untied(kind: str) -> None:
+    base = MODULES[kind]
+    module = type(kind, (base, Untied), {})  # type: ignore[misc]
+    MODULES[kind] = module
+    try:
+        train([kind], "async")
+    finally:
+        MODULES[kind] = base
+
+
+class Counts(Untied):
+    """Logs numbers of the batch, some of which depend on no layer, with one ``reduce_fx`` for all."""
+
+    reduce_fx = "mean"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, labels = batch
+        logits = self.net(inputs)
+        loss = torch.nn.functional.cross_entropy(logits, labels)
+        hits = (logits.argmax(1) == labels).sum()
+        values = {
+            "constant": 2.0, "batch": batch_idx, "step": self.trainer.global_step, "size": len(inputs),
+            "elements": inputs.numel(), "tensor": torch.tensor(3.0), "weight": self.net[8].weight.detach().sum(),
+            "labels": labels.double().sum(), "largest label": labels.max(), "mean label": labels.double().mean(),
+            "spread": labels.double().std(), "loss": loss,
+        }  # fmt: skip
+        for name, value in values.items():
+            self.log(name, value, reduce_fx=self.reduce_fx, on_step=True, on_epoch=True)
+        if self.reduce_fx in ("mean", "sum"):  # an integer that layers computed
+            self.log("hits", hits, reduce_fx=self.reduce_fx, on_step=True, on_epoch=True)
+        self.log("doubtful", hits.double() * 3, reduce_fx=self.reduce_fx)
+        self.log("asked for", loss.detach().square().sqrt().item())  # which a look guesses
+        return loss
+
+
+def count(reduce_fx: str, layout: str | None) -> tuple[dict[str, float], list[str]]:
+    torch.set_default_dtype(torch.float64)
+    strategy, settings = LAYOUTS[layout] if layout is not None else ("single", {})
+    module = Counts()
+    module.reduce_fx = reduce_fx
+    trainer = make_trainer(strategy, [], settings, max_epochs=1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader(40, 8))
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return metrics, [str(each.message) for each in told]
+
+
+@pytest.mark.parametrize("layout", ["1f1b", "zbv", "tensor"])
+@pytest.mark.parametrize("reduce_fx", ["mean", "sum", "max"])
+def test_what_a_step_logs_is_the_batch_s(pool: WorkerPool, reduce_fx: str, layout: str) -> None:
+    ((expected, _),) = pool.run(count, 1, reduce_fx, None, init=False)
+    ranks = pool.run(count, 2, reduce_fx, layout, init=False)
+    names = [text.split("'")[1] for text in ranks[0][1] if "self.log(" in text]
+    for metrics, _ in ranks:
+        assert {name for name in expected if metrics[name] != pytest.approx(expected[name])} <= {*names}
+    assert names in ([], ["doubtful"])
+
+
+def test_what_replicas_in_threads_can_t_tell_is_warned_of(pool: WorkerPool) -> None:
+    ((expected, _),) = pool.run(count, 1, "sum", None, init=False)
+    ((metrics, told),) = pool.run(count, 1, "sum", "threads", init=False)
+    for name in ("loss", "constant", "batch", "step", "size", "elements", "tensor", "weight", "labels", "hits"):
+        assert metrics[name] == pytest.approx(expected[name]) or any(f"self.log({name!r}" in text for text in told)
+
+
+class Edits(Untied):
+    """Keeps a value of its own, and reads the model otherwise than it was saved."""
+
+    touches = True
+    counted = 0
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["counted"] = 7
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.counted = checkpoint["counted"]
+        if self.touches:
+            state = checkpoint["state_dict"]
+            state["net.8.weight"] = torch.ones_like(state["net.8.weight"])
+            state["net.0.weight"].mul_(0.5)
+
+
+class Forgets(Edits):
+    """Begins with a new optimizer."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        checkpoint["optimizer_states"] = []
+
+
+class Looks(Edits):
+    touches = False
+
+
+class SavesOthers(Edits):
+    """As an average of weights is often saved."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if "net.8.weight" in checkpoint["state_dict"]:  # on one rank
+            checkpoint["state_dict"]["net.8.weight"] = torch.zeros(3, 6)
+
+
+RESUMED: dict[str, type[Edits]] = {kind.__name__: kind for kind in (Edits, Forgets, Looks)}
+
+
+def save(layout: str | None, path: Path, kind: type[Edits] = Edits) -> None:
+    torch.set_default_dtype(torch.float64)
+    strategy, settings = LAYOUTS[layout] if layout is not None else ("single", {})
+    trainer = make_trainer(strategy, [], settings, max_steps=2)
+    trainer.fit(kind(), loader(20))
+    trainer.save_checkpoint(path)
+
+
+def resume(kinds: list[str], layout: str | None, path: Path) -> list[tuple[Report, int]]:
+    torch.set_default_dtype(torch.float64)
+    strategy, settings = LAYOUTS[layout] if layout is not None else ("single", {})
+    reports = []
+    for kind in kinds:
+        module = RESUMED[kind]()
+        trainer = make_trainer(strategy, [], settings, max_steps=5)
+        trainer.fit(module, loader(20), ckpt_path=path)
+        report = Report(weights={name: complete(p.detach()) for name, p in here(module).items()})
+        report.shards = trainer.strategy.local_model.shards if strategy == "tensor" else {}  # type: ignore[attr-defined]
+        reports.append((report, module.counted))
+    return reports
+
+
+@pytest.mark.parametrize("layout", ["1f1b", "tensor"])
+def test_a_checkpoint_is_read_as_on_load_checkpoint_leaves_it(pool: WorkerPool, layout: str, tmp_path: Path) -> None:
+    pool.run(save, 2, "1f1b", tmp_path / "directory", init=False)
+    convert(tmp_path / "directory", tmp_path / "file.ckpt")
+    kinds = [*RESUMED]
+    (single,) = pool.run(resume, 1, kinds, None, tmp_path / "file.ckpt", init=False)
+    for path in ("directory", "file.ckpt"):
+        ranks = pool.run(resume, 2, kinds, layout, tmp_path / path, init=False)
+        for kind, (expected, counted), *reports in zip(kinds, single, *ranks, strict=True):
+            weights = joined([report for report, _ in reports], "weights")
+            assert largest_difference(weights, expected.weights) < 1e-10, (kind, path)
+            assert {each for _, each in reports} == {counted} == {7}
+
+
+def test_other_values_for_the_model_s_are_refused_when_they_are_saved(pool: WorkerPool, tmp_path: Path) -> None:
+    failures = pool.run(save, 2, "1f1b", tmp_path / "it", SavesOthers, init=False, expect_errors=True)
+    assert_refused(failures, "ValueError", ["on_save_checkpoint", "'net.8.weight'", "a key of their own"])

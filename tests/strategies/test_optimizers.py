@@ -1,0 +1,61 @@
+"""Optimizers that aren't elementwise: refused before training where a rank sees a part of what they treat as one, and
+with the numbers of one process elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests import optimizers
+from tests.pool import WorkerPool
+from tests.strategies.failures import LIMIT, assert_refused
+from tests.strategies.harness import Report, joined, largest_difference, make_trainer, train
+from tests.strategies.models import BATCH, Base, Blocks
+from tests.strategies.shardable import Mixed
+from tests.strategies.test_fully_sharded import EXACT, SAMPLES
+
+
+def by(kind: str, model: type[Base]) -> type[Base]:
+    """A model with another optimizer."""
+
+    def configure_optimizers(self: Base) -> Any:
+        parameters = [p for p in self.parameters() if kind != "Muon" or p.ndim == 2]
+        return getattr(optimizers if hasattr(optimizers, kind) else torch.optim, kind)(parameters)
+
+    return type(model.__name__, (model,), {"configure_optimizers": configure_optimizers})
+
+
+def fit(kind: str, strategy: str, options: dict[str, Any]) -> None:
+    make_trainer(strategy, [], options).fit(by(kind, Mixed)(), Mixed.loader())
+
+
+@pytest.mark.parametrize(("kind", "ranks", "strategy", "options", "words"), [
+    ("Muon", 2, "tensor", {}, ["TensorParallelStrategy", "tensor_parallel=2", "'mlp.0.weight'"]),
+    ("LAMB", 4, "async", {"stages": 2, "tensor_parallel": 2}, ["AsyncPipelineStrategy", "tensor_parallel=2"]),
+    ("Muon", 2, "fsdp", {}, ["FullyShardedStrategy", "fully sharded over 2 replicas", "weight'"]),
+    ("HostLAMB", 4, "sync", {"stages": 2, "data_parallel_kind": "fully_shard"}, ["PipelineStrategy", "fully sharded"]),
+    ("Rprop", 2, "fsdp", {}, ["FullyShardedStrategy", "it fails there"]),  # DTensor can't run it
+    ("Prodigy", 2, "sync", {}, ["PipelineStrategy", "2 stages"]),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_what_would_train_another_model_is_refused_before_training(
+    pool: WorkerPool, kind: str, ranks: int, strategy: str, options: dict[str, Any], words: list[str]
+) -> None:
+    if strategy in ("sync", "async"):
+        options = {"microbatches": 2, **options}
+    failures = pool.run(fit, ranks, kind, strategy, options, init=False, expect_errors=True, timeout=LIMIT)
+    assert_refused(failures, "ValueError", [kind, *words, "AdamW"])
+
+
+def train_by_lamb(*args: Any, **kwargs: Any) -> Report:
+    return train(by("LAMB", Blocks), *args, **kwargs)
+
+
+def test_where_it_trains_the_same_model_it_trains_as_in_one_process(pool: WorkerPool) -> None:
+    (single,) = pool.run(train_by_lamb, 1, init=False, samples=SAMPLES[2])
+    stages = pool.run(train_by_lamb, 2, "sync", {"microbatches": 2}, init=False, samples=SAMPLES[2])
+    # These compute with whole parameters: their norms are those of DTensors.
+    sharded = pool.run(train_by_lamb, 2, "fsdp", init=False, samples=SAMPLES[2], batch_size=BATCH // 2)
+    for reports in (stages, sharded):
+        assert largest_difference(joined(reports, "weights"), single.weights) < EXACT

@@ -1,0 +1,184 @@
+"""What a step sees of the ranks: those of the data axis, as in one process or under DDP over the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.distributed.nn.functional import all_reduce
+
+from tests.pool import WorkerPool
+from tests.strategies.failures import LIMIT
+from tests.strategies.observed import Net, loader, make_trainer
+
+# By name: the strategy, its options, the number of processes, and that of replicas.
+LAYOUTS: dict[str, tuple[str, dict[str, Any], int, int]] = {
+    "pipeline": ("sync", {"microbatches": 1}, 2, 1),
+    "pipeline, replicas": ("sync", {"stages": 2, "microbatches": 1, "data_parallel": 2}, 4, 2),
+    "fully sharded": (
+        "sync",
+        {"stages": 2, "microbatches": 1, "data_parallel": 2, "data_parallel_kind": "fully_shard"},
+        4,
+        2,
+    ),
+    "three stages": ("sync", {"microbatches": 1}, 3, 1),
+    "zbv": ("sync", {"microbatches": 1, "schedule": "zbv"}, 2, 1),
+    "async": ("async", {"microbatches": 1}, 2, 1),
+    "tensor": ("tensor", {}, 2, 1),
+    "tensor, replicas": ("tensor", {"tensor_parallel": 2, "data_parallel": 2}, 4, 2),
+}
+EVERYWHERE = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+SEEN: dict[str, Any] = {}  # by place, in this process; not on the module, where a step's chunks would share it
+
+
+class Counting(Net):
+    """Takes every other sample, as neuralforecast's models do, and does more of what depends on the ranks."""
+
+    def look(self, place: str) -> None:
+        trainer = self.trainer
+        ranks = trainer.world_size, trainer.global_rank, self.global_rank, trainer.is_global_zero
+        own = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        SEEN[place] = *ranks, *own
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.look("training_step")
+        world = self.trainer.world_size
+        share = [part[self.trainer.global_rank :: world] for part in batch]
+        return self.logits_and_loss(share)[1]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.look("on_train_batch_end")
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.look("on_after_batch_transfer")
+        return batch
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.look("validation_step")
+        self.logits_and_loss(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.look("predict_step")
+        return self.net(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        self.look("configure_optimizers")
+        return torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.world_size)
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+def fit(
+    kind: Callable[[], Net], strategy: str, options: dict[str, Any], predict: bool = False, **given: Any
+) -> tuple[list[float], Any]:
+    torch.set_default_dtype(torch.float64)
+    SEEN.clear()
+    losses, module = Losses(), kind()
+    trainer = make_trainer(strategy, [losses], options, use_distributed_sampler=False, **given)
+    trainer.fit(module, loader(16, 8), loader(8, 4, 5))
+    if predict:
+        trainer.predict(module, loader(8, 4, 5))
+    return losses.losses, dict(SEEN)
+
+
+@EVERYWHERE
+def test_a_step_sees_the_ranks_of_the_data_axis(pool: WorkerPool, layout: str) -> None:
+    strategy, options, processes, replicas = LAYOUTS[layout]
+    peers = pool.run(fit, processes, Counting, strategy, options, True, init=False, timeout=LIMIT)
+    for rank, (_, seen) in enumerate(peers):
+        place = rank % replicas if strategy != "tensor" else rank // 2  # tensor ranks run fastest
+        inside = (replicas, place, place, place == 0, replicas, place)
+        everywhere = (processes, rank, rank, rank == 0, processes, rank)
+        assert seen.pop("on_train_batch_end") == everywhere
+        assert seen == dict.fromkeys(seen, inside)
+        assert len(seen) == 5
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "async"])
+def test_a_step_that_takes_its_share_by_the_rank_has_ddp_s_losses(pool: WorkerPool, layout: str) -> None:
+    strategy, options, processes, replicas = LAYOUTS[layout]
+    expected = pool.run(fit, replicas, Counting, *(("single", {}) if replicas == 1 else ("ddp", {})), init=False)
+    peers = pool.run(fit, processes, Counting, strategy, options, init=False, timeout=LIMIT)
+    assert peers[0][0] == pytest.approx(expected[0][0], rel=1e-12)
+
+
+class Meeting(Net):
+    """Calls collectives in its steps, as lightly's DINO does for its centre."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(3))
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """Over the replicas, by hand."""
+        if not dist.is_initialized():
+            return tensor
+        tensor = tensor.clone()
+        dist.all_reduce(tensor)
+        return tensor / dist.get_world_size()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        count = self.mean(batch[0].sum())  # before the layers: on every stage
+        logits, loss = self.logits_and_loss(batch)
+        strategy = self.trainer.strategy
+        strategy.barrier()
+        self.center = 0.9 * self.center + 0.1 * self.mean(logits.detach().mean(0))
+        shown = logits.mean()
+        if dist.is_initialized():
+            shown = all_reduce(shown) / dist.get_world_size()  # with gradients
+        gathered = self.all_gather(logits.detach().mean())
+        assert isinstance(gathered, Tensor)
+        scale = float(strategy.broadcast(gathered.sum()))
+        assert strategy.reduce_boolean_decision(True)
+        return loss + (self.center * logits).mean() + shown.pow(2) + 0.01 * scale * count * logits.mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.mean(self.logits_and_loss(batch)[1]))
+
+    def on_validation_epoch_end(self) -> None:
+        dist.is_initialized() and dist.barrier()
+
+
+@EVERYWHERE
+def test_collectives_in_a_step_are_over_the_replicas(pool: WorkerPool, layout: str) -> None:
+    strategy, options, processes, replicas = LAYOUTS[layout]
+    expected = pool.run(fit, replicas, Meeting, *(("single", {}) if replicas == 1 else ("ddp", {})), init=False)
+    peers = pool.run(fit, processes, Meeting, strategy, options, init=False, timeout=LIMIT)
+    (losses, _), (theirs, _) = peers[0], expected[0]
+    if strategy == "async":
+        losses, theirs = losses[:1], theirs[:1]  # the others come by late gradients
+    assert losses == pytest.approx(theirs, rel=1e-12)
+
+
+class MeetingInside(Net):
+    """Calls a collective between the layers, on what a later stage has not computed itself."""
+
+    def logits_and_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
+        hidden = self.net[:2](batch[0])
+        shift = hidden.detach().mean(0)
+        if dist.is_initialized():
+            dist.all_reduce(shift)
+            shift /= dist.get_world_size()
+        logits = self.net[2:](hidden - shift)
+        return logits, torch.nn.functional.cross_entropy(logits, batch[1])
+
+
+@pytest.mark.parametrize("layout", ["pipeline", "pipeline, replicas", "three stages"])
+def test_collectives_between_the_layers(pool: WorkerPool, layout: str) -> None:
+    strategy, options, processes, replicas = LAYOUTS[layout]
+    expected = pool.run(fit, replicas, MeetingInside, *(("single", {}) if replicas == 1 else ("ddp", {})), init=False)
+    peers = pool.run(fit, processes, MeetingInside, strategy, options, init=False, timeout=LIMIT)
+    assert peers[0][0] == pytest.approx(expected[0][0], rel=1e-12)

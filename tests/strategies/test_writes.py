@@ -1,0 +1,150 @@
+"""Parameters that a step or a layer changes in place: as in one process, or refused by name on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.pool import WorkerPool
+from tests.strategies.failures import LIMIT, assert_lost, assert_refused
+from tests.strategies.observed import CLASSES, WIDTH, Net, loader, make_trainer
+from tests.strategies.test_world import Losses
+
+
+class Halving(nn.Linear):
+    """Changes its weight whenever it runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.mul_(0.5)
+        return super().forward(x)
+
+
+class Masked(nn.Linear):
+    """Zeroes a part of its weight, as a masked convolution does; nothing changes in the first step."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        with torch.no_grad():
+            self.weight.tril_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data.tril()
+        return super().forward(x)
+
+
+class Normalised(Net):
+    """As SwaV: the prototypes, which lie in no list, are normalised at the beginning of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prototypes = nn.Linear(CLASSES + 1, CLASSES, bias=False)
+        self.net[4] = nn.Linear(8, CLASSES + 1)
+
+    def logits_and_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
+        logits = self.prototypes(self.net(batch[0]))
+        return logits, F.cross_entropy(logits, batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            weight = self.prototypes.weight
+            weight.div_(weight.norm(dim=1, keepdim=True))
+        return super().training_step(batch, batch_idx)
+
+
+class Teaching(Net):
+    """A teacher of the last layer follows it, entry by entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(8, CLASSES).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.net[-1].weight, 0.5)
+        hidden = self.net[:-1](batch[0])
+        logits = self.net[-1](hidden)
+        return F.cross_entropy(logits, batch[1]) + (logits - self.teacher(hidden)).square().mean()
+
+
+class HalvingNet(Net):
+    layer: type[nn.Linear] = Halving
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2] = self.layer(8, 8)
+
+
+class MaskedNet(HalvingNet):
+    layer = Masked
+
+
+class HalvingInValidation(Net):
+    """Trains as usual, and evaluates by a layer that changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Sequential(Halving(WIDTH, CLASSES))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.other(batch[0])
+
+
+MODELS: dict[str, type[Net]] = {
+    "step": Normalised, "layer": HalvingNet, "mask": MaskedNet, "teacher": Teaching, "validation": HalvingInValidation,
+}  # fmt: skip
+NAMES = {"step": "prototypes.weight", "layer": "net.2.weight", "mask": "net.2.weight", "validation": "other.0.weight"}
+PLAN = {"net.4": "row_split", "teacher": "row_split"}
+SHARDED = {"stages": 2, "data_parallel": 2, "data_parallel_kind": "fully_shard", "microbatches": 1}
+STAGES_OF_TWO = {"stages": 2, "tensor_parallel": 2, "plan": {"prototypes": "row_split"}, "microbatches": 1}
+
+
+def fit(model: str, strategy: str, options: dict[str, Any]) -> list[float]:
+    torch.set_default_dtype(torch.float64)
+    losses = Losses()
+    trainer = make_trainer(strategy, [losses], options, use_distributed_sampler=False)
+    trainer.fit(MODELS[model](), loader(16, 8), loader(8, 4, 5))
+    return losses.losses
+
+
+@pytest.mark.parametrize(("model", "strategy", "options", "ranks"), [
+    ("step", "fsdp", {}, 2),
+    ("layer", "fsdp", {}, 2),
+    ("layer", "fsdp", {"reshard_after_forward": False}, 2),
+    ("mask", "fsdp", {}, 2),
+    ("validation", "fsdp", {}, 2),
+    ("layer", "sync", SHARDED, 4),
+    ("layer", "sync", {"microbatches": 2}, 2),
+    ("layer", "sync", {"microbatches": 1, "activation_checkpointing": True}, 2),
+    ("mask", "async", {"microbatches": 1}, 2),
+    ("step", "tensor", {"plan": {"prototypes": "row_split"}}, 2),
+])  # fmt: skip
+def test_a_write_that_would_be_lost_or_repeated_is_refused_by_name(
+    pool: WorkerPool, model: str, strategy: str, options: dict[str, Any], ranks: int
+) -> None:
+    failures = pool.run(fit, ranks, model, strategy, options, init=False, expect_errors=True, timeout=LIMIT)
+    assert_refused(failures, "ValueError", [NAMES[model], "in place"])
+
+
+def test_the_stage_that_writes_into_parts_names_them(pool: WorkerPool) -> None:
+    failures = pool.run(fit, 4, "step", "sync", STAGES_OF_TWO, init=False, expect_errors=True, timeout=LIMIT)
+    assert_refused(failures[:2], "ValueError", [NAMES["step"], "in place"])
+    assert_lost(failures[2:])
+
+
+@pytest.mark.parametrize(("model", "strategy", "options", "ranks"), [
+    ("step", "sync", {"microbatches": 2}, 2),
+    ("layer", "sync", {"microbatches": 1}, 2),
+    ("mask", "sync", {"microbatches": 1}, 2),
+    ("validation", "sync", {"microbatches": 2}, 2),
+    ("teacher", "tensor", {"plan": PLAN}, 2),
+])  # fmt: skip
+def test_other_writes_are_as_in_one_process(
+    pool: WorkerPool, model: str, strategy: str, options: dict[str, Any], ranks: int
+) -> None:
+    (expected,) = pool.run(fit, 1, model, "single", {}, init=False)
+    losses, *_ = pool.run(fit, ranks, model, strategy, options, init=False, timeout=LIMIT)
+    assert losses == pytest.approx(expected, 1e-12)
