@@ -137,7 +137,8 @@ class AsynchronousTraining:
         that were in force when its batch came."""
         options, owed = self._options, self._owed.popleft()
         gradients = self._completed({**self.versions.take_gradients()})
-        self._loose.note(gradients)
+        if not self._loose.note(gradients):
+            self._trainer.should_stop = True  # all stages stop after the same batch, drain, and raise there
 
         def step() -> None:
             swap_gradients(self._local.parameters, gradients)
@@ -165,7 +166,8 @@ class _LooseParameters:
     train each of them. The other stages' copies are overwritten with its values when the pipeline drains.
 
     The first update shows which stage that is, and each drain again: a parameter may be used later for the first time.
-    No stage waits for the others' first update, which may come some batches later.
+    No stage waits for the others' first update, which may come some batches later. A conflict that it shows is raised
+    at the next drain, where all stages are: one that raised alone would leave the others with a lost link.
     """
 
     def __init__(
@@ -174,28 +176,37 @@ class _LooseParameters:
         self._names = names if layout.stages > 1 else []
         self._local, self._layout, self._group, self._device = local, layout, group, device
         self._trained: set[str] = set()  # those that got a gradient on this stage
-        self._owners: dict[str, int] = {}
         self._compared = False
         self._comparing: tuple[dist.Work, Tensor] | None = None
 
-    def note(self, gradients: Mapping[str, Tensor | None]) -> None:
-        """Take note of an update's gradients. In the first one the stages compare theirs."""
+    def note(self, gradients: Mapping[str, Tensor | None]) -> bool:
+        """Take note of an update's gradients. In the first one the stages compare theirs.
+
+        Returns:
+            Is each parameter trained by one stage at most, as far as that is known?
+        """
         self._trained |= {name for name in self._names if gradients.get(name) is not None}
         if self._names and not self._compared:
             self._compared = True
             self._comparing = self._begin_to_compare()
         elif self._comparing is not None and self._comparing[0].is_completed():
-            self._find_owners(*self._comparing)
-            self._comparing = None
+            trained, self._comparing = self._compared_by(*self._comparing), None
+            return all(len(stages) <= 1 for stages in trained.values())
+        return True
 
     def copy(self) -> None:
         """At a drain: take over each parameter from the stage that trains it."""
         if not self._names:
             return
         self._comparing = None
-        self._find_owners(*self._begin_to_compare())
-        for name, stage in self._owners.items():
-            broadcast_tensors((self._local.parameters[name],), self._layout.rank_at(pipeline=stage), self._group)
+        for name, stages in self._compared_by(*self._begin_to_compare()).items():
+            if len(stages) > 1:
+                raise ValueError(
+                    f"'{name}' gets gradients on stages {stages}: asynchronous updates of different staleness would "
+                    f"drive its copies apart. Use it in one stage, or use PipelineStrategy."
+                )
+            for stage in stages:
+                broadcast_tensors((self._local.parameters[name],), self._layout.rank_at(pipeline=stage), self._group)
 
     def _begin_to_compare(self) -> tuple[dist.Work, Tensor]:
         table = torch.zeros(self._layout.stages, len(self._names), dtype=torch.int, device=self._device)
@@ -204,17 +215,13 @@ class _LooseParameters:
         assert work is not None, "this rank is in its pipeline's group"
         return work, table
 
-    def _find_owners(self, work: dist.Work, table: Tensor) -> None:
+    def _compared_by(self, work: dist.Work, table: Tensor) -> dict[str, list[int]]:
+        """The stages that train each parameter."""
         guarded(work.wait)
-        for name, trained in zip(self._names, table.T.tolist(), strict=True):
-            stages = [stage for stage, yes in enumerate(trained) if yes]
-            if len(stages) > 1:
-                raise ValueError(
-                    f"'{name}' gets gradients on stages {stages}: asynchronous updates of different staleness would "
-                    f"drive its copies apart. Use it in one stage, or use PipelineStrategy."
-                )
-            if stages:
-                self._owners[name] = stages[0]
+        return {
+            name: [stage for stage, yes in enumerate(trained) if yes]
+            for name, trained in zip(self._names, table.T.tolist(), strict=True)
+        }
 
 
 def _nothing() -> None:

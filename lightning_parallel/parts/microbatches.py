@@ -193,12 +193,15 @@ class Microbatches:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss in what ``training_step`` returned.
+    """The loss in what ``training_step`` returned. A number stands for that of a microbatch in which nothing counts, as
+    ``sum([])`` gives it.
 
     Raises:
-        RuntimeError: there is none, or it is no scalar, or it has no gradient.
+        RuntimeError: there is none, or it is no scalar.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(loss, int | float):
+        loss = torch.tensor(float(loss))
     if not isinstance(loss, Tensor):
         raise RuntimeError(
             f"training_step returned {'no loss' if loss is None else type(loss).__name__}: a pipeline can't skip a "
@@ -206,11 +209,6 @@ def loss_of(output: Any) -> Tensor:
         )
     if loss.numel() != 1:
         raise RuntimeError(f"training_step returned a loss of shape {tuple(loss.shape)}: return a scalar.")
-    if not loss.requires_grad:
-        raise RuntimeError(
-            "The loss that training_step returned has no gradient: it was detached, or it depends on no trainable "
-            "parameter."
-        )
     return loss
 
 

@@ -58,11 +58,13 @@ class Term:
 
 
 def terms_of(loss: Tensor) -> list[Term]:
-    """The terms of a loss.
+    """The terms of a loss; none of one without a graph.
 
     Args:
-        loss: a scalar that needs a gradient, before its backward.
+        loss: a scalar, before its backward.
     """
+    if not loss.requires_grad:
+        return []
     edge = get_gradient_edge(loss)
     found: list[Term] = []
     waiting = [(Term("", edge), edge, True)]
@@ -183,6 +185,19 @@ def _is_learned(node: Node, operand: int) -> bool:
     return False
 
 
+def has_kink(term: Term) -> bool:
+    """Is a term a mean that has been bent at a value: ``relu(mean - 1)``, ``mean.clamp(min=0.5)``, ``mean.abs()``? As
+    long as all microbatches are on one side of it, nothing else tells that it is no mean."""
+    node = term.edge.node
+    operands = [i for i, (each, _) in enumerate(node.next_functions) if each is not None]
+    return (
+        node.name() in _KINKED
+        and prod(shape_of_result(node)) == 1
+        and all(prod(shape_of_operand(node, i) or ()) == 1 for i in operands)
+        and not all(_is_learned(node, i) for i in operands)
+    )
+
+
 def anything_counts(term: Term) -> bool | Tensor | None:
     """Does any element count in a term's sum? None if its graph doesn't tell."""
     node: Node | None = term.edge.node
@@ -244,6 +259,15 @@ _ADDITIONS = frozenset({*_SIGNS, "StackBackward0", "CatBackward0"})
 _SUMS = frozenset({"SumBackward0", "SumBackward1", "NansumBackward0"})
 _DIVISIONS = frozenset({"DivBackward0", "DivBackward1"})
 _PRODUCTS = frozenset({"MulBackward0", "MulBackward1"})
+# Straight on either side of a value, so parts of a batch may agree with the whole.
+_KINKED = frozenset(
+    {
+        "AbsBackward0", "ReluBackward0", "LeakyReluBackward0", "EluBackward0", "ClampBackward0", "ClampBackward1",
+        "ClampMinBackward0", "ClampMinBackward1", "ClampMaxBackward0", "ClampMaxBackward1", "HardtanhBackward0",
+        "ThresholdBackward0", "MaximumBackward0", "MinimumBackward0", "MaxBackward0", "MaxBackward1", "MinBackward0",
+        "MinBackward1", "WhereBackward0",
+    }
+)  # fmt: skip
 _MEAN = 1  # torch's number of reduction="mean"
 
 

@@ -1,10 +1,10 @@
 """Tests whether a batch's loss follows from the losses of its microbatches.
 
-On the last stage the end of the first microbatch's step runs a few more times: on the whole microbatch, and on parts of
-it, with the same activations. The loss of the whole must follow from those of the parts by one of the rules::
+On the last stage the end of the step runs a few more times, with the activations that have come: on two neighbouring
+microbatches, and on both of them as one. The loss of both must follow from the two losses by one of the rules::
 
-    whole    4 samples     loss, and what it averages over
-    parts    1 sample      losses ...                       -> a mean by counts? by samples? a sum? none of them?
+    both     4 samples     loss, and what it averages over
+    each     2 samples     losses ...                       -> a mean by counts? by samples? a sum? none of them?
 
 So it is seen before the first update whether a loss is divided by something that doesn't add up (``mask.sum() + 1``),
 whether it is a root or a maximum of sums, and whether it compares samples with each other.
@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from lightning_parallel.pipeline.loss_graph import Term, terms_of
-from lightning_parallel.pipeline.normaliser import Rule, count_of, main_term, numbered
+from lightning_parallel.pipeline.loss_graph import Number, Term, has_kink, terms_of
+from lightning_parallel.pipeline.normaliser import Rule, count_of, numbered
 from lightning_parallel.torch_private import where_created
 
-_PARTS = 4  # a microbatch is divided into at most
 _LOOKED_AT = 16  # terms, and nodes below each
 _OF_TORCH = str(Path(torch.__file__).parent)
 
@@ -36,18 +35,20 @@ class Outcome:
 
     Attributes:
         loss: its value.
-        count: what it averages over; None if that can't be read off its graph.
+        count: by what it is weighted where losses are averaged by counts.
         keys: of its terms.
         terms: what each of its terms averages over, by the terms' numbered keys.
         lines: where the terms are divided, or the loss is made.
+        kinked: has it a term that is no mean beyond some value?
         logged: numbers, by the names under which they were logged.
     """
 
     loss: float
-    count: float | None
+    count: float
     keys: frozenset[str]
     terms: Mapping[str, float]
     lines: list[str]
+    kinked: bool = False
     logged: dict[str, float] = field(default_factory=dict)
 
 
@@ -70,11 +71,12 @@ class Findings:
     fixed: frozenset[str]
 
 
-def outcome(step: Callable[[], tuple[Tensor, dict[str, float]]]) -> Outcome:
+def outcome(step: Callable[[], tuple[Tensor, dict[str, float]]], size: int) -> Outcome:
     """Run a step, and read its loss.
 
     Args:
         step: returns the loss, with its graph, and what it has logged.
+        size: the number of its samples.
     """
     anomalies = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     torch.autograd.set_detect_anomaly(True, check_nan=False)  # nodes then tell from which lines they come
@@ -83,22 +85,30 @@ def outcome(step: Callable[[], tuple[Tensor, dict[str, float]]]) -> Outcome:
     finally:
         torch.autograd.set_detect_anomaly(*anomalies)
     terms = terms_of(loss)
-    averages = main_term(terms, None) is not None
-    assert loss.grad_fn is not None
-    nodes = [term.node for term in terms if term.node is not None] or [loss.grad_fn]
+    kinks = [term.edge.node for term in terms if has_kink(term)]
+    nodes = kinks or [term.node for term in terms if term.node is not None]
+    nodes = nodes or ([] if loss.grad_fn is None else [loss.grad_fn])
     return Outcome(
         float(loss.detach()),
-        float(count_of(terms, loss, 0.0)) if averages else None,
+        float(count_of(terms, loss, float(size))),
         frozenset(term.key for term in terms),
         {key: float(term.count) for key, term in numbered(terms).items()},
         lines_of(nodes),
+        bool(kinks),
         logged,
     )
 
 
-def kinds_of(terms: Sequence[Term]) -> frozenset[str]:
-    """What losses of the same make have in common: the operations above the sums, and the first ones below."""
-    found = set()
+def kinds_of(terms: Sequence[Term], count: Number) -> frozenset[str]:
+    """What losses of the same make have in common: the operations above the sums, and the first ones below. And whether
+    nothing counts in them, or just one, which may be a stand-in for nothing (``clamp(min=1)``).
+
+    Args:
+        terms: of the loss.
+        count: what it averages over.
+    """
+    few = not isinstance(count, Tensor) and abs(count) <= 1
+    found = {f"counts {count}"} if few else set()
     for term in terms[:_LOOKED_AT]:
         waiting, names = [term.edge.node], list[str]()
         while waiting and len(names) < _LOOKED_AT:
@@ -135,9 +145,8 @@ def find(whole: Outcome, parts: Sequence[Outcome], sizes: Sequence[int], toleran
         tolerance: relative.
     """
     counts = [part.count for part in parts]
-    known = [count for count in counts if count is not None]
     weights: dict[Rule, Sequence[float] | None] = {
-        Rule.COUNTS: known if len(known) == len(parts) and any(known) else None,
+        Rule.COUNTS: counts if any(counts) else None,
         Rule.SAMPLES: [float(size) for size in sizes],
         Rule.SUM: None,
     }
@@ -156,7 +165,7 @@ def find(whole: Outcome, parts: Sequence[Outcome], sizes: Sequence[int], toleran
     runs = [whole, *parts]
     errors = {name: max(abs(run.logged[name] - run.loss) for run in runs) for name in logs}
     losses = {name for name, error in errors.items() if error <= tolerance * abs(whole.loss)}
-    rules = holding(whole.loss, [part.loss for part in parts])
+    rules = frozenset() if any(run.kinked for run in runs) else holding(whole.loss, [part.loss for part in parts])
     return Findings(rules, logs, whole.lines, frozenset(losses), frozenset(fixed))
 
 
@@ -167,23 +176,20 @@ def _mean(values: Sequence[float], weights: Sequence[float] | None) -> float | N
     return sum(value * weight for value, weight in counting) / sum(weights) if counting else None
 
 
-def parts_of(size: int) -> int:
-    """Into how many parts samples are divided."""
-    return min(size, _PARTS)
-
-
-def sliced(tensor: Tensor, size: int, sizes: Sequence[int]) -> list[Tensor] | None:
-    """An activation of so many samples, in parts of these sizes. None if it doesn't tell where its samples lie.
+def joined(one: Tensor, other: Tensor, sizes: tuple[int, int]) -> Tensor | None:
+    """An activation of two microbatches. None if it doesn't tell where its samples lie.
 
     Args:
-        tensor: ``[samples, ...]``, ``[samples * positions, ...]`` or ``[positions, samples, ...]``.
-        size: the number of samples.
-        sizes: of the parts; their sum is ``size``.
+        one: ``[samples, ...]``, ``[samples * positions, ...]`` or ``[positions, samples, ...]``.
+        other: the same of the other microbatch.
+        sizes: the numbers of samples.
     """
-    if not tensor.dim():
-        return None
-    dim = next((dim for dim in range(min(2, tensor.dim())) if tensor.shape[dim] == size), 0)
-    if tensor.shape[dim] % size:
-        return None
-    rows = tensor.shape[dim] // size
-    return [piece.clone() for piece in tensor.split([rows * part for part in sizes], dim)]
+    shapes = one.shape, other.shape
+    found = (dim for dim in range(min(2, one.dim())) if tuple(shape[dim] for shape in shapes) == sizes)
+    dim = next(found, 0)
+    if one.dim() and one.dim() == other.dim():
+        rows = {divmod(shape[dim], size) for shape, size in zip(shapes, sizes, strict=True)}
+        rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+        if len(rows) == len(rest) == 1 and not any(left for _, left in rows):
+            return torch.cat((one, other), dim)
+    return one if torch.equal(one, other) else None  # of no sample, such as encoded positions

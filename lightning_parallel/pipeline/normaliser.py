@@ -21,7 +21,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
-from math import isclose, log2
+from math import inf, isclose, isnan, log2, nan
 from operator import or_
 
 import torch
@@ -48,11 +48,11 @@ class _Added:
     """The loss of a microbatch, before its backward.
 
     Attributes:
-        edge: of the loss.
+        edge: of the loss; None if it has no graph, since nothing counts in it.
         terms: of the loss, the one first by which it is weighted; empty if it is weighted as a whole.
     """
 
-    edge: GradientEdge
+    edge: GradientEdge | None
     terms: list[Term]
 
 
@@ -83,9 +83,10 @@ class BatchLoss:
         self._main: str | None = None  # the key of the term by whose number microbatches are weighted
         self._added: dict[int, _Added] = {}
         self._losses: dict[int, Tensor] = {}
-        self._others: list[dict[str, Number]] = []  # of each microbatch: other terms' numbers, by that of the first
+        # Of each microbatch: what the main term averages over, and that by what each other term averages over.
+        self._others: list[tuple[Number, dict[str, Number]]] = []
         self._begun: dict[int, Number] = {}  # the weights with which backwards have begun
-        self._dtype = torch.float32
+        self._like: Tensor | None = None  # a loss with a graph
         self._is_unsuited = False  # has a backward begun with a weight that no factor puts right?
         self.weights: dict[int, Number] = {}
         self._reference: Number = 1.0
@@ -98,23 +99,33 @@ class BatchLoss:
 
         Args:
             place: the microbatch's index in the batch.
-            loss: a scalar with its graph.
+            loss: a scalar with its graph. It may have none where others have one: nothing counts in this microbatch.
 
         Returns:
             The terms of the loss, as far as they are read.
+
+        Raises:
+            RuntimeError: no microbatch's loss has a graph.
         """
+        if loss.requires_grad:
+            self._like = loss.detach()
+        elif place == len(self.sizes) - 1 and self._like is None:
+            raise RuntimeError(
+                "The loss that training_step returned has no gradient: it is a number, was detached, or depends on no "
+                "trainable parameter."
+            )
         self._losses[place] = loss.detach().reshape(())
-        self._dtype = loss.dtype
         terms = found = terms_of(loss) if self._rule in (Rule.COUNTS, Rule.SUM) else []
         main = main_term(terms, self._main)
         if self._rule is Rule.SUM:  # by the same number in all microbatches
-            self._others.append({"": 1.0 if main is None else main.count})
+            self._others += [(1.0, {"": 1.0 if main is None else main.count})] if terms else []
             main = None
         elif main is not None:
             self._main = self._main or main.key
             terms = [main, *(term for term in terms if term is not main)]
-            self._others.append(_ratios(terms))
-        self._added[place] = _Added(get_gradient_edge(loss), [] if main is None else terms)
+            self._others.append((main.count, _ratios(terms)))
+        edge = get_gradient_edge(loss) if loss.requires_grad else None
+        self._added[place] = _Added(edge, [] if main is None else terms)
         self.weights[place] = self._weight(place, terms)
         if len(self.weights) == 1:
             self._reference = self._guess(place)
@@ -149,7 +160,8 @@ class BatchLoss:
         total, own, weight = sum(self.sizes), self.sizes[place], self.weights[place]
         weight = torch.where(weight == 0, own, weight) if isinstance(weight, Tensor) else weight or own
         times = self._batches if self._rule is Rule.SUM else total / own * self._batches
-        if torch.finfo(self._dtype).bits < 32:  # they can't hold one part of 24, but one of a power of two
+        dtype = torch.float32 if self._like is None else self._like.dtype
+        if torch.finfo(dtype).bits < 32:  # they can't hold one part of 24, but one of a power of two
             return weight * 2.0 ** round(log2(times))
         return weight * times if self._rule is Rule.SUM else weight / own * total * self._batches
 
@@ -168,7 +180,7 @@ class BatchLoss:
             scale: a factor of all gradients.
         """
         added, weight = self._added.pop(place), self.weights[place]
-        if not _may_count(weight):
+        if not _may_count(weight) or added.edge is None:
             return [], []
         self._begun[place] = weight
         if not added.terms:
@@ -196,7 +208,8 @@ class BatchLoss:
 
     def loss(self) -> Tensor:
         """Of the whole batch, on the last stage."""
-        losses = [self._losses[place] for place in range(len(self.sizes))]
+        assert self._like is not None, "a batch without a gradient is refused"
+        losses = [self._losses[place].to(self._like) for place in range(len(self.sizes))]
         return torch.stack(losses).sum() if self.is_sum else mean(losses, self.in_order())
 
     def differs(self, fixed: Collection[str]) -> bool | Tensor:
@@ -207,13 +220,16 @@ class BatchLoss:
             fixed: the keys of terms whose number isn't one of samples.
         """
         found: bool | Tensor = self._is_unsuited
-        for key in {key for others in self._others for key in others} - {*fixed}:
-            ratios = [others[key] for others in self._others if key in others]
+        for key in {key for _, others in self._others for key in others} - {*fixed}:
+            # A microbatch whose loss lacks a term has nothing that counts in it.
+            lacking = [_ratio_of_nothing(count) for count, others in self._others if key not in others]
+            ratios = lacking + [others[key] for _, others in self._others if key in others]
             if any(isinstance(ratio, Tensor) for ratio in ratios):
                 values = torch.stack([torch.as_tensor(ratio) for ratio in ratios])
-                found = found | ((values.max() - values.min()) > _EQUAL * values.abs().max())
+                highest, lowest = values.nan_to_num(nan=-inf).max(), values.nan_to_num(nan=inf).min()
+                found = found | (highest - lowest > _EQUAL * torch.maximum(highest.abs(), lowest.abs()))
             else:
-                numbers = [ratio for ratio in ratios if not isinstance(ratio, Tensor)]
+                numbers = [ratio for ratio in ratios if not isinstance(ratio, Tensor) and not isnan(ratio)]
                 found = found | (max(numbers) - min(numbers) > _EQUAL * max(map(abs, numbers)))
         return found
 
@@ -268,6 +284,13 @@ def _ratios(terms: Sequence[Term]) -> dict[str, Number]:
     return {key: _ratio(main.count, count) for key, count in some.items()}
 
 
+def _ratio_of_nothing(count: Number) -> Number:
+    """The ratio for a term that a microbatch's loss lacks; NaN if nothing counts in the microbatch at all."""
+    if isinstance(count, Tensor):
+        return torch.where(count == 0, nan, 0.0)
+    return 0.0 if count else nan
+
+
 def count_of(terms: Sequence[Term], loss: Tensor, otherwise: Number) -> Number:
     """What a loss averages over.
 
@@ -285,7 +308,10 @@ def count_of(terms: Sequence[Term], loss: Tensor, otherwise: Number) -> Number:
     some = [anything_counts(term) for term in alike]
     if averages and all(each is not None for each in some):
         counts = reduce(or_, (each for each in some if each is not None))
-        return torch.where(counts, count, 0.0) if isinstance(counts, Tensor) else count if counts else 0.0
+        if isinstance(counts, Tensor) or isinstance(count, Tensor):
+            counts, count = torch.as_tensor(counts), torch.as_tensor(count)
+            return torch.where(~counts & (count.abs() <= 1), 0.0, count)
+        return 0.0 if not counts and abs(count) <= 1 else count
     if len(alike) == len(averages):
         if isinstance(count, Tensor):
             return torch.where((loss.detach() == 0) & ((count.abs() <= 1) | (not averages)), 0.0, count)

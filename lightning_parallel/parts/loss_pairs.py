@@ -1,0 +1,210 @@
+"""Tries neighbouring microbatches as one (:mod:`lightning_parallel.pipeline.loss_trial`).
+
+In the first batch each microbatch is tried with the one before it. Later batches may differ from the first one, so a
+pair is tried in the second, third, fifth, ninth, ... batch as well, at another place each time. So is a loss of a make
+that hasn't been tried::
+
+    batch 0    0-1  1-2  2-3        batch 1    1-2        batch 2    2-3        batch 4    0-1
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_parallel.batch import split_into
+from lightning_parallel.parts.last_stage import LastStage
+from lightning_parallel.parts.logs import logging_trial
+from lightning_parallel.pipeline.chunk import Again, Trial
+from lightning_parallel.pipeline.kept_state import StateKept
+from lightning_parallel.pipeline.loss_graph import Term, terms_of
+from lightning_parallel.pipeline.loss_trial import Findings, Outcome, find, joined, kinds_of, outcome
+from lightning_parallel.pipeline.normaliser import BatchLoss, count_of
+
+_TRIALS = 8  # at most in the first batch, and at most of losses of a new make: a step may make ever new ones
+_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4}
+
+Step = Callable[[Any], Callable[[], Tensor]]  # makes the step of a batch, which returns the loss
+
+
+@dataclass
+class _Tried:
+    """A microbatch, to be tried with the one after it.
+
+    Attributes:
+        batch: the batch that it is of.
+        sizes: of the batch's microbatches.
+        place: its index there.
+        arrived: its activations.
+        make: of its loss.
+        share: what a sample's loss averages over.
+        outcome: of its step alone, once that is known.
+    """
+
+    batch: Any
+    sizes: Sequence[int]
+    place: int
+    arrived: list[Tensor]
+    make: frozenset[str]
+    share: float | None
+    outcome: Outcome | None = None
+
+
+class LossPairs:
+    """The trials of a run, on the last stage.
+
+    Args:
+        trainer: of the run.
+        module: whose loss it is.
+        last_stage: in whose name steps run that don't count.
+        take: is called with what a trial has found. It returns whether several rules are still possible.
+
+    Attributes:
+        has_tried: has a trial shown anything?
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        last_stage: LastStage,
+        take: Callable[[Findings, BatchLoss], bool],
+    ) -> None:
+        self._trainer, self._module, self._last_stage, self._take = trainer, module, last_stage, take
+        self._batches = 0
+        self._makes: set[frozenset[str]] = set()  # of losses that have been tried
+        self._shares: set[float | None] = set()
+        self._is_open = True  # are several rules possible?
+        self._wants_next = False  # is the next microbatch to be tried, though it isn't its turn?
+        self._before: _Tried | None = None
+        self._left = _TRIALS  # of losses of a new make
+
+    @property
+    def has_tried(self) -> bool:
+        return bool(self._makes)
+
+    def trial(self, step: Step, batch: Any, sizes: Sequence[int], place: int, batch_loss: BatchLoss) -> Trial | None:
+        """What a microbatch is tried with; None if nothing is to be tried.
+
+        Args:
+            step: makes the user's step of a part of the batch.
+            batch: as the loader gave it.
+            sizes: of its microbatches.
+            place: of the microbatch.
+            batch_loss: of the batch.
+        """
+        due = self._is_due(place, len(sizes))
+        if not due and not self._left:
+            return None
+        run = partial(self._try, step, batch, sizes, place, batch_loss, due)
+        return Trial(lambda: due or self._wants_next, run)
+
+    def end_batch(self) -> None:
+        """All microbatches of a batch have run."""
+        self._batches += 1
+        self._before = None
+
+    def _is_due(self, place: int, count: int) -> bool:
+        if self._batches == 0:
+            return place <= _TRIALS
+        first = self._batches.bit_length() % (count - 1)
+        return self._batches.bit_count() == 1 and place in (first, first + 1)
+
+    def _try(
+        self,
+        step: Step,
+        batch: Any,
+        sizes: Sequence[int],
+        place: int,
+        batch_loss: BatchLoss,
+        due: bool,
+        loss: Tensor,
+        terms: list[Term],
+        again: Again,
+    ) -> None:
+        terms = terms or terms_of(loss)
+        count = count_of(terms, loss, float(sizes[place]))
+        make = kinds_of(terms, count)
+        share = count / sizes[place] if isinstance(count, float) else None
+        before, self._before = self._before, None
+        is_new = make not in self._makes or (self._is_open and share not in self._shares)
+        if again.arrived is None:
+            self._wants_next |= is_new
+            return
+        this = self._before = _Tried(batch, sizes, place, again.arrived, make, share)
+        if before is None or before.batch is not batch or before.place != place - 1:
+            return
+        self._left -= not due
+        found = self._found(step, before, this, again)
+        if found is None:
+            return
+        self._makes |= {before.make, make}
+        self._shares |= {before.share, share}
+        self._wants_next = False
+        self._is_open = self._take(found, batch_loss)
+
+    def _found(self, step: Step, one: _Tried, other: _Tried, again: Again) -> Findings | None:
+        """What follows from two neighbours; None if nothing does."""
+        first, pair = one.place, (one.sizes[one.place], one.sizes[other.place])
+        arrived = [joined(*tensors, pair) for tensors in zip(one.arrived, other.arrived, strict=True)]
+        both = [tensor for tensor in arrived if tensor is not None]
+        if len(both) < len(arrived):
+            return None
+        lengths = [*one.sizes[:first], sum(pair), *one.sizes[first + 2 :]]
+
+        def run(lengths: Sequence[int], tensors: Sequence[Tensor], place: int = first, seed: int = 0) -> Outcome:
+            part = split_into(one.batch, lengths)[place]
+            with self._without_effect(seed) as logged:
+                step_of_part = step(part)
+                return outcome(lambda: (again.run(step_of_part, tensors), _numbers(logged)), lengths[place])
+
+        try:
+            one.outcome = one.outcome or run(one.sizes, one.arrived)
+            other.outcome = run(one.sizes, other.arrived, first + 1)
+            whole = run(lengths, both)
+            parts = [one.outcome, other.outcome]
+            if not math.isfinite(whole.loss) or not any(part.loss for part in parts):
+                return None  # any rule would hold
+            found = find(whole, parts, pair, _TOLERANCES.get(again.dtype, 0.02))
+            draws = not (found.rules and all(found.logs.values()))
+            again_whole = run(lengths, both, seed=1) if draws else whole
+        except (ValueError, RuntimeError, IndexError, TypeError, AttributeError, KeyError, AssertionError):
+            return None  # the step wasn't made for other sizes
+        if not found.rules and again_whole.loss != whole.loss:
+            return None  # by random numbers
+        logs = {name: rule for name, rule in found.logs.items() if again_whole.logged.get(name) == whole.logged[name]}
+        return replace(found, logs=logs)
+
+    @contextmanager
+    def _without_effect(self, seed: int) -> Iterator[list[tuple[Any, ...]]]:
+        """Inside, a step doesn't count, and layers draw nothing. It gives the calls of ``self.log``."""
+        others = [part for part in self._module.modules() if part is not self._module and part.training]
+        with ExitStack() as kept:
+            kept.enter_context(StateKept(self._module, parameters=False))
+            logged = kept.enter_context(logging_trial(self._trainer, self._module))
+            kept.enter_context(self._last_stage.alone("training_step", seed))
+            for part in others:
+                part.training = False
+            try:
+                yield logged
+            finally:
+                for part in others:
+                    part.training = True
+
+
+def _numbers(logged: Sequence[tuple[Any, ...]]) -> dict[str, float]:
+    """What a step has logged as the mean of numbers, by name."""
+    found: dict[str, float] = {}
+    for (name, value, *_), options in logged:
+        scalar = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
+        if scalar and options.get("reduce_fx", "mean") == "mean" and options.get("batch_size") is None:
+            found[name] = float(value)
+    return found
