@@ -171,7 +171,7 @@ class LossPairs:
             other.outcome = run(one.sizes, other.arrived, first + 1)
             whole = run(lengths, both)
             parts = [one.outcome, other.outcome]
-            if not math.isfinite(whole.loss) or not any(part.loss for part in parts):
+            if not math.isfinite(whole.loss) or not (whole.loss or any(part.loss for part in parts)):
                 return None  # any rule would hold
             found = find(whole, parts, pair, _TOLERANCES.get(again.dtype, 0.02))
             draws = not (found.rules and all(found.logs.values()))

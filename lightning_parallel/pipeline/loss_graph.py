@@ -244,7 +244,7 @@ _LINEAR = frozenset(
         "NegBackward0", "CloneBackward0", "ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "AliasBackward0",
         "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2", "UnsqueezeBackward0",
         "PermuteBackward0", "TransposeBackward0", "TBackward0", "CopyBackwards", "AddBackward1", "SubBackward1",
-        "RsubBackward1",
+        "RsubBackward1", "NanToNumBackward0",
     }
 )  # fmt: skip
 _NEGATIONS = frozenset({"NegBackward0", "RsubBackward1"})

@@ -150,8 +150,10 @@ class BatchLoss:
         self.weights = {place: self._weight(place, ()) for place in self.weights}
         # Backwards that have begun keep their weights, so the reference is what makes these the new ones.
         references: list[Number] = [self._reference / old * self.weights[k] for k, old in self._begun.items()]
-        self._reference = references[0] if references else self._guess(next(iter(self.weights)))
-        self._is_unsuited |= any(not isclose(float(each), float(references[0]), rel_tol=_EQUAL) for each in references)
+        counting = [each for each in references if float(each)]
+        self._reference = counting[0] if counting else self._guess(next(iter(self.weights)))
+        reference = float(self._reference)
+        self._is_unsuited |= any(not isclose(float(each), reference, rel_tol=_EQUAL) for each in references)
         self._added = {place: _Added(added.edge, []) for place, added in self._added.items()}
         self._update_factor()
 
@@ -260,9 +262,15 @@ class BatchLoss:
         return multiplied(gradient, self.factor)
 
 
+def _averaging(terms: Sequence[Term]) -> list[Term]:
+    """The terms that are divided; if there are none, those that are multiplied with a number, as with ``1 / n``."""
+    divided = [term for term in terms if term.averages]
+    return divided or [term for term in terms if isinstance(term.count, Tensor) or abs(term.count) != 1]
+
+
 def main_term(terms: Sequence[Term], key: str | None) -> Term | None:
     """The term by whose number microbatches are weighted: the first that averages, or the one of this key."""
-    averages = [term for term in terms if term.averages]
+    averages = _averaging(terms)
     return next((term for term in averages if term.key == key), averages[0] if averages else None)
 
 
@@ -300,9 +308,9 @@ def count_of(terms: Sequence[Term], loss: Tensor, otherwise: Number) -> Number:
             less stands for none, as ``clamp(min=1)`` gives it.
         otherwise: for a loss that doesn't average.
     """
-    averages = [term for term in terms if term.averages]
+    averages = _averaging(terms)
     count = averages[0].count if averages else otherwise
-    if averages and not averages[0].guarded:
+    if averages and averages[0].averages and not averages[0].guarded:
         return count
     alike = [term for term in averages if term.key == averages[0].key]
     some = [anything_counts(term) for term in alike]
