@@ -64,6 +64,7 @@ __all__ = [
     "modules_of",
     "move_forward_hooks",
     "norms_of",
+    "not_recorded",
     "packed_tensor",
     "parameters_of",
     "record_memory_history",
@@ -408,6 +409,16 @@ def group_of_members(
     c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     made: dist.ProcessGroup = group
     return made
+
+
+@contextmanager
+def not_recorded() -> Iterator[None]:
+    """Inside, this thread's operations are left out of profilers' traces. torch has nothing public for that."""
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
 
 
 def silent_group_of(ranks: Sequence[int]) -> dist.ProcessGroup:

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.profiler import ProfilerActivity, profile
 
 from lightning_parallel import torch_private
 from lightning_parallel.torch_private import TorchDispatchMode
@@ -518,6 +519,16 @@ def gathered_silently() -> list[float]:
     own, gathered = torch.tensor([float(dist.get_rank())]), [torch.empty(1), torch.empty(1)]
     dist.all_gather(gathered, own, group=group)
     return [float(each) for each in gathered]
+
+
+def test_not_recorded_leaves_operations_out_of_a_trace() -> None:
+    """Otherwise a message that outlives a trace would write into memory that was the trace's."""
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        with torch_private.not_recorded():
+            torch.ones(2).exp()
+        torch.ones(2).neg()
+    names = {event.name for event in trace.events() or ()}
+    assert "aten::neg" in names and "aten::exp" not in names
 
 
 def aborted() -> bool:

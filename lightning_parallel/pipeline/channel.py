@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,7 @@ from lightning_parallel.pipeline.arrival import Arrival
 from lightning_parallel.pipeline.message import Format, Packet, decode, encode, format_of
 from lightning_parallel.pipeline.posting import PostsDirectly, PostsFromThread
 from lightning_parallel.pipeline.streams import Streams
+from lightning_parallel.torch_private import not_recorded
 
 END = -1  # in the place of a format's length
 
@@ -72,14 +74,16 @@ class Link:
     def isend(self, buffer: Tensor) -> dist.Work:
         """Post a send of a flat buffer."""
         try:
-            return self._group.send([buffer], self._peer, self._tag)
+            with self._unrecorded(buffer):
+                return self._group.send([buffer], self._peer, self._tag)
         except RuntimeError as error:
             raise self._lost() from error
 
     def irecv(self, buffer: Tensor) -> dist.Work:
         """Post a receive into a flat buffer."""
         try:
-            return self._group.recv([buffer], self._peer, self._tag)
+            with self._unrecorded(buffer):
+                return self._group.recv([buffer], self._peer, self._tag)
         except RuntimeError as error:
             raise self._lost() from error
 
@@ -93,6 +97,12 @@ class Link:
             work.wait()
         except RuntimeError as error:
             raise self._lost() from error
+
+    @staticmethod
+    def _unrecorded(buffer: Tensor) -> AbstractContextManager[None]:
+        # A message over gloo that a profiler has seen writes its end into the trace when it is waited for. Messages may
+        # outlive a trace, whose memory is then somebody else's.
+        return not_recorded() if buffer.device.type == "cpu" else nullcontext()
 
     def _lost(self) -> PeerLostError:
         return PeerLostError(

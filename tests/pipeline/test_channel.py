@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from lightning_parallel.collectives import PeerLostError
 from lightning_parallel.groups import Wire
@@ -464,3 +465,18 @@ def sends_from_the_gpu() -> list[Any] | None:
         live = arrival.receive()
         found.append((described([t.cpu() for t in live]), str(live[0].device)))
     return found
+
+
+def names_in_a_trace() -> set[str]:
+    own, buffer = link(), torch.zeros(3)
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        work = own.isend(buffer) if dist.get_rank() == 0 else own.irecv(buffer)
+        own.wait(work)  # in the trace: afterwards it may crash
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+    return {event.name for event in trace.events() or ()}
+
+
+def test_a_profiler_sees_no_messages_which_may_outlive_its_trace(pool: WorkerPool) -> None:
+    for names in pool.run(names_in_a_trace, 2):
+        assert "aten::mm" in names
+        assert not [name for name in names if "gloo" in name]
