@@ -1,4 +1,4 @@
-"""What a person watches while a model trains: its speed, how much of the hardware it uses, and the memory of each rank.
+"""Reports while a model trains: its speed, how much of the hardware it uses, and the memory of each rank.
 
 Each rank counts by itself, on the host. At every ``log_every_n_steps`` it leaves its figures where rank 0 finds them,
 and rank 0 logs them. No rank waits for another one, or for a GPU::
@@ -105,7 +105,7 @@ class PerformanceMonitor(Callback):
             self._tell(trainer, step)
 
     def _flops_of_one(self, trainer: pl.Trainer, module: nn.Module, count: int) -> float | None:
-        """The operations for one token or sample, from the first batch, which has so many of them."""
+        """The operations for one token or sample, given their number in the first batch."""
         if count == 0:  # an image without objects
             return None
         given = getattr(module, "flops_per_batch", None)
@@ -190,7 +190,7 @@ def _stage_figures(trainer: pl.Trainer) -> StageFigures | None:
 
 
 def _replicas(trainer: pl.Trainer) -> int:
-    """The number of replicas that get batches of their own."""
+    """The number of replicas that get different batches."""
     return (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
 
 
@@ -199,7 +199,7 @@ def _ranks_of_a_replica(trainer: pl.Trainer) -> int:
 
 
 def _texts(figures: dict[str, float], unit: str) -> dict[str, str]:
-    """What the progress bar shows."""
+    """The texts for the progress bar."""
     texts = {f"{unit}/s": f"{figures[f'{unit}_per_second']:,.0f}"}
     texts |= {"mfu": f"{figures['mfu']:.1%}"} if "mfu" in figures else {}
     highest = max(value for name, value in figures.items() if name.startswith("memory_gib/"))
