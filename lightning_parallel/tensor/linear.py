@@ -33,7 +33,7 @@ class ParallelLinear(ParallelLayer):
     """Base of the two divided linear layers: it holds a shard of the weight, and a shard or all of the bias.
 
     Attributes:
-        in_features, out_features: of the whole layer.
+        in_features, out_features: the sizes of the whole layer.
         weight: ``[out, in]``, one of the two being this rank's piece; ``[in, out]`` if made from a ``Conv1D``.
         bias: ``[out]``, this rank's piece if the outputs are divided; or None.
         region: notified where the ranks begin, or cease, to compute different things; see ``tensor/region.py``.
