@@ -17,12 +17,9 @@ from lightning_parallel.torch_private import group_of_members, silent_group_of
 
 @dataclass(frozen=True)
 class Wire:
-    """A way for messages between two ranks: a process group, and a tag that nothing else uses in it.
-
-    Attributes:
-        host_group: the group in which each message is announced from host to host, under the same tag. None if the
-            message itself tells the receiving host all it has to know.
-    """
+    """A way for messages between two ranks: a process group, and a tag that nothing else uses in it. In ``host_group``
+    each message is announced from host to host, under the same tag; it is None if the message itself tells the
+    receiving host all it has to know."""
 
     group: dist.ProcessGroup
     tag: int

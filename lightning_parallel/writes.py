@@ -1,4 +1,5 @@
-"""Finds parameters that a step changes in place: wrong where a rank holds a part of them, or a copy for a time.
+"""Finds parameters that a step changes in place. That goes wrong where a rank holds a part of them, or a temporary
+copy.
 
 They are found by their values, since a write to ``weight.data`` doesn't raise a tensor's version. This reads the
 parameters twice a step, so only the first two steps are watched. One step isn't enough: a mask changes nothing in

@@ -20,10 +20,9 @@ def parameter_of(key: str) -> str | None:
 
 def writers(ranks: Sequence[RankSummary], copies: Sequence[Collection[str]]) -> dict[str, int]:
     """Which rank writes a parameter and its optimizer states: of its holders the one that has least to write so far.
-    Tensors that aren't in the result are written by every rank that holds a shard of them, or by their lowest holder.
 
-    Args:
-        copies: for each rank, the parameters that it holds as a whole, and that equal those of other ranks.
+    ``copies`` are, for each rank, the parameters that it holds as a whole and that equal those of other ranks. Tensors
+    that aren't in the result are written by every rank that holds a shard of them, or by their lowest holder.
     """
     keys = [_by_parameter(rank.shapes) for rank in ranks]
     holders: dict[str, list[int]] = {}

@@ -113,12 +113,8 @@ class Slices(Boxes):
 
 
 class HostCopy(Boxes):
-    """A tensor with the whole's shape that holds copies, in host memory, of a rank's boxes of it. :func:`on_host` makes
-    it.
-
-    Attributes:
-        copies: for each box, its offsets in the whole, and its values.
-    """
+    """A tensor with the whole's shape that holds ``copies``, in host memory, of a rank's boxes of it: for each its
+    offsets in the whole, and its values. :func:`on_host` makes it."""
 
     copies: list[tuple[Sequence[int], Tensor]]
 

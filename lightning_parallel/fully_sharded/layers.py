@@ -27,11 +27,8 @@ from lightning_parallel.gradients.swapping import multiplied
 
 
 class FullyShardedLayers:
-    """Layers of a stage, each a unit of ``fully_shard`` over the replicas in ``group``.
-
-    Args:
-        layers: the layers by name. None lies inside another, and none shares a parameter with the rest of the model.
-    """
+    """Layers of a stage, each a unit of ``fully_shard`` over the replicas in ``group``. No layer lies inside another,
+    and none shares a parameter with the rest of the model."""
 
     def __init__(self, layers: Mapping[str, nn.Module], group: dist.ProcessGroup, device: torch.device) -> None:
         mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("data",))

@@ -1,4 +1,4 @@
-"""Between two batches of a run, and at its beginning when it is resumed."""
+"""Code that runs between two batches of a run, and at the beginning of a run that is resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a Trainer's batches come from."""
+"""The source of a Trainer's batches: its loops' loaders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where Lightning and torchmetrics keep what was logged."""
+"""The places in which Lightning and torchmetrics keep what was logged."""
 
 from __future__ import annotations
 

@@ -32,12 +32,8 @@ T = TypeVar("T")
 
 
 class Collectives:
-    """The collectives of a strategy.
-
-    Attributes:
-        inside: the name of the step, or other part of the user's code, that is running and sees the ranks of the data
-            axis; None outside.
-    """
+    """The collectives of a strategy. ``inside`` is the name of the step, or other part of the user's code, that is
+    running and sees the ranks of the data axis; None outside."""
 
     def __init__(self, layout: Layout, groups: Groups, device: torch.device) -> None:
         self._layout = layout

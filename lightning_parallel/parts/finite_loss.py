@@ -36,7 +36,7 @@ class FiniteLoss(Callback):
 
     The strategies of this package bring along ``FiniteLoss(stop_after=None)``, unless the Trainer has one of its own.
     With Lightning's strategies, pass it to the Trainer. Losses are read every ten batches (or every ``stop_after``, if
-    that is less), so that no batch waits for a GPU. So the end may come up to that many batches late, and in an
+    that is less), so that not every batch waits for a GPU. So the end may come up to that many batches late, and in an
     asynchronous pipeline also by as many as its first stage is ahead.
 
     Only the loss counts. With ``precision="16-mixed"``, gradients overflow now and then, and the scaler skips the

@@ -134,8 +134,8 @@ class LastStage:
         return output
 
     def settle(self) -> None:
-        """At a point of training where all stages meet: read what they have sent each other, and hear a stage that has
-        asked for the end of the training."""
+        """At a point of training where all stages meet, read what they have sent each other. A stage may have set
+        ``should_stop``, which then holds on all of them."""
         self.outcomes.take(keep=0)
         self._stop.agree(meet=True)
 

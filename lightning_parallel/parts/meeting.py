@@ -27,11 +27,8 @@ _IN_ONE_RING = 64  # ranks; an estimate of where shorter rings save more than a 
 
 class Meeting:
     """Finds the highest number that one of the ranks has. All ranks make it. A rank that is the only one is alone even
-    in a process group that somebody else has made.
-
-    Args:
-        timeout: how long a rank waits for the others; None for torch's default.
-    """
+    in a process group that somebody else has made. A rank waits for the others for ``timeout``; None for torch's
+    default."""
 
     def __init__(self, ranks: int, timeout: timedelta | None) -> None:
         self._groups: Sequence[dist.ProcessGroup | None] = []

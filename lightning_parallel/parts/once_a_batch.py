@@ -21,11 +21,8 @@ from lightning_parallel.torch_private import version_of
 
 
 class OnceABatch:
-    """Puts back the parameters of ``module`` before each further run of the step in a batch.
-
-    Attributes:
-        names: the parameters and buffers that change in the batch that is running.
-    """
+    """Puts back the parameters of ``module`` before each further run of the step in a batch. ``names`` are the
+    parameters and buffers that change in the batch that is running."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -53,7 +50,8 @@ class OnceABatch:
         leaves it as the other runs do, since their backwards may read it.
 
         Raises:
-            RuntimeError: the second run has changed a frozen parameter again, which the look at the step hasn't seen.
+            RuntimeError: the second run has changed a frozen parameter again, which the dry run of the step didn't
+                find.
         """
         self._before_run()
         try:

@@ -15,11 +15,8 @@ _FIRST_TAG = 1 << 20  # a schedule's links count their tags from 0
 
 
 class SideLinks:
-    """Links from and to this rank's stage for one kind of message. ``kind`` is its number. A send waits for no GPU.
-
-    Args:
-        device: the device of the tensors that this rank sends.
-    """
+    """Links from and to this rank's stage for one kind of message, of number ``kind``. ``device`` is that of the
+    tensors that this rank sends; a send waits for no GPU."""
 
     def __init__(self, layout: Layout, groups: Groups, kind: int, device: torch.device) -> None:
         self._layout, self._device = layout, device

@@ -32,11 +32,8 @@ from lightning_parallel.shard import Shard
 
 
 class Stages:
-    """This rank's stage of a module, and what it shares with other stages.
-
-    Attributes:
-        fully_sharded: the stage's layers if they are sharded over the replicas; None otherwise.
-    """
+    """This rank's stage of a module, and what it shares with other stages. ``fully_sharded`` are the stage's layers if
+    they are sharded over the replicas; None otherwise."""
 
     def __init__(self, options: StagedOptions) -> None:
         self.fully_sharded: FullyShardedLayers | None = None

@@ -295,7 +295,7 @@ class ValuesGuessed(TorchDispatchMode):
         number: the guess for other values, rounded up for integer types.
 
     Raises:
-        AbsentValueError: a step has asked too often.
+        AbsentValueError: a step has needed too many values.
 
     Attributes:
         booleans: the number of booleans guessed so far.

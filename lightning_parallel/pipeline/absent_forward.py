@@ -64,10 +64,8 @@ class AbsentForward:
 
     The module is run once for each signature of its inputs. After that, a call costs a look-up. A module that makes an
     object (a cache, an output of a class that torch doesn't know) is run each time, since the caller may write to the
-    object. Nothing is drawn from the generators that the stage's own layers use.
-
-    Args:
-        has_values: the module's parameters and buffers are here, for another chunk. Its forward is run without them.
+    object. Nothing is drawn from the generators that the stage's own layers use. With ``has_values``, the module's
+    parameters and buffers are here, for another chunk; its forward is run without them.
     """
 
     def __init__(self, module: nn.Module, name: str, has_values: bool = False) -> None:

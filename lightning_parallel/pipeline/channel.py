@@ -102,14 +102,8 @@ class Link:
 
 
 class Sender:
-    """Sends messages over a link, in order.
-
-    Args:
-        poster: posts the sends; by default a thread of its own.
-
-    Attributes:
-        sent: the number of messages sent since the start.
-    """
+    """Sends messages over a link, in order. ``poster`` posts the sends; by default it is a thread of its own. ``sent``
+    is the number of messages since the start."""
 
     def __init__(self, link: Link, poster: PostsFromThread | PostsDirectly | None = None) -> None:
         self.sent = 0
@@ -212,11 +206,8 @@ class _Posted:
 
 
 class Receiver:
-    """Receives messages over a link, in order. One receive is posted ahead.
-
-    Attributes:
-        acknowledged: the number of gradient messages that the peer had received when it sent the last message taken.
-    """
+    """Receives messages over a link, in order. One receive is posted ahead. ``acknowledged`` is the number of gradient
+    messages that the peer had received when it sent the last message taken."""
 
     def __init__(self, link: Link) -> None:
         self.acknowledged = 0

@@ -169,7 +169,7 @@ class Chunk:
 
         Args:
             number: the microbatch's number.
-            microbatch: its work.
+            microbatch: what is to be run, and with which random numbers.
             next_place: the place of the forward after it, whose activation is posted; None to post nothing.
 
         Returns:

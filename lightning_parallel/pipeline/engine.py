@@ -34,7 +34,7 @@ class Engine:
     Args:
         stage: the stage whose chunks run here.
         layout: tells the ranks of the neighbouring stages.
-        links: the links to these.
+        links: the links to the neighbouring stages' ranks.
         device: this rank's device.
         loss_of: takes the loss out of what the user's step returned, in the last chunk.
         weights: decides which version of the weights a forward uses; by default the module's own parameters.

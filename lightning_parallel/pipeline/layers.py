@@ -29,15 +29,8 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 class Layers:
-    """The units of a module.
-
-    Args:
-        named: the layers that the user has named; None to find them.
-
-    Attributes:
-        names: the first names of the model's parts, by their ids.
-        named: the layers that the user has named; None to find them.
-    """
+    """The units of a module. ``named`` are the layers that the user has named, None to find them; ``names`` the first
+    names of the module's parts, by their ids."""
 
     def __init__(self, module: nn.Module, named: Sequence[str] | None) -> None:
         self._module = module

@@ -84,12 +84,8 @@ class Packet:
 
     def fill(self, tensors: Sequence[Tensor], words: tuple[int, int] | None = None, wait: bool = True) -> Packet:
         """Copy tensors to their places, and write the trailer's words if there is a trailer. Without tensors, the
-        places keep what they hold.
-
-        Args:
-            wait: False: copies from a GPU into pinned memory are only launched, and the caller has to wait for them
-                before the buffer is read.
-        """
+        places keep what they hold. If not ``wait``, copies from a GPU into pinned memory are only launched, and the
+        caller has to wait for them before the buffer is read."""
         for place, tensor in zip(self.tensors, tensors, strict=bool(tensors)):
             place.copy_(tensor.detach(), non_blocking=not wait)
         if words is not None:

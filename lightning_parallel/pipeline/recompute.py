@@ -26,12 +26,8 @@ _Place = tuple[dict[str, Any], str]  # a module's dictionary of buffers or param
 
 
 class Recomputed:
-    """A layer's forward that runs again in each backward through it, as it ran the first time.
-
-    Args:
-        draws_on_host: the layer draws from Python's or NumPy's generator, whose states are put back for the second run.
-            torch restores its own generators.
-    """
+    """A layer's forward that runs again in each backward through it, as it ran the first time. If it ``draws_on_host``,
+    the states of Python's and NumPy's generators are put back for the second run; torch restores its own."""
 
     def __init__(self, layer: nn.Module, forward: Callable[..., Any], draws_on_host: bool = False) -> None:
         self._layer, self._forward, self._draws_on_host = layer, forward, draws_on_host

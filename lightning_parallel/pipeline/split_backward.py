@@ -24,7 +24,7 @@ for norms, embeddings and biases, functions of users and of torch.compile, and a
 Under the project's own (``recompute.py``) a layer runs again in the first half, and its matmuls keep what the second
 needs.
 
-A parameter's gradient comes whole in one half: whoever averages it is told once, when it is complete.
+A parameter's gradient comes whole in one half. Whoever averages it is called once, when it is complete.
 """
 
 from __future__ import annotations

@@ -301,7 +301,7 @@ class Stage:
             What ``step`` returned, for the last chunk; a :class:`.arrival.Departure` for the others.
 
         Raises:
-            RuntimeError: units were called otherwise than in the look at the step, so that the flow doesn't fit; or
+            RuntimeError: units were called otherwise than in the dry run of the step, so that the flow doesn't fit; or
                 what the step makes here depends on a value that only another stage has.
         """
         chunk = self.chunks[0] if chunk is None else chunk

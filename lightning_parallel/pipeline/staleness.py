@@ -86,10 +86,10 @@ def extrapolate(parameter: Tensor, update: Tensor, last: Tensor | None, weight: 
     """The values that forwards read in the place of a parameter, as a new tensor.
 
     Args:
-        parameter: v_t, after the update.
+        parameter: v_t, the parameter after the update.
         update: u_t, what was subtracted from it.
         last: v_{t-1} - r_{t-1}, the previous correction; None for first order.
-        weight: c, in updates.
+        weight: c, the stage's mean staleness in updates.
     """
     if last is None:
         return torch.sub(parameter, update, alpha=weight)

@@ -21,10 +21,7 @@ from lightning_parallel.torch_private import has_full_backward_hooks
 def survey(module: nn.Module, partition: Partition, step: Callable[[], Any], logged: Sequence[Any] = ()) -> Flow:
     """Trace one step, and find what crosses the cuts. What the step returns, logs and leaves on modules is needed in
     the last chunk. So is the first value that it reads after the last chunk's first call: the dry run ends there, but
-    that chunk itself will have the value.
-
-    Args:
-        logged: a list to which ``step`` appends what it logs.
+    that chunk itself will have the value. ``logged`` is a list to which the step appends what it logs.
 
     Raises:
         FlowError: a chunk needs what a later one computes, what a chunk computes after it has left the step, or a

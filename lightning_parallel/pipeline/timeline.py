@@ -261,12 +261,8 @@ def utilisation(rows: Sequence[Sequence[Span]], skip: int = 0) -> float | None:
 
 
 def report(rows: Sequence[Sequence[Span]], theory: float | None) -> str:
-    """The measured bubble beside theory, in one line.
-
-    Args:
-        theory: the theoretical bubble. 0 stands for a schedule that is never flushed, of which only the steady state
-            counts; None for no theory.
-    """
+    """The measured bubble beside ``theory``, in one line. A theory of 0 stands for a schedule that is never flushed, of
+    which only the steady state counts; None for no theory."""
     whole = measured_bubble(rows)
     if theory is None:
         return f"bubble {whole:.1%} measured"

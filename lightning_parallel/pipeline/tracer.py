@@ -55,17 +55,13 @@ class TraceOptions:
 
 
 class Tracer:
-    """Records what happens in one step.
+    """Records what happens in one step, in attributes of the same names as :class:`.traced.Trace`'s.
 
     Args:
         names: the names of the module's parts, by their ids.
         is_unit: tells by name whether a called module is taken as a whole.
         state: the state of the modules, which the step writes to.
         options: what else to record.
-
-    Attributes:
-        calls, escapes, writes, overwriting, updates, own_updates, draws, unrepeatable, stored_after: as in
-            :class:`.traced.Trace`.
     """
 
     def __init__(

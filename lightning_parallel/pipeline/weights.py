@@ -260,10 +260,8 @@ class WeightVersions:
 
     def update(self, apply: Callable[[], None], correction: float = 0.0, second_order: bool = False) -> None:
         """Let ``apply``, the optimizer's step, change the parameters in place. Versions in flight stay whole.
-
-        Args:
-            correction, second_order: give the weights that forwards read afterwards (:func:`~.staleness.extrapolate`).
-        """
+        ``correction`` and ``second_order`` give the weights that forwards read afterwards
+        (:func:`~.staleness.extrapolate`)."""
         assert self._corrected or not correction
         # With a correction or "2bw" the newest version will be read, or written to.
         current = self._newest() if self._corrected or self._stashing == "2bw" else self._current

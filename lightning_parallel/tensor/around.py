@@ -83,10 +83,7 @@ class OutsideRegion(ParallelLayer):
 
 class OwnDivided(ParallelLayer):
     """A module whose own parameters are divided. Its input and output are divided values, or don't depend on them.
-
-    Attributes:
-        summands: parameters that stay whole. Each rank adds an equal share of them to a sum over the ranks.
-    """
+    Parameters in ``summands`` stay whole; each rank adds an equal share of them to a sum over the ranks."""
 
     summands: tuple[str, ...]
 

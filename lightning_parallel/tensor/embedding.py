@@ -59,7 +59,7 @@ class VocabParallelEmbedding(ParallelLayer):
         Args:
             embedding: an ``nn.Embedding``. It stays as it is. Hooks on its outputs, such as that of transformers'
                 gradient checkpointing, go on with the new layer.
-            group: the tensor group.
+            group: the tensor group, over whose ranks the rows are divided.
             shared: as of :meth:`ColumnParallelLinear.from_linear
                 <lightning_parallel.tensor.linear.ColumnParallelLinear.from_linear>`.
 

@@ -75,7 +75,7 @@ def split(x: Tensor, dim: int, group: Group) -> Tensor:
     Args:
         x: ``[..., n, ...]``, equal on all ranks.
         dim: the tensor dimension of size n.
-        group: the t ranks.
+        group: the t ranks that share ``x`` out.
 
     Returns:
         ``[..., n / t, ...]``; where t doesn't divide n, the last pieces are smaller.
@@ -90,7 +90,7 @@ def gather(x: Tensor, dim: int, group: Group, size: int | None = None) -> Tensor
     Args:
         x: ``[..., n / t, ...]``, this rank's piece.
         dim: the tensor dimension that is divided.
-        group: the t ranks.
+        group: the t ranks whose pieces are joined.
         size: n, needed where t doesn't divide it. By default all pieces are equal.
 
     Returns:
@@ -120,8 +120,8 @@ def gather_sum(x: Tensor, dim: int, group: Group, size: int | None = None) -> Te
     Args:
         x: ``[..., n / t, ...]``, this rank's piece.
         dim: the tensor dimension that is divided.
-        group: the t ranks.
-        size: as in :func:`gather`.
+        group: the t ranks whose pieces are joined.
+        size: n, needed where t doesn't divide it. By default all pieces are equal.
 
     Returns:
         ``[..., n, ...]``, equal on all ranks.

@@ -37,11 +37,7 @@ class ParallelLayer(nn.Module):
 
 def shard_parameter(whole: nn.Parameter, shard: Shard, shared: dict[int, nn.Parameter] | None = None) -> nn.Parameter:
     """This rank's shard of a parameter, trainable or frozen as the whole is. Its attribute ``shard`` says how it was
-    cut.
-
-    Args:
-        shared: the shards made so far, by the id of the whole parameter. For a tied parameter the existing shard is
-            returned.
+    cut. ``shared`` has the shards made so far, by the id of the whole parameter; for a tied one its shard is returned.
 
     Raises:
         ValueError: a tied parameter was cut in another way.

@@ -51,7 +51,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a divided layer is going to be.
+    """The surroundings of a divided layer.
 
     Attributes:
         group: the tensor group.
