@@ -40,8 +40,9 @@ def contents_of(folder: Path, aliases: Mapping[str, str], extra_state: Iterable[
 
 
 def verified(folder: Path) -> tuple[dict[str, Any], tuple[Path, str] | None]:
-    """The content of contents.json (an empty one where there is none, as in earlier versions), and the damaged file
-    with the reason: this one, or one that it has a checksum of. None if all are as they were written."""
+    """The content of contents.json, and the damaged file with the reason: this one, or one that it has a checksum of.
+    None if all are as they were written. The content is empty if a file is damaged, or if there is no contents.json, as
+    in earlier versions."""
     path = folder / CONTENTS
     empty: dict[str, Any] = {"aliases": {}, "extra_state": [], "crc32": {}, "bytes": {}}
     if not path.exists():

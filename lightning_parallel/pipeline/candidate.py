@@ -101,7 +101,7 @@ class Candidate:
         return max(worth, key=lambda name: costs[name], default=None)
 
     def refusal(self) -> Exception:
-        """The reason why there is no cut, in words."""
+        """The error that says why there is no cut: the step's own if it ended the trace too early."""
         if self.seen.stopped is not None and len(self._chain) < self._chunks:
             return self.seen.stopped
         calls = self.seen.calls

@@ -19,7 +19,7 @@ class Handover:
 
     Attributes:
         sent: the number of messages handed over.
-        acknowledged: the number of gradient messages that the peer had received. No buffers depend on it here.
+        acknowledged: always 0, where a link's receiver counts gradient messages: no buffers depend on it here.
     """
 
     def __init__(self) -> None:

@@ -173,8 +173,8 @@ class _Scene:
         end: Callable[[], None] = lambda: None,
     ) -> None:
         """Run a traced step again, going on where the code around the units needs values: with ``number``, and with
-        False for booleans. If it has needed a boolean, it is run once more with True: False may have ended it (``if not
-        loss.isfinite(): raise``), or left something out. ``begin`` and ``end`` are called around each run."""
+        False for booleans. If it has needed a boolean, it is run once more with True: False may have ended it, as in
+        ``if not loss.isfinite(): raise``, or left something out. ``begin`` and ``end`` are called around each run."""
         for truth in (False, True):
             tracer = self.tracer(TraceOptions())
             guessed = ValuesGuessed(partial(_is_around_units, tracer), truth=truth, number=number)

@@ -122,7 +122,7 @@ class Carried:
 
     Attributes:
         name: the attribute's name, after its module's.
-        is_number: the value is a number, or a tensor of numbers.
+        is_number: the value is a number, or an array or a tensor of them.
         reads, writes: the places where it is read and changed.
     """
 

@@ -92,8 +92,8 @@ class CurrentWeights:
 
 @contextmanager
 def gradients_apart(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """A context for a backward, in which the first gradients of leaves get memory of their own. In ``x + p[None] +
-    q[None]``, for one sample, autograd takes one memory for the gradients of p and q, and would add the next
+    """A context for a backward, in which the first gradients of leaves get memory of their own. For one sample,
+    autograd takes one memory for the gradients of p and q in ``x + p[None] + q[None]``, and would add the next
     microbatch's to it twice."""
     first = [leaf for leaf in leaves if leaf.grad is None and leaf.requires_grad]
     yield
