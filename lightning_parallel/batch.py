@@ -83,12 +83,8 @@ def split_into(batch: Any, lengths: Sequence[int]) -> list[Any]:
 
 
 def rebuilt(batch: Any, tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
-    """The same batch in containers of its own, so that what a step puts into them stays in that run of it.
-
-    Args:
-        batch: as above.
-        tensor: makes the new batch's tensors from the old one's.
-    """
+    """The same batch in new containers, so that what a step puts into them stays in that run of the step. ``tensor``
+    makes the new batch's tensors from the old one's."""
     if isinstance(batch, Tensor):
         return tensor(batch)
     structure = None if isinstance(batch, PackedSequence) else members(batch)
@@ -99,15 +95,12 @@ def rebuilt(batch: Any, tensor: Callable[[Tensor], Tensor] = lambda tensor: tens
 
 
 def join_outputs(outputs: Sequence[Any], weights: Sequence[int]) -> Any:
-    """What a step returned for each microbatch, as it would have returned it for the whole batch.
+    """What a step returned for each microbatch, as it would have returned it for the whole batch. ``weights`` are the
+    microbatches' sizes.
 
     Numbers and tensors without dimensions become their mean, weighted by size. Tensors whose dimension 0 is the size of
     their microbatch are concatenated. Mappings, tuples and lists are joined element by element. Microbatches that
     returned None don't count. Of anything else, the last one is taken. Tensors are detached.
-
-    Args:
-        outputs: one for each microbatch.
-        weights: the sizes of the microbatches.
     """
     assert len(outputs) == len(weights), f"{len(outputs)} outputs of {len(weights)} microbatches"
     parts = [output for output in outputs if output is not None]
@@ -138,8 +131,8 @@ def _join_tensors(parts: list[Tensor], counts: list[int]) -> Tensor:
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The mean of tensors of one shape. 16-bit and integer tensors are averaged in float32. What weighs nothing doesn't
-    count, even if it isn't a number."""
+    """The mean of tensors of one shape. 16-bit and integer tensors are averaged in float32. A tensor of weight 0
+    doesn't count, even if it is NaN or infinite."""
     exact = [value if value.dtype in (torch.float32, torch.float64) else value.float() for value in values]
     if len(exact) == 1:
         return exact[0]  # to the bit
@@ -151,7 +144,7 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def fingerprint(batch: Any) -> int:
-    """A number of 56 bits that differs between batches whose tensors differ."""
+    """A 56-bit hash of the batch's tensors: batches with different tensors have different numbers."""
     digest = hashlib.blake2b(digest_size=7)  # 56 bits: the number and its negative both fit into int64
     for tensor in tensors(batch):
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -26,7 +26,7 @@ class PeerLostError(RuntimeError):
 
 
 def guarded(collective: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Call one function of ``torch.distributed``; if it breaks, say that a rank was lost.
+    """Call one function of ``torch.distributed``; if its connection breaks, raise that a rank was lost.
 
     torch raises a ``DistError``, or a plain RuntimeError with gloo's words, for a broken connection. An error of this
     rank's own, such as a dtype that the backend doesn't know, passes as it is.
@@ -43,13 +43,9 @@ def guarded(collective: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup) -> None:
-    """Overwrite tensors with the values that rank ``source`` has. All ranks of the group pass the same tensors. Small
-    ones share a message: a model has hundreds of buffers of a few bytes.
-
-    Args:
-        tensors: of any dtype and layout. Parameters are written without autograd's knowledge.
-        source: the global rank whose values count.
-        group: the ranks that hold copies.
+    """Overwrite tensors of any dtype and layout with the values of global rank ``source``. All ranks of the group pass
+    the same tensors. Small ones share a message: a model has hundreds of buffers of a few bytes. Parameters are written
+    without autograd's knowledge.
 
     Raises:
         PeerLostError: a rank has stopped.
@@ -66,7 +62,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: dist.Proces
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in their order, as long as they fit into one message, on one device."""
+    """The tensors in their order, in lists that fit into one message; each list is of one device."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
@@ -80,13 +76,8 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def broadcast_object(value: T | None, source: int, group: dist.ProcessGroup, device: torch.device) -> T:
-    """The object that rank ``source`` passes, on all ranks of the group. It is pickled before any rank waits for it.
-
-    Args:
-        value: the object on ``source``; ignored elsewhere.
-        source: the global rank whose object counts.
-        group: the ranks.
-        device: where the backend wants tensors.
+    """The object that global rank ``source`` passes, on all ranks of the group. It is pickled before any rank waits for
+    it. What other ranks pass is ignored. ``device`` is where the backend wants tensors.
 
     Raises:
         PeerLostError: a rank has stopped.
@@ -107,8 +98,6 @@ def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, operation: Any) -> T
     """Reduce a tensor over a group, in place.
 
     Args:
-        tensor: of this rank.
-        group: the ranks.
         operation: a ``dist.ReduceOp``, or a name as ``self.log(reduce_fx=...)`` takes it: "mean", "avg", "sum", "min",
             "max", "product".
 
@@ -139,12 +128,8 @@ def gather_objects(value: T, group: Group) -> list[T]:
 
 
 def gather_if_different(value: T, group: Group) -> list[T]:
-    """The objects of all ranks, in their order, if any differs from the first rank's; else only the first rank's. As
-    long as all are equal, no rank gets more than one.
-
-    Args:
-        value: of this rank; comparable by ``==``.
-        group: the ranks.
+    """The objects of all ranks, in their order, if any differs (``!=``) from the first rank's; else only the first
+    rank's. As long as all are equal, no rank gets more than one.
 
     Raises:
         PeerLostError: a rank has stopped.
@@ -195,8 +180,8 @@ def decided_by_first(group: Group, decide: Callable[[], T]) -> T:
 def together(group: Group, action: Callable[[], T]) -> T:
     """Run ``action`` on every rank. If it fails on one, raise on all, so that none waits for a rank that has left.
 
-    Where ``action`` has collectives of its own, they are :func:`guarded`: a rank whose connection broke tells no one,
-    since others may still wait inside of ``action``. They end when this rank leaves.
+    Where ``action`` has collectives of its own, they are :func:`guarded`. A rank whose connection broke doesn't report
+    it, since others may still wait inside of ``action``. They end when this rank leaves.
 
     Raises:
         PeerLostError: a rank has stopped.
@@ -220,13 +205,13 @@ def together(group: Group, action: Callable[[], T]) -> T:
 
 
 def _words(error: Exception) -> str:
-    """A message of the usual kinds speaks for itself; others mean little without their kind."""
+    """The text of an error. Errors of the usual kinds speak for themselves; of others the kind is named too."""
     return str(error) if type(error) in (ValueError, RuntimeError) else f"{type(error).__name__}: {error}"
 
 
 def _any(vote: bool, group: Group) -> bool:
-    """Is ``vote`` true on any rank? One number a rank, where exchanged objects would grow with the square of the
-    ranks."""
+    """Is ``vote`` true on any rank? Each rank sends one number; objects exchanged between all ranks would grow with the
+    square of their number."""
     if not dist.is_initialized():
         return vote
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"

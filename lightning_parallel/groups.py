@@ -17,14 +17,9 @@ from lightning_parallel.torch_private import group_of_members, silent_group_of
 
 @dataclass(frozen=True)
 class Wire:
-    """A way for messages between two ranks.
-
-    Attributes:
-        group: over which they go.
-        tag: that nothing else uses there.
-        host_group: in which each message is announced from host to host, under the same tag. None if the message itself
-            says what the host has to know.
-    """
+    """A way for messages between two ranks: a process group, and a tag that nothing else uses in it. In ``host_group``
+    each message is announced from host to host, under the same tag; it is None if the message itself tells the
+    receiving host all it has to know."""
 
     group: dist.ProcessGroup
     tag: int
@@ -33,13 +28,8 @@ class Wire:
 
 @dataclass(frozen=True)
 class Links:
-    """The wires over the cuts between chunks on different stages, as far as this rank has an end of them. Cut c is that
-    between the chunks c and c + 1.
-
-    Attributes:
-        activations: by cut, towards the later chunk.
-        gradients: by cut, back from it.
-    """
+    """The wires over the cuts between chunks on different stages, by cut, as far as this rank has an end of them. Cut c
+    lies between the chunks c and c + 1. Activations go to the later chunk, gradients back from it."""
 
     activations: dict[int, Wire] = field(default_factory=dict)
     gradients: dict[int, Wire] = field(default_factory=dict)
@@ -55,9 +45,8 @@ class Groups:
     groups live as long as the process group, and the next Trainer finds those that it shares with this one.
 
     Args:
-        layout: the axes, as this rank sees them.
         timeout: of every group; None for torch's default.
-        device: this rank's device, needed where the backend is NCCL.
+        device: this rank's device. Only NCCL needs it.
 
     Attributes:
         model: the group of the ranks that hold one copy of the model together: all stages and all tensor shards.
@@ -78,12 +67,8 @@ class Groups:
         return self._along[axis]
 
     def joining(self, ranks: Iterable[int]) -> dist.ProcessGroup:
-        """The group of some ranks. It is made once, and found again by its ranks.
-
-        Args:
-            ranks: global ones, this rank's among them. All of them call it, in the order in which they ask for groups
-                that they share with others.
-        """
+        """The group of some global ranks, this one among them. It is made once. All its ranks call this, in one order
+        for all groups that they share."""
         group = self._group(ranks)
         if self._over_nccl:  # which connects at the first message; in the first step others may be under way
             dist.all_reduce(torch.zeros(1, device=self._device), group=group)
@@ -91,16 +76,12 @@ class Groups:
 
     def on_host(self, ranks: Iterable[int]) -> dist.ProcessGroup:
         """The group of some ranks for tensors in host memory, so that no host waits for a GPU. Over gloo it is that of
-        :meth:`joining`; over NCCL it is a gloo group of its own, made once.
-
-        Args:
-            ranks: as for :meth:`joining`, and asked for in the same order by all of them.
-        """
+        :meth:`joining`; over NCCL it is a gloo group of its own, made once. It is called as :meth:`joining` is."""
         return self._group(ranks, "gloo", "on the host") if self._over_nccl else self.joining(ranks)
 
     def silent(self, axis: str) -> dist.ProcessGroup:
-        """A group like that of this rank along an axis, in which nothing is sent: each rank gets its own values. A rank
-        may use it alone. It is made once."""
+        """A group like that of this rank along an axis, in which nothing is sent: each rank gets its own values back. A
+        rank may use it alone. It is made once."""
         return silent_group_of(sorted(self._layout.peers(axis)))
 
     def _group(self, ranks: Iterable[int], backend: str | None = None, purpose: str = "") -> dist.ProcessGroup:
@@ -109,7 +90,8 @@ class Groups:
         return group_of_members(members, self._timeout, backend, purpose)
 
     def links(self, placement: Placement | None = None) -> Links:
-        """The links between chunks, made once for a placement. All ranks of a pipeline call it.
+        """The links between chunks, made once for a placement (the stage of each chunk; by default each stage has one).
+        All ranks of a pipeline call it.
 
         Messages over one cut and of one kind are used in the order in which they are sent. Others needn't follow that
         order, so each cut and kind has a wire of its own. Over gloo that is a tag of the pipeline axis's group. Over
@@ -119,9 +101,6 @@ class Groups:
             interleaved over 4 stages    cut      0    1    2    3    4    5    6
                                          pair     01   12   23   03   01   12   23
                                          lane     0    0    0    0    1    1    1
-
-        Args:
-            placement: the stage of each chunk; by default each stage has one.
         """
         placement = tuple(range(self._layout.stages)) if placement is None else placement
         if placement not in self._links:

@@ -59,7 +59,7 @@ class Layout:
 
     Attributes:
         sizes: the number of ranks along each axis, in the order of ``axes``.
-        rank: the global rank whose place this is.
+        rank: the global rank from which the layout is seen.
         axes: the axes, the fastest-running first.
     """
 

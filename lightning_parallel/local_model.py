@@ -13,7 +13,7 @@ from lightning_parallel.shard import Shard
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank has in memory of a tensor that may be fully sharded: the same memory, without autograd."""
+    """This rank's part of a tensor that may be fully sharded: the same memory, without autograd."""
     here = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return here.detach()
 
@@ -23,7 +23,7 @@ class LocalModel:
     """What one rank holds of the model. Checkpoints, clipping and synchronisation read it.
 
     Attributes:
-        parameters: by original name. Tied parameters appear once, under their first name.
+        parameters: the parameters here, by original name. Tied parameters appear once, under their first name.
         buffers: returns the buffers here that belong in a checkpoint, by name. Modules replace theirs as they run.
         shards: the parameters of which this rank holds a shard, and how each was cut.
         aliases: for every parameter name of the whole model, tied names included, the name it is held and saved under.
@@ -36,7 +36,7 @@ class LocalModel:
 
     @classmethod
     def of(cls, module: nn.Module, shards: Mapping[str, Shard] | None = None) -> LocalModel:
-        """A rank that holds all of ``module``, parameters in ``shards`` being shards."""
+        """The record of a rank that holds all of ``module``, where the parameters in ``shards`` are shards."""
         aliases: dict[str, str] = {}
         first: dict[int, str] = {}
         parameters = {}
@@ -52,11 +52,8 @@ class LocalModel:
         return cls(parameters, buffers, shards or {}, aliases)
 
     def tied_names(self, module: nn.Module) -> dict[str, str]:
-        """The further names of tied tensors of the whole model, with the name that each is saved under.
-
-        Args:
-            module: the model that this is a part of.
-        """
+        """The further names of tied tensors of the whole model, with the name that each is saved under. ``module`` is
+        the whole model."""
         first: dict[int, str] = {}
         buffers = {name: first.setdefault(id(b), name) for name, b in module.named_buffers(remove_duplicate=False)}
         return {name: held for name, held in {**self.aliases, **buffers}.items() if name != held}
@@ -73,5 +70,5 @@ class LocalModel:
 
     @cached_property
     def names(self) -> dict[int, str]:
-        """The name of each parameter, by its id."""
+        """The name of each parameter, by the parameter's ``id()``."""
         return {id(parameter): name for name, parameter in self.parameters.items()}

@@ -1,8 +1,8 @@
 """Steps that go through the model several times: text is made token by token, each after all that came before it.
 
 In a pipeline a step is cut at the stages' bounds, and only the last stage reaches its end. So such a step says itself
-where a pass through the model begins and ends. It is a generator that yields *passes*: functions that call the model,
-and return a tensor, the only thing that the stages hear of each other::
+where a pass through the model begins and ends. It is a generator that yields *passes*: functions that call the model
+and return a tensor. Only these tensors are exchanged between the stages::
 
     class MyModule(L.LightningModule):
         @in_passes
@@ -33,9 +33,9 @@ def in_passes(step: Callable[..., Passes]) -> Callable[..., Any]:
     """Makes a ``predict_step`` of a generator of passes.
 
     Args:
-        step: a generator method. It yields functions without arguments, which call the model and return a tensor. It
-            is sent what they returned. At its end it returns the prediction. The code between the passes runs on every
-            rank, and has to do the same on all of them.
+        step: a generator method. It yields functions without arguments, which call the model and return a tensor;
+            ``yield`` gives back that tensor. At its end it returns the prediction. The code between the passes runs on
+            every rank, and has to do the same on all of them.
     """
 
     @functools.wraps(step)
@@ -59,7 +59,8 @@ def passes_of(step: Callable[..., Any]) -> Callable[..., Passes] | None:
 
 
 def first_pass(step: Callable[..., Any]) -> Callable[..., Any]:
-    """What runs a step's first pass only, for a look at the step. A step of one pass is what it is."""
+    """What runs only the first pass of a step, for a trace of it. A step that isn't :func:`in_passes` is returned as it
+    is."""
     passes = passes_of(step)
     if passes is None:
         return step

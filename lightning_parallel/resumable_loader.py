@@ -26,9 +26,9 @@ class ResumableDataLoader(DataLoader):
     process; worker processes begin anew.
 
     Args:
-        dataset: with a length, and read by index.
-        *args: as for torch's DataLoader.
-        **kwargs: as for torch's DataLoader.
+        dataset: a dataset with a length, read by index.
+        *args: passed on to torch's DataLoader.
+        **kwargs: passed on to torch's DataLoader.
 
     Raises:
         ValueError: the place in the data can't be found again: the dataset is an iterable, or the sampler has no
@@ -62,8 +62,8 @@ class ResumableDataLoader(DataLoader):
 
     @property
     def has_ended(self) -> bool:
-        """Has it given all batches of its epoch, and been asked for one more? Of several loaders, Lightning may go on
-        with the longer ones."""
+        """Has the loader given all batches of its epoch, and been asked for one more? Of several loaders, Lightning may
+        go on with the longer ones."""
         return self._ended
 
     def __iter__(self) -> Any:
@@ -88,7 +88,7 @@ class ResumableDataLoader(DataLoader):
         self._ended = True
 
     def _from(self, place: int) -> DataLoader:
-        """The rest of an epoch."""
+        """The batches of the epoch that are left."""
         if self.batch_sampler is None:
             order: dict[str, Any] = {"sampler": _Rest(self.sampler, place), "batch_size": None}
         else:
@@ -107,18 +107,18 @@ class ResumableDataLoader(DataLoader):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is."""
+        """The loader's place in its epoch."""
         return {"place": self._place, "order": self._began}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next epoch be the rest of that in which ``state`` was saved, if it had one. With several loaders,
-        :class:`.ExactResume` knows better, and has noted what comes next."""
+        """Make the next epoch the rest of the one in which ``state`` was saved, if it was saved inside an epoch. With
+        several loaders :class:`.ExactResume` decides which one goes on, and has noted it here."""
         self._place, self._began = state["place"], state["order"]
         self._next = state.get("next", "the rest" if self._place < len(self) else None)
 
 
 class _Rest(Sampler):
-    """What a sampler gives after the first items."""
+    """A sampler without its first items."""
 
     def __init__(self, sampler: Any, first: int) -> None:
         self._sampler, self._first = sampler, first

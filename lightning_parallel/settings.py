@@ -40,12 +40,7 @@ SET_BY_TRAINER: Mapping[str, Any] = types.MappingProxyType({"set_by_trainer": Tr
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The limits of a number, both included.
-
-    Attributes:
-        low: the least value; None for no limit.
-        high: the greatest value; None for no limit.
-    """
+    """The limits of a number, both included; None for no limit."""
 
     low: float | None = None
     high: float | None = None
@@ -91,12 +86,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def described(hint: Any, *, python: bool = False) -> str:
-    """The values that a type takes, in words.
-
-    Args:
-        hint: the type.
-        python: write values as Python does, not as YAML does.
-    """
+    """The values that a type takes, in words; as Python writes them, or else as YAML does."""
     origin, args = get_origin(hint), get_args(hint)
     words = {
         int: "an integer",
@@ -133,7 +123,7 @@ def settings_of(options: type) -> Iterator[tuple[Field[Any], Any]]:
 
 
 def check(options: Any) -> None:
-    """Refuse values that their types don't take.
+    """Refuse values that don't fit the types of their settings.
 
     Raises:
         ValueError: it names the setting, its value, and the values that there are.
@@ -157,13 +147,12 @@ def _choices(hint: Any) -> Iterator[Any]:
 
 
 def takes(options: Callable[P, O]) -> Callable[[Callable[[S, O], None]], Callable[Concatenate[S, P], None]]:
-    """Decorator for ``__init__(self, options)``: callers pass the fields of ``options`` as keyword arguments instead.
-
-    Args:
-        options: a dataclass. What it raises for wrong values, the constructor raises.
+    """Decorator for ``__init__(self, options)``: callers pass the fields of the dataclass ``options`` as keyword
+    arguments.
 
     Raises:
-        TypeError: (by the constructor) a keyword that is no field; it names the nearest one.
+        TypeError: by the constructor, for a keyword that is no field; it names the nearest one. What ``options`` raises
+            for a wrong value, the constructor raises too.
     """
 
     def decorate(init: Callable[[S, O], None]) -> Callable[Concatenate[S, P], None]:

@@ -28,7 +28,7 @@ class Shard:
     """What one rank holds of a tensor.
 
     Attributes:
-        shape: of the whole tensor.
+        shape: the shape of the whole tensor.
         dim: the tensor dimension that is divided.
         parts: the sizes of the fused parts along ``dim``, which add up to the whole; one if nothing is fused.
         index: this rank's coordinate on the tensor axis.
@@ -65,7 +65,7 @@ class Shard:
         return cls(tuple(shape), dim, parts, group.rank(), count)
 
     def ranges(self) -> list[tuple[int, int]]:
-        """Start and stop, along ``dim`` of the whole tensor, of what this rank holds: one range for each part."""
+        """Start and stop, along ``dim`` of the whole tensor, of each part's piece on this rank."""
         ranges, offset = [], 0
         for size in self.parts:
             start, stop = piece(size, self.index, self.count)

@@ -181,8 +181,8 @@ def version_of(tensor: Tensor) -> int:
 
 
 def drawing_for_nothing(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Is an operation that may draw random numbers told not to: attention without dropout, a recurrent layer in
-    evaluation? Only its schema tells which argument that is."""
+    """Is an operation that may draw random numbers called such that it draws none? Examples are attention without
+    dropout and a recurrent layer in evaluation. Only the schema tells which argument decides."""
     for i, argument in enumerate(operator._schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
         if (argument.name in ("dropout_p", "dropout", "p") and value == 0) or (argument.name == "train" and not value):
@@ -203,8 +203,8 @@ def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
 
 
 def keeps_graph() -> bool:
-    """Was the backward that runs called with ``retain_graph=True``? A node that runs a backward of its own inside has
-    to keep that one's graph too, and autograd tells a node nothing of it."""
+    """Was the running backward called with ``retain_graph=True``? A node that runs a backward of its own inside then
+    has to keep that one's graph too. Autograd doesn't pass this on to nodes."""
     kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
     return kept
 
@@ -213,14 +213,14 @@ def keeps_graph() -> bool:
 
 
 def saved_value(node: Node, name: str) -> Any:
-    """What a node of the graph has saved that is no tensor: a shape, a factor. torch documents such attributes for
-    looking at a graph, but names them as private."""
+    """A non-tensor that a node of the graph has saved, such as a shape or a factor. torch documents these attributes
+    for looking at a graph, but names them as private."""
     return getattr(node, f"_saved_{name}")
 
 
 def saved_tensor(node: Node, name: str) -> Tensor | None:
-    """A tensor that a node of the graph has saved, if it is still what was saved. None if hooks hold it: those of
-    torch's checkpoints hand it out once in a backward, and the node asks for it too. Where torch doesn't tell, hooks
+    """A tensor that a node of the graph has saved, if it is still what was saved. None if hooks hold it: the hooks of
+    torch's checkpoints give it out once in a backward, and the node needs it itself. Where torch doesn't tell, hooks
     are taken to hold it."""
     if getattr(getattr(node, f"_raw_saved_{name}"), "unpack_hook", "not told") is not None:
         return None
@@ -234,14 +234,15 @@ def shape_of_result(node: Node) -> torch.Size:
 
 
 def like_edge(edge: GradientEdge) -> tuple[torch.Size, torch.dtype, torch.device]:
-    """Shape, dtype and device of a gradient for an edge of a graph. The tensor that it belongs to may be gone."""
+    """Shape, dtype and device that a gradient for an edge of a graph has to have. The tensor it belongs to may be
+    gone."""
     like = _metadata(edge.node)[edge.output_nr]
     return torch.Size(like.shape), like.dtype, like.device
 
 
 def where_created(node: Node) -> list[str]:
     """The lines of code that a node of the graph comes from, the outermost first, if it was made under
-    ``torch.autograd.set_detect_anomaly``. torch has no name for them that is public."""
+    ``torch.autograd.set_detect_anomaly``. They have no public name in torch."""
     metadata: Any = node.metadata  # torch declares it as a method, and makes it a dictionary
     lines: list[str] = metadata.get("traceback_", [])
     return lines
@@ -259,17 +260,20 @@ def shape_of_operand(node: Node, operand: int) -> torch.Size | None:
 
 
 def _metadata(node: Node) -> list[Any]:
-    """Of the gradients that come into a node. torch documents it, but names it as private."""
+    """The metadata (shape, dtype, device) of a node's incoming gradients. torch documents it, but names it as
+    private."""
     return node._input_metadata
 
 
 def function_of(node: Node) -> type | None:
-    """The ``torch.autograd.Function`` of a node of the graph; None of torch's operators. Nothing public tells it."""
+    """The ``torch.autograd.Function`` that a node of the graph belongs to; None for torch's own operators. No public
+    name tells."""
     return getattr(type(node), "_forward_cls", None)
 
 
 def packed_tensor(node: Node, name: str) -> Any:
-    """What a hook has made of a tensor that a node of the graph has saved; None where torch doesn't tell."""
+    """What a saved-tensor hook has made of a tensor that a node of the graph has saved; None where torch doesn't
+    tell."""
     return getattr(getattr(node, f"_raw_saved_{name}"), "data", None)
 
 
@@ -279,8 +283,8 @@ def saves_tensors(node: Node) -> bool:
 
 
 def saved_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """The hooks that pack and unpack what is saved now. Hooks inside others hide them; to call those, one has to know
-    them."""
+    """The innermost pair of saved-tensor hooks now in effect. It hides the hooks around it; who wants to call those has
+    to know them."""
     hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = (
         torch._C._autograd._top_saved_tensors_default_hooks(True)
     )
@@ -295,7 +299,7 @@ def hooks_beside(handle: RemovableHandle) -> int:
 
 
 def memory_is_shared(tensor: Tensor) -> bool:
-    """Do other tensors refer to this one's memory, or is that not known? Nothing public counts references."""
+    """Do other tensors refer to this one's memory? True too if that isn't known. No public name counts references."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return True
     own = 2  # the tensor's, and that of the object by which is asked
@@ -307,8 +311,8 @@ def memory_is_shared(tensor: Tensor) -> bool:
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The dictionary from which a module's own parameters are read. ``setattr`` refuses a plain tensor in the place of
-    a parameter, which ``torch.func.functional_call`` puts there too, and would cost a check for each in every step."""
+    """The dictionary from which a module's own parameters are read. ``setattr`` would check each parameter in every
+    step, and refuses a plain tensor in a parameter's place, which ``torch.func.functional_call`` puts there too."""
     return module._parameters
 
 
@@ -323,14 +327,14 @@ def modules_of(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def has_hooks(module: nn.Module, *, on_outputs: bool = True) -> bool:
-    """Has anyone registered a hook on the module? Without ``on_outputs``: one that sees more than its outputs. torch
-    has no public way to ask."""
+    """Has anyone registered a hook on the module? If not ``on_outputs``, hooks that see the outputs only don't count.
+    torch has no public way to ask."""
     left_out = () if on_outputs else ("_forward_hooks",)
     return any(name.endswith("_hooks") and value for name, value in vars(module).items() if name not in left_out)
 
 
 def forward_hooks(module: nn.Module) -> int:
-    """How many hooks look at this module's outputs."""
+    """The number of hooks that see this module's outputs."""
     return len(module._forward_hooks)
 
 
@@ -338,13 +342,13 @@ _OF_FORWARD_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_h
 
 
 def move_forward_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Let the hooks on a module's outputs see those of another. The handles that remove them keep working."""
+    """Move the hooks on a module's outputs to another module. The handles that remove them keep working."""
     for name in _OF_FORWARD_HOOKS:
         setattr(new, name, getattr(old, name))
 
 
 def has_full_backward_hooks(module: nn.Module) -> bool:
-    """Does a hook look at the gradients of this module's inputs and outputs, and perhaps change them?"""
+    """Does a hook see, and perhaps change, the gradients of this module's inputs and outputs?"""
     return bool(module._backward_hooks)
 
 
@@ -359,15 +363,15 @@ def shallow_copy(module: nn.Module) -> nn.Module:
 
 
 def boxed_group(argument: Any) -> dist.ProcessGroup | None:
-    """The group that an operator of torch.distributed was given, if ``argument`` is one: an object of TorchScript's,
-    whose type only a private method tells."""
+    """The process group that an operator of torch.distributed was given, if ``argument`` is one. It is an object of
+    TorchScript, whose type only a private method tells."""
     if isinstance(argument, torch.ScriptObject) and str(argument._type()).endswith(".ProcessGroup"):
         return dist.ProcessGroup.unbox(argument)
     return None
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:
-    """The group that a functional collective, as DTensor calls them, names."""
+    """The group of a name, as functional collectives (such as DTensor's) name theirs."""
     return c10d._resolve_process_group(name)  # type: ignore[attr-defined, no-any-return, arg-type]
 
 
@@ -384,9 +388,9 @@ def group_of_members(
     is short, since it stands before every key in the store.
 
     Args:
-        ranks: global ones, ascending.
-        timeout: of the group; None for torch's default.
-        backend: of the group; None for the default group's.
+        ranks: global ranks in ascending order.
+        timeout: None for torch's default.
+        backend: None for the default group's.
         purpose: what only this group is used for, if the same ranks need several.
     """
     default_backend, store = c10d._world.pg_map[c10d._get_default_group()]
@@ -422,18 +426,15 @@ def not_recorded() -> Iterator[None]:
 
 
 def silent_group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A group in which nothing is sent, known to this rank alone: each collective is over at once.
-
-    Args:
-        ranks: global ones, ascending, this rank among them.
-    """
+    """A group in which nothing is sent, known to this rank alone: each collective is over at once. ``ranks`` are global
+    ones in ascending order, this rank among them."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  (makes the backend known)
 
     return group_of_members(ranks, None, "fake")
 
 
 class ThreadApart(threading.Thread):
-    """A thread in which the default group stays that of all ranks, whatever code in other threads sees."""
+    """A thread for which :func:`default_group` changes nothing: its default group stays that of all ranks."""
 
 
 class _World(c10d._World):
@@ -481,18 +482,15 @@ def is_bound_to_device() -> bool:
 
 
 def default_store() -> Store:
-    """Where the processes of the default group met. torch gives no other way to it where somebody else made the
-    group."""
+    """The store over which the processes of the default group met. torch gives no other access to it where somebody
+    else made the group."""
     return c10d._get_default_store()
 
 
 def record_memory_history(entries: int | None) -> None:
-    """Record each allocation in the memory of this process's GPUs, with the lines of code that made it. torch's page
-    "Understanding CUDA Memory Usage" tells users to call both functions, though their names are private.
-
-    Args:
-        entries: how many are kept, the latest ones; None ends the recording, and discards it.
-    """
+    """Record the latest ``entries`` allocations in the memory of this process's GPUs, with the lines of code that made
+    them. None ends the recording and discards it. torch's page "Understanding CUDA Memory Usage" tells users to call
+    both functions, though their names are private."""
     if entries is None:
         torch.cuda.memory._record_memory_history(enabled=None)
     else:
@@ -505,6 +503,6 @@ def write_memory_history(file: Path) -> None:
 
 
 def forget_meshes() -> None:
-    """Forget the device meshes that DTensor's caches of operators hold. They name process groups. Where these have been
-    destroyed, a DTensor of an equal mesh would still be computed with them, or with others of the same name."""
+    """Forget the device meshes that DTensor's caches of operators hold. They name process groups. If these have been
+    destroyed, a DTensor of an equal mesh would still use them, or others of the same name."""
     _clear_sharding_prop_cache()

@@ -1,8 +1,9 @@
-"""Parameters that a step changes in place: where a rank has a part of them, or a copy for a time, that goes wrong.
+"""Finds parameters that a step changes in place. That goes wrong where a rank holds a part of them, or a temporary
+copy.
 
-They are found by their values, since a write to ``weight.data`` counts no version up. This reads the parameters twice a
-step, so only the first steps are watched. The second is, too: a mask changes nothing where weights are masked already,
-and then what the optimizer has made of them.
+They are found by their values, since a write to ``weight.data`` doesn't raise a tensor's version. This reads the
+parameters twice a step, so only the first two steps are watched. One step isn't enough: a mask changes nothing in
+weights that are masked already, until the optimizer has changed them.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ class Writes:
     """Watches parameters while a step's code runs, in the first steps.
 
     Args:
-        explain: the words of the error, given a parameter's name.
-        group: the ranks that run the same steps.
+        explain: gives the error's text for a parameter's name.
     """
 
     def __init__(self, explain: Callable[[str], str], group: Group) -> None:
@@ -34,16 +34,16 @@ class Writes:
 
     @property
     def is_on(self) -> bool:
-        """Is the step that runs one of the first?"""
+        """Is the current step one of the first, which are watched?"""
         return self._left > 0
 
     def begin(self, parameters: Mapping[str, Tensor]) -> None:
-        """Code is about to run that must not change these."""
+        """Note the state of these parameters before code runs that must not change them."""
         if self.is_on:
             self._before |= {name: _state_of(parameter) for name, parameter in parameters.items()}
 
     def end(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """It has run. Those of which :meth:`begin` wasn't told don't matter."""
+        """Compare them after that code. Parameters not passed to :meth:`begin` are ignored."""
         for name, parameter in parameters if self._before else ():
             if name in self._before:
                 memory, digest = self._before.pop(name)
@@ -52,7 +52,7 @@ class Writes:
                     self._found.add(name)
 
     def check(self) -> None:
-        """A step is over. All ranks of the group call it.
+        """End a step. All ranks of the group call it.
 
         Raises:
             ValueError: on all ranks, if one has found a change.
@@ -66,8 +66,8 @@ class Writes:
 
 
 def _state_of(tensor: Tensor) -> tuple[int, Tensor]:
-    """Where a tensor lies (``weight.data = ...`` puts another one in its place), and a sum over its bits, which nearly
-    every change changes."""
+    """The address of a tensor (``weight.data = ...`` replaces it), and a sum over its bits, which nearly every change
+    alters."""
     wide = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     raw = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     return raw.data_ptr(), raw.view(wide[raw.element_size()]).sum(dtype=torch.int64)

@@ -21,7 +21,7 @@ _SHOWN = 5  # names in an error message
 
 
 def first_few(names: Iterable[str]) -> str:
-    """Some of the names, for an error message."""
+    """The first few of some names, for an error message."""
     names = list(names)
     more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
@@ -32,9 +32,9 @@ class RankSummary:
     """What the first rank has to know of a rank that saves.
 
     Attributes:
-        coordinate: its place in the layout.
-        shapes: of its tensors, by key.
-        scalars: for each optimizer its state that is no tensor, by parameter.
+        coordinate: the rank's place in the layout, such as ``pp0.dp0.tp0``.
+        shapes: the shapes of its tensors, by key.
+        scalars: for each optimizer its state that isn't a tensor, by parameter.
         param_groups: for each optimizer its groups: options, and the names of the parameters under "params".
         own_options: the options that may have other values on other ranks.
         extra_state: what modules here keep besides parameters and buffers, by its name in the ``state_dict``.
@@ -65,15 +65,15 @@ class RankSummary:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What the ranks' summaries say together.
+    """The summaries of all ranks, joined.
 
     Attributes:
-        scalars: for each optimizer the whole model's state that is no tensor, by parameter.
-        param_groups: for each optimizer the whole model's parameter groups.
+        scalars: for each optimizer the whole model's state that isn't a tensor, by parameter.
         own_options: the options that differ between ranks and may: for each coordinate and optimizer, a dictionary for
             each group.
         copied: the parameters that several ranks hold.
-        extra_state: of all modules; of one that several ranks have, the lowest rank's.
+        extra_state: what modules keep besides parameters and buffers. If several ranks have a module, it is the lowest
+            rank's.
     """
 
     scalars: list[dict[str, dict[str, Any]]]
@@ -84,11 +84,8 @@ class Agreement:
 
 
 def agree(ranks: Sequence[RankSummary], order: Sequence[str]) -> Agreement:
-    """Join the summaries of all ranks.
-
-    Args:
-        ranks: in the order of ranks. Where several ranks hold one value, the lowest rank's is taken.
-        order: the whole model's parameters in their order; see :func:`merge_groups`.
+    """Join the summaries of all ranks, given in the order of ranks. Where several ranks hold one value, the lowest
+    rank's is taken. ``order`` is that of the whole model's parameters; see :func:`merge_groups`.
 
     Raises:
         ValueError: two ranks share a coordinate, or disagree about a shape, the number of optimizers, or the parameter
@@ -129,14 +126,15 @@ def _only(options: Set[str], groups: Sequence[Mapping[str, Any]]) -> list[dict[s
 
 
 def digests(model: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, bytes]:
-    """A digest of each named tensor that is here as a whole. A rank's shard is no copy of another's."""
+    """A digest of each named tensor that this rank holds as a whole. Shards are left out: they are no copies of each
+    other."""
     here = ((name, model[name]) for name in names if name in model)
     return {name: _digest(tensor) for name, tensor in here if not isinstance(tensor, (DTensor, Boxes))}
 
 
 def _digest(tensor: Tensor) -> bytes:
-    """Copies that have drifted apart have different digests. Sums of words, wrapping around, cost little where the
-    tensor is, a GPU too; they are of a part of it each, so that exchanged parts differ."""
+    """A digest that differs between copies that have drifted apart. Sums of words, wrapping around, cost little on the
+    tensor's device, a GPU too. Each sum is of a part of the tensor, so exchanged parts make a difference."""
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     length = len(raw) // (8 * _PARTS) * 8  # of a part, in bytes
     parts = raw[: _PARTS * length]
@@ -148,10 +146,8 @@ def _digest(tensor: Tensor) -> bytes:
 
 
 def check_copies(ranks: Sequence[Mapping[str, bytes]]) -> None:
-    """Refuse copies of a parameter that have drifted apart: all but one would be lost without a word.
-
-    Args:
-        ranks: the digests of each rank.
+    """Refuse copies of a parameter that have drifted apart, since a checkpoint keeps one of them. ``ranks`` are the
+    digests of each rank.
 
     Raises:
         RuntimeError: it names the parameters.
@@ -168,7 +164,7 @@ def merge_groups(
     """An optimizer's parameter groups as one process with the whole model would have them.
 
     Args:
-        ranks: the groups of each rank: options, and the names of the parameters under "params".
+        ranks: for each rank its groups: options, and the names of the parameters under "params".
         order: all names in the order of the model. Names that it lacks come last, rank after rank.
         own_options: the options that may differ. The first rank's are taken.
 

@@ -1,7 +1,7 @@
-"""Is a file what ``torch.save`` has written? Found out before anything is changed, and told by the file's name.
+"""Checks that a file is what ``torch.save`` has written, before anything is changed. Errors name the file.
 
-torch writes zip archives, of which each record has a checksum that torch itself doesn't look at. A file of tensors is a
-row of such archives, one for each tensor or box of it; ``.metadata`` says where each begins.
+torch writes zip archives. Each record has a checksum, which torch itself doesn't read. A file of tensors is a row of
+such archives, one for each tensor or box of it; ``.metadata`` says where each begins.
 """
 
 from __future__ import annotations
@@ -19,25 +19,15 @@ from lightning_parallel.checkpoint.newest import instead_of
 
 
 def damaged(checkpoint: Path, file: Path, reason: str) -> ValueError:
-    """The error for a damaged file. It offers the newest whole checkpoint beside the damaged one.
-
-    Args:
-        checkpoint: a directory or a file.
-        file: the same, or the file in it that is damaged.
-        reason: such as "it is cut short".
-    """
+    """The error for a damaged ``file`` of a ``checkpoint`` (the same if that is a file). ``reason`` says what is wrong,
+    such as "it is cut short". The error offers the newest whole checkpoint beside the damaged one."""
     advice = instead_of(checkpoint)
     return ValueError(f"{file} is damaged: {reason}. {advice[0].upper()}{advice[1:]}.")
 
 
 def check_archive(checkpoint: Path, file: Path, start: int = 0, length: int | None = None) -> None:
-    """Compare what torch has written with its checksums.
-
-    Args:
-        checkpoint: that the file belongs to.
-        file: a zip archive, or a row of them.
-        start: of the archive, in bytes.
-        length: in bytes; None for all that follows.
+    """Compare the records of a zip archive, or of a row of them, with their checksums. The archive begins at byte
+    ``start`` of the file, and is ``length`` bytes long; None: it ends with the file.
 
     Raises:
         ValueError: the file is missing, cut short, no archive, or another than was written.
@@ -68,7 +58,7 @@ def check_archive(checkpoint: Path, file: Path, start: int = 0, length: int | No
 
 
 class _Part(io.RawIOBase):
-    """Some of a file's bytes, as a file."""
+    """A range of a file's bytes, as a file of its own."""
 
     def __init__(self, whole: io.BufferedReader, start: int, length: int) -> None:
         self._whole, self._start, self._length, self._position = whole, start, length, 0

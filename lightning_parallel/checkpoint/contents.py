@@ -1,7 +1,8 @@
-"""contents.json: what else a directory holds, and by what its other files are known.
+"""contents.json: the tied names and extra state of a checkpoint's directory, and checksums and sizes of its other
+files.
 
-torch's ``.metadata`` has no checksum, so it is here. By the sizes of the others a checkpoint that was cut short is
-known without reading it::
+torch's ``.metadata`` has no checksum of its own, so it is here. The sizes of the other files show a checkpoint that was
+cut short without reading it::
 
     {"content": {"aliases": {"head.weight": "embedding.weight"}, "extra_state": [], "crc32": {".metadata": 123},
      "bytes": {".metadata": 2048, "__0_0.distcp": 400000}}, "crc32": 456}
@@ -23,12 +24,11 @@ NOT_WRITTEN = "it is not what was written"
 
 
 def contents_of(folder: Path, aliases: Mapping[str, str], extra_state: Iterable[str] = ()) -> bytes:
-    """What contents.json of a checkpoint says.
+    """The content of contents.json for a ``folder`` in which the tensors have been written.
 
     Args:
-        folder: in which the tensors have been written.
         aliases: the further names of tied tensors, with the name that each is saved under.
-        extra_state: the names of what is in trainer.pt of the model.
+        extra_state: the names of what trainer.pt holds of the model.
     """
     content = {
         "aliases": dict(aliases),
@@ -40,8 +40,9 @@ def contents_of(folder: Path, aliases: Mapping[str, str], extra_state: Iterable[
 
 
 def verified(folder: Path) -> tuple[dict[str, Any], tuple[Path, str] | None]:
-    """The content of contents.json; an empty one's where there is none, as in earlier versions. And which file is
-    damaged, with the reason: this one, or one of which it has a checksum. None if they are what was written."""
+    """The content of contents.json, and the damaged file with the reason: this one, or one that it has a checksum of.
+    None if all are as they were written. The content is empty if a file is damaged, or if there is no contents.json, as
+    in earlier versions."""
     path = folder / CONTENTS
     empty: dict[str, Any] = {"aliases": {}, "extra_state": [], "crc32": {}, "bytes": {}}
     if not path.exists():

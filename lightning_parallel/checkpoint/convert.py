@@ -1,4 +1,4 @@
-"""One kind of checkpoint made of another: a directory, a plain ``.ckpt``, or safetensors."""
+"""Converts a checkpoint from one kind to another: a directory, a plain ``.ckpt``, or safetensors."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def convert(source: PathLike, target: PathLike, *, save_weights_only: bool = Fal
         *.safetensors            another name          a directory of weights
 
     Args:
-        source: the checkpoint.
-        target: to be written. A file or a directory that is there is replaced.
-        save_weights_only: leave out all but the weights.
+        source: the path of the checkpoint. Its name and its content say of which kind it is.
+        target: the path to write to. A file or a checkpoint that is there is replaced.
+        save_weights_only: write the weights only.
         weights_only: refuse a source that holds more than tensors and plain containers: unpickling other objects can
             run code. Turn it off for files that you trust.
 
@@ -56,7 +56,7 @@ def convert(source: PathLike, target: PathLike, *, save_weights_only: bool = Fal
 
 
 def _each_once(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
-    """The tensors under their first names, the first name for each further one, and what isn't a tensor."""
+    """The tensors under their first names, the first name of each further one, and the entries that aren't tensors."""
     first: dict[tuple[Any, ...], str] = {}
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -94,7 +94,7 @@ def _write_directory(
 
 
 def _named(source: Path, plain: Mapping[str, Any], aliases: Mapping[str, str]) -> list[OptimizerState]:
-    """The states of a plain checkpoint's optimizers, by the names of their parameters."""
+    """The states of a plain checkpoint's optimizers, by parameter name."""
     states = plain.get("optimizer_states", [])
     names = plain.get(OPTIMIZER_NAMES) or [
         [group.get("param_names", []) for group in state["param_groups"]] for state in states

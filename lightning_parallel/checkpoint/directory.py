@@ -1,7 +1,7 @@
 """Directories, and files, that are replaced as a whole: a crash at any moment leaves the old one or the new one.
 
-The new one is written at :func:`beside` its place, and :func:`replace` moves it there. In between, the old one is at
-``<path>.replaced``, where :func:`find` looks too.
+The new one is written to the name that :func:`beside` gives, and :func:`replace` moves it to its place. In between, the
+old one is at ``<path>.replaced``, where :func:`find` looks too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def beside(path: Path) -> Path:
 
 
 def begin(path: Path, new: Path) -> None:
-    """Make the empty directory ``new``, which :func:`beside` has named, and delete what crashes have left of others.
+    """Make the empty directory ``new``, a name from :func:`beside`, and delete what crashes have left under such names.
 
     Raises:
         ValueError: at ``path`` is a folder of something else.
@@ -50,7 +50,7 @@ def replace(new: Path, path: Path) -> None:
 
 
 def _move_away(path: Path) -> None:
-    """What is there, if there is anything, goes to where :func:`find` looks."""
+    """Move what is at the path, if anything, to where :func:`find` looks."""
     if find(path) == _old(path):  # a crash has left it alone: at ``path`` is nothing, or a name that was taken
         delete(path)
     elif os.path.lexists(path):

@@ -1,4 +1,4 @@
-"""Is a checkpoint of this model? The same words for a directory and for a plain file."""
+"""Checks that a checkpoint is of this model, in the same words for a directory and for a plain file."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from lightning_parallel.checkpoint.agreement import first_few
 
 
 def differences(model: Mapping[str, Tensor], found: Mapping[str, Sequence[int]], *, strict: bool) -> list[str]:
-    """What a rank would miss in a checkpoint, or find in another shape.
+    """The tensors that a rank doesn't find in a checkpoint, or finds in another shape, in words.
 
     Args:
         model: the tensors held here, by their names in the whole model.
-        found: the shapes in the checkpoint.
-        strict: every tensor in ``model`` must be there.
+        strict: every tensor in ``model`` must be in the checkpoint.
     """
     problems = []
     for name, tensor in model.items():
@@ -29,13 +28,13 @@ def differences(model: Mapping[str, Tensor], found: Mapping[str, Sequence[int]],
 
 
 def unknown(names: Iterable[str], held: Iterable[str]) -> list[str]:
-    """What is in a checkpoint, but in no rank's model."""
+    """The tensors in a checkpoint that no rank's model has, in words."""
     known = set(held)
     return [f"{name} is in no rank's model" for name in names if name not in known]
 
 
 def refuse(path: str | os.PathLike[str], problems: Sequence[str]) -> None:
-    """Refuse a checkpoint for which there are problems.
+    """Refuse a checkpoint if there are problems.
 
     Raises:
         ValueError: it names some of them.

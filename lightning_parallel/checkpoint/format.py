@@ -70,13 +70,13 @@ class Loaded:
 
     Attributes:
         trainer: what was given to :func:`save` as ``trainer``.
-        optimizers: those that were saved, with the state of the wanted parameters, and the whole model's groups.
-            Tensors are on the CPU.
+        optimizers: the saved optimizers, with the state of the wanted parameters and the whole model's groups. Tensors
+            are on the CPU.
         rank_state: what was saved at this coordinate. If the layout that saved had no such coordinate: that of another
             rank of the same replica; empty if there was no such replica.
         own_options: the options that were saved for each rank. The groups have those of this coordinate, or of the
             first rank if the layout that saved had no such coordinate.
-        extra_state: of all modules.
+        extra_state: what modules keep besides parameters and buffers, of all modules.
     """
 
     trainer: dict[str, Any]
@@ -112,7 +112,7 @@ def save(
             optimizers, and the same groups with the same options; groups of which it holds no parameter are empty.
         trainer: everything else. The first rank's is saved.
         rank_state: tensors that belong to this coordinate.
-        coordinate: of this rank in the layout, such as "pp0.dp0.tp0".
+        coordinate: this rank's place in the layout, such as "pp0.dp0.tp0".
         group: the ranks that save; None for all, or for a single process.
         own_options: the options of the groups that may differ between ranks, and are saved for each.
         order: the whole model's parameters in their order, for the groups' "params". By default the ranks' parameters
@@ -164,7 +164,7 @@ def save(
 def _shared_out(
     model: Mapping[str, Tensor], copied: Sequence[str], summaries: Sequence[RankSummary] | None, group: Group
 ) -> dict[str, int]:
-    """Compare the copies of parameters; which rank writes each."""
+    """Compare the copies of parameters, and return which rank writes each."""
     everyones = gather_objects_on_first(digests(model, copied), group)
 
     def share() -> dict[str, int]:
@@ -188,11 +188,11 @@ def load(
     """Read a checkpoint of any layout. Every rank of the group calls it.
 
     Args:
-        path: the directory.
+        path: the directory, written under any layout.
         model: the tensors held here, by their names in the whole model. They are filled in place and keep their dtypes.
             Those of which this rank holds a shard are :class:`~lightning_parallel.checkpoint.slices.Slices`.
-        parameters: the names whose optimizer state is wanted here; of a shard, the shard's.
-        coordinate: of this rank in the layout.
+        parameters: the names of the parameters whose optimizer state is wanted here; of a shard, the shard's state.
+        coordinate: this rank's place in the layout.
         group: the ranks that load; None for all, or for a single process.
         strict: every tensor in ``model`` must be in the checkpoint, and every tensor there must be in the ``model`` of
             some rank. Otherwise tensors without a counterpart stay as they are.
@@ -241,7 +241,7 @@ def remove(path: PathLike) -> None:
 def _by_key(
     model: Mapping[str, Tensor], states: Sequence[State], rank_state: Mapping[str, Tensor], coordinate: str
 ) -> tuple[dict[str, Tensor], list[dict[str, dict[str, Any]]]]:
-    """All tensors by their keys in the file, and the optimizers' other values by parameter."""
+    """All tensors by their keys in the file, and the other values of the optimizers by parameter."""
     tensors, scalars = divided(states)
     tensors |= {MODEL + name: tensor for name, tensor in model.items()}
     tensors |= {key_in(coordinate, name): tensor for name, tensor in rank_state.items()}
@@ -249,7 +249,7 @@ def _by_key(
 
 
 def _shapes(found: Found) -> dict[str, torch.Size]:
-    """Of the model's tensors, by name."""
+    """The shapes of the model's tensors, by name."""
     return {key.removeprefix(MODEL): entry.size for key, entry in found.items() if key.startswith(MODEL)}
 
 
@@ -264,7 +264,7 @@ def _refuse_misfits(path: PathLike, found: Found, reports: Sequence[tuple[list[s
 def _empty_states(
     found: Found, parameters: Iterable[str], model: Mapping[str, Tensor], count: int
 ) -> list[dict[str, dict[str, Any]]]:
-    """Tensors to read the wanted parameters' state in each optimizer into; of a shard, one of the shard's shape."""
+    """Tensors to read the wanted parameters' states of each optimizer into. For a shard they have the shard's shape."""
     wanted = set(parameters)
     result: list[dict[str, dict[str, Any]]] = [{} for _ in range(count)]
     for key, entry in found.items():
@@ -292,7 +292,7 @@ def _empty_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _with_own_options(
     optimizers: list[list[dict[str, Any]]], ranks: Mapping[str, list[list[dict[str, Any]]]], coordinate: str
 ) -> tuple[list[list[dict[str, Any]]], frozenset[str]]:
-    """The groups with the options that were saved for this coordinate, and the names of such options."""
+    """The groups with the options that were saved for this coordinate, and the names of these options."""
     names = frozenset(key for own in ranks.values() for groups in own for options in groups for key in options)
     if coordinate in ranks:
         pairs = zip(optimizers, ranks[coordinate], strict=True)
@@ -343,7 +343,7 @@ def _write_rest(
 
 @contextmanager
 def _on_disk(path: Path) -> Iterator[IO[bytes]]:
-    """A file to be written, which is on the disk afterwards."""
+    """Inside, a file to be written. Afterwards it is flushed to disk."""
     with open(path, "wb") as file:
         yield file
         file.flush()

@@ -1,4 +1,4 @@
-"""Which checkpoints are whole, found out without reading them, and which of them is the newest."""
+"""Finds which checkpoints are whole, without reading them, and which of these is the newest."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lightning_parallel.checkpoint.directory import TRAINER, PathLike
 
 
 def is_whole(path: PathLike) -> bool:
-    """Is there a checkpoint, not only a part of one? A directory has all files in their length, a file the table of its
-    end. Bytes that have changed are found when they are read."""
+    """Is the checkpoint complete? A directory must have all its files in full length, a file its closing table. Bytes
+    that have changed are found only when they are read."""
     found = directory.find(Path(path))
     if found is None:
         return Path(path).is_file() and zipfile.is_zipfile(path)
@@ -27,26 +27,21 @@ def is_whole(path: PathLike) -> bool:
 def newest_in(
     folders: Collection[PathLike], but: PathLike | None = None, since: float | None = None
 ) -> Path | None:
-    """The newest whole checkpoint in some folders; None for none.
-
-    Args:
-        folders: where to look.
-        but: a checkpoint to leave out.
-        since: leave out older ones: seconds since the epoch.
-    """
+    """The newest whole checkpoint in some folders, or None. Left out are ``but``, and those older than ``since``
+    (seconds since the epoch)."""
     other = (path for path in _found_in(folders) if but is None or path.resolve() != Path(but).resolve())
     recent = (path for path in other if since is None or _saved_at(path) >= since * 1e9)
     return max(filter(is_whole, recent), key=_saved_at, default=None)
 
 
 def instead_of(path: Path) -> str:
-    """What to do in the place of a checkpoint that is not whole."""
+    """The advice for an error about a checkpoint that isn't whole."""
     found = newest_in([path.parent], but=path)
     return "copy it again" + ("" if found is None else f", or use {found}, the newest whole checkpoint beside it")
 
 
 def damaged_since(folders: Collection[PathLike], path: Path | None) -> list[Path]:
-    """The checkpoints in some folders that are not whole, and newer than ``path``, if that is there."""
+    """The checkpoints in some folders that are not whole, and newer than ``path`` if that exists."""
     since = _saved_at(path) if path is not None else 0
     return sorted(other for other in _found_in(folders) if _saved_at(other) > since and not is_whole(other))
 

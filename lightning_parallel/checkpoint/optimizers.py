@@ -1,4 +1,4 @@
-"""An optimizer's state as a checkpoint has it: under the parameters' names, one optimizer apart from the others."""
+"""An optimizer's state in a checkpoint: by parameter name, each optimizer by itself."""
 
 from __future__ import annotations
 
@@ -13,30 +13,21 @@ State = Mapping[str, Mapping[str, Any]]  # by parameter, then by the optimizer's
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """One optimizer's state.
-
-    Attributes:
-        state: of each parameter that has any: tensors, and plain values.
-        param_groups: options, and the names of the parameters under "params".
-    """
+    """One optimizer's state: for each parameter that has any, tensors and plain values; and the parameter groups, which
+    have options and, under "params", parameter names."""
 
     state: State = field(default_factory=dict)
     param_groups: Sequence[Mapping[str, Any]] = ()
 
 
 def key_of(index: int, parameter: str, name: str) -> str:
-    """The key of a tensor in the checkpoint.
-
-    Args:
-        index: of the optimizer, as ``configure_optimizers`` returned them.
-        parameter: whose state it is.
-        name: by which the optimizer knows it.
-    """
+    """The key, in the checkpoint, of a tensor of a parameter's optimizer state. ``index`` counts the optimizers as
+    ``configure_optimizers`` returned them; ``name`` is the optimizer's own, such as ``exp_avg``."""
     return f"optimizer/{index}/{parameter}/{name}"
 
 
 def parts_of(key: str) -> tuple[int, str, str] | None:
-    """What :func:`key_of` made the key of; None for the key of something else."""
+    """The arguments for which :func:`key_of` gives this key; None if it gives it for none."""
     if not key.startswith("optimizer/"):
         return None
     index, rest = key.removeprefix("optimizer/").split("/", 1)
@@ -45,7 +36,7 @@ def parts_of(key: str) -> tuple[int, str, str] | None:
 
 
 def divided(states: Sequence[State]) -> tuple[dict[str, Tensor], list[dict[str, dict[str, Any]]]]:
-    """The tensors of several optimizers by key, and for each optimizer its other values by parameter."""
+    """Split several optimizers' states: their tensors by key, and for each optimizer its other values by parameter."""
     tensors: dict[str, Tensor] = {}
     others: list[dict[str, dict[str, Any]]] = [{} for _ in states]
     for index, state in enumerate(states):

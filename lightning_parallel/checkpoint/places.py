@@ -1,7 +1,7 @@
-"""What a checkpoint has of each place in the layout that saved it: the states of random generators.
+"""What a checkpoint holds for each place in the layout that saved it: the states of random generators.
 
-A place is a coordinate such as ``pp1.dp0.tp0``. Under another layout a rank's own may not be there. All ranks of one
-replica load the same batches, so their generators are equal, and those of any of them will do.
+A place is a coordinate such as ``pp1.dp0.tp0``. After a change of the layout, the checkpoint may have none for a rank's
+place. All ranks of one replica load the same batches, so their generators are equal, and any of theirs will do.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ def key_in(coordinate: str, name: str) -> str:
 
 
 def coordinates(found: Found) -> list[str]:
-    """Of which places a checkpoint has tensors; those of the lowest coordinates first."""
+    """The places for which a checkpoint has tensors, the lowest coordinates first."""
     return sorted({key.split("/")[1] for key in found if key.startswith(_PREFIX)})
 
 
 def empty_rank_state(found: Found, coordinate: str) -> dict[str, Tensor]:
-    """Tensors to read what belongs to a place into, by name."""
+    """Tensors, by name, to read what belongs to a place into."""
     prefix = key_in(coordinate, "")
     return {key.removeprefix(prefix): empty(found, key) for key in found if key.startswith(prefix)}
 
 
 def nearest(coordinate: str, saved: Collection[str]) -> str | None:
-    """The place itself, or the first one of the same replica; None if there is neither."""
+    """The place itself, or else the first one of the same replica; None if there is neither."""
     if coordinate in saved:
         return coordinate
     return next((other for other in saved if replica_of(other) == replica_of(coordinate)), None)
 
 
 def replica_of(coordinate: str) -> str:
-    """Its part along the data axis, such as ``dp0``; the coordinate itself if it has none."""
+    """The coordinate's part along the data axis, such as ``dp0``; the whole coordinate if it has none."""
     return next((part for part in coordinate.split(".") if part.startswith("dp")), coordinate)

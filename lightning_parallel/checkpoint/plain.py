@@ -79,11 +79,11 @@ def read_plain(path: PathLike, weights_only: bool = True) -> dict[str, Any]:
 
 
 class PlainOnDemand(dict[str, Any]):
-    """A directory as :func:`read_plain` reads it, where tensors are read when somebody asks for them, whole.
+    """A directory as :func:`read_plain` reads it, but a tensor is read, whole, only when it is accessed.
 
     Args:
-        path: the directory.
-        weights_only: as for :func:`read_plain`.
+        path: the checkpoint's directory.
+        weights_only: refuse anything but tensors and plain containers, as :func:`read_plain` does.
     """
 
     def __init__(self, path: PathLike, weights_only: bool = True) -> None:
@@ -93,11 +93,11 @@ class PlainOnDemand(dict[str, Any]):
 
     @property
     def is_touched(self) -> bool:
-        """Have tensors been asked for, or set?"""
+        """Have tensors been read or set?"""
         return any(dict.__contains__(self, key) for key in _OF_TENSORS)
 
     def whole(self) -> dict[str, Any]:
-        """The content, with what has been changed in it."""
+        """The whole content, with the changes that were made to it."""
         return {**read_plain(self.path, self.weights_only), **self}
 
     def __missing__(self, key: str) -> Any:
@@ -112,7 +112,7 @@ class PlainOnDemand(dict[str, Any]):
         return saved or super().__contains__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As a dictionary's."""
+        """``dict.get``, reading the value where needed."""
         try:
             return self[key]
         except KeyError:
@@ -157,7 +157,7 @@ def _state_dict(tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> di
 
 
 def _numbered(state: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """An optimizer's ``state_dict()``: its parameters have the numbers of their places in its groups."""
+    """An optimizer's ``state_dict()``, where parameters are numbered in the order of its groups."""
     names = [name for group in groups for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
     return {

@@ -33,11 +33,10 @@ class RankCheckpoint:
     """Saves and loads what one rank holds.
 
     Args:
-        local: the rank's part of the model.
         group_names: for each optimizer and each of its parameter groups, the whole model's names in it, in order.
-        coordinate: of this rank in the layout.
+        coordinate: this rank's place in the layout.
         written_options: the options that an optimizer writes itself. They may differ between ranks, so each rank's are
-            saved. A checkpoint that is loaded adds to it.
+            saved. Loading a checkpoint adds to this set.
     """
 
     def __init__(
@@ -70,10 +69,9 @@ class RankCheckpoint:
 
         Args:
             checkpoint: the trainer's state, as Lightning's ``dump_checkpoint`` makes it.
-            optimizers: whose state is saved, unless the trainer's has none.
+            optimizers: the optimizers whose state is saved, unless ``checkpoint`` has no optimizer states.
             aliases: the further names of tied tensors, with the name that each is saved under.
-            extra_state: what modules here keep besides parameters and buffers.
-            copied: what is written is the state of now, in host memory, also if it has changed by then.
+            copied: copy the state to host memory now, so that later changes of it aren't written.
         """
         trainer = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         with_optimizers = "optimizer_states" in checkpoint
@@ -126,13 +124,13 @@ class RankCheckpoint:
 
         Args:
             path: the directory, written under any layout.
-            optimizers: to be filled; none where nothing is trained.
+            optimizers: the optimizers to fill; empty where nothing is trained.
             weights_only: see :func:`lightning_parallel.checkpoint.load`.
 
         Returns:
-            The trainer's state, with empty ``optimizer_states``. Its ``state_dict`` is what modules keep besides
-            parameters and buffers. Under :data:`.RANDOM_STATE` is that of this rank's generators; of another rank of
-            the same replica if the layout is another.
+            The trainer's state, with empty ``optimizer_states``. Its ``state_dict`` holds what modules keep besides
+            parameters and buffers. Under :data:`.RANDOM_STATE` it has the state of this rank's generators; if the
+            layout has changed, that of another rank of the same replica.
         """
         loaded = format_.load(
             path,
@@ -152,13 +150,14 @@ class RankCheckpoint:
     def take(
         self, loaded: Mapping[str, Any], path: PathLike, optimizers: Sequence[Optimizer], names: Collection[str]
     ) -> dict[str, Any]:
-        """The same from a plain checkpoint of a single process. A collective over all ranks.
+        """Fill this rank's tensors and its optimizers from a plain checkpoint of a single process. A collective over
+        all ranks.
 
         Args:
             loaded: the content of the file.
-            path: the file, for errors.
-            optimizers: to be filled; none where nothing is trained.
-            names: all that the whole model's ``state_dict`` has.
+            path: names the file in errors.
+            optimizers: the optimizers to fill; empty where nothing is trained.
+            names: all names in the whole model's ``state_dict``.
 
         Raises:
             ValueError: on every rank, before anything has changed, if the file is of another model, or has another
@@ -180,7 +179,7 @@ class RankCheckpoint:
         return {**loaded, "state_dict": {}, "optimizer_states": []}
 
     def _check(self, found: Mapping[str, Any], path: PathLike, names: Collection[str]) -> None:
-        """Is a plain checkpoint of this model?"""
+        """Refuse a plain checkpoint of another model."""
         shapes = {name: tensor.shape for name, tensor in found.items() if isinstance(tensor, Tensor)}
         refuse(path, [*unknown(found, names), *differences(self._model, shapes, strict=True)])
 
@@ -219,7 +218,8 @@ class RankCheckpoint:
 
 
 def _written_and_read(trainer: dict[str, Any]) -> dict[str, Any]:
-    """What reading it would give: a copy that shares nothing, on the CPU. Tensors with a graph can't be deep-copied."""
+    """A copy as writing and reading it would give: it shares nothing, and lies on the CPU. ``deepcopy`` refuses tensors
+    with a graph."""
     file = io.BytesIO()
     torch.save(trainer, file)
     file.seek(0)

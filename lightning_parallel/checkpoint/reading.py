@@ -1,6 +1,6 @@
 """Reading a checkpoint's directory, which somebody else may have made, without running code in it.
 
-Two of its files are pickled. The files of the tensors are safe: torch opens them with ``weights_only=True``.
+Two of its files are pickled. The files of tensors are safe: torch opens them with ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Found = dict[str, metadata.TensorStorageMetadata]  # each tensor's shape and dty
 
 
 class _Unpickler(pickle.Unpickler):
-    """For the metadata, which torch unpickles without a check. Only the classes that belong in it are allowed here."""
+    """Reads the metadata, which torch would unpickle without a check. Only classes that belong in it are allowed."""
 
     def find_class(self, module: str, name: str) -> Any:
         path = module.partition(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath")
@@ -46,10 +46,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Reader(FileSystemReader):
-    """torch's reader of distributed checkpoints, restricted to those that hold tensors and nothing else."""
+    """torch's reader of distributed checkpoints, restricted to checkpoints that hold nothing but tensors."""
 
     def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
-        """What is where in the checkpoint.
+        """The metadata: which tensors there are, and where in the files.
 
         Raises:
             ValueError: the file asks for a class that doesn't belong in it, or is damaged.
@@ -102,12 +102,12 @@ def open_directory(path: Path) -> tuple[Reader, Found, dict[str, Any]]:
 
 
 def empty(found: Found, key: str) -> Tensor:
-    """A tensor to read the whole of one into, on the CPU."""
+    """A tensor on the CPU to read a whole one into."""
     return torch.empty(found[key].size, dtype=found[key].properties.dtype)
 
 
 def check_tensors(reader: Reader, tensors: dict[str, Tensor]) -> None:
-    """Compare what :func:`read_tensors` would read with its checksums.
+    """Compare the files that :func:`read_tensors` would read with their checksums.
 
     Raises:
         ValueError: a file is missing or damaged.
@@ -131,13 +131,9 @@ def read_tensors(reader: Reader, tensors: dict[str, Tensor]) -> None:
 
 @contextmanager
 def plain_errors(verb: str, path: Path) -> Iterator[None]:
-    """torch's CheckpointException is a BaseException, which clean-up code doesn't expect: raise a RuntimeError. It says
-    how much room there is, since torch's own words for a full disk are about positions in a file.
-
-    Args:
-        verb: what is done to the tensors.
-        path: of the checkpoint.
-    """
+    """Turn torch's CheckpointException, a BaseException that clean-up code doesn't expect, into a RuntimeError. It says
+    how much room the disk has, since torch's own words for a full disk are about positions in a file. ``verb`` says
+    what is done to the tensors at ``path``."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         try:
@@ -149,11 +145,8 @@ def plain_errors(verb: str, path: Path) -> Iterator[None]:
 
 
 def read_trainer(folder: Path, weights_only: bool) -> dict[str, Any]:
-    """What trainer.pt holds.
-
-    Args:
-        folder: the checkpoint.
-        weights_only: refuse anything but tensors and plain containers.
+    """The content of trainer.pt in a checkpoint's ``folder``. With ``weights_only``, anything but tensors and plain
+    containers is refused.
 
     Raises:
         ValueError: it holds what ``weights_only`` forbids, or is damaged.
@@ -165,12 +158,8 @@ def read_trainer(folder: Path, weights_only: bool) -> dict[str, Any]:
 
 
 def read_file(checkpoint: Path, file: Path, weights_only: bool) -> dict[str, Any]:
-    """What ``torch.save`` has written. Tensors are on the CPU.
-
-    Args:
-        checkpoint: that the file belongs to, or is.
-        file: to be read.
-        weights_only: refuse anything but tensors and plain containers.
+    """The content of a file that ``torch.save`` has written, which is the checkpoint or belongs to it. Tensors are on
+    the CPU. With ``weights_only``, anything but tensors and plain containers is refused.
 
     Raises:
         ValueError: it holds what ``weights_only`` forbids, or is damaged.
@@ -189,7 +178,8 @@ def read_file(checkpoint: Path, file: Path, weights_only: bool) -> dict[str, Any
 
 
 def _with_numbered_optimizers(state: dict[str, Any]) -> dict[str, Any]:
-    """The content of trainer.pt; of one that was written before there could be several optimizers, as it is now."""
+    """The content of trainer.pt. If it is from before there could be several optimizers, it is brought into today's
+    form."""
     if not isinstance(state["optimizer_scalars"], dict):
         return state
     present = bool(state["param_groups"])

@@ -1,6 +1,6 @@
 """Weights as a file of safetensors, the format in which models are shared.
 
-It has each tensor once; the further names of tied ones are in its header.
+It holds each tensor once; the further names of tied ones are in its header.
 """
 
 from __future__ import annotations
@@ -36,12 +36,8 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:
-    """Write tensors.
-
-    Args:
-        path: of the file.
-        tensors: by name, each once.
-        aliases: the further names of tied tensors, each with its name in ``tensors``.
+    """Write tensors, each under one name. ``aliases`` are the further names of tied ones, each with its name in
+    ``tensors``.
 
     Raises:
         ModuleNotFoundError: the package safetensors is not installed.

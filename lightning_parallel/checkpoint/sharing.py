@@ -1,4 +1,4 @@
-"""Who writes what several ranks hold: replicas share the work of a save, so that one of them doesn't write for all."""
+"""Decides who writes what several ranks hold: replicas share the work of a save."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_parallel.checkpoint.reading import MODEL
 
 
 def parameter_of(key: str) -> str | None:
-    """The name of the parameter, or buffer, that a tensor of a checkpoint belongs to; None for another one."""
+    """The name of the parameter or buffer that a tensor of a checkpoint belongs to; None for other tensors."""
     if key.startswith(MODEL):
         return key.removeprefix(MODEL)
     parts = parts_of(key)
@@ -19,14 +19,10 @@ def parameter_of(key: str) -> str | None:
 
 
 def writers(ranks: Sequence[RankSummary], copies: Sequence[Collection[str]]) -> dict[str, int]:
-    """Which rank writes a parameter, and its optimizer states: of its holders the one that has least to write so far.
+    """Which rank writes a parameter and its optimizer states: of its holders the one that has least to write so far.
 
-    Args:
-        ranks: their summaries.
-        copies: for each rank, the parameters that it holds as a whole, compared with those of other ranks.
-
-    Returns:
-        The rank, by parameter. What isn't in it, each rank writes that holds it, or the lowest one.
+    ``copies`` are, for each rank, the parameters that it holds as a whole and that equal those of other ranks. Tensors
+    that aren't in the result are written by every rank that holds a shard of them, or by their lowest holder.
     """
     keys = [_by_parameter(rank.shapes) for rank in ranks]
     holders: dict[str, list[int]] = {}

@@ -31,10 +31,11 @@ from lightning_parallel.torch_private import wrapper_tensor
 
 
 class Boxes(Tensor):
-    """Has the whole tensor's shape, and holds some boxes of it. It can be saved and loaded, not computed with."""
+    """A tensor with the whole's shape that holds only some boxes of it. It can be saved and loaded, not computed
+    with."""
 
     def boxes(self) -> Iterable[tuple[Sequence[int], Tensor]]:
-        """Where each box begins in the whole, and its values, a view."""
+        """For each box, its offsets in the whole, and a view of its values."""
         raise NotImplementedError
 
     @classmethod
@@ -46,7 +47,7 @@ class Boxes(Tensor):
         raise RuntimeError(f"{func}: a rank's boxes of a tensor can be saved and loaded, not computed with.")
 
     def detached(self) -> Boxes:
-        """The same boxes."""
+        """A new tensor object with the same boxes, as ``Tensor.detach`` returns one."""
         raise NotImplementedError
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
@@ -71,7 +72,7 @@ class Boxes(Tensor):
 
 
 class Slices(Boxes):
-    """Has the whole tensor's shape, and holds this rank's shard of it.
+    """A tensor with the whole's shape that holds this rank's shard of it.
 
     Attributes:
         local: the shard, perhaps a DTensor. Reading a checkpoint fills it in place.
@@ -95,7 +96,7 @@ class Slices(Boxes):
         return Slices(self.local, self.shard)
 
     def boxes(self) -> Iterator[tuple[list[int], Tensor]]:
-        """One for each range of the shard, as far as its rows are here."""
+        """One box for each range of the shard, as far as its rows are on this rank."""
         here, dim = local_part(self.local), self.shard.dim
         first = _first_row(self.local)  # of the shard's rows, the first that is here
         position = 0  # along `dim` of the shard
@@ -112,11 +113,8 @@ class Slices(Boxes):
 
 
 class HostCopy(Boxes):
-    """Has the whole tensor's shape, and holds copies in host memory of a rank's boxes of it. :func:`on_host` makes it.
-
-    Attributes:
-        copies: where each box begins in the whole, and its values.
-    """
+    """A tensor with the whole's shape that holds ``copies``, in host memory, of a rank's boxes of it: for each its
+    offsets in the whole, and its values. :func:`on_host` makes it."""
 
     copies: list[tuple[Sequence[int], Tensor]]
 
@@ -133,12 +131,12 @@ class HostCopy(Boxes):
         return HostCopy(self, self.copies)
 
     def boxes(self) -> list[tuple[Sequence[int], Tensor]]:
-        """As they were copied."""
+        """The copied boxes."""
         return self.copies
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory of what this rank holds of a tensor, to be saved while the tensor changes."""
+    """A copy in host memory of what this rank holds of a tensor. It can be saved while the tensor changes."""
     if not isinstance(tensor, Boxes | DTensor):
         return tensor.detach().to("cpu", copy=True)
     protocol: Any = tensor
@@ -148,7 +146,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def _first_row(shard: Tensor) -> int:
-    """``fully_shard`` divides dimension 0."""
+    """The first row that this rank holds: ``fully_shard`` divides dimension 0."""
     if not isinstance(shard, DTensor):
         return 0
     return piece(shard.shape[0], shard.device_mesh.get_local_rank(), shard.device_mesh.size())[0]

@@ -27,13 +27,8 @@ from lightning_parallel.gradients.swapping import multiplied
 
 
 class FullyShardedLayers:
-    """Layers of a stage, each a unit.
-
-    Args:
-        layers: by name. No layer lies inside another, and no layer shares a parameter with the rest of the model.
-        group: the replicas.
-        device: where the layers are to be.
-    """
+    """Layers of a stage, each a unit of ``fully_shard`` over the replicas in ``group``. No layer lies inside another,
+    and none shares a parameter with the rest of the model."""
 
     def __init__(self, layers: Mapping[str, nn.Module], group: dist.ProcessGroup, device: torch.device) -> None:
         mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("data",))
@@ -48,20 +43,17 @@ class FullyShardedLayers:
             self._units[name] = layer
 
     def multiply_by(self, factor: Callable[[], float | Tensor]) -> None:
-        """Multiply this replica's gradients, when they are complete, before they are averaged.
-
-        Args:
-            factor: asked for after the last backward through a layer.
-        """
+        """Multiply this replica's complete gradients before they are averaged. ``factor`` is called after the last
+        backward through a layer."""
         for unit in self._units.values():
             unit.set_custom_reduce_scatter(_Multiplied(factor))  # type: ignore[arg-type]  # by its methods
 
     def hold_back(self) -> None:
-        """From here on backwards add up their gradients, and send nothing."""
+        """From now on backwards add up their gradients, and send nothing."""
         self._end_with(False, self._units)
 
     def release(self, names: Collection[str]) -> None:
-        """The next backward through these layers is their last of an update."""
+        """Make the next backward through each of these layers its last of an update."""
         self._end_with(True, names)
 
     def _end_with(self, last: bool, names: Collection[str]) -> None:
@@ -72,7 +64,7 @@ class FullyShardedLayers:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, all layers are gathered."""
+        """Inside, the parameters of all layers are gathered."""
         for unit in self._units.values():
             unit.unshard()
         try:
@@ -81,7 +73,7 @@ class FullyShardedLayers:
             self.free()
 
     def free(self) -> None:
-        """Free the gathered parameters, after a forward that no backward follows."""
+        """Free the gathered parameters after a forward that has no backward."""
         for unit in self._units.values():
             unit.reshard()
 

@@ -18,14 +18,10 @@ from lightning_parallel.torch_private import tree_leaves
 
 
 def untied(module: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
-    """Those of the named modules that hold parameters, and share none with another part of ``module``.
+    """Those of the named modules inside ``module`` that hold parameters, and share none with another part of it.
 
     A parameter that two units share (tied weights) would be freed with one of them and missing in the other. Such
     modules are left to the root.
-
-    Args:
-        module: the whole model.
-        names: of modules in it.
     """
     uses = _uses(module)
     units = {}
@@ -38,12 +34,8 @@ def untied(module: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
 
 
 def refuse_second_derivatives(name: str, unit: nn.Module) -> None:
-    """Refuse ``create_graph=True`` through a unit: when the second derivative needs its parameters, they are freed.
-
-    Args:
-        name: of the unit, for the error.
-        unit: on which a hook is put.
-    """
+    """Put a hook on a unit that refuses ``create_graph=True``: its parameters are freed when the second derivative
+    needs them. ``name`` is for the error."""
 
     def refuse(gradient: Tensor) -> None:
         if torch.is_grad_enabled():
@@ -61,7 +53,7 @@ def refuse_second_derivatives(name: str, unit: nn.Module) -> None:
 
 
 def _uses(module: nn.Module) -> Counter[int]:
-    """In how many places of a module each of its parameters is."""
+    """The number of places in a module at which each of its parameters is registered."""
     return Counter(
         id(parameter)
         for part in module.modules()
@@ -70,11 +62,8 @@ def _uses(module: nn.Module) -> Counter[int]:
 
 
 def check_dtypes(name: str, parameters: Sequence[nn.Parameter]) -> None:
-    """Refuse a unit whose trainable parameters have several dtypes: their gradients travel as one message.
-
-    Args:
-        name: of the unit; empty for what lies in no unit.
-        parameters: of the unit.
+    """Refuse a unit whose trainable parameters have several dtypes: their gradients travel as one message. ``name`` is
+    empty for what lies in no unit.
 
     Raises:
         ValueError: it names the dtypes.
@@ -89,13 +78,8 @@ def check_dtypes(name: str, parameters: Sequence[nn.Parameter]) -> None:
 
 
 def materialize(name: str, module: nn.Module, device: torch.device) -> None:
-    """Give memory to parameters and buffers on the meta device, and have their modules initialise them. Tied ones stay
-    tied.
-
-    Args:
-        name: of the module, for errors.
-        module: a unit, or the whole model.
-        device: where the memory is.
+    """Give memory to a module's parameters and buffers on the meta device, and have their modules initialise them. Tied
+    ones stay tied. ``name`` is for errors.
 
     Raises:
         ValueError: a module that holds some has no ``reset_parameters()``.

@@ -1,9 +1,9 @@
-"""Which modules a step has used, compared between the replicas.
+"""Compares between the replicas which modules a step has used.
 
-Fully sharded replicas gather a unit's parameters together, and reduce its gradients together, those that have any. If a
+Fully sharded replicas gather a unit's parameters together, and reduce those of its gradients that exist together. If a
 branch of the user's step depends on values or on the rank, one replica may use module A where another one uses module
 B. If both have the same size, nothing fails, and each computes with a mixture of the two. So before each backward the
-replicas compare one number, which stands for what they have used since the last one::
+replicas compare one number, a hash of what they have used since the last comparison::
 
     units      in the order of their calls: each call gathers
     modules    any order and number of calls: each has a gradient, or has none
@@ -23,12 +23,9 @@ from lightning_parallel.collectives import gather_objects, guarded
 
 
 class ModuleUses:
-    """The modules that are called, as this replica sees them.
+    """The modules that are called, as this replica sees them. The hooks that watch them stay for good.
 
-    Args:
-        units: by name. Hooks are put on them, and on the others, for good.
-        modules: all that have parameters which are divided.
-        host_group: the replicas, for tensors in host memory.
+    ``modules`` are all those that have divided parameters.
     """
 
     def __init__(

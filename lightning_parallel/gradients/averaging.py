@@ -8,8 +8,8 @@ their gradients. A bucket whose gradients are all complete is summed over the re
                                                         finish(): wait
 
 Every replica sends the same buckets in the same order, whatever the order of its gradients, and whether or not its loss
-depended on all parameters: each bucket tells how many replicas have which gradient. These flags are read only on a
-replica that lacks a gradient, since to read them the host waits for the GPU.
+depended on all parameters: each bucket carries the number of replicas that have each gradient. These flags are read
+only on a replica that lacks a gradient, since the host waits for the GPU to read them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,10 @@ class _Bucket:
     """Parameters whose gradients travel together; all of one dtype and device.
 
     Attributes:
-        names: of the parameters.
-        sizes: the number of elements of each.
+        sizes: the number of elements of each parameter.
         ready: the gradients that are complete, by name.
-        missing: the parameters that have none here, once the message is on its way.
-        message: ``[one flag a parameter, gradient, gradient, ...]``, once it is on its way.
-        work: the message's all-reduce.
+        missing: the parameters without a gradient here; filled when the message is sent.
+        message: ``[one flag a parameter, gradient, gradient, ...]``; None before it is sent.
     """
 
     names: list[str] = field(default_factory=list)
@@ -59,10 +57,11 @@ class GradientAverager:
         averages = averager.finish(gradients)
 
     Args:
-        parameters: of this rank, by name, in the model's order, which is the same on every replica.
-        group: the replicas.
+        parameters: this rank's parameters by name, in the model's order, which is the same on every replica.
+        group: the replicas to average over.
         bucket_bytes: a bucket is full when its gradients have this many bytes.
-        factor: of this replica's gradients; asked for when the first of them are complete.
+        factor: gives the number by which this replica's gradients are multiplied before they are averaged. It is called
+            when the first of them are complete. By default 1.
     """
 
     def __init__(
@@ -103,8 +102,8 @@ class GradientAverager:
 
     @contextmanager
     def completing(self, names: Collection[str]) -> Iterator[None]:
-        """Inside, backwards complete these parameters' gradients and no others. Where each part of a model has a last
-        backward of its own, it stands in the place of :meth:`begin`."""
+        """Inside, backwards complete the gradients of these parameters only. Where each part of a model has a last
+        backward of its own, use it in the place of :meth:`begin`."""
         if not self.begun:
             self.begin()
         self._completing = names
@@ -114,7 +113,8 @@ class GradientAverager:
             self._completing = ()
 
     def ready(self, name: str, gradient: Tensor) -> None:
-        """A parameter's gradient has grown. If it is complete, it is averaged. Between updates this does nothing.
+        """Take a parameter's gradient that has grown. Inside an update's last backward it is complete, and is averaged.
+        Between updates this does nothing.
 
         Raises:
             RuntimeError: it was complete already in this update, so what was added to it may not have been averaged.
@@ -141,11 +141,12 @@ class GradientAverager:
         """Wait for the averages.
 
         Args:
-            gradients: this replica's. Those that :meth:`ready` was not told of are complete too, or missing.
+            gradients: this replica's gradients by name. Those not passed to :meth:`ready` are complete too, or missing
+                (None).
 
         Returns:
-            For each trainable parameter its gradient, averaged over all replicas, a missing one counting as zero; None
-            if no replica has one.
+            For each trainable parameter its gradient averaged over all replicas, where a missing one counts as zero;
+            None if no replica has one.
         """
         if not self.begun:
             self.begin()

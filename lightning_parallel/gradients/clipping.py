@@ -30,13 +30,14 @@ def clip_by_norm(
     """Scale all gradients so that the norm of the whole model's gradient is at most ``clip_val``.
 
     Args:
-        parameters: of this rank, with their gradients.
-        clip_val: the largest norm.
-        counts: whether this rank's gradient of a parameter enters the norm. Of the copies within ``parts``, one does.
+        parameters: this rank's parameters, with their gradients.
+        clip_val: the largest norm that is left as it is.
+        counts: tells whether this rank's gradient of a parameter enters the norm. Of the copies within ``parts``, one
+            does.
         replicas: the ranks over which DTensors are sharded, and which have equal copies of all else; None if no
             parameter is a DTensor.
         parts: the ranks that hold the model together; None if each of them holds all of it.
-        device: where the norm is computed.
+        device: the device on which the norm is computed.
     """
     held = [parameter for parameter in parameters if parameter.grad is not None]
     counted = [parameter.grad for parameter in held if parameter.grad is not None and counts(parameter)]
@@ -63,7 +64,7 @@ def _local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _alike(gradients: list[Tensor]) -> Iterable[list[Tensor]]:
-    """Those of one dtype and device together."""
+    """Tensors grouped by dtype and device."""
     found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for gradient in gradients:
         found.setdefault((gradient.dtype, gradient.device), []).append(gradient)
@@ -71,7 +72,8 @@ def _alike(gradients: list[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def _square_of_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
-    """In float64, of norms in float32 at least: rounded to bfloat16, they would depend on which rank holds what."""
+    """The squared norm in float64. The single norms are computed in float32 at least: rounded to bfloat16, the sum
+    would depend on which rank holds what."""
     square = torch.zeros((), dtype=torch.float64, device=device)
     for alike in _alike(gradients):
         norms = norms_of(alike, torch.promote_types(alike[0].dtype, torch.float32))

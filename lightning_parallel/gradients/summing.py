@@ -24,21 +24,18 @@ def summed_over(
     """The sum of each named gradient over the ranks of a group. A collective over the group.
 
     A parameter that got a gradient on no rank keeps none, so an optimizer skips it as it does in a single process. For
-    this each rank sends one flag for each parameter. To read flags from a GPU, the host has to wait for it::
+    this each rank sends one flag for each parameter. The host has to wait for a GPU to read flags there::
 
         one group       [ flags, gradient, gradient, ... ]           the flags are read on a rank that lacks a gradient
         a host group    [ gradient, gradient, ... ]    [ flags ]     they go from host to host
 
     Args:
-        group: the ranks.
-        names: the parameters to sum, equal on all ranks.
-        parameters: at least the named ones; they give the shapes, the dtypes and the device. All ranks of the group
-            hold the same part of one that is fully sharded.
+        names: the parameters to sum, the same on all ranks.
+        parameters: at least the named ones; they give the shapes, the dtypes and the device. Of a fully sharded one,
+            all ranks of the group hold the same part.
         gradients: this rank's gradients; a missing one counts as zero.
-        host_group: the same ranks, for tensors in host memory. If it is None, or the group itself, there is one group.
-
-    Returns:
-        The sums by name, in the parameters' dtypes.
+        host_group: the same ranks, for tensors in host memory. If it is None, or the group itself, flags travel with
+            the gradients.
 
     Raises:
         PeerLostError: a rank has stopped.
@@ -74,7 +71,7 @@ def summed_over(
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    """A gradient of ``parameter``, of which this rank has ``local``."""
+    """Wrap ``local``, this rank's part of a gradient, as ``parameter`` is wrapped."""
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(

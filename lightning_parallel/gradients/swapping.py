@@ -14,11 +14,8 @@ Gradients = dict[str, Tensor | None]  # by parameter name; None: no gradient
 
 
 def swap_gradients(parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor | None]) -> Gradients:
-    """Set every ``p.grad`` to the gradient of its name, None if there is none. Nothing is copied.
-
-    Returns:
-        What every ``p.grad`` was before.
-    """
+    """Set every ``p.grad`` to the gradient of its name (None if there is none), and return what they were before.
+    Nothing is copied."""
     before: Gradients = {}
     for name, parameter in parameters.items():
         before[name] = parameter.grad

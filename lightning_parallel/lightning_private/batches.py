@@ -1,4 +1,4 @@
-"""Between two batches of a run, and at its beginning when it is resumed."""
+"""Code that runs between two batches of a run, and at the beginning of a run that is resumed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,8 @@ from lightning_parallel.lightning_private.launching import callbacks_of
 
 
 class _Instead:
-    """A function in the place of an object's method.
-
-    Args:
-        function: to be called.
-        before: what the object had there: another function, or None for the method of its class.
-    """
+    """A function in the place of an object's method. ``before`` is what stood in the instance's dictionary: another
+    function, or None for the method of its class."""
 
     def __init__(self, function: Callable[..., None], before: Any) -> None:
         self._function, self.before = function, before
@@ -31,14 +27,14 @@ class _Instead:
 
 
 def _replaced(owner: Any, name: str, function: Callable[..., None]) -> Callable[[], None]:
-    """Have a function called in the place of an object's method. Returns what puts back what was there."""
+    """Put a function in the place of an object's method. Returns a function that puts back what was there."""
     mine = _Instead(function, vars(owner).get(name))
     setattr(owner, name, mine)
     return partial(_put_back, owner, name, mine)
 
 
 def _put_back(owner: Any, name: str, mine: _Instead) -> None:
-    """End one replacement, unless it has ended. Later ones stay."""
+    """End one replacement, unless it has ended. Replacements made after it stay."""
     above, found = None, vars(owner).get(name)
     while isinstance(found, _Instead) and found is not mine:
         above, found = found, found.before
@@ -53,7 +49,8 @@ def _put_back(owner: Any, name: str, mine: _Instead) -> None:
 
 
 def end_replacements(trainer: pl.Trainer) -> None:
-    """End all that was to be called at a moment of a run, which has ended: the moment may not have come."""
+    """End all replacements that were to be used at some moment of a run. The run has ended, and the moment may not have
+    come."""
     for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop):
         for name in [*vars(loop)]:
             while isinstance(found := vars(loop).get(name), _Instead):
@@ -62,11 +59,8 @@ def end_replacements(trainer: pl.Trainer) -> None:
 
 def before_each_batch(trainer: pl.Trainer, call: Callable[[], None]) -> Callable[[], None]:
     """Have ``call()`` called before each training batch, after all that belongs to the one before: its hooks,
-    schedulers and validation. Lightning's own broadcast there is left out, by which rank 0 tells of a SIGTERM.
-
-    Returns:
-        What ends it.
-    """
+    schedulers and validation. Lightning's own broadcast there, by which rank 0 reports a SIGTERM, is left out. Returns
+    a function that ends it."""
     loop = trainer.fit_loop.epoch_loop
 
     def advance(fetcher: Any) -> None:
@@ -83,12 +77,9 @@ def before_each_batch(trainer: pl.Trainer, call: Callable[[], None]) -> Callable
 
 
 def around_step_hooks(plugin: Precision, begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
-    """Have ``begin()`` called when an update's gradients are complete, before the hooks that see them then and the
-    clipping, and ``end()`` after these, before the optimizer's own work. Public hooks are the user's to override.
-
-    Returns:
-        What ends it.
-    """
+    """Have ``begin()`` called when an update's gradients are complete, before the hooks that see them and the clipping,
+    and ``end()`` after these, before the optimizer's own work. Public hooks are the user's to override. Returns a
+    function that ends it."""
 
     def hooks(module: pl.LightningModule, optimizer: Any) -> None:
         begin()
@@ -111,7 +102,7 @@ def before_first_batch(trainer: pl.Trainer, call: Callable[[], None]) -> None:
 
 
 def before_loaders_begin(trainer: pl.Trainer, call: Callable[[], None]) -> None:
-    """Have ``call()`` called once, when the module has made its data loaders, and before they draw an order."""
+    """Have ``call()`` called once, when the module has made its data loaders and none has drawn an order yet."""
     fit = trainer.fit_loop
 
     def once() -> None:
@@ -123,17 +114,17 @@ def before_loaders_begin(trainer: pl.Trainer, call: Callable[[], None]) -> None:
 
 
 def restart_nothing(trainer: pl.Trainer) -> None:
-    """Have the loops take what they have loaded for the state between two batches, or between two epochs. Lightning
-    takes it for that in a validation, or at an epoch's end, and would do once more what comes after it, and leave
-    plateau schedulers out of the epoch."""
+    """Make the loops treat the state they have loaded as one between two batches or two epochs. Otherwise Lightning
+    takes it for one inside a validation or at an epoch's end: it would repeat what follows there, and leave plateau
+    schedulers out of the epoch."""
     trainer.fit_loop._restarting = False  # its setter makes it true where the length is given in steps
     trainer.fit_loop.epoch_loop.restarting = False
     trainer.fit_loop.epoch_loop.reset_restart_stage()
 
 
 def begin_batch_again(trainer: pl.Trainer, *, should_stop: bool) -> None:
-    """The run has been saved inside a batch: train it, though it ends after this batch if it is to stop. Called before
-    the first batch."""
+    """Go on from a checkpoint that was saved inside a batch: train that batch, even if the run is to stop after it.
+    Called before the first batch."""
     loop = trainer.fit_loop.epoch_loop
     restart_nothing(trainer)
 
@@ -146,13 +137,12 @@ def begin_batch_again(trainer: pl.Trainer, *, should_stop: bool) -> None:
 
 
 def finish_batch(trainer: pl.Trainer, *, validated: bool, should_stop: bool = False) -> None:
-    """The run has been saved when a batch had been trained: do the rest of it before the next one is loaded. That is
-    the validation that is due, schedulers, and counters. Called before the first batch.
+    """Go on from a checkpoint that was saved after a batch was trained: do the rest of that batch (the validation that
+    is due, schedulers, counters) before the next one is loaded. Called before the first batch.
 
     Args:
-        trainer: that has loaded the loops' state.
-        validated: the run has been saved at the end of the validation.
-        should_stop: it ends after this batch, which the Trainer must not know before.
+        validated: the checkpoint was saved at the end of the validation, which isn't repeated.
+        should_stop: the run ends after this batch. The Trainer must not know this before.
     """
     loop = trainer.fit_loop.epoch_loop
 
@@ -167,8 +157,8 @@ def finish_batch(trainer: pl.Trainer, *, validated: bool, should_stop: bool = Fa
 
 
 def let_the_last_step_finish(trainer: pl.Trainer) -> None:
-    """A run of so many steps, saved in the last one, is loaded: train nothing, but do not leave before
-    :func:`finish_batch`. Called before the loops run."""
+    """Go on from a checkpoint of a run's last step: train nothing, but don't leave before :func:`finish_batch`. Called
+    before the loops run."""
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
 
     def run() -> None:
@@ -194,13 +184,9 @@ def let_the_last_step_finish(trainer: pl.Trainer) -> None:
 
 
 def finish_epoch(trainer: pl.Trainer, *, stepped: bool) -> None:
-    """The run has been saved at the end of an epoch: do what is left of it, the step of plateau schedulers. Loaders
-    begin the next one after its first hooks, as they would have; Lightning has let them begin already.
-
-    Args:
-        trainer: that has loaded the loops' state.
-        stepped: nothing is left, the schedulers have done their step.
-    """
+    """Go on from a checkpoint that was saved at the end of an epoch: step the plateau schedulers, unless they have
+    ``stepped``. Loaders begin the next epoch after its first hooks, as in an uninterrupted run; Lightning has begun
+    them already."""
     trainer.fit_loop._resuming_from_checkpoint = False
     loop, epoch = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
     if loop._num_ready_batches_reached() and not stepped:
@@ -210,28 +196,25 @@ def finish_epoch(trainer: pl.Trainer, *, stepped: bool) -> None:
 
 
 def restore_metrics(trainer: pl.Trainer, metrics: dict[str, Tensor]) -> None:
-    """Put what was logged before into ``trainer.callback_metrics``, which plateau schedulers and callbacks read."""
+    """Put what was logged before the checkpoint into ``trainer.callback_metrics``, which plateau schedulers and
+    callbacks read."""
     trainer._logger_connector._callback_metrics.update(metrics)
 
 
 def in_mid_epoch(trainer: pl.Trainer) -> bool:
-    """At the start of training: does it go on in an epoch that an earlier run has begun?"""
+    """At the start of training: does the run go on inside an epoch that an earlier run has begun?"""
     epochs: Any = trainer.fit_loop.epoch_progress.current
     return epochs.processed < epochs.ready
 
 
 def ends_update(trainer: pl.Trainer) -> bool:
-    """Was the last batch the last one of its update, if several are accumulated?"""
+    """Was the last batch the last one of its update? Updates may accumulate several batches."""
     return not trainer.fit_loop.epoch_loop._should_accumulate()
 
 
 def time_without_broadcasts(trainer: pl.Trainer) -> Callable[[], None]:
-    """Have each rank see by its own clock, after each batch, that ``max_time`` is over. Lightning's Timer broadcasts
-    rank 0's answer, for which all ranks wait.
-
-    Returns:
-        What ends it.
-    """
+    """Have each rank check ``max_time`` by its own clock after each batch. Lightning's Timer broadcasts rank 0's
+    answer, for which all ranks would wait. Returns a function that ends it."""
 
     def watch(timer: Timer) -> Callable[[], None]:
         told: list[bool] = []

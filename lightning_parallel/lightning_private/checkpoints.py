@@ -16,12 +16,8 @@ from lightning.pytorch.core import saving
 
 
 def save_last(checkpoint: ModelCheckpoint, trainer: pl.Trainer) -> str:
-    """Save what ModelCheckpoint calls the last checkpoint, whatever its triggers and ``save_last`` say. All ranks call
-    it.
-
-    Returns:
-        The path.
-    """
+    """Save what ModelCheckpoint calls the last checkpoint, whatever its triggers and ``save_last`` are. All ranks call
+    it. Returns the path."""
     wanted, checkpoint.save_last = checkpoint.save_last, True
     try:
         checkpoint._save_last_checkpoint(trainer, checkpoint._monitor_candidates(trainer))
@@ -38,13 +34,14 @@ def open_directories(
     """Let Lightning's own strategies and ``load_from_checkpoint`` open checkpoints that are directories, and let files
     replace them. Where there is no such directory nothing changes.
 
-    All end in private functions, which expect a file; one that is written where a directory is lands inside it. The
-    public way is a ``CheckpointIO``: every Trainer would have to be given one, and ``load_from_checkpoint`` takes none.
+    Each of Lightning's ways ends in private functions, which expect a file; a file that is written where a directory is
+    would land inside it. The public way is a ``CheckpointIO``: every Trainer would have to be given one, and
+    ``load_from_checkpoint`` takes none.
 
     Args:
-        is_directory: is a path such a checkpoint?
-        read: what is in it, from its path and ``weights_only``.
-        replacing: where to write a file that is to replace a directory.
+        is_directory: tells whether a path is such a checkpoint.
+        read: reads a checkpoint, given its path and ``weights_only``.
+        replacing: gives the path to write a file to that is to replace a directory.
     """
 
     def load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:

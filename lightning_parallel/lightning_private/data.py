@@ -1,4 +1,4 @@
-"""Where a Trainer's batches come from."""
+"""The source of a Trainer's batches: its loops' loaders."""
 
 from __future__ import annotations
 
@@ -11,22 +11,18 @@ from lightning.pytorch.utilities import CombinedLoader
 
 
 class LoaderSource:
-    """Where the loop that a Trainer is about to run gets its loaders from.
-
-    Args:
-        source: the loop's private attribute ``_data_source``.
-    """
+    """Where the loop that a Trainer is about to run gets its loaders from: the loop's private ``_data_source``."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
 
     def get(self) -> Any:
-        """The loaders, as the user returns or passes them, noting how they were made: Lightning makes them anew with
-        another sampler, for which it needs that."""
+        """The loaders as the user returns or passes them. How they were made is recorded: Lightning makes them anew
+        with another sampler, for which it needs that."""
         return _request_dataloader(self._source)
 
     def hand_over(self, loaders: Any) -> None:
-        """Let Lightning get these the next time that it asks, if the user hasn't passed others by then."""
+        """Give Lightning these loaders the next time it asks, unless the user has passed others by then."""
         instance = self._source.instance
 
         def dataloader() -> Any:
@@ -37,24 +33,24 @@ class LoaderSource:
 
 
 def loader_source(trainer: pl.Trainer) -> LoaderSource:
-    """Of the loop that the Trainer is about to run."""
+    """The source of the loop that the Trainer is about to run."""
     return LoaderSource(trainer._active_loop._data_source)  # type: ignore[union-attr]
 
 
 def take_back_loaders(trainer: pl.Trainer) -> None:
-    """Of a run that has ended: Lightning asks for none of its loaders any more, even if it has never got them."""
+    """Drop what a run that has ended was given: Lightning no longer asks for its loaders, even if it never got them."""
     for loop in (trainer.fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         vars(loop._data_source).pop("dataloader", None)
 
 
 def mode_of(loader: CombinedLoader) -> Any:
-    """How a combined loader combines."""
+    """The mode of a combined loader ("min_size", "max_size_cycle", ...)."""
     return loader._mode
 
 
 def samples_predicted(trainer: pl.Trainer) -> list[tuple[list[int], int | None]]:
-    """For each loader of ``trainer.predict`` the number of samples in each batch that it gave, and its batch size; the
-    size is None if Lightning hasn't divided the samples over the replicas. Its batch sampler notes them."""
+    """For each loader of ``trainer.predict``: the number of samples in each batch that it gave, as its batch sampler
+    notes them, and its batch size. The batch size is None if Lightning hasn't divided the samples over the replicas."""
     combined = trainer.predict_loop._combined_loader
     assert combined is not None
     found: list[tuple[list[int], int | None]] = []
@@ -68,5 +64,5 @@ def samples_predicted(trainer: pl.Trainer) -> list[tuple[list[int], int | None]]
 
 
 def before_batch_transfer(module: pl.LightningModule, batch: Any) -> Any:
-    """The user's hook ``on_before_batch_transfer``, of the module or of its data module."""
+    """The user's hook ``on_before_batch_transfer``, from the module or its data module."""
     return module._on_before_batch_transfer(batch, dataloader_idx=0)

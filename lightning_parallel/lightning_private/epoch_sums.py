@@ -14,7 +14,7 @@ _COUNTERS = ("_update_count", "_num_vals_seen")  # of a metric whose result depe
 
 
 def _states(metric: Metric) -> dict[str, dict[str, Any]]:
-    """Of a metric object and of those that it wraps, by name: the tensors of its state, and what it counts."""
+    """The state tensors, and the count of updates, of a metric object and of those that it wraps, by name."""
     states = {}
     for name, part in metric.named_modules():
         if isinstance(part, Metric):
@@ -29,7 +29,7 @@ def _on(device: torch.device, state: Mapping[str, Any]) -> dict[str, Any]:
 
 def epoch_sums(trainer: pl.Trainer) -> dict[str, dict[str, Any]]:
     """What ``self.log(..., on_epoch=True)`` has accumulated in this epoch of training, and how it was called, by a key
-    of Lightning's. Of metric objects :func:`_states`."""
+    of Lightning's. For metric objects it is their :func:`_states`."""
     sums = {}
     for key, entry in trainer.fit_loop.epoch_loop._results.items():
         meta, sync = entry.meta, entry.meta.sync
@@ -47,12 +47,8 @@ def epoch_sums(trainer: pl.Trainer) -> dict[str, dict[str, Any]]:
 
 
 class ContinuedSums:
-    """What an earlier run had accumulated of an epoch's metrics goes into the rest of the epoch.
-
-    Args:
-        trainer: that goes on in the epoch. Metric objects of its module get their state at once.
-        sums: of the earlier run.
-    """
+    """Adds what an earlier run had accumulated of an epoch's metrics to the rest of the epoch. Metric objects of the
+    module get their state at once."""
 
     def __init__(self, trainer: pl.Trainer, sums: Mapping[str, Mapping[str, Any]]) -> None:
         self._trainer = trainer
@@ -87,7 +83,7 @@ class ContinuedSums:
             self._add(self._results[key], self._tensors.pop(key))
 
     def _add(self, entry: Any, saved: Mapping[str, Any]) -> None:
-        """To what the first batch has logged; left alone if that is of another kind."""
+        """Add the earlier sums to what the first batch has logged, unless that is of another kind."""
         if entry.is_tensor and entry.meta.reduce_fx.__name__ == saved["how"]["reduce_fx"]:
             is_sum = entry.meta.is_mean_reduction or entry.meta.is_sum_reduction
             both = torch.add if is_sum else entry.meta.reduce_fx
@@ -96,11 +92,8 @@ class ContinuedSums:
                 setattr(entry, part, both(before.to(now.device), now))
 
     def end(self, *, logs: bool) -> None:
-        """The epoch ends, for which the run may have had no batch left.
-
-        Args:
-            logs: this rank logs what is left.
-        """
+        """End the epoch, for which the run may have had no batch left. With ``logs``, this rank logs what nothing was
+        added to."""
         del self._results.log
         for key, saved in [*self._tensors.items(), *self._objects.items()] if logs else []:
             how = {**saved["how"], "sync_dist_fn": self._trainer.strategy.reduce}

@@ -21,7 +21,7 @@ S = TypeVar("S", bound=type[Strategy])
 
 
 def launched_by_make_launcher(strategy: S) -> S:
-    """Class decorator: where Lightning calls the private hook ``_configure_launcher``, ``make_launcher()`` is called.
+    """Class decorator: ``make_launcher()`` is called where Lightning calls the private hook ``_configure_launcher``.
 
     It is the last call while a Trainer is made, so it is also the place to refuse what is known by then. This includes
     ``sync_batchnorm``: Lightning hands its plugin to strategies that have the private attribute ``_layer_sync``
@@ -37,7 +37,7 @@ def launched_by_make_launcher(strategy: S) -> S:
 
 
 def script_launcher(environment: ClusterEnvironment, processes: int, nodes: int) -> Any:
-    """What starts a script once more for each further process, as Lightning's own strategies do."""
+    """The launcher that starts a script once more for each further process, as Lightning's own strategies do."""
     return _SubprocessScriptLauncher(environment, processes, nodes)
 
 
@@ -48,7 +48,7 @@ def init_process_group(environment: ClusterEnvironment, backend: str, timeout: t
 
 
 def layer_sync_of(strategy: Strategy) -> Any | None:
-    """The plugin that ``Trainer(sync_batchnorm=True)`` gives to a strategy; None for none."""
+    """The plugin that ``Trainer(sync_batchnorm=True)`` gives to a strategy, or None."""
     return getattr(strategy, "_layer_sync", None)
 
 
@@ -71,5 +71,5 @@ def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
-    """The list of a Trainer's callbacks, to add to and to remove from. A connector sets it, so it is not typed."""
+    """The list of a Trainer's callbacks, which may be changed. A connector sets it, so it is not typed."""
     return trainer.callbacks  # type: ignore[attr-defined, no-any-return]

@@ -1,4 +1,4 @@
-"""Where Lightning and torchmetrics keep what was logged."""
+"""The places in which Lightning and torchmetrics keep what was logged."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 
 def reads_training_metric(callback: Callback, global_step: int) -> bool:
-    """May a checkpoint callback read a training metric after this step, to compare it or to name a file by it? Its
-    triggers are kept privately."""
+    """May a checkpoint callback read a training metric after this step, to compare it or to name a file? Its triggers
+    are private."""
     if not isinstance(callback, ModelCheckpoint):
         return False
     named = {*re.findall(r"{(\w+)", callback.filename or "")} - {"epoch", "step"}
@@ -25,8 +25,8 @@ def reads_training_metric(callback: Callback, global_step: int) -> bool:
 
 
 def step_metrics(trainer: pl.Trainer) -> tuple[dict[str, Tensor], ...]:
-    """What the step that has just run leaves in :func:`metric_places`, without waiting for a GPU: Lightning would read
-    what the progress bar shows. So the marks for the progress bar, which are kept privately, are off meanwhile."""
+    """What the step that has just run leaves in :func:`metric_places`, without waiting for a GPU. Lightning would read
+    what the progress bar shows, so the private marks for the progress bar are off meanwhile."""
     results = trainer._results
     if not results:
         return {}, {}, {}
@@ -44,13 +44,13 @@ def step_metrics(trainer: pl.Trainer) -> tuple[dict[str, Tensor], ...]:
 
 
 def metric_places(trainer: pl.Trainer) -> tuple[dict[str, Any], ...]:
-    """What ``trainer.callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics`` are kept in."""
+    """The attributes that hold ``trainer.callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics``."""
     connector = trainer._logger_connector
     return connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics
 
 
 def replace_metric_places(trainer: pl.Trainer, make: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Replace each of :func:`metric_places` by what ``make`` makes of it."""
+    """Replace each of :func:`metric_places` by what ``make`` returns for it."""
     connector = trainer._logger_connector
     connector._callback_metrics = make(connector._callback_metrics)
     connector._logged_metrics = make(connector._logged_metrics)
@@ -58,30 +58,30 @@ def replace_metric_places(trainer: pl.Trainer, make: Callable[[dict[str, Any]], 
 
 
 def logged_step(trainer: pl.Trainer) -> int:
-    """The step under which loggers have what this batch logs. It counts updates, of which ``global_step`` is the number
-    of optimizers' steps."""
+    """The step under which loggers record what this batch logs. It counts updates; ``global_step`` counts the steps of
+    all optimizers."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def show_in_progress_bar(trainer: pl.Trainer, texts: Mapping[str, str]) -> None:
-    """Show texts in the progress bar until others take their place. ``self.log(prog_bar=True)`` shows numbers only, in
-    hooks that all ranks reach together. So the dictionary that the bar reads is written to: nothing promises that it is
-    the one that Lightning keeps."""
+    """Show texts in the progress bar until others replace them. ``self.log(prog_bar=True)`` shows numbers only, in
+    hooks that all ranks reach together. So this writes to the dictionary that the bar reads; nothing promises that
+    Lightning keeps that very one."""
     if trainer.progress_bar_callback is not None:
         shown: dict[str, Any] = trainer.progress_bar_metrics
         shown.update(texts)
 
 
 def evaluation_outputs(trainer: pl.Trainer) -> list[dict[str, Any]]:
-    """What ``trainer.validate()`` is going to return, a dictionary for each data loader: at the end of an epoch it is
-    in the loop that runs."""
+    """What ``trainer.validate()`` is going to return: one dictionary for each data loader. At the end of an epoch the
+    running loop holds it."""
     outputs: list[dict[str, Any]] = trainer._active_loop._logged_outputs  # type: ignore[union-attr]
     return outputs
 
 
 def metrics_of_no_loader(trainer: pl.Trainer) -> dict[str, Any]:
-    """What was logged at the end of an evaluation for no data loader in particular. Lightning adds it to the outputs
-    only after the hooks that read them here."""
+    """What was logged at the end of an evaluation outside of any data loader. Lightning adds it to the outputs only
+    after the hooks that read them here."""
     if trainer._results is None or trainer.sanity_checking:
         return {}
     found: dict[str, Any] = trainer._logger_connector.metrics["log"]
@@ -89,7 +89,7 @@ def metrics_of_no_loader(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def step_value(metric: Any) -> Any:
-    """What the last forward of one of torchmetrics' objects returned, which Lightning logs as its value of the step."""
+    """What the last forward of a torchmetrics object returned. Lightning logs it as the object's value of the step."""
     return getattr(metric, "_forward_cache", None)
 
 
@@ -99,7 +99,7 @@ def set_step_value(metric: Any, value: Tensor) -> None:
 
 
 def tell_device(module: Any, tell: Callable[[str, torch.device], None], device: torch.device) -> None:
-    """If a module stores the device that ``module.device`` returns, call ``tell(attribute, device)`` to change it. A
-    copy of the module on another device needs this."""
+    """If a module stores the device that ``module.device`` returns, call ``tell(attribute, device)`` so that it can be
+    changed. A copy of the module on another device needs this."""
     if "_device" in vars(module):
         tell("_device", device)

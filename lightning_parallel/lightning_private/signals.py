@@ -15,10 +15,11 @@ Handler = Callable[[int, Any], None]
 
 
 def take_signals(trainer: pl.Trainer, numbers: Sequence[signal.Signals], received: Handler) -> None:
-    """In the next run of a Trainer, ``received`` gets these signals in the place of Lightning's handlers: these make a
-    collective, or save, wherever the process happens to be. The end of the run puts back what was there before.
+    """In the next run of a Trainer, have ``received`` called for these signals in the place of Lightning's handlers,
+    which enter a collective, or save, wherever the process happens to be. The end of the run puts back what was there
+    before.
 
-    A handler of the user's own for SIGTERM runs after ``received``; another signal that has one is left to it.
+    A user's own handler for SIGTERM runs after ``received``; another signal that has one is left to it.
     """
     connector = trainer._signal_connector
 
@@ -42,16 +43,13 @@ def take_signals(trainer: pl.Trainer, numbers: Sequence[signal.Signals], receive
 
 
 def say_terminated(trainer: pl.Trainer) -> None:
-    """Let ``trainer.received_sigterm`` be true."""
+    """Make ``trainer.received_sigterm`` true."""
     trainer._signal_connector.received_sigterm = True
 
 
 def requeue_by_slurm(trainer: pl.Trainer, number: int) -> bool:
-    """If Lightning is to requeue the SLURM job at this signal, let it: it saves, and asks SLURM. All ranks call it.
-
-    Returns:
-        Whether it was.
-    """
+    """If Lightning is to requeue the SLURM job at this signal, have it save and ask SLURM; returns whether it did. All
+    ranks call it."""
     environment = trainer._accelerator_connector.cluster_environment
     if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
         return False

@@ -1,4 +1,4 @@
-"""The parts that strategies are put together from. Each is told what it needs; those with state have a set-up and an
+"""The parts that strategies are put together from. Each is given what it needs; those with state have a set-up and an
 end of their own.
 
 ::
@@ -23,7 +23,7 @@ end of their own.
     memory_snapshot.py what takes a GPU's memory               meeting.py       asks all ranks, between batches
     background.py      saves beside the training               preemption.py    saved and left at a signal
     exact_resume.py    what a resumed run goes on with         saved_moment.py  when it was saved
-    finite_loss.py     told and ended where the loss is NaN    notice.py        a stop that nobody waits for
+    finite_loss.py     warns and ends at a NaN loss            notice.py        a stop that nobody waits for
     late_values.py     awaited when they are read              common_stop.py   all stop after the same batch
     side_links.py      for small messages between stages
     optimizer_trial.py is one the same on parts?

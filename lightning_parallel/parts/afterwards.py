@@ -1,4 +1,4 @@
-"""What a module is when its Trainer has ended: a part of the model, which says so when it is called."""
+"""Makes a module refuse calls after its Trainer has ended: it is then only a part of the model."""
 
 from __future__ import annotations
 
@@ -16,16 +16,12 @@ class PartOfModel:
         self._hooks: list[RemovableHandle] = []
 
     def begin(self, modules: Iterable[nn.Module]) -> None:
-        """A Trainer has ended.
-
-        Args:
-            modules: that can't be called any more.
-        """
+        """Refuse calls of these modules from now on. Called when a Trainer has ended."""
         self.end()
         self._hooks = [module.register_forward_pre_hook(_refuse) for module in modules]
 
     def end(self) -> None:
-        """A Trainer begins."""
+        """Allow calls again. Called when a Trainer begins."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

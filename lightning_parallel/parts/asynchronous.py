@@ -1,8 +1,8 @@
-"""Asynchronous training of one stage: what it owes, its updates, and where the pipeline drains.
+"""Asynchronous training of one stage: its pending actions, its updates, and the drains of the pipeline.
 
 Each batch that is fed brings new actions to the stage's endless list. Some fall due at once: forwards of this batch,
-and backwards and updates of batches that this stage saw some steps ago. The rest is owed, until later batches come or
-the pipeline drains: before validation, at a checkpoint, at the end of an epoch::
+and backwards and updates of batches that this stage saw some steps ago. The rest is owed until later batches come, or
+until the pipeline drains before a validation, at a checkpoint or at the end of an epoch::
 
     fed        batch 0      batch 1      batch 2      drain
     runs       F0 F1 F2     F3 B0 | F4   B1 | F5 B2 |  B3 | B4 | B5 |        | is an update
@@ -36,12 +36,8 @@ from lightning_parallel.pipeline.weights import WeightVersions
 
 @dataclass(frozen=True)
 class _Owed:
-    """An update whose batches have been fed.
-
-    Attributes:
-        options: of the optimizer, as they were when the last of these batches came.
-        microbatches: that it is made of.
-    """
+    """An update whose batches have been fed: its number of microbatches, and the optimizer's options as they were when
+    the last of these batches came."""
 
     options: Options
     microbatches: int
@@ -51,18 +47,12 @@ class AsynchronousTraining:
     """One stage's updates.
 
     Args:
-        trainer: of the run.
-        module: the LightningModule.
         late: the settings about late gradients.
-        layout: which stage this rank is.
-        groups: of the pipeline.
-        local: what this rank holds of the model.
-        partition: which parameters are loose.
-        versions: of the weights.
-        precision: steps the optimizer.
-        completed: makes an update's gradients those of all replicas and shards.
+        partition: tells which parameters are loose.
+        versions: the versions of the weights that are in use.
+        precision: the plugin that steps the optimizer.
+        completed: given an update's gradients, returns those of all replicas and shards.
         written: the options that the optimizer is known to write itself. It is added to.
-        device: of this rank.
     """
 
     def __init__(
@@ -98,7 +88,7 @@ class AsynchronousTraining:
 
     @property
     def _options(self) -> OptimizerOptions:
-        """Of the Trainer's optimizer, which a hook may replace during training."""
+        """The options of the Trainer's optimizer. A hook may replace the optimizer during training."""
         (optimizer,) = self._trainer.optimizers
         if self._known_options is None or self._known_options.optimizer is not optimizer:
             self._known_options = OptimizerOptions(optimizer, self._written)
@@ -107,16 +97,8 @@ class AsynchronousTraining:
     # -- a batch -------------------------------------------------------------------------------------------------
 
     def feed(self, engine: Engine, count: int, ends_update: bool) -> Iterator[Action]:
-        """Take note of a batch before it runs.
-
-        Args:
-            engine: of the stage.
-            count: its microbatches.
-            ends_update: an update follows it.
-
-        Returns:
-            The actions that fall due.
-        """
+        """Register a batch of ``count`` microbatches before it runs, and give the actions that fall due. If it
+        ``ends_update``, an update follows it."""
         if not self.fed:
             self._late.check(self._layout.stages, count * self._trainer.accumulate_grad_batches)
         if self._late.weights == "2bw" and 0 < self._last < self._late.ahead(self._layout.stages, 0):
@@ -152,7 +134,8 @@ class AsynchronousTraining:
     # -- where the stages meet -----------------------------------------------------------------------------------
 
     def drain(self, engine: Engine) -> None:
-        """Run what is owed, until nothing is in flight on any stage. Every rank calls it after the same batch."""
+        """Run the actions that are left, until nothing is in flight on any stage. Every rank calls it after the same
+        batch."""
         # Validation, where this is called too, runs in inference mode.
         with torch.inference_mode(False), torch.enable_grad():
             engine.run(self._list.drain(), {}, update=self.update, endless=True)
@@ -162,12 +145,12 @@ class AsynchronousTraining:
 
 
 class _LooseParameters:
-    """Parameters outside all layers, of which every stage has a copy. In an asynchronous pipeline, only one stage may
-    train each of them. The other stages' copies are overwritten with its values when the pipeline drains.
+    """Parameters outside all layers, of which every stage has a copy. Only one stage may train each of them in an
+    asynchronous pipeline. The other stages' copies are overwritten with its values when the pipeline drains.
 
-    The first update shows which stage that is, and each drain again: a parameter may be used later for the first time.
-    No stage waits for the others' first update, which may come some batches later. A conflict that it shows is raised
-    at the next drain, where all stages are: one that raised alone would leave the others with a lost link.
+    The first update shows which stage that is, and each drain again: a parameter may be first used later. No stage
+    waits for the others' first update, which may come some batches later. A conflict that it shows is raised at the
+    next drain, on all stages: one that raised alone would leave the others with a broken connection.
     """
 
     def __init__(
@@ -180,11 +163,8 @@ class _LooseParameters:
         self._comparing: tuple[dist.Work, Tensor] | None = None
 
     def note(self, gradients: Mapping[str, Tensor | None]) -> bool:
-        """Take note of an update's gradients. In the first one the stages compare theirs.
-
-        Returns:
-            Is each parameter trained by one stage at most, as far as that is known?
-        """
+        """Note which parameters an update's gradients train. In the first update the stages compare theirs. Returns
+        whether each parameter is trained by one stage at most, as far as that is known."""
         self._trained |= {name for name in self._names if gradients.get(name) is not None}
         if self._names and not self._compared:
             self._compared = True
@@ -195,7 +175,7 @@ class _LooseParameters:
         return True
 
     def copy(self) -> None:
-        """At a drain: take over each parameter from the stage that trains it."""
+        """Copy each parameter from the stage that trains it, at a drain."""
         if not self._names:
             return
         self._comparing = None
@@ -225,4 +205,4 @@ class _LooseParameters:
 
 
 def _nothing() -> None:
-    """A closure without a step."""
+    """A closure for an optimizer that computes nothing."""

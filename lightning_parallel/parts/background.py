@@ -24,11 +24,8 @@ from lightning_parallel.torch_private import ThreadApart
 
 
 class BackgroundSave:
-    """One save at a time.
-
-    Args:
-        group: the ranks that save, over gloo, used for nothing else; None for a single process.
-    """
+    """Saves in the background, one at a time. ``group`` are the ranks that save, over gloo, used for nothing else; None
+    for a single process."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -42,11 +39,8 @@ class BackgroundSave:
         self._stop = 0  # the batch before which a failure ends the run
 
     def start(self, path: str, save: Callable[[Group], None]) -> None:
-        """Run ``save(group)`` in a thread, when the one before has ended.
-
-        Args:
-            path: for errors.
-            save: writes a checkpoint. It is called on all ranks, and fails on all or on none.
+        """Run ``save(group)`` in a thread when the previous save has ended. It is called on all ranks, and fails on all
+        or on none. ``path`` is for errors.
 
         Raises:
             RuntimeError: the one before has failed.
@@ -57,7 +51,7 @@ class BackgroundSave:
         self._thread.start()
 
     def after(self, action: Callable[[], None]) -> None:
-        """Run ``action`` when the save that is on its way has succeeded; now if none is."""
+        """Run ``action`` when the save under way has succeeded; now if none is under way."""
         with self._state:
             if self._open:
                 self._after.append(action)
@@ -65,13 +59,13 @@ class BackgroundSave:
         action()
 
     def begin_batch(self) -> bool:
-        """Say that this rank begins a batch. Is it the one before which all ranks end, since a save has failed?"""
+        """Begin a batch. True if all ranks end before it, since a save has failed."""
         with self._gate:
             self._batch += 1
             return self._error is not None and self._batch >= self._stop
 
     def finish(self) -> None:
-        """Wait for the save that is on its way, and for what comes after it.
+        """Wait for the save under way, and for the actions after it.
 
         Raises:
             RuntimeError: it has failed.

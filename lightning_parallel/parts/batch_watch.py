@@ -1,4 +1,4 @@
-"""A look at a step on a batch of its own, which tells whether the step changes its batch in place."""
+"""Detects steps that change their batch in place, by trial runs on a copy of the batch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lightning_parallel.torch_private import version_of
 
 
 class BatchWatch:
-    """Runs steps that are only looked at. A stage with several chunks would change the batch once for each."""
+    """Runs trials of steps. A step that changes its batch would do so once for each of a stage's chunks."""
 
     def __init__(self) -> None:
         self._changed = False
 
     def look(self, step: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
-        """Run a step that is only looked at, on a copy of its batch."""
+        """Run a trial of a step on a copy of its batch, and note whether it changed the copy."""
         own = rebuilt((arguments, more), torch.clone)
         given = [(tensor, version_of(tensor)) for tensor in _tensors_of(own)]
         try:
@@ -31,7 +31,7 @@ class BatchWatch:
             self._changed |= any(version_of(tensor) != version for tensor, version in given)
 
     def check(self, name: str, parts: Partition) -> None:
-        """After a look at a step of this name, on all ranks.
+        """Refuse steps of this name that have changed their batch, after a trial. All ranks call it.
 
         Raises:
             FlowError: it changes its batch, and a stage has several chunks.

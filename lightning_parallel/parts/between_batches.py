@@ -1,4 +1,4 @@
-"""Do the stages of a synchronous pipeline wait for each other between two batches?
+"""Decides whether the stages of a synchronous pipeline wait for each other between two batches.
 
 Each stage updates its own parameters, from gradients that are complete as soon as its own list is done. With chunks in
 a V (:func:`~lightning_parallel.pipeline.schedule.zbv`) stages end one after the other, and those that end first can
@@ -27,7 +27,7 @@ _WORTH = 0.005  # of the stages' time; less can't be seen
 
 
 def gained(schedule: Schedule) -> float:
-    """The fraction of the stages' time that going on saves, by theory. Stages gain where those that begin a batch first
+    """The fraction of the stages' time that going on saves, in theory. Stages gain where those that begin a batch first
     also end it first."""
     if len(schedule) == 1:
         return 0.0
@@ -38,14 +38,8 @@ def gained(schedule: Schedule) -> float:
 def reasons_to_wait(
     trainer: pl.Trainer, module: pl.LightningModule, precision: Precision, shared: Collection[str]
 ) -> Iterator[str]:
-    """What needs all stages at the end of each batch.
-
-    Args:
-        trainer: about to train.
-        module: the model.
-        precision: of the run.
-        shared: the trainable parameters that several stages hold.
-    """
+    """The reasons, in words, for which all stages have to meet at the end of each batch. ``shared`` are the trainable
+    parameters that several stages hold."""
     by_norm = trainer.gradient_clip_algorithm in (None, "norm")
     if trainer.gradient_clip_val and by_norm:
         yield f"gradient_clip_val={trainer.gradient_clip_val:g} (clipping by the norm of all stages)"

@@ -1,4 +1,4 @@
-"""What each rank has for a checkpoint that rank 0 writes, gathered there, and put in the order of replicas."""
+"""Gathers what each rank has for a checkpoint that rank 0 writes, and sorts it by replica."""
 
 from __future__ import annotations
 
@@ -12,26 +12,21 @@ from lightning_parallel.collectives import gather_objects_on_first
 
 
 def replicas_and_own(trainer: pl.Trainer) -> tuple[int, int]:
-    """How many replicas there are, and which one this rank belongs to."""
+    """The number of replicas, and the one that this rank belongs to."""
     sampler = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
     return sampler["num_replicas"], sampler["rank"]
 
 
 def gathered(mine: Any, trainer: pl.Trainer, has_failed: bool) -> list[Any]:
-    """What every rank has, by rank; on rank 0 only.
-
-    Args:
-        mine: of this rank.
-        trainer: of the run.
-        has_failed: the run ends with an error, so others may have left. Nothing is gathered: the list has this rank's.
-    """
+    """What every rank passes, by rank; on rank 0 only. If the run ``has_failed``, others may have left: nothing is
+    gathered, and the list holds this rank's alone."""
     if trainer.world_size == 1 or has_failed:
         return [mine]
     return gather_objects_on_first(mine, None) or []
 
 
 def warn_of_absent(trainer: pl.Trainer, has_failed: bool) -> None:
-    """A checkpoint has nothing of the other ranks."""
+    """Warn that a checkpoint holds nothing of the other ranks."""
     if has_failed and trainer.world_size > 1:
         rank_zero_warn(
             "Saved after an error, when other ranks may have left: the checkpoint has the random states, the place in "
@@ -40,11 +35,8 @@ def warn_of_absent(trainer: pl.Trainer, has_failed: bool) -> None:
 
 
 def by_replica(ranks: Sequence[tuple[int, Any, dict[str, Any]]]) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Of each replica the loaders' states, those of its first rank, and the sums that any of its ranks has.
-
-    Args:
-        ranks: for each rank its replica, loaders' states and sums; empty where they aren't gathered.
-    """
+    """The states of each replica's loaders, from its first rank, and its sums, from any of its ranks. ``ranks`` are,
+    for each rank, its replica, loaders' states and sums; both are empty where they weren't gathered."""
     loaders: dict[int, Any] = {}
     sums: dict[int, dict[str, Any]] = {}
     for replica, states, own in ranks:

@@ -1,5 +1,5 @@
-"""Callbacks that the strategies bring along, and those of Lightning's that they refuse: these work on the whole model
-in one process.
+"""Callbacks that the strategies add, and those of Lightning's that they refuse because they work on the whole model in
+one process.
 
 ::
 
@@ -54,8 +54,8 @@ ASYNCHRONOUS: Reasons = (
 
 
 def bring_along(trainer: pl.Trainer) -> None:
-    """Add the callbacks that strategies bring along to the Trainer's, if it has none of their kind. Called before the
-    first hook of a run."""
+    """Add the package's callbacks to the Trainer's, where it has none of their kind. Called before the first hook of a
+    run."""
     callbacks = callbacks_of(trainer)
     for own in (ExactResume(), Preemption(), FiniteLoss(stop_after=None)):
         if not any(isinstance(callback, type(own)) for callback in callbacks):
@@ -63,12 +63,7 @@ def bring_along(trainer: pl.Trainer) -> None:
 
 
 def refuse_callbacks(callbacks: Iterable[Callback], refused: Reasons, strategy: str) -> None:
-    """Refuse callbacks that can't do their work under a strategy.
-
-    Args:
-        callbacks: of the Trainer.
-        refused: classes of callbacks, with the reason and the fix.
-        strategy: its name, for the error.
+    """Refuse callbacks that can't work under a strategy. ``refused`` maps their classes to the reason and the fix.
 
     Raises:
         ValueError: it names the callback.

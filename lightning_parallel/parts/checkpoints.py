@@ -1,4 +1,4 @@
-"""Lightning's side of a checkpoint: when it is written and read, and the optimizer's groups in the whole model's
+"""Lightning's side of a checkpoint: when it is written and read, and the optimizers' groups under the whole model's
 names."""
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ class Checkpoints:
     """Saves and loads a run's state. A checkpoint is a directory that all ranks write.
 
     Args:
-        local: what this rank holds of the model.
-        coordinate: of this rank in the layout.
+        coordinate: this rank's place in the layout.
         group_names: for each optimizer and each of its parameter groups, the whole model's names in it.
-            :meth:`take_groups` fills it, and a later run that only evaluates still saves by it.
-        background: runs saves beside the training; None: training waits for them.
+            :meth:`take_groups` fills it. A later run that only evaluates still saves by it.
+        background: runs saves while training goes on; None: training waits for them.
 
     Attributes:
         written_options: the options that an optimizer is known to write itself, which may differ between ranks.
@@ -57,10 +56,7 @@ class Checkpoints:
 
     def take_groups(self, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
         """Note which parameters the optimizers have, and leave them those that are on this rank.
-
-        Args:
-            module: ``configure_optimizers`` has seen the whole model's parameters.
-            optimizers: that it returned.
+        ``configure_optimizers`` has given them the whole model's.
 
         Raises:
             ValueError: an optimizer needs the whole model.
@@ -82,7 +78,7 @@ class Checkpoints:
                     del optimizer.state[parameter]
 
     def fail(self) -> None:
-        """After an error nothing is saved any more: that would need every rank."""
+        """Save nothing any more after an error: a save would need every rank."""
         self._failed = True
 
     @property
@@ -99,8 +95,8 @@ class Checkpoints:
     ) -> None:
         """Write a directory with every rank's part. All ranks call it.
 
-        While a run trains it may be written in the background. Its name is taken at once: Lightning asks whether there
-        is such a path when it looks for a name, and removes others.
+        During training it may be written in the background. Its name is taken at once: Lightning checks for such a path
+        when it looks for a name, and removes other checkpoints.
         """
         if self._failed:
             rank_zero_warn(f"Not saved after an error: {path}. A checkpoint needs every rank.")
@@ -142,7 +138,7 @@ class Checkpoints:
 
     @staticmethod
     def _take_name(path: Path) -> bool:
-        """Make an empty folder where a checkpoint will be, if nothing is there."""
+        """Make an empty folder for the coming checkpoint, if nothing is there."""
         with suppress(OSError):  # the save itself will say what is wrong
             path.mkdir(parents=True)
             return True
@@ -159,8 +155,8 @@ class Checkpoints:
         """Read this rank's part of a checkpoint: of a directory written under any layout, or of a plain file.
 
         Returns:
-            The trainer's state; for a module with an ``on_load_checkpoint`` the content as one process has it, of which
-            :meth:`take` reads what the hook has left.
+            The trainer's state. For a module with an ``on_load_checkpoint`` it is the whole content, as in one process;
+            :meth:`take` then reads what the hook has left of it.
         """
         self.finish()
         safe, asked = weights_only is not False, is_overridden("on_load_checkpoint", module)
@@ -174,7 +170,7 @@ class Checkpoints:
         return content if asked else self._take(content, path, module, optimizers)
 
     def take(self, content: dict[str, Any], module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
-        """After ``on_load_checkpoint``: read this rank's part of what :meth:`load` has returned."""
+        """Read this rank's part of what :meth:`load` has returned, after ``on_load_checkpoint``."""
         if not is_overridden("on_load_checkpoint", module):
             return
         if not isinstance(content, format_.PlainOnDemand):
@@ -202,7 +198,7 @@ class Checkpoints:
         return loaded
 
     def remove(self, path: str | Path, io: CheckpointIO) -> None:
-        """Delete a checkpoint, a directory or a file, not before a newer one is whole. One rank calls it."""
+        """Delete a checkpoint, a directory or a file, once the newer one is whole. One rank calls it."""
         remove = partial(_remove, path, io)
         if self._background is None:
             remove()
@@ -226,8 +222,7 @@ _OF_TENSORS = ("state_dict", "optimizer_states")
 
 
 def _extra_state(module: nn.Module) -> dict[str, Any]:
-    """What modules have in their ``state_dict`` besides parameters and buffers, such as what ``get_extra_state``
-    returns."""
+    """The entries of ``state_dict`` that aren't parameters or buffers, such as what ``get_extra_state`` returns."""
     tensors = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     tensors |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
     return {name: value for name, value in module.state_dict(keep_vars=True).items() if name not in tensors}

@@ -1,5 +1,4 @@
-"""``gradient_clip_val`` for the whole model: what a precision plugin's own clipping does to one rank's gradients
-only."""
+"""``gradient_clip_val`` for the whole model. A precision plugin's own clipping sees one rank's gradients only."""
 
 from __future__ import annotations
 
@@ -28,16 +27,13 @@ def install_clipping(
     device: torch.device,
     watch: GradientWatch | None = None,
 ) -> None:
-    """Have the plugin clip by the norm of the whole model's gradient.
+    """Make the plugin clip by the norm of the whole model's gradient.
 
     Args:
-        plugin: of the strategy.
-        local: what this rank holds.
-        counts: whether this rank's copy of a parameter, by name, enters the norm.
+        counts: tells whether this rank's copy of a parameter, by name, enters the norm.
         replicas: the ranks over which fully sharded parameters are divided.
-        parts: the ranks whose gradients make one norm; None if each has them all.
-        device: of this rank.
-        watch: told when the plugin clips.
+        parts: the ranks whose gradients make one norm; None if each rank has them all.
+        watch: paused while the plugin clips.
     """
     paused = nullcontext if watch is None else watch.paused
 
@@ -65,7 +61,7 @@ def install_clipping(
 
 
 def share_overflows(plugin: Precision, device: torch.device) -> None:
-    """Have a loss scaler skip the step on all ranks if the gradients of one overflow."""
+    """Make a loss scaler skip the step on all ranks if the gradients of one overflow."""
     if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
         state = plugin.scaler.state_dict()
         plugin.scaler = ShardedGradScaler(device=device.type, process_group=dist.group.WORLD)

@@ -1,4 +1,4 @@
-"""What steps see of the ranks, and what Lightning and the user's code ask ranks to do together, through the strategy.
+"""The ranks as steps see them, and the collectives that Lightning and the user's code call through the strategy.
 
 A step computes what one process, or a replica of DDP, would. So inside it the ranks are those of the data axis, on all
 stages and tensor ranks of a replica alike: ``trainer.world_size``, ``global_rank``, and torch.distributed's default
@@ -32,17 +32,8 @@ T = TypeVar("T")
 
 
 class Collectives:
-    """The collectives of a strategy.
-
-    Args:
-        layout: the ranks.
-        groups: their process groups.
-        device: of this rank.
-
-    Attributes:
-        inside: the step that runs, or another part of the user's code that sees the ranks of the data axis; None
-            outside.
-    """
+    """The collectives of a strategy. ``inside`` is the name of the step, or other part of the user's code, that is
+    running and sees the ranks of the data axis; None outside."""
 
     def __init__(self, layout: Layout, groups: Groups, device: torch.device) -> None:
         self._layout = layout
@@ -53,11 +44,7 @@ class Collectives:
 
     @contextmanager
     def inside_step(self, name: str) -> Iterator[None]:
-        """Inside, the ranks are those of the data axis.
-
-        Args:
-            name: what runs, for errors.
-        """
+        """Inside, the ranks are those of the data axis. ``name`` is what runs, for errors."""
         if self._is_look:  # of which this is a part
             yield
             return
@@ -70,7 +57,7 @@ class Collectives:
 
     @contextmanager
     def inside_look(self) -> Iterator[None]:
-        """As :meth:`inside_step`, but ranks don't meet: a look at a step may be taken by one of them alone."""
+        """Like :meth:`inside_step` for a trial of a step, in which ranks don't meet: one of them may run it alone."""
         before = self.inside, self._is_look
         self.inside, self._is_look = "the step", True
         try:
@@ -80,7 +67,7 @@ class Collectives:
             self.inside, self._is_look = before
 
     def meet(self, what: str) -> None:
-        """All ranks are about to meet.
+        """Check that all ranks can meet now.
 
         Raises:
             RuntimeError: inside a step they can't: a stage that has left it would be missing.
@@ -105,7 +92,7 @@ class Collectives:
         return boxed[0]
 
     def decide(self, decision: bool, all: bool) -> bool:
-        """What the ranks decide together: True if all of them do, or if any does."""
+        """A decision of all ranks together: True if all of them say so, or if any does."""
         if self._is_look:
             return decision
         votes = torch.tensor(int(decision), device=self._device)
@@ -120,19 +107,14 @@ class Collectives:
         return tensor if group is None or not isinstance(tensor, Tensor) else reduce_tensor(tensor, group, operation)
 
     def all_gather(self, tensor: Tensor, group: Any | None, gather: Callable[[Any], Tensor]) -> Tensor:
-        """Gather over the replicas (or ``group``). With one replica the tensor is returned as it is, as in one process.
-
-        Args:
-            tensor: of this rank.
-            group: as the user gave it.
-            gather: gathers over a group.
-        """
+        """Gather over the replicas (or ``group``, as the user gave it). With one replica the tensor is returned as it
+        is, as in one process."""
         group = self._replicas_or(group)
         return tensor if group is None else gather(group)
 
     def _replicas_or(self, group: Any | None) -> Any | None:
-        """The group given, or the replicas' if none is given, or the world, which ``LightningModule.all_gather`` passes
-        when the user gives none. None for this rank alone."""
+        """The group given. If none is given, or the world, which ``LightningModule.all_gather`` passes when the user
+        gives none, it is that of the replicas. None for this rank alone."""
         if group is not None and group is not dist.group.WORLD:
             return group
         if self._layout.size("data") == 1:

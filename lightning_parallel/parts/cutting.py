@@ -1,4 +1,4 @@
-"""Where a module is cut: every rank looks at the first step, and all take the partition of the first rank."""
+"""Decides where a module is cut: every rank traces the first step, and all take the first rank's partition."""
 
 from __future__ import annotations
 
@@ -41,15 +41,11 @@ def agreed_partition(
     """The partition of a module, the same on all ranks.
 
     Args:
-        trainer: about to run.
-        module: the whole model.
-        options: how it is to be cut.
-        layout: how many stages.
         model_group: the ranks that hold one copy of the model together.
-        automatic_microbatches: their number, given a batch's size.
-        placements: the stage of each chunk, of the schedules that may run. The plainest comes first.
-        choose: takes a placement that has a partition, given the first batch's number of microbatches. It is asked on
-            the first rank, if there are several.
+        automatic_microbatches: gives the number for ``microbatches="auto"``, from a batch's size.
+        placements: for each schedule that may run, the stage of each chunk. The plainest comes first.
+        choose: picks a placement among those that have a partition, given the first batch's number of microbatches. It
+            is called on the first rank, and only if there are several.
 
     Raises:
         ValueError: the module can't be cut like this.
@@ -115,11 +111,8 @@ def _cut(
     step: partial[Any],
     placement: Placement,
 ) -> tuple[Partition, StepHooks | None]:
-    """Cut a module by looks at its step, on copies of the batch's tensors: an iterator's first batch is put back.
-
-    Returns:
-        The partition, and the module's own hooks around a training step, which are to be checked.
-    """
+    """Cut a module by traces of its step, on copies of the batch's tensors, since an iterator's first batch is put
+    back. Also returned are the module's own hooks around a training step, which are to be checked."""
     fitting = trainer.state.fn == TrainerFn.FITTING
     balance = options.balance
     if balance == "time" and layout.rank > 0:  # only the first rank's partition counts
@@ -147,7 +140,7 @@ def _looked_at(
     step: partial[Any],
     placements: Sequence[Placement],
 ) -> Partitions:
-    """Cut a module for several placements, and look whether its steps can be run so.
+    """Cut a module for several placements, and check by dry runs that its steps can be run so.
 
     Raises:
         Exception: the first placement's, if none is possible.
@@ -176,7 +169,7 @@ def _looked_at(
 
 
 def _check_validation(trainer: pl.Trainer, module: pl.LightningModule, parts: Partition, step: partial[Any]) -> None:
-    """Look at the validation step on a training batch.
+    """Check by a dry run on a training batch that the validation step can be run in these chunks.
 
     Raises:
         FlowError: it can't be run in these chunks.
@@ -197,7 +190,7 @@ def _check_validation(trainer: pl.Trainer, module: pl.LightningModule, parts: Pa
 def _check_step(
     trainer: pl.Trainer, module: pl.LightningModule, parts: Partition, name: str, step: partial[Any]
 ) -> None:
-    """Look at a step as it is looked at again before it runs.
+    """Check a step by the same dry run that comes before its first real run.
 
     Raises:
         Exception: of :func:`.survey`.
@@ -213,7 +206,8 @@ def _refused(views: Partitions) -> dict[Placement, str]:
 
 
 def _allowed(mine: Partitions, refused: Sequence[dict[Placement, str]], *, only_first: bool) -> Partitions:
-    """What no rank refuses; with ``only_first``, what the first one doesn't, since the others have other partitions.
+    """This rank's partitions, with the reason in the place of each that some rank refuses; with ``only_first``, that
+    the first rank refuses, since the others have other partitions.
 
     Raises:
         RuntimeError: on all ranks, if nothing is left.
@@ -227,7 +221,7 @@ def _allowed(mine: Partitions, refused: Sequence[dict[Placement, str]], *, only_
 
 
 def check_equal(mine: Partition, group: dist.ProcessGroup) -> None:
-    """Check that all ranks of a group have seen the same calls, and cut them alike.
+    """Check that all ranks of a group have seen the same calls and cut them alike.
 
     Raises:
         RuntimeError: on all ranks. It names the first call that differs.

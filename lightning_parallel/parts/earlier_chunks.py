@@ -23,12 +23,7 @@ from lightning_parallel.pipeline.stage import Stage
 
 
 class EarlierChunks:
-    """Runs steps, and drops what shouldn't count.
-
-    Args:
-        module: whose steps they are.
-        stage: of this rank.
-    """
+    """Runs steps, and drops what runs for earlier chunks log and count."""
 
     def __init__(self, module: pl.LightningModule, stage: Stage) -> None:
         self._module, self._stage = module, stage
@@ -37,8 +32,8 @@ class EarlierChunks:
         self._metrics = [part for part in module.modules() if isinstance(part, Metric) and id(part) not in inside]
 
     def run(self, step: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
-        """Run a step for the chunk that is under way. If the stage has several, each run gets containers of its own,
-        which it may empty."""
+        """Run a step for the chunk that is under way. If the stage has several chunks, each run gets its own
+        containers, since the step may empty them."""
         if len(self._stage.chunks) > 1:
             arguments, more = rebuilt((arguments, more))
         if not self._stage.has_last_chunk or self._stage.runs_last_chunk:
@@ -51,4 +46,4 @@ class EarlierChunks:
 
 
 def _drop(*args: Any, **kwargs: Any) -> None:
-    """``self.log`` in a run that doesn't count."""
+    """Replaces ``self.log`` in a run that doesn't count."""

@@ -19,15 +19,8 @@ from lightning_parallel.lightning_private import callbacks_of
 
 
 def earlier_gradients(module: pl.LightningModule, parameters: Mapping[str, nn.Parameter]) -> Gradients:
-    """Take them off the parameters before the new ones are made.
-
-    Args:
-        module: whose parameters they are.
-        parameters: of this rank.
-
-    Returns:
-        Those that count or that somebody may look at; nothing if they are going to be erased.
-    """
+    """Take earlier gradients off the parameters before new ones are made. Returned are those that count, or that
+    somebody may read; none if they are going to be erased."""
     trainer = module.trainer
     earlier = swap_gradients(parameters, {})
     is_first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0

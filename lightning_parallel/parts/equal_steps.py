@@ -1,7 +1,7 @@
-"""Predictions of fully sharded replicas: all take as many steps, though some have fewer batches.
+"""Gives all fully sharded replicas the same number of prediction steps, though some have fewer batches.
 
 Lightning deals out the samples of ``trainer.predict`` without repeating any, so a replica may have one batch less than
-another. But each gathers its layers together with the others::
+another. But a replica can gather its layers only together with the others::
 
     replica 0    batch 0 | batch 1 | batch 2
     replica 1    batch 0 | batch 1 | batch 1 again, without an effect
@@ -26,13 +26,8 @@ T = TypeVar("T")
 
 
 class EqualSteps:
-    """The prediction steps of this replica.
-
-    Args:
-        trainer: about to predict: its loop knows how many batches each loader has.
-        module: whose steps they are.
-        replicas: the group. All of its ranks make one.
-        device: of this rank.
+    """The prediction steps of this replica. All ranks of ``replicas`` make one before they predict: the Trainer's loop
+    knows by then how many batches each loader has.
 
     Raises:
         ValueError: on all ranks, if a replica has no batch of a loader of which others have some, or the step takes its
@@ -67,7 +62,7 @@ class EqualSteps:
         ]
 
     def run(self, step: Callable[[], T]) -> T:
-        """Run a batch's step; if it is the loader's last, run it as often as other replicas still have batches."""
+        """Run the step on a batch. On a loader's last batch, run it as often as other replicas still have batches."""
         output = step()
         self._loaders[0][0] -= 1
         if self._loaders[0][0] == 0:

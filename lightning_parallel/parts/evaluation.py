@@ -1,8 +1,8 @@
 """Validation, test and prediction in a pipeline: batches stream through the stages, forward only.
 
 A batch is one message to the next chunk, and with one chunk a stage no stage waits for the end of a batch. It is not
-split, so metrics see what they see in one process; only that of a step of several passes is (``several_passes.py``).
-Metrics are published at the end of the loop.
+split, so metrics see what they see in one process; only the batch of a step of several passes is split
+(``several_passes.py``). Metrics are published at the end of the loop.
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ class Evaluation:
     """Runs the user's evaluation steps on this rank's stage.
 
     Args:
-        engine: of the stage.
-        stages: this rank's stage.
-        look: at the first step of each kind.
+        look: traces the first step of each kind.
         last_stage: runs the end of the steps.
-        shards: compare the losses of tensor ranks.
+        shards: compares the losses of tensor ranks.
         earlier: drops what runs for earlier chunks log.
         relay: sends on what the passes of a step return.
     """
@@ -56,15 +54,8 @@ class Evaluation:
         self._batches = 0
 
     def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run one batch.
-
-        Args:
-            step: ``validation_step``, ``test_step`` or ``predict_step`` of the module.
-            *args, **kwargs: the step's arguments, the batch first.
-
-        Returns:
-            What the step returned, on the last stage; None on the others. A step of several passes returns on all.
-        """
+        """Run ``validation_step``, ``test_step`` or ``predict_step`` on one batch, the first of ``args``. Returns what
+        the step returned on the last stage, and None on the others; a step of several passes returns on all."""
         self._batches += 1
         # Each loader may have a step of its own.
         look = partial(self._watch.look, first_pass(step), *args, **kwargs)
@@ -82,7 +73,7 @@ class Evaluation:
         return run_in_passes(passes, run, self._stages.stage.partition.stages, self._relay, *args, *kwargs.values())
 
     def _pass(self, step: Callable[[], Any], name: str, indices: Sequence[int]) -> Any:
-        """One pass through the stages."""
+        """Run one pass through the stages."""
 
         def alone() -> Any:
             with self._last_stage.alone(name, *indices):

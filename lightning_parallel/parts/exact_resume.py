@@ -1,4 +1,4 @@
-"""A resumed run goes on with what would have come next: the rest of its batch, the samples, the random numbers.
+"""Makes a resumed run go on with what would have come next: the rest of its batch, the samples, the random numbers.
 
 Lightning's checkpoints lack what is on the left; this callback adds it::
 
@@ -69,7 +69,7 @@ _LIGHTNINGS = "combined_loader"  # of Lightning's
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """What a checkpoint has for this rank, until the run has begun."""
+    """What a checkpoint holds for this rank, kept until the run has begun."""
 
     moment: SavedMoment | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)
@@ -79,7 +79,8 @@ class _Loaded:
 
     @classmethod
     def of(cls, checkpoint: Mapping[str, Any], replicas: int, own: int) -> _Loaded:
-        """Sums, and under Lightning's own strategies generators, are saved by replica."""
+        """This rank's part of a checkpoint. Sums are saved by replica, and so are generators under Lightning's own
+        strategies."""
         states = checkpoint.get(RANDOM_STATES, [])
         state = checkpoint.get(RANDOM_STATE) or (states[own] if own < len(states) else {})
         if (saved := checkpoint.get(_PROGRESS)) is None:  # without this callback
@@ -230,16 +231,16 @@ class ExactResume(Callback):
 
 
 def _loaders(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Where a checkpoint has the states of loaders, under :data:`_LIGHTNINGS`."""
+    """The place in a checkpoint that holds the states of loaders, under :data:`_LIGHTNINGS`."""
     return checkpoint["loops"]["fit_loop"]["state_dict"]
 
 
 def _with_what_comes_next(trainer: pl.Trainer, states: Sequence[Any]) -> list[Any]:
-    """The states of loaders, of which Lightning has asked those that have one, with what comes next.
+    """The states of loaders (Lightning has collected those of loaders that have one), with what comes next.
 
-    Of a save from inside a batch, before its update, the resumed run begins with this batch, so loaders give it once
-    more. One that has come to its end before longer ones gives nothing more in this epoch; where a shorter one ends the
-    epoch, a loader's rest is left out.
+    After a save inside a batch, before its update, the resumed run begins with this batch, so loaders give it once
+    more. A loader that has ended before longer ones gives nothing more in this epoch. Where a shorter loader ends the
+    epoch, the rest of a longer one is left out.
     """
     progress = trainer.fit_loop.epoch_loop.batch_progress.state_dict()
     inside = progress["current"]["ready"] - progress["current"]["processed"]

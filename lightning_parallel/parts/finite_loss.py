@@ -1,7 +1,7 @@
-"""A loss that is NaN or infinite is told, and ends the run if asked.
+"""Warns of a loss that is NaN or infinite, and ends the run if asked to.
 
-Losses are kept where they are, and looked at every tenth batch. Then the ranks agree on whether the run ends, since not
-all of them see the same losses::
+Losses are kept on their device, and read every tenth batch. Then the ranks agree on whether the run ends, since not all
+of them see the same losses::
 
     batch       5    6    7    8    9   10        11   12   13 ...    20
     loss       2.1  nan  nan  nan  nan  nan       nan  nan  nan       nan
@@ -9,7 +9,7 @@ all of them see the same losses::
                                              warning                       error, on all ranks
 
 In an asynchronous pipeline only the last stage knows the loss, and the first stage is ahead of it. There the last stage
-puts the end on a notice, and the stages drain before they leave.
+posts a notice of the end, and the stages drain before they leave.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class FiniteLoss(Callback):
     row, all ranks end the run with the same error, a ``FloatingPointError``.
 
     The strategies of this package bring along ``FiniteLoss(stop_after=None)``, unless the Trainer has one of its own.
-    With Lightning's strategies, pass it to the Trainer. Losses are looked at every ten batches (or every
-    ``stop_after``, if that is less), so that a GPU isn't waited for in each batch. The end may come as many batches
-    late; in an asynchronous pipeline also as many as its first stage is ahead.
+    With Lightning's strategies, pass it to the Trainer. Losses are read every ten batches (or every ``stop_after``, if
+    that is less), so that not every batch waits for a GPU. So the end may come up to that many batches late, and in an
+    asynchronous pipeline also by as many as its first stage is ahead.
 
     Only the loss counts. With ``precision="16-mixed"``, gradients overflow now and then, and the scaler skips the
     update; the loss is finite.
 
     Args:
-        stop_after: batches in a row. None: it only warns.
+        stop_after: the number of such batches in a row that ends the run. None: it only warns.
 
     Raises:
         ValueError: ``stop_after`` is less than 1.
@@ -88,13 +88,13 @@ class FiniteLoss(Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The last batches. The end of the epoch has drained an asynchronous pipeline."""
+        """Check the last batches. The end of the epoch has drained an asynchronous pipeline."""
         too_many = self._look()
         if self.stop_after is not None and trainer.strategy.reduce_boolean_decision(too_many, all=False):
             self._stop(trainer)
 
     def _look(self) -> bool:
-        """Read the losses, and tell of the first one that isn't finite. Are there too many in a row?"""
+        """Read the losses, and warn of the first one that isn't finite. True if there are too many in a row."""
         losses = [loss.to_local() if isinstance(loss, DTensor) else loss for _, loss in self._unread]
         finite = torch.stack([loss.isfinite().all() for loss in losses]).tolist() if losses else []
         for (step, _), is_finite in zip(self._unread, finite, strict=True):

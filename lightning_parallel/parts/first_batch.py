@@ -1,8 +1,9 @@
-"""A batch before training, for a look at the step: of the loader that Lightning is about to use, which stays as it was.
+"""Takes a batch before training, to trace the step with, from the loader that Lightning will use. The loader stays as
+it was.
 
-Lightning is handed the same loader later, so the user's hook is asked for it once. (Before a checkpoint is restored, it
-is asked again, since the loader may depend on that.) The batch comes from an iterator of its own, with the generators
-put back, so training sees the same samples in the same order, the first batch included.
+Lightning is handed the same loader later, so the user's hook that makes it is called once. (It is called again before a
+checkpoint is restored, since the loader may depend on that.) The batch comes from an iterator of its own, with the
+generators put back, so training sees the same samples in the same order, the first batch included.
 """
 
 from __future__ import annotations
@@ -39,12 +40,8 @@ STEPS = {
 
 
 def first_step(trainer: pl.Trainer, module: pl.LightningModule, part: Callable[[Any], Any]) -> partial[Any]:
-    """The first step that the Trainer is going to run, bound to a batch on the module's present device.
-
-    Args:
-        trainer: about to run.
-        module: its module.
-        part: of the batch that a step gets.
+    """The first step that the Trainer is going to run, bound to a batch on the module's present device. ``part`` gives
+    the part of the batch that a step gets.
 
     Raises:
         ValueError: there is no batch.
@@ -64,7 +61,7 @@ def first_step(trainer: pl.Trainer, module: pl.LightningModule, part: Callable[[
 
 
 def trial_of(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[], None]:
-    """What runs the first step on some samples. What a run leaves in the module is the caller's.
+    """A function that runs the first step on some samples. What a run changes in the module, the caller has to undo.
 
     Raises:
         RuntimeError: with manual optimization. There are no optimizers yet.
@@ -89,7 +86,8 @@ def _few_samples(batch: Any) -> Any:
 
 
 def validation_on(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> partial[Any] | None:
-    """The validation step bound to a batch of training, which its own are likely to resemble; None if none will run."""
+    """The validation step bound to a batch of training, which its own batches are likely to resemble; None if none will
+    run."""
     step = module.validation_step
     if not trainer.enable_validation:
         return None
@@ -100,7 +98,8 @@ def validation_on(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -
 
 @contextmanager
 def evaluating(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
-    """Inside, the module is as in a validation. Its ``eval`` isn't called, which may do more than to set flags."""
+    """Inside, the module's parts are in evaluation mode. The module's ``eval`` isn't called: it may do more than set
+    flags."""
     with _modes_kept(module):
         for part in module.modules():
             part.training = False
@@ -128,7 +127,7 @@ def as_in(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
 
 @contextmanager
 def _modes_kept(module: pl.LightningModule) -> Iterator[None]:
-    """Afterwards each part of the module is in the mode in which it was."""
+    """Afterwards each part of the module is in the mode it was in before."""
     before = {part: part.training for part in module.modules()}
     try:
         yield
@@ -138,7 +137,7 @@ def _modes_kept(module: pl.LightningModule) -> Iterator[None]:
 
 
 def _first_batch(trainer: pl.Trainer, step: str) -> tuple[Any, int]:
-    """The batch, and the number of loaders."""
+    """The first batch, and the number of loaders."""
     source = loader_source(trainer)
     loader = source.get()
     if isinstance(loader, Iterator):  # gives each batch once: the first is put back
@@ -167,9 +166,9 @@ def _first_batch(trainer: pl.Trainer, step: str) -> tuple[Any, int]:
 
 
 def _of_its_own(loader: Any) -> Any:
-    """A loader over the same data, whose iteration the first one doesn't notice. A worker opens what the dataset opens
-    when it is read, so the workers to come don't share it, and takes from its own copy of a stream that gives each
-    sample once."""
+    """A loader over the same data that can be iterated without an effect on the given one. A worker opens what the
+    dataset opens when it is read, so later workers don't share it; of a stream that gives each sample once, a worker
+    reads its own copy."""
     if not isinstance(loader, DataLoader):
         return loader
     own = copy.copy(loader)
@@ -181,7 +180,7 @@ def _of_its_own(loader: Any) -> Any:
 
 
 def _generators(loader: Any) -> Iterator[torch.Generator]:
-    """Those that a loader and its samplers draw from."""
+    """The generators that a loader and its samplers draw from."""
     sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     for holder in (loader, sampler, batches, getattr(batches, "sampler", None)):
         generator = getattr(holder, "generator", None)

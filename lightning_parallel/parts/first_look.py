@@ -1,4 +1,4 @@
-"""The look at the first step of a kind: what crosses the cuts between stages in it.
+"""The dry run of the first step of a kind, which finds what crosses the cuts between stages.
 
 Before the first real step of each kind (training, the validation step of each loader, ...), every rank runs that step
 once on absent tensors (:func:`lightning_parallel.pipeline.survey.survey`). If it fails on one rank, all ranks raise.
@@ -28,15 +28,12 @@ MANY = 5  # this many tensors may cross a cut without a warning: a layer's outpu
 
 
 class FirstLook:
-    """Sets the stage to the flow of the step that is to be run.
+    """Sets on the stage the flow of the step that is about to run.
 
     Args:
-        trainer: of the run.
-        module: whose steps they are.
-        stages: this rank's stage.
         last_stage: runs the end of the steps.
         group: the ranks of this pipeline.
-        late: backwards read weights of their own.
+        late: backwards read weights of their own versions.
     """
 
     def __init__(
@@ -59,15 +56,14 @@ class FirstLook:
         self._warned = False
 
     def follow(self, kind: str, step: Callable[[], Any], count: int = 1) -> Flow | None:
-        """Before a step: set what crosses the cuts in steps of its kind.
+        """Set what crosses the cuts in steps of this kind, before such a step runs.
 
         Args:
-            kind: of step; the name of the user's method first.
-            step: the user's step, bound to a batch.
-            count: how often it will be called for one batch.
+            kind: the name of the user's method first, then what else tells steps apart.
+            count: how often the step will be called for one batch.
 
         Returns:
-            What was seen; None if there is one stage and one call, as in one process.
+            The flow; None if there is one stage and one call, as in one process.
 
         Raises:
             RuntimeError: on all ranks, if the step can't be run in stages.
@@ -93,7 +89,8 @@ class FirstLook:
         return flow
 
     def _surveyed(self, kind: str, step: Callable[[], Any]) -> tuple[Flow, dict[str, Any]]:
-        """What was seen, and what was logged until the step asked for a value: from there on it is guessed."""
+        """What the dry run found, and what was logged until the step needed a value: from there on values are
+        guesses."""
         counts: list[int] = []
         with logging_trial(self._trainer, self._module) as logged, self._last_stage.alone(kind.split()[0]):
 
@@ -107,17 +104,17 @@ class FirstLook:
         return flow, logged_values(logged[: counts[0]])
 
     def known(self, kind: str) -> Container[str]:
-        """The names whose values in steps of this kind :meth:`logged` tells."""
+        """The names whose values in steps of this kind :meth:`logged` gives."""
         # Where layers are gathered in a look, all replicas have to look.
         return self._known.get(kind, ()) if self._stages.fully_sharded is None else ()
 
     def logged(self, kind: str, step: Callable[[], Any]) -> dict[str, Any]:
-        """What a step logs, by name, in a look on this rank alone. Values that depend on layers are absent."""
+        """What a step logs, by name, in a dry run on this rank alone. Values that depend on layers are absent."""
         return self._surveyed(kind, step)[1]
 
     def _agreed(self, look: Callable[[], Flow]) -> Flow:
-        """The last stage's view. An error on one rank is raised on all, since none may wait for what another won't
-        send."""
+        """The last stage's result, on all ranks. An error on one rank is raised on all, since none may wait for what
+        another won't send."""
         flow: Flow | None = None
         failed: Exception | None = None
         try:
@@ -144,7 +141,8 @@ class FirstLook:
             )
 
     def _warn_of_cargo(self, flow: Flow) -> None:
-        """A residual sum between the layers is computed again on each stage, from all its terms: O(layers) of them."""
+        """Warn of a residual sum between layers: each stage computes it again, from all its terms, O(layers) of
+        them."""
         places = self._stages.stage.partition.placement
         chunk = flow.heaviest(places)
         if chunk is None:

@@ -1,6 +1,6 @@
-"""The first step of each kind under tensor parallelism: do the ranks of a tensor group come to one loss?
+"""Compares the losses of a tensor group's ranks in the first step of each kind.
 
-They compute one model together, so all of them must return the same. A difference has causes that no later check sees:
+They compute one model together, so all of them must return the same. A difference has causes that no later check finds:
 a parameter read outside of its layer (each rank sees its own shard), or random numbers that the step draws differently.
 The step is compared before its backward, so nothing has been updated.
 """
@@ -35,12 +35,12 @@ _CAUSES = (
 
 @dataclass(frozen=True)
 class _Seen:
-    """What one rank has seen in a step.
+    """What one rank has found in a step.
 
     Attributes:
         returned: the scalars that the step returned, by key.
         logged: the scalars that it logged, by name.
-        reads: functions that read divided parameters outside of their layers, by parameter.
+        reads: the functions that read divided parameters outside of their layers, by parameter.
     """
 
     returned: dict[str, float]
@@ -49,24 +49,15 @@ class _Seen:
 
 
 class FirstLosses:
-    """Compares the ranks of a tensor group, once for each kind of step.
-
-    Args:
-        module: the divided model.
-        names: of its divided parameters.
-        group: the tensor group.
-    """
+    """Compares the ranks of a tensor ``group``, once for each kind of step. ``names`` are those of the module's divided
+    parameters."""
 
     def __init__(self, module: nn.Module, names: list[str], group: dist.ProcessGroup) -> None:
         self._module, self._names, self._group = module, names, group
         self._compared: set[str] = set()
 
     def run(self, kind: str, step: Callable[[], T]) -> T:
-        """Run a step. The first of its kind is compared: a collective.
-
-        Args:
-            kind: the name of the step.
-            step: the user's step, bound to a batch.
+        """Run a step of a kind (its name). The first of each kind is compared between ranks: a collective.
 
         Raises:
             RuntimeError: on all ranks of the group, if they come to different losses.
@@ -85,7 +76,7 @@ class FirstLosses:
 
 
 def _noting(module: nn.Module, logged: dict[str, Any]) -> Any:
-    """Inside, what ``self.log`` is given is kept too."""
+    """Inside, what is passed to ``self.log`` is recorded too."""
     assert isinstance(module, pl.LightningModule)
     log = module.log
 
@@ -105,7 +96,7 @@ def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _tolerance(output: Any) -> float:
-    """The relative difference that rounding may make."""
+    """The relative difference that rounding may cause."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     dtype = loss.dtype if isinstance(loss, Tensor) and loss.is_floating_point() else torch.get_default_dtype()
     return min(1e-2, _ROUNDING * torch.finfo(dtype).eps)

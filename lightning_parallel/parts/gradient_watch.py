@@ -1,7 +1,7 @@
-"""Refuses hooks that change gradients, or branch, by a number of this rank's part of them.
+"""Refuses hooks that change gradients, or branch, by a number computed from this rank's part of them.
 
-Element by element everything is as in one process: scaled, masked, clipped by value. A norm, or any other number that
-is computed from gradients, is one of this rank's part. It may be logged, but nothing may be decided by it::
+Elementwise changes give what they give in one process: scaling, masks, clipping by value. A norm, or any other number
+that is computed from gradients, is of this rank's part only. It may be logged, but nothing may be decided by it::
 
     for p in self.parameters():
         p.grad.clamp_(-1, 1)                                  the same as in one process
@@ -37,13 +37,8 @@ _NUMBERS = ("item", "tolist", "numpy", "__float__", "__array__")
 
 
 class GradientWatch(TorchFunctionMode):
-    """Watches what hooks call between the end of a backward and the optimizer's work.
-
-    Args:
-        module: of the run.
-        parameters: of this rank.
-        plugin: runs the hooks before a step.
-    """
+    """Watches what hooks do between the end of a backward and the optimizer's work. ``plugin`` runs the hooks before a
+    step."""
 
     def __init__(self, module: pl.LightningModule, parameters: Iterable[nn.Parameter], plugin: Precision) -> None:
         super().__init__()
@@ -55,7 +50,7 @@ class GradientWatch(TorchFunctionMode):
         self._number = ""  # the call that has made the last such number
 
     def begin(self) -> None:
-        """Gradients are complete, and hooks may follow."""
+        """Begin to watch: gradients are complete, and hooks may follow."""
         if self._is_open or not _sees_gradients(self._module):
             return
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
@@ -64,7 +59,7 @@ class GradientWatch(TorchFunctionMode):
         self.__enter__()
 
     def end(self) -> None:
-        """No hook follows that sees gradients."""
+        """Stop watching: no hook follows that sees gradients."""
         if self._is_open:
             self._is_open = False
             self.__exit__(None, None, None)
@@ -72,7 +67,7 @@ class GradientWatch(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, the library itself clips."""
+        """Inside, nothing is watched: the library itself clips."""
         self._is_paused = True
         try:
             yield
@@ -80,7 +75,7 @@ class GradientWatch(TorchFunctionMode):
             self._is_paused = False
 
     def close(self) -> None:
-        """The run has ended."""
+        """End the watch with the run."""
         self.end()
         self._put_back()
 
@@ -144,7 +139,7 @@ class GradientWatch(TorchFunctionMode):
 
 
 def _sees_gradients(module: pl.LightningModule) -> bool:
-    """Has somebody code in which gradients can be seen?"""
+    """Is there code of the user's that can see gradients?"""
     if not module.automatic_optimization:
         return True
     seen = ("on_after_backward", "on_before_optimizer_step")
@@ -155,14 +150,14 @@ def _sees_gradients(module: pl.LightningModule) -> bool:
 
 
 def _memory(tensor: Tensor) -> int:
-    """The address; 0 for none, as of absent tensors and of those that a collective is still to bring."""
+    """The address of a tensor's memory; 0 if it has none, as absent tensors and the pending result of a collective."""
     local = local_part(tensor)
     has_memory = type(local) in (Tensor, nn.Parameter) and local.layout is torch.strided and local.numel() > 0
     return local.untyped_storage().data_ptr() if has_memory else 0
 
 
 def _line() -> str:
-    """The user's line that is running."""
+    """The line of the user's code that is running."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""How much a step computes, read off the graph that its forward leaves for the backward.
+"""Counts the operations of a step by the graph that its forward leaves for the backward.
 
 Nothing runs, and nothing watches the step: a mode that sees every operator would get in the way of ``torch.compile``.
 The graph has a node for each operator that a gradient passes, with the shapes of what goes in and out::
@@ -35,17 +35,14 @@ from lightning_parallel.torch_private import (
 
 
 def _product(node: Node, left: str) -> int:
-    """Of a product of two matrices, whose node keeps the left one's sizes even if it needs no gradient."""
+    """The operations of a product of two matrices. Its node keeps the left one's sizes even if it needs no gradient."""
     return 2 * prod(shape_of_result(node)) * int(saved_value(node, f"{left}_sym_sizes")[1])
 
 
 def _batched_product(node: Node, *summed: tuple[int, int]) -> int | None:
-    """Of a batched product, whose node keeps no sizes: they are read off an operand that needs a gradient.
-
-    Args:
-        node: of the product.
-        summed: for each of the two operands, its number, and the dim of it that the product sums over.
-    """
+    """The operations of a batched product. Its node keeps no sizes, so they are read off an operand that needs a
+    gradient. ``summed`` gives, for each of the two operands, its number and the dimension of it that the product sums
+    over."""
     for operand, dim in summed:
         shape = shape_of_operand(node, operand)
         if shape is not None:
@@ -65,7 +62,7 @@ def _attention(node: Node) -> int | None:
 
 
 def _shape(node: Node, operand: int, name: str) -> Size | None:
-    """Of an operand that the node has saved under a name."""
+    """The shape of an operand that the node has saved under a name."""
     known = shape_of_operand(node, operand)
     saved = saved_tensor(node, name) if known is None else None
     return known if saved is None else saved.shape
@@ -109,11 +106,11 @@ class ForwardFlops:
         whole      --------------- in shards -----------------   whole ------------
 
     Args:
-        tensor_ranks: the ranks of a replica that compute it together.
+        tensor_ranks: the number of ranks of a replica that compute it together.
 
     Attributes:
-        total: so far. None once a part of a graph can't be told: it was compiled, it is an ``autograd.Function`` of the
-            user's own, or torch has no formula for an operator that computes much.
+        total: the operations so far. None once a part of a graph can't be counted: it was compiled, it is an
+            ``autograd.Function`` of the user's own, or torch has no formula for an operator that computes much.
     """
 
     def __init__(self, tensor_ranks: int = 1) -> None:
@@ -122,11 +119,8 @@ class ForwardFlops:
         self._in_shards: dict[Node, bool] = {}  # each is read once: a loss's backward frees what its nodes have saved
 
     def add(self, loss: Tensor) -> None:
-        """Count what this loss comes from and no earlier one did.
-
-        Args:
-            loss: before its backward.
-        """
+        """Count the operations that this loss comes from and that no earlier loss came from. Call it before the loss's
+        backward."""
         if loss.grad_fn is None or self.total is None:
             return
         for node in _operands_first(loss.grad_fn, self._in_shards):
@@ -140,12 +134,8 @@ class ForwardFlops:
 
 
 def _operands_first(root: Node, known: Container[Node]) -> Iterator[Node]:
-    """The nodes that a node comes from, and itself, each after those that it comes from.
-
-    Args:
-        root: the node.
-        known: those that are left out. Each node is to be added when it has been yielded.
-    """
+    """The nodes that a node comes from, and itself, each after those that it comes from. Those in ``known`` are left
+    out; add each node there when it has been yielded."""
     nodes = [root]
     while nodes:
         if nodes[-1] in known:

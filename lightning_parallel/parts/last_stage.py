@@ -1,4 +1,4 @@
-"""What happens on the last stage alone, and what it means for the others.
+"""Runs on the last stage what only that stage can run, and tells the other stages the results.
 
 Only the last stage reaches the end of the user's steps. So the user's hooks that work on outputs of steps run only
 there. What they and the steps log is sent to the other stages (``metric_board.py`` says when)::
@@ -42,15 +42,9 @@ class LastStage:
     """The last stage of a pipeline, as this rank sees it.
 
     Args:
-        trainer: of the run.
-        module: whose hooks they are.
-        layout: which stage this rank is.
-        groups: of the pipeline.
-        device: of this rank.
-        seed: of the run.
-        collectives: over the replicas, in steps and where code runs on the last stage only.
+        collectives: runs collectives over the replicas, in steps and where code runs on the last stage only.
         deciding: the stage with the step's first chunk.
-        ahead: how many batches stages may be ahead of each other.
+        ahead: gives how many batches stages may be ahead of each other.
         before_meeting: called with the name of a hook at whose end all stages meet.
         failed: called with an exception, before other callbacks see it.
     """
@@ -89,7 +83,7 @@ class LastStage:
             module.log = _discard  # type: ignore[method-assign]  # until the end
 
     def end(self) -> None:
-        """Give the module its hooks and its ``log`` back."""
+        """Give the module back its own hooks and its ``log``."""
         self._put_back_timers()
         self.outcomes.end()
         for name in (*WRAPPED_HOOKS, "log"):
@@ -101,12 +95,8 @@ class LastStage:
 
     @contextmanager
     def alone(self, name: str, *indices: int) -> Iterator[None]:
-        """Inside, the user's code may run on the last stage only, and draws numbers of its own.
-
-        Args:
-            name: of the hook or step that runs.
-            indices: what the numbers depend on, besides the run and the update.
-        """
+        """Inside, the user's code may run on the last stage only, and draws random numbers of its own. They depend on
+        the run, the replica, the update and ``indices``. ``name`` is that of the hook or step, for errors."""
         seed = mix(self._seed, self._layout.index("data"), self._trainer.global_step, *indices)
         with self.apart(name), self._generators.seeded(seed):
             seed_host_generators(seed)
@@ -120,7 +110,7 @@ class LastStage:
             yield
 
     def _run_hook(self, name: str, hook: Callable[..., Any], *args: Any) -> None:
-        """The user's hook on what the steps made: on the last stage, which has it."""
+        """Run the user's hook on the results of its steps on the last stage, which has them."""
         if name == "on_train_batch_end":
             outputs, *rest = args
             hook(outputs if self._layout.is_last_stage else _LossOnly(outputs or {}), *rest)
@@ -136,20 +126,16 @@ class LastStage:
     # -- metrics -------------------------------------------------------------------------------------------------
 
     def after_step(self, output: Any) -> Any:
-        """After each step on a batch: what Lightning gets of it. On all stages but the last that is the loss alone, a
-        :class:`.LateLoss`.
-
-        Args:
-            output: of the step, on the last stage; None elsewhere.
-        """
+        """What Lightning gets from a step on a batch: the step's output on the last stage, and on the others, whose
+        ``output`` is None, the loss alone, a :class:`.LateLoss`."""
         if not self._layout.is_last_stage:
             return self.outcomes.coming()
         self.outcomes.send(output["loss"] if isinstance(output, dict) else output)
         return output
 
     def settle(self) -> None:
-        """Where all stages meet in training: nothing is left unread of what they have told each other, and one that has
-        asked for the end of the training is heard."""
+        """At a point of training where all stages meet, read what they have sent each other. A stage may have set
+        ``should_stop``, which then holds on all of them."""
         self.outcomes.take(keep=0)
         self._stop.agree(meet=True)
 
@@ -165,13 +151,13 @@ class LastStage:
             self._board.publish_evaluation()
 
     def _is_read_now(self) -> bool:
-        """Is a checkpoint going to be saved after this batch, by a metric that a hook may have logged?"""
+        """Will a checkpoint be saved after this batch, by a metric that a hook may have logged?"""
         trainer = self._trainer
         return any(reads_training_metric(callback, trainer.global_step) for callback in trainer.checkpoint_callbacks)
 
 
 class _PublishMetrics(Callback):
-    """The first of the callbacks: when the others read metrics at the end of an epoch, every stage has them."""
+    """A callback that runs before all others: when they read metrics at the end of an epoch, every stage has them."""
 
     def __init__(self, publish: Callable[[str], None], failed: Callable[[BaseException], None]) -> None:
         self._publish = publish
@@ -195,7 +181,7 @@ class _PublishMetrics(Callback):
 
 
 class _LossOnly(dict[str, Any]):
-    """What ``training_step`` returned, on a stage that isn't the last."""
+    """The output of ``training_step`` on a stage that isn't the last: the loss alone."""
 
     def __missing__(self, key: str) -> Any:
         raise RuntimeError(
@@ -205,12 +191,12 @@ class _LossOnly(dict[str, Any]):
 
 
 def _discard(*args: Any, **kwargs: Any) -> None:
-    """``self.log`` on all stages but the last, which logs for all. A step doesn't reach its end on these stages, and a
-    value that a hook computes on them (a norm of gradients) may differ from the last stage's."""
+    """Replaces ``self.log`` on all stages but the last, which logs for all. A step doesn't reach its end on these
+    stages, and a value that a hook computes on them (a norm of gradients) may differ from the last stage's."""
 
 
 def _wrap_hooks(module: pl.LightningModule, wrapper: Callable[..., None]) -> None:
-    """Let ``wrapper(name, hook, *args)`` decide about the module's hooks that work on what its steps made."""
+    """Have ``wrapper(name, hook, *args)`` called in the place of the module's hooks on the results of its steps."""
     for name in WRAPPED_HOOKS:
         hook = getattr(module, name)
 

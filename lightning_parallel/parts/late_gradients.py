@@ -1,4 +1,5 @@
-"""The settings of an asynchronous pipeline about late gradients: warnings about them, and what a run says of them.
+"""The settings of an asynchronous pipeline about late gradients, the warnings about them, and their part of the start
+table.
 
 The formulas are in :mod:`lightning_parallel.pipeline.staleness`. This module warns of settings that are known to train
 badly, and says at the start how late each stage's gradients will be.
@@ -26,7 +27,7 @@ class LateGradients:
     """The settings ``weights``, ``correction``, ``lr_discount`` and ``extra_in_flight`` of
     :class:`~lightning_parallel.AsyncPipelineStrategy`.
 
-    Microbatches are those of an update, all its batches together.
+    Methods take the number of microbatches of an update, in all its batches together.
     """
 
     weights: Stashing
@@ -35,11 +36,11 @@ class LateGradients:
     extra_in_flight: int
 
     def actions(self, stages: int, stage: int) -> AsyncOneFOneB:
-        """A stage's endless list."""
+        """A stage's endless list of actions."""
         return AsyncOneFOneB(stages, stage, self.extra_in_flight)
 
     def ahead(self, stages: int, stage: int) -> int:
-        """The forwards that a stage runs before the backward of the first of them."""
+        """The number of forwards that a stage runs before the backward of the first of them."""
         return self.actions(stages, stage).warmup
 
     def wanted_microbatches(self, stages: int) -> int:
@@ -47,7 +48,7 @@ class LateGradients:
         return 2 * stages * (1 + self.extra_in_flight) if stages > 1 else 1
 
     def correction_factor(self, stages: int, stage: int, microbatches: int) -> float:
-        """The weight of the last update in what a stage's forwards read."""
+        """The weight of the last update in the weights that a stage's forwards read."""
         return correction_weight(self.correction, self.weights, self.ahead(stages, stage), microbatches)
 
     def rate_factor(self, stages: int, stage: int, microbatches: int, update: int) -> float:
@@ -60,7 +61,7 @@ class LateGradients:
         return copies(self.weights, self.correction, self.ahead(stages, stage), microbatches)
 
     def description(self, stages: int, stage: int, microbatches: int) -> str:
-        """What the table at the start says of a stage's gradients."""
+        """The start table's text about a stage's gradients."""
         late = mean_staleness(self.weights, self.ahead(stages, stage), microbatches)
         if not late:
             return "not late"
@@ -70,7 +71,8 @@ class LateGradients:
         return f"{late:.2g} update{'s' * (late != 1)} late{corrected}{more}"
 
     def check(self, stages: int, microbatches: int) -> None:
-        """Refuse what can't run, and warn of what trains badly, when the microbatches of an update are known.
+        """Refuse settings that can't run, and warn of those that train badly. Called when the microbatches of an update
+        are known.
 
         Raises:
             ValueError: ``weights="2bw"`` with fewer microbatches than the first stage runs ahead.

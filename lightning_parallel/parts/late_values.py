@@ -1,14 +1,13 @@
-"""Stages without the loss wait for it, and for metrics, only where code reads them.
+"""Makes stages without the loss wait for it, and for metrics, only where code reads them.
 
 The last stage sends the *outcome* of each of its steps to the other stages, and goes on. They receive it when somebody
-reads a value, or some batches later, when it has come anyway::
+reads a value, or some batches later, when it has arrived anyway::
 
     last stage     step 0, outcome 0 ->  | step 1, outcome 1 ->  | step 2 ...
     other stages   step 0                | step 1                | float(outputs["loss"]): waits for outcome 1
                    a LateLoss              a LateLoss
 
-A stage that has ended its step on a batch has sent all that the last stage needs for its own one. So no wait is
-without an end.
+A stage that has ended its step on a batch has sent all that the last stage needs for its own. So no wait is endless.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class LateLoss(Tensor):
 
     @staticmethod
     def on(device: torch.device, get: Callable[[], Tensor]) -> LateLoss:
-        """One whose value ``get()`` waits for, on a device."""
+        """A loss on a device, whose value is what ``get()`` returns after waiting for it."""
         return _late(torch.full((), torch.nan, device=device), get)
 
     @classmethod
@@ -59,7 +58,7 @@ class LateLoss(Tensor):
         return function(*_read(args), **_read(kwargs or {}))
 
     def value(self) -> Tensor:
-        """An ordinary tensor, the same one each time."""
+        """The loss as an ordinary tensor, the same one each time."""
         value = vars(self).get("_value")
         if value is None:
             value = self._value = self._get()
@@ -78,7 +77,7 @@ def _read(arguments: Any) -> Any:
 
 
 class LateMetrics(dict[str, Any]):
-    """Metrics that are brought up to date before they are read. Writing to them waits for nothing."""
+    """Metrics that are brought up to date before they are read. Writing to them doesn't wait."""
 
     update_first: Callable[[], None] = staticmethod(lambda: None)
 
@@ -105,7 +104,7 @@ for _name in (
 
 
 class _Outcome:
-    """Of one step, which may be yet to come."""
+    """The outcome of one step, perhaps not received yet."""
 
     loss: Tensor | None = None
 
@@ -113,7 +112,7 @@ class _Outcome:
 def outcomes(
     trainer: pl.Trainer, layout: Layout, groups: Groups, device: torch.device, ahead: Callable[[], int]
 ) -> Outcomes:
-    """Those of a run, as this rank sees them (:class:`Outcomes`)."""
+    """The outcomes of a run, as this rank sees them."""
     last = layout.stages - 1
     senders = SideLinks(layout, groups, 0, device).senders(range(last) if layout.is_last_stage else ())
     receivers = SideLinks(layout, groups, 0, device).receivers([last])
@@ -121,14 +120,13 @@ def outcomes(
 
 
 class Outcomes:
-    """What the steps of the last stage came to, on all stages of a pipeline.
+    """The results of the last stage's steps, on all stages of a pipeline.
 
     Args:
-        trainer: whose metrics they are.
-        senders: to the other stages, on the last one.
-        receivers: from the last stage, on the others.
-        device: where the loss and metrics are to be.
-        ahead: how many batches stages may be ahead of each other.
+        senders: to the other stages; on the last stage only.
+        receivers: from the last stage; on the others only.
+        device: the device of the loss and the metrics.
+        ahead: gives how many batches stages may be ahead of each other.
 
     Attributes:
         awaited: how many times somebody read a value that had not been received.
@@ -148,7 +146,7 @@ class Outcomes:
         self._pending: deque[_Outcome] = deque()
 
     def send(self, loss: Tensor) -> None:
-        """On the last stage, after a step. It waits for nothing, no GPU either."""
+        """Send a step's outcome from the last stage. It waits for nothing, not even for a GPU."""
         places = step_metrics(self._trainer)
         values = {id(value): value for place in places for value in place.values()}
         index = {key: i for i, key in enumerate(values)}
@@ -160,7 +158,7 @@ class Outcomes:
             sender.send(message, place=0)
 
     def coming(self) -> LateLoss:
-        """On the other stages, after a step: its loss."""
+        """The loss of the step that has just run, on the other stages."""
         if not isinstance(metric_places(self._trainer)[0], LateMetrics):
             replace_metric_places(self._trainer, self._late_metrics)
         outcome = _Outcome()
@@ -189,7 +187,7 @@ class Outcomes:
             self.take(keep=0)
 
     def take(self, keep: int) -> None:
-        """After a batch: receive all but the last ``keep`` outcomes of the steps so far."""
+        """Receive all but the last ``keep`` outcomes of the steps so far, after a batch."""
         for sender in self._senders:
             sender.flush(keep + 1)  # older ones are known to have been received
         while len(self._pending) > keep:
@@ -221,14 +219,14 @@ class Outcomes:
             )
 
     def end(self) -> None:
-        """Leave plain metrics behind. What hasn't come after an error won't come."""
+        """Leave plain metrics behind. Outcomes that haven't come after an error won't come."""
         self._pending.clear()
         if isinstance(metric_places(self._trainer)[0], LateMetrics):
             replace_metric_places(self._trainer, dict)
 
 
 def _reader() -> str:
-    """The line that reads: of the user's code, or else of Lightning's."""
+    """The line that reads a value: of the user's code, or else of Lightning's."""
     frame = inspect.currentframe()
     while frame is not None and f"{frame.f_globals.get('__name__')}.".startswith(_BETWEEN):
         frame = frame.f_back

@@ -19,8 +19,8 @@ from lightning_parallel.layout import Layout
 
 
 def prepare(dataloader: object, layout: Layout) -> object:
-    """A loader as this rank uses it: its workers are seeded by replica, and one that gives all replicas the same
-    samples is warned of."""
+    """A loader as this rank uses it, with its workers seeded by replica. If it gives all replicas the same samples, a
+    warning says so."""
     if not isinstance(dataloader, DataLoader):
         return dataloader
     if layout.size("data") > 1:
@@ -32,7 +32,7 @@ def prepare(dataloader: object, layout: Layout) -> object:
 
 
 def warn_of_equal_shares(dataloader: DataLoader[Any], replicas: int) -> None:
-    """Warn of a loader that doesn't share its samples out over the replicas, after Lightning has done what it can."""
+    """Warn of a loader that doesn't divide its samples over the replicas, after Lightning has done what it can."""
     if isinstance(dataloader.dataset, IterableDataset):
         rank_zero_warn(
             f"{type(dataloader.dataset).__name__} is an iterable dataset: each of the {replicas} replicas iterates it "
@@ -53,12 +53,8 @@ def _is_distributed(dataloader: DataLoader[Any]) -> bool:
 
 
 def check_same_batch(batch: Any, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Do all ranks of a replica see the same first batch? Data shuffled differently on each would train nonsense.
-
-    Args:
-        batch: of this rank.
-        group: the ranks that hold one copy of the model together.
-        device: of this rank.
+    """Check that all ranks of ``group``, which hold one copy of the model together, have the same first batch. Data
+    shuffled differently on each would train nonsense.
 
     Raises:
         RuntimeError: the batches differ, on all ranks.

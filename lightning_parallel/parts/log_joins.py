@@ -1,8 +1,8 @@
 """Combines the numbers that microbatches log into the number of the batch.
 
 ``reduce_fx`` says how Lightning joins batches, and only hints at how microbatches are joined: ``reduce_fx="max"`` of a
-mean is the largest of the batches' means. What depends on no layer is told by the whole batch itself, in a look at its
-step. Each way that gives another number is ruled out, so a look is rarely needed twice::
+mean is the largest of the batches' means. What depends on no layer can be computed from the whole batch itself, in a
+dry run of its step. Each way that gives another number is ruled out, so a second dry run is rarely needed::
 
     logged, of 8 samples in 4 microbatches     the ways in which it could be joined
     len(batch)            2  2  2  2           whole batch: 8        a sum
@@ -33,7 +33,7 @@ _CHECKED = 5  # batches; the host waits for a GPU to look at numbers
 
 
 class LogJoins:
-    """Joins numbers, by what it knows of each name."""
+    """Joins the numbers of microbatches, by what earlier batches have shown about each name."""
 
     def __init__(self) -> None:
         self._ways: dict[str, Sequence[str]] = {}  # by which a name's numbers may be joined
@@ -48,14 +48,13 @@ class LogJoins:
         rule: Rule | None = None,
         whole: Callable[[], Mapping[str, Any]] | None = None,
     ) -> Any:
-        """The batch's number.
+        """The number of the batch.
 
         Args:
-            name: under which the numbers are logged.
-            values: of the microbatches, numbers or tensors of one element.
-            weights: for a mean.
-            reduce_fx: as logged.
-            rule: that a trial has found; None if it isn't known.
+            values: the microbatches' numbers, or tensors of one element.
+            weights: the microbatches' weights in a mean.
+            reduce_fx: as passed to ``self.log``.
+            rule: the way that a trial has found; None if it isn't known.
             whole: what the whole batch logs, by name, as far as it depends on no layer; None where that isn't known.
         """
         hint = hint_of(reduce_fx)
@@ -107,13 +106,13 @@ class LogJoins:
 
 
 def depends_on_layers(value: AbsentTensor) -> bool:
-    """Does a layer compute it? Otherwise only parameters and present values do."""
+    """Does the value depend on a layer's output? Otherwise it depends on parameters and present values only."""
     return any(parameter_of(origin) is None for origin in value.origins)
 
 
 def _is_doubtful(numbers: Sequence[float], hint: str) -> bool:
-    """May the whole batch have logged another number? A sum of equal ones may be that of something that isn't the
-    microbatch's, a sum of others that of means, a mean of whole ones that of counts, and a maximum that of means."""
+    """May the whole batch have logged another number? Equal summands may not depend on the microbatch, fractional ones
+    may be means, a mean of integers may be of counts, and a maximum may be of means."""
     equal, whole = len({*numbers}) == 1, all(number.is_integer() for number in numbers)
     if hint == "sum":
         return (equal and numbers[0] != 0) or not whole
@@ -122,7 +121,7 @@ def _is_doubtful(numbers: Sequence[float], hint: str) -> bool:
 
 
 def hint_of(reduce_fx: Any) -> str:
-    """The way that is most like this ``reduce_fx``."""
+    """The way of joining that is most like this ``reduce_fx``."""
     reduce_fx = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
     return next((way for way, names in _HINTS.items() if reduce_fx in names), "mean")
 

@@ -1,4 +1,4 @@
-"""``self.log`` inside microbatches: for each name one value, the one that the undivided batch would have logged."""
+"""``self.log`` inside microbatches: logs for each name the one value that the undivided batch would have logged."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from lightning_parallel.pipeline.normaliser import BatchLoss, Rule, mean
 
 @dataclass(slots=True)
 class _Entry:
-    """What was logged under one name, a list item for each microbatch.
+    """The calls of ``self.log`` with one name. Lists have an item for each microbatch.
 
     Attributes:
-        options: of the first call.
-        values: as logged.
-        step_values: of metric objects, what their last forward returned.
-        weights: the sizes of the microbatches.
-        given: ``batch_size=`` as the user passed it.
+        options: the arguments of the first call.
+        values: as they were logged.
+        step_values: what the last forward of a metric object returned.
+        given: the user's ``batch_size=``.
     """
 
     options: dict[str, Any]
@@ -55,7 +54,7 @@ class LogRecorder:
     of all samples, and their value of this step is the weighted mean of the microbatches'.
 
     Attributes:
-        weight: the size of the microbatch that runs.
+        weight: the size of the microbatch that is running.
     """
 
     def __init__(self, joins: LogJoins | None = None) -> None:
@@ -66,13 +65,8 @@ class LogRecorder:
         self._entries: dict[str, _Entry] = {}
 
     def tell(self, joins: LogJoins, whole: Callable[[], Mapping[str, Any]], known: Container[str]) -> None:
-        """Tell what is known of the batch.
-
-        Args:
-            joins: of earlier batches.
-            whole: gives what the whole batch logs, by name.
-            known: the names of which that tells the value.
-        """
+        """Pass on what is known of the batch: the joins of earlier batches, and ``whole``, which gives what the whole
+        batch logs, for the names in ``known``."""
         self._joins, self._whole, self._known = joins, whole, known
 
     def log(
@@ -92,7 +86,7 @@ class LogRecorder:
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Keep one value of the current microbatch; parameters as for ``LightningModule.log``."""
+        """Record one value of the current microbatch. It takes the parameters of ``LightningModule.log``."""
         entry = self._entries.get(name)
         if entry is None:
             entry = self._entries[name] = _Entry(
@@ -117,7 +111,7 @@ class LogRecorder:
         entry.given.append(batch_size)
 
     def extend(self, other: LogRecorder) -> None:
-        """Take what another recorder has kept, as if it had been logged here after what is here."""
+        """Append what another recorder has recorded, as if it had been logged here."""
         for name, entry in other._entries.items():
             own = self._entries.setdefault(name, _Entry(entry.options))
             own.values += entry.values
@@ -128,12 +122,12 @@ class LogRecorder:
     def replay(
         self, log: Callable[..., None], loss: BatchLoss | None = None, rules: Mapping[str, Rule | None] | None = None
     ) -> None:
-        """Log each name once, in the order of the first calls, and forget everything.
+        """Log each name once, by the real ``LightningModule.log``, in the order of the first calls, and forget
+        everything.
 
         Args:
-            log: the real ``LightningModule.log``.
-            loss: of the batch. What equals the losses of microbatches is weighted as they are.
-            rules: by which values follow from those of microbatches, by name, as far as they are known.
+            loss: the batch's loss. Values that equal the losses of microbatches are weighted as they are.
+            rules: by name, the ways in which values follow from those of microbatches, as far as they are known.
         """
         entries, self._entries = self._entries, {}
         for name, entry in entries.items():
@@ -167,7 +161,7 @@ class LogRecorder:
 
 @contextmanager
 def logging_through(module: pl.LightningModule, log: Callable[..., None]) -> Iterator[None]:
-    """Inside, ``self.log`` is ``log``. It is an instance attribute, since no argument could carry it."""
+    """Inside, ``self.log`` is ``log``. It is set as an instance attribute, since it can't be passed as an argument."""
     before = vars(module).get("log")
     module.log = log  # type: ignore[method-assign]
     try:
@@ -184,7 +178,7 @@ def trial(
     trainer: pl.Trainer, module: pl.LightningModule, log: Callable[..., None] = lambda *args, **kwargs: None
 ) -> Iterator[None]:
     """Inside, a step doesn't count: what it logs goes to ``log``, it meets no other rank, and it doesn't end the
-    training. The step itself will do all this again."""
+    training. The step will do all this when it really runs."""
     stop = trainer.should_stop
     collectives: Collectives = trainer.strategy.collectives  # type: ignore[attr-defined]  # of all that take looks
     try:
@@ -196,7 +190,7 @@ def trial(
 
 @contextmanager
 def logging_trial(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[list[tuple[Any, ...]]]:
-    """:func:`trial`, which keeps what the step logs, with the arguments of the calls, in the list that it gives."""
+    """A :func:`trial` that gives a list, and appends to it each call of ``self.log``."""
     logged: list[tuple[Any, ...]] = []
 
     def keep(*args: Any, **kwargs: Any) -> None:
@@ -207,7 +201,7 @@ def logging_trial(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[l
 
 
 def logged_values(logged: Iterable[tuple[Any, ...]]) -> dict[str, Any]:
-    """By name, the values in what :func:`logging_trial` has kept."""
+    """The values in the list of :func:`logging_trial`, by name."""
     return dict(_name_and_value(*args, **kwargs) for args, kwargs in logged)
 
 

@@ -1,7 +1,7 @@
 """Modules that run backwards and optimizers themselves: ``automatic_optimization=False``.
 
-A user may step after any ``self.manual_backward``, so each one completes the gradients that it adds. A backward that is
-run in another way adds what nobody completes.
+A user may step after any ``self.manual_backward``, so each one completes the gradients that it adds. Gradients of a
+backward that is run in another way would never be completed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SEVERAL_OPTIMIZERS = (
 
 
 def refuse_manual_optimization(module: pl.LightningModule) -> None:
-    """For strategies that run backward and step by a schedule.
+    """Refuse manual optimization, for strategies that run backward and step by a schedule.
 
     Raises:
         ValueError: the module runs them itself.
@@ -34,11 +34,8 @@ def refuse_manual_optimization(module: pl.LightningModule) -> None:
 
 
 def networks(module: nn.Module) -> dict[str, nn.Module]:
-    """The modules with parameters that a module calls, by name: its children, and in a container the children of that.
-
-    Args:
-        module: whose own ``forward`` doesn't count.
-    """
+    """The modules with parameters that a module calls, by name: its children, and in place of a container its children.
+    The module's own ``forward`` doesn't count."""
     found: dict[str, nn.Module] = {}
     for name, child in module.named_children():
         if next(child.parameters(), None) is None:
@@ -58,11 +55,7 @@ class BackwardGuard:
         self._inside = False
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
-        """Training with manual optimization begins.
-
-        Args:
-            parameters: whose gradients have to be completed.
-        """
+        """Begin training with manual optimization, in which the gradients of these parameters have to be completed."""
         self.end()
         self._hooks = [p.register_post_accumulate_grad_hook(self._grown) for p in parameters if p.requires_grad]
 
@@ -83,7 +76,7 @@ class BackwardGuard:
             )
 
     def end(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

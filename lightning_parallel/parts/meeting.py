@@ -1,4 +1,4 @@
-"""How ranks that wait for each other anyway ask all others, between two batches: on the host, whatever they compute on.
+"""Asks all ranks for a number between two batches, on the host, for ranks that wait for each other anyway.
 
 gloo's all-reduce takes 2 (n - 1) steps around a ring of n ranks. More than 64 ranks ask along the rows, and then along
 the columns, of a rectangle that is as close to a square as their number allows. 1,024 ranks need 124 steps, in place of
@@ -26,12 +26,9 @@ _IN_ONE_RING = 64  # ranks; an estimate of where shorter rings save more than a 
 
 
 class Meeting:
-    """Asks all ranks for the highest number that one of them has. All ranks make it.
-
-    Args:
-        ranks: how many there are. One is alone, even in a process group that somebody else has made.
-        timeout: how long a rank waits for the others; None for torch's default.
-    """
+    """Finds the highest number that one of the ranks has. All ranks make it. A rank that is the only one is alone even
+    in a process group that somebody else has made. A rank waits for the others for ``timeout``; None for torch's
+    default."""
 
     def __init__(self, ranks: int, timeout: timedelta | None) -> None:
         self._groups: Sequence[dist.ProcessGroup | None] = []
@@ -45,7 +42,7 @@ class Meeting:
             self._groups = [group_of_members(line, timeout, "gloo", "meeting") for line in lines]
 
     def highest(self, mine: int) -> int:
-        """The highest number that a rank has. All ranks call it.
+        """The highest number that any rank passes. All ranks call it.
 
         Raises:
             PeerLostError: a rank has stopped.
@@ -57,8 +54,8 @@ class Meeting:
 
 
 def row_and_column(rank: int, ranks: int, longest_row: int) -> list[list[int]]:
-    """The ranks in a rank's row and in its column, of the rectangle with the longest rows up to ``longest_row``. Lines
-    of one rank are left out."""
+    """The ranks in a rank's row and in its column of the rectangle with the longest rows up to ``longest_row``. Rows
+    and columns of one rank are left out."""
     length = next(length for length in range(longest_row, 0, -1) if ranks % length == 0)
     row, column = divmod(rank, length)
     lines = [list(range(row * length, (row + 1) * length)), list(range(column, ranks, length))]

@@ -1,4 +1,4 @@
-"""The same metrics on every stage.
+"""Gives every stage the same metrics.
 
 Only the last stage reaches the end of the user's step, so only it has a loss and something to log. Callbacks run on
 every rank and read metrics there. A callback that decides differently on one rank (a checkpoint's monitor, early
@@ -33,10 +33,9 @@ class MetricBoard:
     """Publishes the last stage's metrics to the other stages of a pipeline. Its methods are collectives.
 
     Args:
-        trainer: whose metrics they are.
         group: the ranks of this pipeline.
-        source: the global rank of the last stage among them.
-        device: where tensors of a broadcast over ``group`` have to be.
+        source: the last stage's global rank.
+        device: the device that the backend wants for tensors of a broadcast over ``group``.
     """
 
     def __init__(
@@ -51,11 +50,11 @@ class MetricBoard:
         self._is_source = dist.get_rank() == source
 
     def publish(self) -> None:
-        """At a point where all stages meet: all metrics that the trainer has."""
+        """Publish all metrics that the trainer has, at a point where all stages meet."""
         self._publish([])
 
     def publish_evaluation(self) -> None:
-        """The same at the end of an evaluation, with what ``trainer.validate()`` is going to return."""
+        """Publish them at the end of an evaluation, with what ``trainer.validate()`` is going to return."""
         outputs = evaluation_outputs(self._trainer)
         if self._is_source:
             rest = metrics_of_no_loader(self._trainer)
@@ -76,7 +75,7 @@ class MetricBoard:
 
 
 def _detached(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Ready to be pickled: a view would take the whole of its tensor along."""
+    """A copy that can be pickled by itself: a view would take the whole of its tensor along."""
     return {n: v.detach().cpu().clone() if isinstance(v, Tensor) else v for n, v in metrics.items()}
 
 

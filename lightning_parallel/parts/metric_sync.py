@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics gather over the data axis while a Trainer runs.
+"""Makes torchmetrics gather over the data axis while a Trainer runs.
 
 By default they gather over all ranks. But tensor ranks count the same samples again, and all stages except the last
 count none. Their ``process_group`` would do, but a module that refers to a group can be neither copied nor pickled.
@@ -18,32 +18,28 @@ _Gather = Callable[..., list[Tensor]]
 
 
 class MetricSync:
-    """Has metrics gather over some ranks, until the run ends."""
+    """Makes metrics gather over some ranks until the run ends."""
 
     def __init__(self) -> None:
         self._metrics: list[Metric] = []
 
     def begin(self, module: nn.Module, group: dist.ProcessGroup) -> None:
-        """A Trainer begins.
-
-        Args:
-            module: whose metrics they are. Those with a group of the user's keep it.
-            group: the ranks that see different batches.
-        """
+        """Make a module's metrics gather over the ranks that see different batches, when a Trainer begins. Metrics that
+        the user gave a group keep it."""
         self.end()
         self._metrics = [m for m in module.modules() if isinstance(m, Metric) and m.process_group is None]
         for metric in self._metrics:
             metric.dist_sync_fn = _Within(group, _before(metric.dist_sync_fn))
 
     def end(self) -> None:
-        """A Trainer has ended, or failed."""
+        """Undo it when the Trainer has ended or failed."""
         for metric in self._metrics:
             metric.dist_sync_fn = _before(metric.dist_sync_fn)
         self._metrics = []
 
 
 class _Within:
-    """Gathers within a group. A copied metric gathers there too; a pickled one has what it had before."""
+    """Gathers within a group. A copied metric gathers there too; a pickled one gets back what it had before."""
 
     __slots__ = ("before", "group")
 
@@ -61,6 +57,6 @@ class _Within:
 
 
 def _before(gather: Any) -> _Gather | None:
-    """What a metric gathered with before a Trainer."""
+    """What a metric gathered with before the Trainer."""
     found: _Gather | None = gather.before if isinstance(gather, _Within) else gather
     return found

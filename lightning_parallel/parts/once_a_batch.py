@@ -1,4 +1,4 @@
-"""Parameters that the step itself updates, such as a mean teacher's: once a batch, not once a microbatch.
+"""Has parameters that the step itself updates, such as a mean teacher's, updated once a batch, not once a microbatch.
 
 The step runs for each microbatch, and on a stage with several chunks for each of them. Before each run but the first,
 these parameters get their old values back::
@@ -21,14 +21,8 @@ from lightning_parallel.torch_private import version_of
 
 
 class OnceABatch:
-    """Puts parameters back.
-
-    Args:
-        module: whose parameters they are.
-
-    Attributes:
-        names: of the parameters and buffers that change in the batch that runs.
-    """
+    """Puts back the parameters of ``module`` before each further run of the step in a batch. ``names`` are the
+    parameters and buffers that change in the batch that is running."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -43,8 +37,8 @@ class OnceABatch:
         self._put_back: set[int] = set()  # ids of those that a run writes to, and leaves as it found them
 
     def follow(self, names: Collection[str], runs: int) -> None:
-        """A batch is about to take so many runs of the step, in which these parameters and buffers change. Those of
-        other stages don't matter."""
+        """Prepare a batch that takes this many runs of the step, in which these parameters and buffers change. Those of
+        other stages are ignored."""
         self.names, self._runs, self._begun = sorted(names), runs, 0
         self._after = {}
         tensors = dict(self._module.named_parameters()) | dict(self._module.named_buffers()) if names else {}
@@ -52,11 +46,12 @@ class OnceABatch:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Around a run of the step. One that is left before it changes a tensor (that of an earlier chunk) leaves it as
-        the others do: their backwards may read it.
+        """A context for one run of the step. A run that is left before it changes a tensor (for an earlier chunk)
+        leaves it as the other runs do, since their backwards may read it.
 
         Raises:
-            RuntimeError: the second run has changed a frozen parameter again, which the look at the step hasn't seen.
+            RuntimeError: the second run has changed a frozen parameter again, which the dry run of the step didn't
+                find.
         """
         self._before_run()
         try:
@@ -93,8 +88,9 @@ class OnceABatch:
             tensor.data.copy_(before)
 
     def _check_frozen(self) -> None:
-        """In the first two runs of a batch. Versions cost nothing; what was written to is read, once in each run. PEFT
-        writes to a parameter for a call, and puts it back."""
+        """Compare the frozen parameters after the first two runs of a batch. Versions cost nothing to read; only
+        parameters that were written to are read, once in each run. PEFT writes to a parameter for a call, and puts it
+        back."""
         if self._runs == 1 or self._begun > 2:
             return
         for parameter, state in self._frozen:
@@ -123,7 +119,7 @@ def _state_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    """A sum over the bits of a tensor, which nearly every change changes."""
+    """A sum over the bits of a tensor, which nearly every change alters."""
     wide = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     raw = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return raw.detach().view(wide[raw.element_size()]).sum(dtype=torch.int64)

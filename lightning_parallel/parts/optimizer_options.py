@@ -24,23 +24,15 @@ Options = list[dict[str, Any]]  # a dictionary for each parameter group
 
 
 class OptimizerOptions:
-    """The options of an optimizer, then and now.
-
-    Args:
-        optimizer: whose they are.
-        written: the keys that the optimizer is known to write to. It is added to.
-    """
+    """The options of an optimizer, at different moments. ``written`` are the keys that the optimizer is known to write
+    to; it is added to."""
 
     def __init__(self, optimizer: Optimizer, written: set[str]) -> None:
         self.optimizer = optimizer
         self._written = written
 
     def now(self, factor: float = 1.0) -> Options:
-        """A copy of the options.
-
-        Args:
-            factor: of the learning rate.
-        """
+        """A copy of the present options, the learning rate multiplied by ``factor``."""
         groups = [
             {key: _copied(value) for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
@@ -49,7 +41,8 @@ class OptimizerOptions:
 
     @contextmanager
     def restored(self, options: Options) -> Iterator[None]:
-        """Inside, the optimizer has these options. Afterwards it has those of now, except what it wrote itself."""
+        """Inside, the optimizer has these options. Afterwards it has its present ones again, except what it wrote
+        itself."""
         groups = self.optimizer.param_groups
         given = [{k: v for k, v in values.items() if k not in self._written} for values in options]
         # The objects themselves: a scheduler changes a rate that is a tensor in place.

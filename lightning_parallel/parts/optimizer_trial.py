@@ -1,8 +1,8 @@
 """Refuses optimizers that would give other numbers on parts of the parameters.
 
-An elementwise optimizer (SGD, AdamW, ...) does. Others treat a matrix as a whole (Muon, LAMB, Adafactor), or take
-numbers over several parameters (Prodigy, a norm of all gradients): on parts they are other optimizers, without an
-error. No list of names can be complete. So before training, copies of the user's optimizer make some steps on small
+Elementwise optimizers (SGD, AdamW, ...) give the same. Others treat a matrix as a whole (Muon, LAMB, Adafactor), or
+compute numbers over several parameters (Prodigy, a norm of all gradients): on parts they are other optimizers, without
+an error. No list of names can be complete. So before training, copies of the user's optimizer make some steps on small
 parameters, once whole, and once divided as the ranks have them::
 
     whole             one copy           steps   [a, b]
@@ -11,8 +11,8 @@ parameters, once whole, and once divided as the ranks have them::
     fully sharded     one copy           steps   [a, b] as DTensors, which may compute with the whole
 
 The values, the gradients and the sizes are made up. The number of dimensions, the groups and all options but the
-learning rate are the user's. The rate is 1: a scheduler may begin with 0, and with a small one, what Prodigy estimates
-changes late.
+learning rate are the user's. The rate is 1: a scheduler may begin with 0, and a small rate changes Prodigy's estimates
+too late to be seen.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class _Trial:
 
     Attributes:
         group: the index of its parameter group.
-        name: of a parameter of the user's that it stands for.
-        like: that parameter.
-        dim: along which tensor ranks divide it; None: not at all.
-        value: before the first step.
-        slope, pull: of its gradient, ``slope * value + pull``, which changes from step to step.
+        name: the name of a parameter of the user's that it stands for.
+        like: the parameter of that name.
+        dim: the dimension along which tensor ranks divide it; None: not divided.
+        value: its value before the first step.
+        slope, pull: they give the gradient ``slope * value + pull``, which changes from step to step.
     """
 
     group: int
@@ -66,13 +66,8 @@ Pieces = list[tuple[_Trial, Piece]]
 
 
 def refuse_parts(optimizer: Optimizer, local: LocalModel, layout: Layout, strategy: str) -> None:
-    """Refuse an optimizer that isn't the same on parts as on whole parameters. All ranks call it.
-
-    Args:
-        optimizer: as ``configure_optimizers`` has made it, with this rank's parameters.
-        local: what this rank holds.
-        layout: the axes.
-        strategy: the class's name, for the message.
+    """Refuse an optimizer that isn't the same on parts as on whole parameters. All ranks call it. ``strategy`` is the
+    class's name, for the message.
 
     Raises:
         ValueError: it names the optimizer, a parameter, the axis, and what would work.
@@ -111,7 +106,8 @@ def _warn(kind: str, strategy: str, reason: str) -> None:
 
 
 def _divisions(trials: list[_Trial], layout: Layout) -> dict[str, list[Pieces]]:
-    """How the ranks divide the trial's parameters, by what is said of it: for each copy, what it sees."""
+    """The ways in which the ranks divide the trial's parameters, under the words for them in messages: for each copy,
+    the pieces it sees."""
     divisions: dict[str, list[Pieces]] = {}
     cut = [trial for trial in trials if trial.dim is not None]
     if cut:
@@ -130,7 +126,7 @@ def _divisions(trials: list[_Trial], layout: Layout) -> dict[str, list[Pieces]]:
 def _difference(
     optimizer: Optimizer, trials: list[_Trial], whole: list[Tensor], divided: list[Pieces]
 ) -> str | None:
-    """What is wrong with the optimizer if the parameters are divided like this; None: nothing."""
+    """What is wrong with the optimizer if the parameters are divided like this; None if nothing is."""
     results: dict[int, list[Tensor]] = defaultdict(list)
     for pieces in divided:
         try:
@@ -155,7 +151,7 @@ def _difference(
 
 
 def _trials(optimizer: Optimizer, local: LocalModel) -> Iterator[_Trial]:
-    """Two for each kind of parameter in each group, so that none is alone."""
+    """Two made-up parameters for each kind in each group, so that none is alone."""
     generator = torch.Generator().manual_seed(0)
     for index, group in enumerate(optimizer.param_groups):
         kinds: dict[Any, tuple[str, Tensor]] = {}
@@ -173,7 +169,7 @@ def _trials(optimizer: Optimizer, local: LocalModel) -> Iterator[_Trial]:
 
 
 def _uneven(parameter: Tensor) -> int:
-    """By how many rows it is too large for equal parts."""
+    """The number of rows by which the size is too large for equal parts."""
     return parameter.shape[0] % parameter.device_mesh.size() if isinstance(parameter, DTensor) else 0
 
 
@@ -189,7 +185,7 @@ def _shape(parameter: Tensor, dim: int | None) -> list[int]:
 
 
 def _made_up(shape: list[int], device: torch.device, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Value, slope and pull. They grow along each dimension, so that no part is like another."""
+    """A value, a slope and a pull. They grow along each dimension, so that no part is like another."""
     drawn = torch.randn(3, *shape, generator=generator, dtype=torch.float64, device=generator.device)
     value, slope, pull = drawn.to(device)  # equal on all ranks
     growing = torch.ones_like(value)
@@ -217,7 +213,7 @@ def _sharded_as(like: Tensor) -> Piece:
 
 
 def _stepped(optimizer: Optimizer, pieces: Pieces) -> list[Tensor]:
-    """What a copy of the optimizer makes of pieces of parameters: each piece whole again where it was a DTensor."""
+    """The pieces of parameters after steps of a copy of the optimizer. A piece that was a DTensor is whole again."""
     given = [[piece(x) for x in (trial.value, trial.slope, trial.pull)] for trial, piece in pieces]
     parameters = [nn.Parameter(value) for value, _, _ in given]
     twin = _twin(optimizer, [(trial, each) for (trial, _), each in zip(pieces, parameters, strict=True)])
@@ -240,8 +236,7 @@ def _twin(optimizer: Optimizer, parameters: Sequence[tuple[_Trial, nn.Parameter]
     """A copy of the optimizer with other parameters, and without hooks.
 
     Its class may take other arguments than its groups have, and it may hold another optimizer with the same groups. So
-    it isn't made anew: what it holds is copied, and wherever a parameter of the user's is met, a small one takes its
-    place.
+    it isn't made anew: what it holds is copied, and each of the user's parameters in it is replaced by a small one.
     """
     cls = type(optimizer)
     twin = cls.__new__(cls)

@@ -56,7 +56,7 @@ class ProcessOptions:
 
     @property
     def wait(self) -> timedelta:
-        """The timeout."""
+        """The timeout as a ``timedelta``."""
         return self.timeout if isinstance(self.timeout, timedelta) else timedelta(seconds=self.timeout)
 
 

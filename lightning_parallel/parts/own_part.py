@@ -22,7 +22,7 @@ def configure_part(module: nn.Module) -> None:
                 self.float()  # weights that have been mapped from files in bfloat16
 
     Args:
-        module: divided.
+        module: the module whose layers have been divided.
     """
     hook = getattr(module, "configure_part", None)
     if callable(hook):

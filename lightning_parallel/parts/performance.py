@@ -1,5 +1,5 @@
-"""What a run's figures are made of: what is in a batch, the memory of a process, the operations of a step, a device's
-peak, and what the ranks tell each other of theirs."""
+"""The inputs of a run's figures: the content of a batch, a process's memory, a step's operations, a device's peak, and
+a board for the ranks' figures."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 @dataclass(frozen=True)
 class StageFigures:
-    """What a pipeline knows of its run.
+    """A pipeline's own figures.
 
     Attributes:
         forward_flops: the floating-point operations of the forwards of a replica's batch, by torch's formulas.
-        bubble: computes the fraction of the stages' time that the schedule leaves idle, by theory.
-        timeline: of this rank.
-        staleness: by how many updates gradients were late so far, in the mean of this rank's; None where none is late.
+        bubble: computes the fraction of the stages' time that the schedule leaves idle, in theory.
+        staleness: by how many updates this rank's gradients were late so far, on average; None where none is late.
     """
 
     forward_flops: float
@@ -44,7 +43,8 @@ class StageFigures:
 
 
 def content(batch: Any) -> tuple[str, int]:
-    """What is in a batch, and how much: tokens, if it has an integer tensor [batch, time], otherwise samples."""
+    """The unit and amount of a batch's content: tokens if it has an integer tensor ``[batch, time]``, otherwise
+    samples."""
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.dtype in _INTEGERS:
             return "tokens", leaf.numel()
@@ -55,7 +55,7 @@ def content(batch: Any) -> tuple[str, int]:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Bytes: on a GPU the most that this process had in tensors so far, otherwise what it has resident now."""
+    """Bytes: on a GPU the most that this process had in tensors so far, otherwise its resident memory now."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with contextlib.suppress(OSError):  # Linux has this file
@@ -67,8 +67,8 @@ def memory_in_use(device: torch.device) -> int:
 
 
 def peak_of(trainer: pl.Trainer) -> float:
-    """The FLOP/s that this rank has at most: of GPUs that Lightning knows by their data sheets, of others as measured
-    with products of matrices. Ranks that share a GPU, or the cores of a CPU, share its peak."""
+    """The highest FLOP/s that this rank can reach: for GPUs that Lightning knows by their data sheets, for others as
+    measured with products of matrices. Ranks that share a GPU, or the cores of a CPU, share its peak."""
     device = trainer.strategy.root_device
     with trainer.precision_plugin.forward_context():
         autocast = torch.is_autocast_enabled(device.type)
@@ -80,8 +80,8 @@ def peak_of(trainer: pl.Trainer) -> float:
 
 
 class Noticeboard:
-    """Where each rank leaves its figures, and rank 0 reads those of all. It is the store where the processes have met,
-    so nobody waits for another one, and ranks may be at different batches: what is read may be a log interval old.
+    """A board where each rank leaves its figures, and rank 0 reads those of all. It is the store where the processes
+    have met, so nobody waits for another one. Ranks may be at different batches: the figures may be a log interval old.
 
     All ranks make it, and leave their first figures before one reads.
     """
@@ -93,11 +93,11 @@ class Noticeboard:
         self._store = PrefixStore(f"lightning_parallel/figures/{run}", store)
 
     def leave(self, figures: Mapping[str, float]) -> None:
-        """Leave this rank's, in the place of earlier ones."""
+        """Leave this rank's figures, in the place of earlier ones."""
         guarded(self._store.set, str(self._rank), json.dumps(figures))
 
     def read(self) -> list[dict[str, float]]:
-        """Those of all ranks, in their order; none as long as one hasn't left any."""
+        """The figures of all ranks, in their order; empty as long as a rank hasn't left any."""
         keys = [str(rank) for rank in range(self._ranks)]
         if not guarded(self._store.check, keys):
             return []

@@ -1,4 +1,4 @@
-"""What a person watches while a model trains: its speed, how much of the hardware it uses, and the memory of each rank.
+"""Reports while a model trains: its speed, how much of the hardware it uses, and the memory of each rank.
 
 Each rank counts by itself, on the host. At every ``log_every_n_steps`` it leaves its figures where rank 0 finds them,
 and rank 0 logs them. No rank waits for another one, or for a GPU::
@@ -44,12 +44,12 @@ class PerformanceMonitor(Callback):
                             the stage where they are latest.
     ======================  ===========================================================================================
 
-    The first batch counts in none of them, since much is made in it. For ``mfu``, pipelines count in their look at the
-    step before training. Other strategies read the operations off the graph of the first batch. Layers before the first
-    trained one aren't in that graph, so they don't count. There is no ``mfu`` where the graph doesn't show everything:
-    if a part of the model is compiled or is an ``autograd.Function`` of its own, and for replicas in threads. A module
-    may give the number itself: ``flops_per_batch``, a number or a function, of a replica's batch with the backward, as
-    for Lightning's ``ThroughputMonitor``.
+    The first batch counts in none of them, since much is made in it. For ``mfu``, pipelines count in their dry run of
+    the step before training. Other strategies read the operations off the graph of the first batch. Layers before the
+    first trained one aren't in that graph, so they don't count. There is no ``mfu`` where the graph doesn't show
+    everything: if a part of the model is compiled or is an ``autograd.Function`` of its own, and for replicas in
+    threads. A module may give the number itself: ``flops_per_batch``, a number or a function, of a replica's batch with
+    the backward, as for Lightning's ``ThroughputMonitor``.
 
     Args:
         peak_flops: the FLOP/s of one device in the run's precision; None: by the data sheet of a GPU that Lightning
@@ -105,7 +105,7 @@ class PerformanceMonitor(Callback):
             self._tell(trainer, step)
 
     def _flops_of_one(self, trainer: pl.Trainer, module: nn.Module, count: int) -> float | None:
-        """The operations for one token or sample, from the first batch, which has so many of them."""
+        """The operations for one token or sample, given their number in the first batch."""
         if count == 0:  # an image without objects
             return None
         given = getattr(module, "flops_per_batch", None)
@@ -190,7 +190,7 @@ def _stage_figures(trainer: pl.Trainer) -> StageFigures | None:
 
 
 def _replicas(trainer: pl.Trainer) -> int:
-    """The number of replicas that get batches of their own."""
+    """The number of replicas that get different batches."""
     return (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
 
 
@@ -199,7 +199,7 @@ def _ranks_of_a_replica(trainer: pl.Trainer) -> int:
 
 
 def _texts(figures: dict[str, float], unit: str) -> dict[str, str]:
-    """What the progress bar shows."""
+    """The texts for the progress bar."""
     texts = {f"{unit}/s": f"{figures[f'{unit}_per_second']:,.0f}"}
     texts |= {"mfu": f"{figures['mfu']:.1%}"} if "mfu" in figures else {}
     highest = max(value for name, value in figures.items() if name.startswith("memory_gib/"))

@@ -1,4 +1,4 @@
-"""``trainer.predict`` with what one process would return, on every rank.
+"""Makes ``trainer.predict`` return on every rank what one process would.
 
 Predictions are made on the last stage, by each replica for its share of the samples. Lightning deals the samples out in
 turn, so the k-th batches of all replicas hold the samples of as many batches of one process::
@@ -26,17 +26,16 @@ from lightning_parallel.lightning_private import samples_predicted
 
 
 class _NotBySampleError(ValueError):
-    """A prediction that can't be taken apart by samples."""
+    """A prediction can't be taken apart by samples."""
 
 
 @dataclass(frozen=True)
 class _Share:
-    """What one replica has predicted for the samples of one loader.
+    """One replica's predictions for the samples of one loader.
 
     Attributes:
-        predictions: one for each batch.
         samples: the number of samples of each batch.
-        batch_size: of the loader; None if the replicas haven't divided the samples among them.
+        batch_size: the loader's; None if the replicas haven't divided the samples among them.
     """
 
     predictions: list[Any]
@@ -45,14 +44,7 @@ class _Share:
 
 
 def share_predictions(trainer: pl.Trainer, layout: Layout, groups: Groups, device: torch.device) -> None:
-    """Replace what is in the lists that ``trainer.predict`` is about to return. All ranks call it.
-
-    Args:
-        trainer: whose prediction loop has come to its end.
-        layout: which rank this is.
-        groups: of the layout.
-        device: of this rank.
-    """
+    """Replace the lists that ``trainer.predict`` is about to return. All ranks call it."""
     loop = trainer.predict_loop
     if not loop.return_predictions:
         return
@@ -70,7 +62,7 @@ def share_predictions(trainer: pl.Trainer, layout: Layout, groups: Groups, devic
 
 
 def _of_one_process(replicas: Sequence[_Share]) -> list[Any]:
-    """The predictions for one loader."""
+    """The predictions for one loader, as one process would return them."""
     if len(replicas) == 1:
         return replicas[0].predictions
     longest = max(len(share.predictions) for share in replicas)
@@ -92,18 +84,17 @@ def _of_one_process(replicas: Sequence[_Share]) -> list[Any]:
 
 
 def _regrouped(parts: Sequence[Any], counts: Sequence[int], size: int) -> list[Any]:
-    """Batches of ``size`` samples, of what the replicas have predicted for ``counts`` samples each."""
+    """Predictions in batches of ``size`` samples, made of the replicas' predictions for ``counts`` samples each."""
     order = sorted((row, part) for part, count in enumerate(counts) for row in range(count))
     return [_rows(parts, counts, order[start : start + size]) for start in range(0, len(order), size)]
 
 
 def _rows(parts: Sequence[Any], counts: Sequence[int], places: Sequence[tuple[int, int]]) -> Any:
-    """A prediction with certain rows of others, which are of one structure.
+    """A prediction made of certain rows of others, which all have the same structure.
 
     Args:
-        parts: predictions.
-        counts: the number of samples of each.
-        places: row and part of each sample that is wanted.
+        counts: the number of samples of each part.
+        places: for each sample that is wanted, its row and its part.
 
     Raises:
         _NotBySampleError: something in the predictions hasn't one row, or one item, for each sample, or it can't be
@@ -129,7 +120,8 @@ def _rows(parts: Sequence[Any], counts: Sequence[int], places: Sequence[tuple[in
 
 
 def _items(parts: Sequence[Any], counts: Sequence[int], places: Sequence[tuple[int, int]]) -> Any | None:
-    """Of lists with an item for each sample (a text, the boxes of an image), or tuples of texts; None for others."""
+    """The items of a list with one for each sample (a text, the boxes of an image), or of a tuple of texts; None for
+    others."""
     pairs = list(zip(parts, counts, strict=True))
     texts = all(isinstance(part, tuple) and all(isinstance(item, str) for item in part) for part in parts)
     if not (texts or all(isinstance(part, list) for part in parts)) or any(len(part) != n for part, n in pairs):

@@ -1,14 +1,14 @@
-"""A scheduler is about to stop the run: the ranks agree, save, and leave, so that nothing is lost.
+"""Saves and ends a run on all ranks when a scheduler is about to stop it, so that nothing is lost.
 
-It sends SIGTERM or SIGUSR1 to one rank or to all, at any moment, and kills what still runs some seconds later. So the
-handler only notes the signal. Between two batches, every rank tells the others whether it has got one::
+The scheduler sends SIGTERM or SIGUSR1 to one rank or to all, at any moment, and kills what still runs some seconds
+later. So the handler only notes the signal. Between two batches, every rank tells the others whether it has got one::
 
     rank 0    batch 6   no    batch 7      SIGTERM: save, leave
     rank 1    batch 6   no    batch 7 !    SIGTERM: save, leave
                                       ^ SIGTERM
 
 In the asynchronous pipeline the first stage is some batches ahead of the last one, and must not wait for it. There the
-rank that gets the signal writes down a later batch, before which all ranks leave.
+rank that gets the signal posts the number of a later batch, before which all ranks leave.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Preemption(Callback):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A signal in the last batches, or after them. Resumed from there, the run has no batch left."""
+        """Handle a signal that came in the last batches or after them. A run resumed from there has no batch left."""
         last = self._meeting.highest(self._signal) if self._meeting is not None else 0
         if last:
             self._save(trainer, last)

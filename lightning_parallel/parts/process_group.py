@@ -33,10 +33,7 @@ def backend_for(devices: Sequence[torch.device], device: torch.device) -> str:
 
 
 def join(environment: ClusterEnvironment, layout: Layout, backend: str, timeout: timedelta) -> bool:
-    """Join the default process group, unless this process is in one.
-
-    Returns:
-        Whether it was joined now.
+    """Join the default process group, unless this process is in one already. Returns whether it has joined.
 
     Raises:
         ValueError: the backend is none that messages are known to travel over.
@@ -121,8 +118,8 @@ def leave() -> None:
 
 
 def _has_sent_all() -> bool:
-    """Wait for this rank's GPU: no gradient answers an evaluation's last message, which may only be launched. False for
-    a GPU that has failed; its error has been told before."""
+    """Wait for this rank's GPU: an evaluation's last message may only be queued, since no gradient answers it. False
+    for a GPU that has failed; its error has been reported before."""
     try:
         torch.cuda.synchronize()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Where the processes of a script meet to make a process group, each time that they make one.
+"""Gives the processes of a script a place to meet, each time that they make a process group.
 
 torch keeps the store of a process group as long as the group, under the same keys for each group. After an error, one
 process may still find the store of the old group, and in it the addresses of connections that are closed. The store of
@@ -31,9 +31,8 @@ def store_of_next_group(environment: ClusterEnvironment, timeout: timedelta, pur
     """A store that nobody has written to before. All processes call it, for each group.
 
     Args:
-        environment: where they meet, and which of them this is.
-        timeout: of the store, and how long a rank waits for the others.
-        purpose: what they meet for. Ranks that meet for something else aren't counted.
+        timeout: the store's timeout, and how long a rank waits for the others.
+        purpose: what the processes meet for. Ranks that meet for something else aren't counted.
 
     Raises:
         TimeoutError: the others have not come.
@@ -64,7 +63,7 @@ def store_of_next_group(environment: ClusterEnvironment, timeout: timedelta, pur
 
 
 class _Deadline:
-    """Pauses that get longer, until it is too late."""
+    """Pauses that get longer, until the time is over."""
 
     def __init__(self, timeout: timedelta) -> None:
         self._end = time.monotonic() + timeout.total_seconds()
@@ -78,12 +77,8 @@ class _Deadline:
 
 
 def script_store(environment: ClusterEnvironment, timeout: timedelta) -> Store:
-    """The store of all processes. It lives as long as this process; that of torchrun's agents as long as the agents.
-
-    Args:
-        environment: where the processes meet, and which of them this is.
-        timeout: of the store.
-    """
+    """The store of all processes of a script. It lives as long as this process; that of torchrun's agents as long as
+    the agents."""
     address, port = environment.main_address, environment.main_port
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)  # torch's rendezvous reads them
     return _store(address, port, environment.global_rank(), environment.world_size(), timeout)
@@ -96,6 +91,6 @@ def end() -> None:
 
 @lru_cache(maxsize=1)
 def _store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """The arguments say which store it is."""
+    """Make the store, or return the one that was made with the same arguments."""
     store, *_ = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))
     return store

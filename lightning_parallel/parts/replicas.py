@@ -28,12 +28,8 @@ from lightning_parallel.pipeline.loss_graph import Number
 
 
 class Replicas:
-    """This rank's replica, beside the others.
-
-    Args:
-        local: what this rank holds of the model.
-        group: the ranks that hold the same in their replicas.
-    """
+    """This rank's replica of the model, among the others. ``group`` are the ranks that hold the same part in their
+    replicas."""
 
     def __init__(self, local: LocalModel, group: dist.ProcessGroup) -> None:
         self._local = local
@@ -49,23 +45,23 @@ class Replicas:
         return self._averager is not None
 
     def copy_parameters(self) -> None:
-        """Take over the first replica's parameters and buffers. So a script needs no seed for its initial weights."""
+        """Copy the first replica's parameters and buffers. So a script needs no seed for its initial weights."""
         broadcast_tensors(self._local.replicated.values(), self._first, self._group)
         self.copy_buffers()
 
     def copy_buffers(self) -> None:
-        """Take over the first replica's buffers. What batches leave there (BatchNorm's statistics) differs between
-        replicas, and wherever it is used or saved, the first one's counts."""
+        """Copy the first replica's buffers. Batches leave different values there (BatchNorm's statistics); wherever
+        buffers are used or saved, the first replica's count."""
         broadcast_tensors(self._local.buffers().values(), self._first, self._group)
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def begin(self, *, watch: bool, factor: Callable[[], Number] = lambda: 1.0) -> None:
-        """Training begins.
+        """Begin training.
 
         Args:
-            watch: gradients grow on the parameters, and hooks tell of it. Otherwise :meth:`ready` is called.
-            factor: by what this replica's gradients are multiplied, once they are complete.
+            watch: put hooks on the parameters that notice their gradients. Otherwise :meth:`ready` is called.
+            factor: gives the number by which this replica's complete gradients are multiplied before they are averaged.
         """
         self._factor = factor
         if self._group.size() == 1:
@@ -83,7 +79,7 @@ class Replicas:
         self.ready(name, parameter.grad)
 
     def begin_last_backward(self) -> None:
-        """The next backward completes a batch's gradients: they are averaged while it runs."""
+        """Make the next backward the one that completes a batch's gradients: they are averaged while it runs."""
         if self._averager is not None:
             self._averager.begin()
 
@@ -98,17 +94,17 @@ class Replicas:
 
     @property
     def in_last_backward(self) -> bool:
-        """Is :meth:`ready` waited for?"""
+        """Has an update's last backward begun? :meth:`ready` has to be called in it."""
         return self._averager is not None and self._averager.begun
 
     def ready(self, name: str, gradient: Tensor) -> None:
-        """A parameter's gradient has grown. In a batch's last backward it is complete then."""
+        """Take a parameter's gradient that has grown. In a batch's last backward it is complete."""
         if self._averager is not None:
             self._averager.ready(name, gradient)
 
     def averaged(self, gradients: Mapping[str, Tensor | None]) -> Gradients:
-        """The mean of complete gradients, with the replicas' factors, over the replicas, all of which call it. Those of
-        fully sharded parameters come as means already."""
+        """The mean of complete gradients over the replicas, with their factors. All replicas call it. Gradients of
+        fully sharded parameters are means already."""
         if self._averager is not None:
             return {**gradients, **self._averager.finish(gradients)}
         for name in self._local.replicated:
@@ -117,7 +113,7 @@ class Replicas:
         return {**gradients}
 
     def end(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._averager = [], None

@@ -1,4 +1,4 @@
-"""When a run was saved: what it had done of a batch or an epoch, and what it does first when it is resumed."""
+"""Records when a run was saved: which part of a batch or an epoch was done, and what comes first when it is resumed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_parallel.lightning_private import callbacks_of, ends_update
 
 
 class SavedMoment(StrEnum):
-    """When a run was saved: what it has done of a batch or an epoch, and what it does first when it is resumed."""
+    """When a run was saved: which part of a batch or an epoch was done, and what comes first when it is resumed."""
 
     INSIDE = "inside a batch"  # trains it
     TRAINED = "at the end of a batch"  # validates, if that is due
@@ -30,12 +30,7 @@ class SavedMoment(StrEnum):
 
     @classmethod
     def of(cls, trainer: pl.Trainer, has_validated: bool) -> SavedMoment:
-        """The one at which a run is.
-
-        Args:
-            trainer: of the run.
-            has_validated: its last validation has come to its end.
-        """
+        """The moment at which a run is now. ``has_validated``: its last validation has ended."""
         epoch: Any = trainer.fit_loop.epoch_progress.current
         batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         if trainer.validating and trainer.state.fn == TrainerFn.FITTING:
@@ -48,19 +43,19 @@ class SavedMoment(StrEnum):
 
 
 def is_in_step(trainer: pl.Trainer) -> bool:
-    """The batch, which will be trained once more, may have logged already."""
+    """Is a batch under way that will be trained once more, and may have logged already?"""
     batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     return bool(batch.processed < batch.started)
 
 
 def is_to_stop(trainer: pl.Trainer) -> bool:
-    """Is the run to end for another reason than its time (``max_time``), of which a resumed one may have more?"""
+    """Is the run to end for another reason than ``max_time``? A resumed run may have more time."""
     left = [timer.time_remaining() for timer in callbacks_of(trainer) if isinstance(timer, Timer)]
     return trainer.should_stop and not any(seconds is not None and seconds <= 0 for seconds in left)
 
 
 def say_that_it_stops() -> None:
-    """A resumed run had been told to stop when it was saved."""
+    """Report that the resumed run was to stop when it was saved."""
     rank_zero_info(
         "The run was saved when something, such as EarlyStopping, had set trainer.should_stop: it ends as it would "
         "have. To train on, resume it from an earlier checkpoint."
@@ -68,7 +63,7 @@ def say_that_it_stops() -> None:
 
 
 def warn_of_gradients(trainer: pl.Trainer, moment: SavedMoment) -> None:
-    """Those that are accumulated aren't saved."""
+    """Warn that accumulated gradients aren't saved."""
     begun = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches  # batches of an update, before the last one
     lacks = begun > 0 if moment is SavedMoment.INSIDE else not ends_update(trainer)
     if lacks and moment.is_in_epoch:
@@ -80,7 +75,7 @@ def warn_of_gradients(trainer: pl.Trainer, moment: SavedMoment) -> None:
 
 
 def warn_of_repetition(trainer: pl.Trainer, moment: SavedMoment) -> None:
-    """What has begun, and is done once more, has drawn random numbers already, and may have logged."""
+    """Warn that work that has begun, and is done once more, has drawn random numbers, and may have logged, already."""
     if is_in_step(trainer):
         rank_zero_warn(
             "Saved inside a training step. A run resumed from this checkpoint does the step once more, with other "
@@ -95,14 +90,15 @@ def warn_of_repetition(trainer: pl.Trainer, moment: SavedMoment) -> None:
 
 
 def count_as_completed(progress: Mapping[str, Any]) -> None:
-    """What has been processed has been completed, and has been started, unless ``on_train_batch_start`` returned -1:
-    Lightning would take the batch after it for one that was saved inside, and count it once more for loggers."""
+    """Count processed batches as completed and as started. A batch for which ``on_train_batch_start`` returned -1 is
+    processed without being started: Lightning would take the batch after it for one that was saved inside, and count it
+    once more for loggers."""
     for counters in (progress["total"], progress["current"]):
         counters["started"] = counters["completed"] = counters["processed"]
 
 
 def count_as_not_begun(progress: dict[str, Any]) -> None:
-    """What has not been completed will be done once more."""
+    """Count the batches that have not been completed as not begun: they are done once more."""
     for counters in (progress["total"], progress["current"]):
         counters["ready"] = counters["started"] = counters["processed"] = counters["completed"]
     progress["is_last_batch"] = False

@@ -1,5 +1,5 @@
-"""Lightning's searches before a run put back the state that they began with, of which a checkpoint that was loaded is
-lost: the run would begin anew, without a word. So a run that is resumed refuses them."""
+"""Refuses Lightning's searches before a run (tuners) in a run that is resumed. After a search they restore the state
+from before it, which discards the loaded checkpoint: the run would silently start over."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _THEIR_OWN = (".lr_find_", ".scale_batch_size_")  # what Lightning calls the sta
 
 
 def is_of_search(trainer: pl.Trainer) -> bool:
-    """Is the checkpoint that the Trainer loads the state that a search began with?"""
+    """Is the checkpoint that the Trainer loads the state from before a search?"""
     return Path(trainer.ckpt_path or "").name.startswith(_THEIR_OWN)
 
 
 def refuse_searches(trainer: pl.Trainer) -> None:
-    """Refuse the callbacks that search before a run. Called when a run loads the checkpoint that it is resumed from.
+    """Refuse the callbacks that search before a run. Called when a run loads the checkpoint to resume from.
 
     Raises:
         ValueError: it names the callback.

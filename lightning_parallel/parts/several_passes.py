@@ -7,8 +7,8 @@ The batch is divided into as many microbatches as there are stages, so that each
                                           |             |
                      what the pass returned, to all stages
 
-Every rank runs the generators of all microbatches in turn. It waits for what a pass returned when the turn comes to the
-microbatch again.
+Every rank runs the generators of all microbatches in turn. It waits for what a pass returned when that microbatch's
+turn comes again.
 """
 
 from __future__ import annotations
@@ -37,19 +37,14 @@ def run_in_passes(
     batch: Any,
     *arguments: Any,
 ) -> Any:
-    """Run a step of several passes on a batch. All ranks of the pipeline call it.
+    """Run a step of several passes on a batch, on all ranks of the pipeline. What the generators return is joined, and
+    returned on every rank.
 
     Args:
-        generator: of the passes of a microbatch.
+        generator: makes the generator of a microbatch's passes.
         evaluate: runs one pass on this rank's stage. It returns what the pass returned on the last stage, None on the
             others.
-        stages: of the pipeline.
-        relay: between them.
-        batch: of the step.
-        *arguments: the step's others.
-
-    Returns:
-        What the generator returned, put together, on every rank.
+        *arguments: the step's other arguments.
     """
     lengths = sizes(batch_size(batch), min(stages, batch_size(batch)))
     parts = split(batch, len(lengths)) if len(lengths) > 1 else [batch]
@@ -70,20 +65,15 @@ def run_in_passes(
 
 
 class Relay:
-    """Sends tensors from the last stage to all, in order. The last stage doesn't wait for the others.
-
-    Args:
-        group: of the pipeline, for tensors in host memory.
-        source: the global rank of the last stage.
-        device: of this rank.
-    """
+    """Sends tensors from the last stage, which has global rank ``source``, to all, in order. The last stage doesn't
+    wait for the others. ``group`` is the pipeline's, for tensors in host memory."""
 
     def __init__(self, group: dist.ProcessGroup, source: int, device: torch.device) -> None:
         self._group, self._source, self._device = group, source, device
         self._mine: deque[tuple[Tensor, list[tuple[Any, Tensor]]]] = deque()  # on the source, with what is on its way
 
     def hand_on(self, value: Tensor | None) -> None:
-        """Send a tensor, on the last stage. The others do nothing here.
+        """Send a tensor from the last stage. On the others this does nothing.
 
         Raises:
             TypeError: it is no tensor that can be sent.
@@ -102,7 +92,7 @@ class Relay:
         self._mine.append((value.detach(), [(self._begun(each), each) for each in (head, content)]))
 
     def take(self) -> Tensor:
-        """The next tensor."""
+        """Receive the next tensor."""
         if dist.get_rank() == self._source:
             value, messages = self._mine.popleft()
             for work, _ in messages:

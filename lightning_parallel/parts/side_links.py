@@ -15,26 +15,20 @@ _FIRST_TAG = 1 << 20  # a schedule's links count their tags from 0
 
 
 class SideLinks:
-    """Links of one kind of message from and to this rank's stage.
-
-    Args:
-        layout: which stage this rank is.
-        groups: of the pipeline.
-        kind: the number of the kind of message.
-        device: where the tensors are that this rank sends. A send waits for no GPU.
-    """
+    """Links from and to this rank's stage for one kind of message, of number ``kind``. ``device`` is that of the
+    tensors that this rank sends; a send waits for no GPU."""
 
     def __init__(self, layout: Layout, groups: Groups, kind: int, device: torch.device) -> None:
         self._layout, self._device = layout, device
         self._wire = Wire(groups.host_group, _FIRST_TAG + kind)
 
     def senders(self, stages: Iterable[int]) -> list[Sender]:
-        """To each of these stages but this one."""
+        """Senders to each of these stages but this one."""
         links = [self._link(stage, self._device) for stage in stages if stage != self._layout.stage]
         return [Sender(link, None if link.through_host else PostsDirectly(link.isend)) for link in links]
 
     def receivers(self, stages: Iterable[int]) -> list[Receiver]:
-        """From each of these stages but this one, into host memory."""
+        """Receivers from each of these stages but this one, into host memory."""
         cpu = torch.device("cpu")
         return [Receiver(self._link(stage, cpu)) for stage in stages if stage != self._layout.stage]
 

@@ -1,4 +1,4 @@
-"""The module in stages: which part of it this rank holds, and what several stages hold together.
+"""The module in stages: the part of it that this rank holds, and what several stages hold together.
 
 A rank's part is taken before the module is moved to a device, and before the optimizer exists. Parameters that several
 stages hold, tied and loose ones, are made equal on them.
@@ -32,14 +32,8 @@ from lightning_parallel.shard import Shard
 
 
 class Stages:
-    """This rank's stage of a module, and what it shares with other stages.
-
-    Args:
-        options: how the module is cut.
-
-    Attributes:
-        fully_sharded: the stage's layers, if they are sharded over the replicas.
-    """
+    """This rank's stage of a module, and what it shares with other stages. ``fully_sharded`` are the stage's layers if
+    they are sharded over the replicas; None otherwise."""
 
     def __init__(self, options: StagedOptions) -> None:
         self.fully_sharded: FullyShardedLayers | None = None
@@ -51,7 +45,7 @@ class Stages:
 
     @property
     def stage(self) -> Stage:
-        """This rank's stage, from set-up on."""
+        """This rank's stage; known from set-up on."""
         assert self._stage is not None, "stages are made in Trainer.fit, validate, test and predict"
         return self._stage
 
@@ -73,9 +67,6 @@ class Stages:
         """Make this rank's stage of the module, once for a module, and hook it.
 
         Args:
-            module: the whole model.
-            layout: which stage this rank is.
-            device: of this rank.
             cut: decides who owns what.
             check: refuses a partition that the schedule can't train.
             divide: replaces layers by this rank's shards. It is called after the partition, which weighs whole layers,
@@ -112,11 +103,7 @@ class Stages:
         return f"{span} with {', '.join(outside)}" if outside else span
 
     def local_model(self, shards: Mapping[str, Shard]) -> LocalModel:
-        """What this rank holds.
-
-        Args:
-            shards: of divided layers.
-        """
+        """What this rank holds, given how the divided layers were cut."""
         stage = self.stage
         return LocalModel(stage.named_parameters(), stage.named_buffers, shards, stage.partition.aliases)
 
@@ -138,8 +125,8 @@ class Stages:
                 broadcast_tensors((local.parameters[name] for name in names), first, group)
 
     def summed_shared(self, gradients: Gradients) -> Gradients:
-        """Gradients with those of shared parameters summed over the stages that hold them. One that got a gradient on
-        no stage keeps none, as in a single process, where the optimizer skips it."""
+        """The gradients, those of shared parameters summed over the stages that hold them. A parameter that got a
+        gradient on no stage keeps none, as in a single process, where the optimizer skips it."""
         for group, host_group, names in self._shared:
             assert self._local is not None
             parameters = self._local.parameters
@@ -148,12 +135,12 @@ class Stages:
         return gradients
 
     def refuse_own_updates(self, names: Collection[str], count: int, *, late: bool) -> None:
-        """Refuse layers that change their parameters in place, where that isn't what it is in one process.
+        """Refuse layers that change their parameters (``names``) in place where the result would differ from one
+        process.
 
         Args:
-            names: of the parameters.
-            count: of the forwards of a batch.
-            late: backwards read weights of their own.
+            count: the number of forwards in a batch.
+            late: backwards read weights of their own versions.
 
         Raises:
             ValueError: it names a parameter.
@@ -180,19 +167,19 @@ class Stages:
         return self.stage.partition.owners[name][0] == self.stage.index
 
     def end(self) -> None:
-        """Take the hooks off the module. It stays cut."""
+        """Remove the hooks from the module. It stays cut."""
         if self._stage is not None:
             self._stage.remove()
 
 
 def _span(names: list[str]) -> str:
-    """A chunk's layers."""
+    """A chunk's layers, in words."""
     several = f"{names[0]} .. {names[-1]} ({len(names)} layers)" if names else "no layers"
     return names[0] if len(names) == 1 else several
 
 
 def refuse_training(module: pl.LightningModule) -> None:
-    """Refuse what no pipeline can train.
+    """Refuse modules that no pipeline can train.
 
     Raises:
         ValueError: it names the method, and the fix.
@@ -207,7 +194,7 @@ def refuse_training(module: pl.LightningModule) -> None:
 
 
 def refuse_evaluation(module: pl.LightningModule) -> None:
-    """Refuse what no pipeline can run.
+    """Refuse modules that no pipeline can evaluate.
 
     Raises:
         ValueError: it names the method, and the fix.

@@ -1,4 +1,5 @@
-"""A module's own hooks around a training step, for the look at it: a mean teacher is often updated in one."""
+"""Runs a module's own hooks around a training step in the trace of that step: a mean teacher is often updated in
+one."""
 
 from __future__ import annotations
 
@@ -19,14 +20,8 @@ _HOOKS = ("on_train_batch_start", "optimizer_step", "on_before_zero_grad", "on_t
 
 
 class StepHooks:
-    """Runs the hooks that a module has of its own once, given what the step returned. Inside, only numbers and texts of
-    the Trainer can be read; a hook that needs more is cut short.
-
-    Args:
-        trainer: about to run.
-        module: its module.
-        step: the training step, bound to a batch.
-    """
+    """Runs each of the module's own hooks once, given what the step returned. Inside, only numbers and texts of the
+    Trainer can be read; a hook that needs more is broken off. ``step`` is bound to a batch."""
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, step: partial[Any]) -> None:
         self._trainer, self._module = trainer, module
@@ -71,18 +66,18 @@ class StepHooks:
 
 
 class _Options(dict[str, float]):
-    """Those of an optimizer's group, such as its learning rate."""
+    """The options of an optimizer's group, such as its learning rate."""
 
     def __missing__(self, key: str) -> float:
         return 1.0
 
 
 class _NotYetError(RuntimeError):
-    """A hook wants more of a Trainer than to read a number."""
+    """A hook needs more of a Trainer than a number or a text."""
 
 
 class _Numbers:
-    """A Trainer's numbers and texts, such as ``global_step``."""
+    """Gives a Trainer's numbers and texts, such as ``global_step``, and nothing else."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer

@@ -1,4 +1,4 @@
-"""Layers divided over the tensor axis: what the strategies with such an axis do besides running the layers.
+"""Layers divided over the tensor axis: what strategies with such an axis do besides running the layers.
 
 The layers that the plan names are replaced by this rank's shards before optimizers are made. From then on the ranks of
 a tensor group compute one model together: they must see the same batch, and compute the same loss. In the first update,
@@ -38,9 +38,9 @@ class TensorShards:
     """This rank's shards of a module's layers.
 
     Args:
-        plan: which layers are divided, and how; None for the model's own.
+        plan: which layers are divided, and how; None for the module's own plan.
         sequence_parallel: divide activations between the layers along the sequence.
-        disk_offload: of the module, whose large tensors may lie in files.
+        disk_offload: the files in which the module's large tensors may lie.
     """
 
     def __init__(self, plan: Plan | None, sequence_parallel: bool, disk_offload: DiskOffload) -> None:
@@ -58,13 +58,7 @@ class TensorShards:
 
     def divide(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device, make_run: MakeRun) -> None:
         """Replace the layers that the plan names by this rank's shards, once for a module. All ranks of the world call
-        it.
-
-        Args:
-            module: the whole model.
-            group: the tensor group.
-            device: of this rank.
-            make_run: makes what runs the first step, by which a plan is found where none is known.
+        it. ``make_run`` makes a function that runs the first step, to find a plan by where none is known.
 
         Raises:
             ValueError: there is no plan, or it doesn't fit.
@@ -98,13 +92,8 @@ class TensorShards:
         return self._sharding.shards
 
     def begin(self, local: LocalModel, group: dist.ProcessGroup, *, automatic: bool = True) -> None:
-        """A run begins: parameters and buffers that are whole on every tensor rank are made equal.
-
-        Args:
-            local: what this rank holds of the model.
-            group: the tensor group.
-            automatic: steps don't run the optimizer themselves.
-        """
+        """Make parameters and buffers that are whole on every tensor rank equal, at the start of a run. If not
+        ``automatic``, steps run the optimizer themselves."""
         self._local, self._group = local, group
         self._unchecked = group.size() > 1
         self._losses = FirstLosses(self._divided, list(self.shards), group) if self._divided is not None else None
@@ -113,11 +102,8 @@ class TensorShards:
         broadcast_tensors((*whole, *local.buffers().values()), dist.get_global_rank(group, 0), group)
 
     def run(self, step: Callable[[], T], kind: str | None) -> T:
-        """Run a step. Afterwards the tensor ranks draw the same random numbers again, even if the step raised.
-
-        Args:
-            step: the user's step, bound to a batch.
-            kind: its name; None for a look at it, on absent tensors.
+        """Run a step of a kind (its name; None for a dry run on absent tensors). Afterwards the tensor ranks draw the
+        same random numbers again, even if the step raised.
 
         Raises:
             RuntimeError: on all ranks of the group, if they come to different losses in the first step of this kind.
@@ -134,7 +120,7 @@ class TensorShards:
                 self._region.leave()
 
     def _trained(self) -> dict[str, Tensor]:
-        """This rank's parts of parameters, without a mean teacher's, which follow the student's entry by entry."""
+        """This rank's parts of parameters, without a mean teacher's, which follow the student's element by element."""
         parameters = {} if self._local is None else self._local.parameters
         return {name: local_part(p) for name, p in parameters.items() if name in self.shards and p.requires_grad}
 
@@ -147,20 +133,20 @@ class TensorShards:
 
     @property
     def is_first_update(self) -> bool:
-        """Are gradients compared?"""
+        """Is this the first update, in which gradients are compared?"""
         return self._unchecked
 
     def end_step(self) -> None:
-        """A step has ended that ran backwards itself."""
+        """End a step that ran backwards itself."""
         self._unchecked = False
         if self._region is not None:
             self._region.close()
 
     def completed(self, gradients: Gradients, *, more_follow: bool = False) -> Gradients:
-        """An update's gradients, with those summed over the tensor group of which each rank has a part. A collective.
+        """An update's gradients, where partial ones are summed over the tensor group. A collective.
 
         Args:
-            gradients: of this rank, by name, with the same names on all ranks of the group.
+            gradients: this rank's gradients by name, with the same names on all ranks of the group.
             more_follow: other backwards of the step may follow, until :meth:`end_step` is called.
 
         Raises:
@@ -210,7 +196,7 @@ def _of_parts(name: str) -> str:
 
 
 def _fingerprint(gradient: Tensor | None) -> Tensor:
-    """Two numbers of the same size that differ where gradients do."""
+    """Two numbers of similar size that differ where gradients do: the norm, and a scaled sum."""
     if gradient is None:
         return torch.zeros(2, dtype=torch.float64)
     values = local_part(gradient).double().flatten()

@@ -1,4 +1,4 @@
-"""The timeline of a run: gathered at its end, reported beside theory, and written as a picture and a trace."""
+"""The timeline of a run: gathered at its end, compared with theory, and written as a picture and a trace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def has_pictures() -> bool:
 
 
 def warn_without_pictures() -> None:
-    """Say at the start of a run what its end will lack."""
+    """Warn at the start of a run that no picture will be written at its end."""
     if not has_pictures():
         rank_zero_warn(
             "timeline=True, but matplotlib is not installed: only the trace and the measured bubble will be written. "
@@ -43,13 +43,12 @@ def write_timeline(
     """Gather on rank 0 what the ranks of its pipeline recorded, and write it there. All ranks of all pipelines call it.
 
     Args:
-        timeline: of this rank.
-        layout: which stage this rank is.
         host_group: the ranks of this rank's pipeline, for objects.
-        directory: for the files.
-        title: of the picture.
-        theory: the bubble by theory.
-        staleness: of an asynchronous pipeline, for each number of updates that gradients were late, how many were.
+        directory: the folder for the files.
+        title: the picture's title.
+        theory: the theoretical bubble, a fraction.
+        staleness: in an asynchronous pipeline, for each number of updates that gradients were late, how many gradients
+            were.
     """
     ranks = layout.peers("pipeline")  # by stage
     if 0 not in ranks:  # a pipeline of another replica or tensor shard: none of its ranks writes anything

@@ -1,4 +1,4 @@
-"""``python -m lightning_parallel.pipeline``: draws a schedule; prints its bubble, by theory and simulated, and the
+"""``python -m lightning_parallel.pipeline``: draws a schedule, and prints its bubble, by theory and simulated, and the
 activations that each stage holds."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lightning_parallel.pipeline.simulate import asynchronous_utilisation, ideal
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m lightning_parallel.pipeline",
         description="Draw a pipeline schedule as text and print its bubble and the activations held.",

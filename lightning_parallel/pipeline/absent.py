@@ -49,10 +49,10 @@ from lightning_parallel.torch_private import (
 
 
 class AbsentValueError(RuntimeError):
-    """Code asked for the values of a tensor that another stage holds.
+    """Code needs the values of a tensor that another stage holds.
 
     Attributes:
-        origins: what that tensor was computed from.
+        origins: what the tensor was computed from, in words for an error.
     """
 
     def __init__(self, message: str, origins: frozenset[str] = frozenset()) -> None:
@@ -64,8 +64,8 @@ class TakesGradientsError(AbsentValueError):
     """Code calls torch.autograd.grad on absent tensors.
 
     Attributes:
-        origins: of the tensors that it differentiates by.
-        present: some of these have values.
+        origins: the origins of the tensors by which it differentiates.
+        present: True if some of these tensors have values.
     """
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
@@ -79,12 +79,12 @@ class TakesGradientsError(AbsentValueError):
 
 
 class AbsentMemory:
-    """What an absent tensor and its views would share: a write to one of them changes all.
+    """The memory that an absent tensor and its views would share: a write to one of them changes all.
 
     Attributes:
-        origins: what it was computed from, in words that an error can show: "the output of 'blocks.1'".
+        origins: what the tensor was computed from, in words that an error can show: "the output of 'blocks.1'".
         copy_of: the memory of the input of which this is a copy, while a module runs on copies (``absent_forward.py``).
-        listeners: called after each write.
+        listeners: functions that are called after each write.
     """
 
     __slots__ = ("copy_of", "listeners", "origins")
@@ -104,10 +104,10 @@ class AbsentTensor(Tensor):
     """A tensor without values.
 
     Args:
-        like: gives shape, strides and dtype.
-        device: where it is said to be.
-        memory: its own, or that of the tensor that it is a view of.
-        requires_grad: as for any tensor.
+        like: the tensor that gives shape, strides and dtype.
+        device: the device that the tensor reports.
+        memory: a memory of its own, or that of the tensor that it is a view of.
+        requires_grad: whether gradients flow to it, as for any tensor. By default False.
     """
 
     memory: AbsentMemory
@@ -124,7 +124,7 @@ class AbsentTensor(Tensor):
 
     @property
     def origins(self) -> frozenset[str]:
-        """What it was computed from."""
+        """What the tensor was computed from."""
         return self.memory.origins
 
     @property
@@ -234,7 +234,7 @@ class AbsentTensor(Tensor):
 
 @dataclass(frozen=True)
 class _Kind:
-    """What is asked of an operator in every call."""
+    """The properties of an operator that every call of it needs."""
 
     is_foreach: bool
     is_view: bool
@@ -253,8 +253,8 @@ def _kind_of(func: Any) -> _Kind:
 
 
 def _present_and_absent(args: tuple[Any, ...]) -> list[tuple[list[int], tuple[Any, ...]]] | None:
-    """The arguments of an operation on lists, as those of one on the places where all tensors are present, and of one
-    on the others, each with these places. None if all places are alike."""
+    """Split an operation on lists in two: its arguments at the places where all tensors are present, and at the others,
+    each with these places. None if all places are alike."""
     count = len(args[0])
     lists = [i for i, arg in enumerate(args) if isinstance(arg, (list, tuple)) and len(arg) == count]
     absent = [any(isinstance(args[i][place], AbsentTensor) for i in lists) for place in range(count)]
@@ -269,13 +269,13 @@ def _present_and_absent(args: tuple[Any, ...]) -> list[tuple[list[int], tuple[An
 
 
 def _joined(parts: list[tuple[list[int], Any]]) -> list[Any] | None:
-    """The lists that both have returned, as one; None if they return nothing."""
+    """Join the lists that both operations have returned; None if they return nothing."""
     at = {place: value for places, values in parts for place, value in zip(places, values or (), strict=False)}
     return [at[place] for place in sorted(at)] if at else None
 
 
 def _write_to_lists(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Each tensor of a list is written to from those at its place in the other lists."""
+    """Record that each tensor of a list is written to from those at its place in the other lists."""
     lists = [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple))]
     single = [each for each in (*args, *kwargs.values()) if isinstance(each, AbsentTensor)]
     for written in written_arguments(func, args, kwargs):
@@ -286,19 +286,19 @@ def _write_to_lists(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 class ValuesGuessed(TorchDispatchMode):
-    """Inside, code that asks an absent tensor for its value gets one, so that it goes on. A line that has asked often,
-    as that of a loop until something converges, gets another one every now and then.
+    """Inside, code that needs an absent tensor's value gets a guess, so that it goes on. A line that has needed many,
+    such as that of a loop until something converges, gets another guess every now and then.
 
     Args:
-        here: does the code that asks for a tensor's value get one?
-        truth: of the booleans, ``x.isfinite()`` for example.
-        number: of the others, as far as their type has it.
+        here: tells whether a tensor's value is guessed for the code that needs it.
+        truth: the guess for booleans, such as ``x.isfinite()``.
+        number: the guess for other values, rounded up for integer types.
 
     Raises:
-        AbsentValueError: a step has asked too often.
+        AbsentValueError: a step has needed too many values.
 
     Attributes:
-        booleans: how many were asked for.
+        booleans: the number of booleans guessed so far.
     """
 
     _OFTEN, _TOO_OFTEN = 20, 2000
@@ -353,8 +353,8 @@ _DRAWN_BY_SHAPE = (torch.ops.aten.rand_like, torch.ops.aten.randn_like, torch.op
 
 
 def _stand_in_for(value: Any) -> Any:
-    """An ordinary tensor in the place of an absent one. Ones are probabilities, weights and standard deviations alike,
-    and how much an operation draws depends on shapes only."""
+    """An ordinary tensor of ones in the place of an absent one. Ones are valid as probabilities, weights and standard
+    deviations alike, and how many numbers an operation draws depends on shapes only."""
     if isinstance(value, AbsentTensor):
         return torch.ones(value.shape, dtype=value.dtype, device=value.device)
     return value
@@ -363,7 +363,7 @@ def _stand_in_for(value: Any) -> Any:
 def _refuse_writes_into_present_tensors(
     func: Any, written: Iterable[Any], origin: str, origins: frozenset[str]
 ) -> None:
-    """After ``present[mask] = absent``, the tensor would look like a value that it isn't."""
+    """Refuse ``present[mask] = absent``: the tensor would then look like a value that it isn't."""
     for each in written:
         if any(isinstance(x, Tensor) and not isinstance(x, AbsentTensor) for x in tree_leaves(each)):
             raise AbsentValueError(
@@ -375,9 +375,9 @@ def absent_like(tensor: Tensor, origin: str, device: torch.device | None = None)
     """A tensor like ``tensor`` without its values. A parameter stays one, trainable or frozen as it was.
 
     Args:
-        tensor: gives shape, strides and dtype.
+        tensor: the tensor that gives shape, strides and dtype.
         origin: what the new tensor is, in words for an error.
-        device: where it is said to be; by default the tensor's.
+        device: the device that it reports; by default the tensor's.
     """
     copy_of = tensor.memory if isinstance(tensor, AbsentTensor) else None
     absent = AbsentTensor(tensor, device or tensor.device, AbsentMemory(frozenset([origin]), copy_of))
@@ -403,10 +403,10 @@ def make_absent(
     """Replace every parameter and buffer of ``module`` by an absent one. The memory is freed with its last user.
 
     Args:
-        module: with all its submodules.
-        origin: gives the words for a tensor's name.
-        device: where the absent tensors are said to be.
-        kept: the ids of tensors that stay.
+        module: the module, with all its submodules.
+        origin: gives the words of the origin for a tensor's name.
+        device: the device that the absent tensors report.
+        kept: the ids of tensors that stay as they are; by default none.
     """
     for prefix, submodule in module.named_modules():
         for name, tensor in [*parameters_of(submodule).items(), *buffers_of(submodule).items()]:

@@ -1,9 +1,9 @@
-"""What a module answers that another chunk runs: absent tensors, in the structure that the module itself returns.
+"""Answers for a module that another chunk runs, with absent tensors in the structure that the module itself returns.
 
-The module's own ``forward`` is run on absent tensors. Some forwards can't run like that: they ask for values (the
-tokens of each expert), write into tensors that they made, or call a kernel that has no version without values. Such a
-module is run once on *stand-ins*, ordinary tensors of the right shapes, for parameters as for inputs, and only the
-structure of what it returns is kept. It takes the memory of that one module for a moment, and its numbers mean nothing.
+The module's own ``forward`` is run on absent tensors. Some forwards can't run like that: they need values (the tokens
+of each expert), write into tensors that they made, or call a kernel that has no version without values. Such a module
+is run once on *stand-ins*, ordinary tensors of the right shapes, for parameters as for inputs, and only the structure
+of what it returns is kept. This takes the memory of that one module for a moment, and its numbers mean nothing.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device, Enum)
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """In an answer, in the place of an object that the module was given: the index among the inputs' leaves."""
+    """Stands, in an answer, for an object that the module was given: its index among the inputs' leaves."""
 
     index: int
 
 
 class _Answer(NamedTuple):
-    """Leaves, tensors as meta tensors; their device; the structure."""
+    """An answer: its leaves, with tensors as meta tensors, the device, and the structure."""
 
     leaves: list[Any]
     device: torch.device
@@ -62,14 +62,10 @@ class _Answer(NamedTuple):
 class AbsentForward:
     """The ``forward`` of a module that another chunk runs.
 
-    The module is asked once for each signature of its inputs. After that, a call costs a look-up. One that makes an
-    object (a cache, an output of a class that torch doesn't know) is asked each time: the caller may write to the
-    object. Nothing is drawn from the generators that the stage's own layers use.
-
-    Args:
-        module: whose forward it is.
-        name: of the module.
-        has_values: its parameters and buffers are here, for another chunk. It is asked without them.
+    The module is run once for each signature of its inputs. After that, a call costs a look-up. A module that makes an
+    object (a cache, an output of a class that torch doesn't know) is run each time, since the caller may write to the
+    object. Nothing is drawn from the generators that the stage's own layers use. With ``has_values``, the module's
+    parameters and buffers are here, for another chunk; its forward is run without them.
     """
 
     def __init__(self, module: nn.Module, name: str, has_values: bool = False) -> None:
@@ -80,7 +76,7 @@ class AbsentForward:
         self._answers: OrderedDict[Any, _Answer] = OrderedDict()  # by signature
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: int = 0) -> Any:
-        """What the module's call number ``call`` in a step, from 0, returns. Not to be compiled."""
+        """What the module's call number ``call`` in a step, counted from 0, returns. Not to be compiled."""
         # Autocast decides about the dtypes of operations, on any device.
         autocast = [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda")]
         key = (_signature(args), _signature(kwargs), self._module.training, *autocast)
@@ -120,7 +116,8 @@ class AbsentForward:
 
 
 class ContainerWrittenError(RuntimeError):
-    """A module writes into a list or a dictionary that it is given. Where the module is absent, nobody would."""
+    """A module writes into a list or a dictionary that it is given. Where the module is absent, nothing would be
+    written."""
 
 
 def asked(
@@ -132,16 +129,13 @@ def asked(
     written: Callable[[Tensor], None] | None = None,
     strict: bool = False,
 ) -> Any:
-    """What a module without values returns for inputs without values; where it needs values, for stand-ins. It may draw
-    random numbers.
+    """What a module without values returns for inputs without values. If it needs values, it runs on stand-ins. It may
+    draw random numbers.
 
     Args:
-        module: whose parameters are absent.
-        forward: its own.
-        args, kwargs: of the call.
-        origin: what its inputs are called inside.
-        written: told of each tensor of the inputs that the module changes in place.
-        strict: it may not write into lists and dictionaries that it is given.
+        origin: the origin of its inputs while it runs.
+        written: called with each input tensor that the module changes in place.
+        strict: refuse writes into lists and dictionaries that it is given.
 
     Raises:
         AbsentValueError: it needs values, and stand-ins would do harm: somebody else's hooks inside would see them.
@@ -165,7 +159,7 @@ def _watched(
     written: Callable[[Tensor], None] | None,
     strict: bool,
 ) -> Any:
-    """Run a module on copies of its inputs, and see which of them it writes to."""
+    """Run a module on copies of its inputs, and find which of them it writes to."""
     inputs = copied((args, kwargs))
     pairs = [
         (one, other, version_of(other))
@@ -190,7 +184,7 @@ def _watched(
 
 
 def _containers(tree: Any) -> Iterator[list[Any] | dict[Any, Any]]:
-    """The plain lists and dictionaries in nested arguments; ``**kwargs`` itself is the callee's own."""
+    """The plain lists and dictionaries in nested arguments. ``**kwargs`` itself belongs to the callee."""
     args, kwargs = tree
     waiting = [*args, *kwargs.values()]
     while waiting:
@@ -207,7 +201,7 @@ def _items(container: Any) -> list[Any]:
 
 @contextmanager
 def _parts_asked(module: nn.Module) -> Iterator[None]:
-    """Inside, each part of the module is asked for itself, so that no more than what needs values runs on stand-ins."""
+    """Inside, each part of the module answers for itself, so that only the parts that need values run on stand-ins."""
 
     def answer(part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(x, AbsentTensor) for x in (*tree_leaves((args, kwargs)), *part.parameters())):
@@ -230,12 +224,8 @@ def _absentees(tree: Any, origin: str) -> Any:
 
 @contextmanager
 def on_stand_ins(module: nn.Module, made_of: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Inside, absent parameters and buffers of the module are ordinary tensors.
-
-    Args:
-        module: with all its parts.
-        made_of: makes the stand-in for an absent tensor.
-    """
+    """Inside, absent parameters and buffers of the module and its parts are ordinary tensors, which ``made_of``
+    makes."""
     kept: list[tuple[nn.Module, str, Tensor]] = []
     made: dict[int, Tensor] = {}  # a parameter with two names is one tensor
     try:
@@ -254,13 +244,12 @@ def on_stand_ins(module: nn.Module, made_of: Callable[[Tensor], Tensor]) -> Iter
 
 
 def stand_in(value: Any, device: torch.device | None = None, trains: bool = False) -> Any:
-    """For an absent tensor small random numbers, zeros for integers (which are indices of something), True for masks.
-    Other values stay.
+    """For an absent tensor, a stand-in: small random numbers, zeros for integers (which are indices of something), True
+    for masks. Other values stay.
 
     Args:
-        value: perhaps an absent tensor.
-        device: of the stand-in; by default where the absent tensor is said to be.
-        trains: floating-point numbers require gradients, but for frozen parameters.
+        device: the stand-in's device; by default the one that the absent tensor reports.
+        trains: floating-point stand-ins require gradients, except those of frozen parameters.
     """
     if not isinstance(value, AbsentTensor):
         return value.to(device) if isinstance(value, Tensor) and device is not None else value
@@ -274,9 +263,9 @@ def stand_in(value: Any, device: torch.device | None = None, trains: bool = Fals
 
 
 def _signature(x: Any) -> Any:
-    """Equal for inputs of equal structure, shapes and plain values, of other objects their attributes. A deep model has
-    many absent layers, each of which asks for it in every microbatch; torch's walk through containers takes three times
-    as long, and no object in an object is looked into."""
+    """A key that is equal for inputs of equal structure, shapes and plain values; for other objects their attributes
+    count. A deep model has many absent layers, and each needs the key in every microbatch. torch's walk through
+    containers takes three times as long; no object inside an object is looked into."""
     if isinstance(x, Tensor):
         with subclass_functions_disabled():
             return (x.shape, x.dtype, x.device)

@@ -1,4 +1,4 @@
-"""A whole module without values, for the look at a step (``trace.py``)."""
+"""Makes a whole module absent, for the trace of a step (``trace.py``)."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ Schedule: TypeAlias = list[list[Action]]  # the index is the stage
 
 
 class Message(NamedTuple):
-    """What crosses a cut, for one microbatch. Cut c is that between the chunks c and c + 1."""
+    """A message over a cut, for one microbatch. Cut c lies between the chunks c and c + 1."""
 
     kind: Literal["activation", "gradient"]
     cut: int
@@ -81,7 +81,7 @@ def needed(action: Action, chunks: int) -> Message | None:
     """The message that an action waits for; None if it needs none.
 
     Args:
-        action: of a schedule.
+        action: an action of a schedule.
         chunks: the number of chunks on all stages.
     """
     if isinstance(action, Forward) and action.chunk > 0:

@@ -1,8 +1,8 @@
 """Messages in the memory of GPUs, announced from host to host.
 
-Over NCCL, what a message says of itself (``channel.py``) can't lie in the message: to read it there, the host would
-have to wait until the device has run all that was launched before. So it goes over gloo, from host to host, as soon as
-the message is launched. The receiver's host reads it, and launches a receive of just this format. It waits for a host
+Over NCCL, the description of a message (``channel.py``) can't lie in the message: to read it there, the host would have
+to wait until the device has run all that was launched before. So it goes over gloo, from host to host, as soon as the
+message is launched. The receiver's host reads it, and launches a receive of exactly this format. It waits for a host
 that is ahead of its device, and never for a device::
 
     sender's host        launch layer, announce, launch send     launch the next layer ...
@@ -37,12 +37,7 @@ from lightning_parallel.pipeline.posting import PostsDirectly
 
 
 class AnnouncingSender(Sender):
-    """Sends messages over a link between devices, in order.
-
-    Args:
-        link: for the messages.
-        announcements: over which they are announced, in host memory.
-    """
+    """Sends messages over a link between devices, in order. Their announcements go over a link between hosts."""
 
     def __init__(self, link: Link, announcements: Link) -> None:
         self._direct = PostsDirectly(link.isend)
@@ -81,7 +76,7 @@ class AnnouncingSender(Sender):
                 self._by_host.wait(work)
 
     def _launch(self, tensors: Sequence[Tensor]) -> None:
-        """Always a copy: a layer may write its next output where this one lies, before it has been sent."""
+        """Launch a send of a copy: before it has been sent, a layer may write its next output where the tensor lies."""
         self._release()
         if any(tensor.numel() for tensor in tensors):
             self._post(self._packet(format_of(tensors), trailer=False).fill(tensors))
@@ -89,7 +84,7 @@ class AnnouncingSender(Sender):
             self._post()
 
     def _release(self) -> None:
-        """Release the buffers of messages that are known to have left. gloo couldn't tell."""
+        """Release the buffers of messages that are known to have left. gloo doesn't show that."""
         while self._unconfirmed and self._unconfirmed[0] and self._direct.next_is_done():
             super().confirm(self.sent - len(self._unconfirmed) + 1)  # of the buffers only
 
@@ -99,12 +94,7 @@ class AnnouncingSender(Sender):
 
 
 class AnnouncedReceiver(Receiver):
-    """Receives such messages, in order.
-
-    Args:
-        link: for the messages.
-        announcements: over which they are announced, in host memory.
-    """
+    """Receives such messages, in order."""
 
     def __init__(self, link: Link, announcements: Link) -> None:
         super().__init__(link)
@@ -147,7 +137,8 @@ class AnnouncedReceiver(Receiver):
     # -- both ----------------------------------------------------------------------------------------------------
 
     def _announced(self) -> tuple[int, Any]:
-        """Wait for the announcement posted: its first word, and what it is for."""
+        """Wait for the announcement whose receive is posted. Returns its first word, and what the receive was posted
+        for."""
         assert self._coming is not None, "post before you take"
         (work, announcement, wanted), self._coming = self._coming, None
         self._by_host.wait(work)
@@ -155,7 +146,7 @@ class AnnouncedReceiver(Receiver):
         return status, wanted
 
     def _launched(self, format: Format) -> list[Tensor]:
-        """The tensors of a message that has been announced, as soon as its receive is launched."""
+        """The tensors of an announced message, returned as soon as its receive is launched."""
         packet = self._packet(format, trailer=False)
         if packet.buffer.numel():
             self._begin(packet, None)

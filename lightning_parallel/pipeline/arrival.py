@@ -1,4 +1,4 @@
-"""What crosses a cut between two stages, as autograd sees it on either side.
+"""The tensors that cross a cut between two stages, as autograd sees them on either side.
 
 A stage's autograd graph begins with what arrived, and ends with what departs. Only messages connect the graphs of two
 stages. The next stage's backward computes the gradients of its arrival; they are sent back, and start this stage's
@@ -21,11 +21,11 @@ from lightning_parallel.pipeline.message import Format
 
 
 class Arrival:
-    """What arrived from the previous stage, and, after the backward, the gradients to send back.
+    """The tensors that arrived from the previous stage, and, after the backward, the gradients to send back.
 
     Args:
         tensors: the values. The buffers may be filled later, as long as nothing reads them before.
-        format: of the message, which says of each tensor whether the sender wants a gradient.
+        format: the message's format. It tells for each tensor whether the sender wants a gradient.
 
     Attributes:
         anchor: the leaf at which a backward has computed the gradients to send back; None if there are none.
@@ -38,12 +38,12 @@ class Arrival:
         self._gradients: list[Tensor] | None = None
 
     def copies(self) -> list[Tensor]:
-        """Copies of the values, before :meth:`receive`."""
+        """Copies of the values. To be made before :meth:`receive`."""
         return [tensor.clone() for tensor in self._tensors]
 
     def receive(self) -> list[Tensor]:
-        """The tensors as autograd sees them: results of an operation whose backward collects the gradients. They are no
-        leaves, so a layer may change them in place (``nn.ReLU(inplace=True)``). For one call."""
+        """The tensors for one call, as results of an operation whose backward collects the gradients. They are no
+        leaves, so a layer may change them in place (``nn.ReLU(inplace=True)``)."""
         # `.data`: no views of one message buffer, so each may be changed in place.
         tensors = [t.data for t in self._tensors]
         self._tensors = []  # their memory is the step's from here on

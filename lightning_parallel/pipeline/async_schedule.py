@@ -40,7 +40,7 @@ class AsyncOneFOneB:
 
     Args:
         stages: the number of stages.
-        stage: whose list it is.
+        stage: the index of the stage whose list it is.
         extra_in_flight: see above.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Where the chain of layers is cut: by their costs, by their number, or where the user says."""
+"""Decides where the chain of layers is cut: by the layers' costs, by their number, or where the user says."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def bounds_of(
     """The bounds between chunks: chunk c gets the layers ``[bounds[c], bounds[c + 1])``.
 
     Args:
-        costs: of each layer in the chain, with what goes with it.
-        trainable: which layers learn.
-        chunks: at most as many as layers.
-        balance: ``"parameters"``, ``"operations"`` or ``"time"``, whichever the costs are, ``"layers"``, or the number
+        costs: the cost of each layer in the chain, with what goes with it.
+        trainable: whether each layer has trainable parameters.
+        chunks: the number of chunks, at most the number of layers.
+        balance: ``"parameters"``, ``"operations"`` or ``"time"``, whichever the costs are; ``"layers"``; or the number
             of layers of each chunk.
-        allowed: after which layers a bound may be, besides the last; by default after all.
+        allowed: whether a bound may be after each layer. After the last one there always is one; by default after all.
 
     Raises:
         ValueError: ``balance`` is none of these, its numbers don't sum to the number of layers, or they put a bound
@@ -63,7 +63,7 @@ def balanced(
     """The contiguous split whose largest chunk is smallest; among those, the one with the least sum of squares. A chunk
     without a trainable parameter is taken only where there is no other way.
 
-    Dynamic programming over (chunks used, layers used), with the choices of a round side by side in matrices
+    It is found by dynamic programming over (chunks used, layers used), where the choices of a round are matrices
     ``[end, start]``: 400 layers over 32 chunks take 50 ms. The first pass finds the size of the largest chunk, the
     second one the split among the chunks that are no larger. Squares are summed in float64, so splits whose sums agree
     to 16 digits count as equal.
@@ -84,14 +84,13 @@ def balanced(
 def _best_split(
     possible: Tensor, idle: Tensor, cost: Tensor, joined: Callable[[Tensor, Tensor], Tensor], chunks: int
 ) -> tuple[list[int], float]:
-    """The split with the fewest idle chunks; among those, the one with the least cost. Its bounds, and that cost.
+    """The bounds of the split with the fewest idle chunks, and among those the least cost; and this cost.
 
     Args:
-        possible: ``[end, start]``, the chunks that may be.
-        idle: 1 for chunks that learn nothing.
-        cost: of each chunk.
-        joined: the cost of a split, from that of its first chunks and that of its last one.
-        chunks: how many.
+        possible: ``[end, start]``, True where a chunk may be.
+        idle: ``[end, start]``, 1 for a chunk without trainable parameters.
+        cost: ``[end, start]``, the cost of each chunk.
+        joined: the cost of a split, from the cost of its first chunks and that of its last one.
     """
     count = len(possible) - 1
     fewest, least = (torch.full((count + 1,), torch.inf, dtype=torch.float64) for _ in range(2))

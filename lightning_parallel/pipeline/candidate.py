@@ -1,6 +1,6 @@
-"""One way to cut a module: where the chain of layers is cut, and who holds what then.
+"""One way to cut a module: where the chain of layers is cut, and which stage holds what then.
 
-The look (``trace.py``) tells the order in which units are called. The calls of layers (``layers.py``) form the *chain*,
+The trace (``trace.py``) has the order in which units are called. The calls of layers (``layers.py``) form the *chain*,
 and a chunk owns a piece of it. A layer that is called twice is in it twice. The calls of other units go with the next
 layer that is called after them, or with the last one::
 
@@ -45,9 +45,8 @@ class Candidate:
     """A trace cut into chunks.
 
     Attributes:
-        seen: the trace.
         is_unit: tells which modules were taken as a whole.
-        bounds: between the chain's calls; None if there are too few.
+        bounds: the bounds between the chain's calls; None if the chain has fewer calls than there are chunks.
         largest: the cost of the largest chunk, as a multiple of the mean.
     """
 
@@ -77,8 +76,8 @@ class Candidate:
 
     @classmethod
     def best(cls, module: nn.Module, units: Layers, seen: Trace, placement: Placement, balance: Balance) -> Candidate:
-        """The better of two: the one that keeps the calls of each unit in one chunk, unless its largest chunk is much
-        larger."""
+        """The better of two candidates: the one that keeps the calls of each unit in one chunk, unless its largest
+        chunk is much larger."""
         if not isinstance(balance, str):  # the user has said where the cuts are
             return cls(module, units, seen, placement, balance, keep_together=False)
         together = cls(module, units, seen, placement, balance, keep_together=True)
@@ -86,7 +85,7 @@ class Candidate:
         return together if together.largest <= TOGETHER * apart.largest else apart
 
     def worth_opening(self, units: Layers) -> str | None:
-        """The unit to be opened for a more even cut, if there is one."""
+        """The unit to be opened for a more even cut, or None."""
         by_hand = not isinstance(self._balance, str) or self._balance == "layers"
         if self.bounds is not None and (by_hand or self.largest <= UNEVEN):
             return None
@@ -102,7 +101,7 @@ class Candidate:
         return max(worth, key=lambda name: costs[name], default=None)
 
     def refusal(self) -> Exception:
-        """Why there is no cut."""
+        """The error that says why there is no cut: the step's own if it ended the trace too early."""
         if self.seen.stopped is not None and len(self._chain) < self._chunks:
             return self.seen.stopped
         calls = self.seen.calls
@@ -122,7 +121,7 @@ class Candidate:
     # -- along the chain -----------------------------------------------------------------------------------------
 
     def _positions_of_calls(self) -> list[int]:
-        """For each call of a unit the place in the chain of the layer that it goes with: the next one, or the last."""
+        """For each call of a unit, the place in the chain of the layer that it goes with: the next one, or the last."""
         positions: list[int] = []
         passed = 0
         for i in range(len(self.seen.calls)):
@@ -145,8 +144,8 @@ class Candidate:
         return [c for c, size in enumerate(sizes) if size == max(sizes)]
 
     def _cost_of(self, call: int) -> int:
-        """The cost of the call with this index. A unit that is called again costs nothing more in parameters, unless it
-        is a layer: then its calls are what the chunks share."""
+        """The cost of the call with this index. Further calls of a unit cost no more parameters, unless it is a layer:
+        then its calls are divided among chunks."""
         traced = self.seen.calls[call]
         if self._balance == "operations":
             return traced.operations
@@ -157,7 +156,7 @@ class Candidate:
         return sum(p.numel() for p in self._module.get_submodule(traced.unit).parameters())
 
     def _costs(self) -> tuple[list[int], list[bool]]:
-        """The cost of each call in the chain, with what goes with it; and whether any of it is trainable."""
+        """The cost of each call in the chain, with what goes with it, and whether any of that is trainable."""
         costs, trainable = [0] * len(self._chain), [False] * len(self._chain)
         if not self._chain:
             return costs, trainable
@@ -170,8 +169,9 @@ class Candidate:
         return costs, trainable
 
     def _allowed(self, keep_together: bool) -> list[bool]:
-        """May a cut fall after each call in the chain? Not between the calls of a unit that collects statistics of its
-        inputs: two copies would differ. With ``keep_together``, not between the calls of any unit."""
+        """Whether a cut may fall after each call in the chain. It may not fall between the calls of a unit that
+        collects statistics of its inputs, since two copies would differ; with ``keep_together``, not between the calls
+        of any unit."""
         allowed = [True] * len(self._chain)
         spans: dict[str, tuple[int, int]] = {}
         for call, position in zip(self.seen.calls, self._positions, strict=True):
@@ -185,11 +185,8 @@ class Candidate:
     # -- who owns what -------------------------------------------------------------------------------------------
 
     def partition(self, recompute: bool) -> Partition:
-        """What follows from the bounds, which exist.
-
-        Args:
-            recompute: layers run again in the backward.
-        """
+        """The partition that follows from the bounds, which must exist. ``recompute``: layers run again in the
+        backward."""
         calls, bounds = self.seen.calls, self.bounds
         assert bounds is not None
         chunk_of = [self._chunk(position) for position in self._positions]
@@ -236,14 +233,14 @@ class Candidate:
         )
 
     def _summed(self, chunk_of: Sequence[int], values: Sequence[int]) -> tuple[int, ...]:
-        """The sum over each chunk's calls."""
+        """The sums over each chunk's calls."""
         sums = [0] * self._chunks
         for chunk, value in zip(chunk_of, values, strict=True):
             sums[chunk] += value
         return tuple(sums)
 
     def _hold_where_updated(self, held: dict[str, set[int]]) -> None:
-        """A stage that holds a parameter also holds what it is updated from."""
+        """Have a stage that holds a parameter also hold what that is updated from."""
         sources = [
             (update.name, source)
             for update in self.seen.updates
@@ -266,5 +263,5 @@ class Candidate:
 
 
 def _collects(unit: nn.Module) -> bool:
-    """Does it collect statistics of its inputs in buffers, as BatchNorm does?"""
+    """Does the module collect statistics of its inputs in buffers, as BatchNorm does?"""
     return any(getattr(part, "track_running_stats", False) for part in unit.modules())

@@ -1,6 +1,6 @@
-"""Messages between neighbouring stages: what a layer returned goes forward, its gradient comes back.
+"""Messages between neighbouring stages: outputs of layers go forward, their gradients come back.
 
-What follows is so over gloo. Over NCCL each message is announced from host to host (``announced.py``).
+This describes messages over gloo. Over NCCL each message is announced from host to host (``announced.py``).
 
 The *format* of a message (shapes, dtypes, which tensors want a gradient) is not sent along. For each place in the
 schedule, the sender and the receiver both remember the format of the last message there, and expect the next one to be
@@ -19,10 +19,10 @@ possible is done before: the message's tensors are handed out before their value
 and the buffer of the next message is allocated.
 
 gloo can't tell whether a send is done except by waiting for it. So a sender keeps a buffer until something proves that
-its message arrived (:meth:`Sender.confirm`). The gradient of a microbatch proves that its activation arrived; the
-second word, a, counts the gradients that had arrived when the activation was sent. So buffers are bounded by what is in
-flight. They are used again for messages of the same format, since the system takes longer to give fresh memory than to
-copy into it.
+its message arrived (:meth:`Sender.confirm`). The gradient of a microbatch proves that its activation arrived. The
+second word, a, counts the gradients that had arrived when the activation was sent. So the number of buffers is bounded
+by what is in flight. They are used again for messages of the same format, since the system takes longer to give fresh
+memory than to copy into it.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Link:
     travel directly.
 
     Args:
-        wire: its process group and tag.
+        wire: the link's process group and tag.
         peer: the neighbour's global rank.
-        peer_name: how errors name it.
-        device: where messages are to be: this stage's, or the host.
-        streams: of that device; the link's own by default.
+        peer_name: the neighbour's name in errors.
+        device: the device of the messages: this stage's, or the host.
+        streams: the device's streams; by default the link makes its own.
     """
 
     def __init__(
@@ -112,15 +112,8 @@ class Link:
 
 
 class Sender:
-    """Sends messages over a link, in order.
-
-    Args:
-        link: for the messages.
-        poster: posts them; default: a thread of its own.
-
-    Attributes:
-        sent: the number of messages sent since the start.
-    """
+    """Sends messages over a link, in order. ``poster`` posts the sends; by default it is a thread of its own. ``sent``
+    is the number of messages since the start."""
 
     def __init__(self, link: Link, poster: PostsFromThread | PostsDirectly | None = None) -> None:
         self.sent = 0
@@ -131,15 +124,11 @@ class Sender:
         self._idle: deque[Packet] = deque()  # of messages that have arrived
 
     def send(self, tensors: Sequence[Tensor], place: Hashable, acknowledged: int = 0) -> Format:
-        """Send tensors as the message of a place in the schedule.
+        """Send tensors as the message of a place in the schedule, and return the message's format.
 
         Args:
-            tensors: of the message.
             place: any key that the receiver uses too.
             acknowledged: the number of gradient messages that came back so far.
-
-        Returns:
-            The message's format.
         """
         format, expected = format_of(tensors), self._formats.get(place, ())
         message = self._fill(self._packet(format, trailer=True), tensors, (0, acknowledged))
@@ -153,14 +142,15 @@ class Sender:
         return format
 
     def end(self, place: Hashable, acknowledged: int = 0) -> None:
-        """Answer the receive that the peer has posted for ``place``: there will be no such message."""
+        """Answer the receive that the peer has posted for ``place``: this message won't come."""
         self._post(self._packet(self._formats.get(place, ()), trailer=True).fill((), (END, acknowledged)))
 
     def send_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Send gradients, whose format the receiver knows. Without gradients nothing is sent, and it counts.
+        """Send gradients, whose format the receiver knows. Without gradients nothing is sent, but it counts as a
+        message.
 
-        They are copied first: others may refer to their memory, and write to it. In ``x + p[None]`` autograd takes one
-        memory for the gradients of x and p, and adds the next microbatch's gradient of p to it.
+        They are copied first: other tensors may share their memory, and be written to. In ``x + p[None]`` autograd
+        takes one memory for the gradients of x and p, and adds the next microbatch's gradient of p to it.
         """
         if gradients:
             self._post(self._fill(self._packet(format_of(gradients), trailer=False), gradients))
@@ -168,7 +158,8 @@ class Sender:
             self._post()
 
     def confirm(self, messages: int) -> None:
-        """The peer is known to have received this many messages since the start: release their buffers."""
+        """Release the buffers of this many messages, counted from the start: the peer is known to have received
+        them."""
         while self.sent - len(self._unconfirmed) < messages and self._unconfirmed:
             for part in self._unconfirmed.popleft():
                 self._link.wait(self._poster.posted())
@@ -188,8 +179,9 @@ class Sender:
             self._poster.hand(part.buffer if isinstance(part, Packet) else part, copied)
 
     def _fill(self, packet: Packet, tensors: Sequence[Tensor], words: tuple[int, int] | None = None) -> Packet:
-        """Copy tensors into a packet. Through the host they are copied on the device first: layers that are launched
-        later may write to their memory, and don't wait for the copies to the host, which are only launched."""
+        """Copy tensors into a packet. If they go through the host they are copied on the device first: copies to the
+        host are only launched, and layers that are launched later may write to the tensors' memory without waiting for
+        them."""
         if not self._link.through_host:
             return packet.fill(tensors, words)
         copies = [tensor.detach().clone() for tensor in tensors]
@@ -197,8 +189,8 @@ class Sender:
             return packet.fill(copies, words, wait=False)
 
     def _packet(self, format: Format, trailer: bool) -> Packet:
-        """An idle packet, or else a new one in the place of the one that is idle longest: there are never more than
-        have been in flight at a time."""
+        """An idle packet, or else a new one in the place of the longest-idle one of another format: there are never
+        more packets than have been in flight at a time."""
         for i, packet in enumerate(self._idle):
             if packet.format == format and packet.trailer == trailer:
                 del self._idle[i]
@@ -210,13 +202,11 @@ class Sender:
 
 @dataclass(slots=True)
 class _Posted:
-    """A receive in flight.
+    """A receive in flight, into ``packet``.
 
     Attributes:
-        work: of the receive.
-        packet: that it fills.
-        place: in the schedule; None for gradients.
-        arrival: what :meth:`Receiver.expected` has handed out.
+        place: the message's place in the schedule; None for gradients.
+        arrival: the object that :meth:`Receiver.expected` has returned for it.
     """
 
     work: dist.Work
@@ -226,11 +216,8 @@ class _Posted:
 
 
 class Receiver:
-    """Receives messages over a link, in order, one posted ahead.
-
-    Attributes:
-        acknowledged: the number of gradient messages that the peer had received when it sent the last message taken.
-    """
+    """Receives messages over a link, in order. One receive is posted ahead. ``acknowledged`` is the number of gradient
+    messages that the peer had received when it sent the last message taken."""
 
     def __init__(self, link: Link) -> None:
         self.acknowledged = 0
@@ -241,13 +228,13 @@ class Receiver:
     # -- activations ---------------------------------------------------------------------------------------------
 
     def post(self, place: Hashable) -> None:
-        """Post the receive of the next message, which is that of ``place``, unless one is posted."""
+        """Post the receive of the next message, that of ``place``, unless one is posted."""
         if self._posted is None:
             self._begin(self._packet(self._formats.get(place, ()), trailer=True), place)
 
     def expected(self) -> Arrival | None:
-        """What :meth:`take` is going to return, this very object, if the message is as expected. Its values are yet to
-        come. None if that can't be said before. Of several calls, the last one counts."""
+        """The very object that :meth:`take` is going to return if the message is as expected, before its values have
+        come. None if that can't be known. Of several calls, the last one counts."""
         assert self._posted is not None, "post before you expect"
         packet = self._posted.packet
         if packet.format and not self._link.through_host:
@@ -255,14 +242,8 @@ class Receiver:
         return self._posted.arrival
 
     def take(self, then: Hashable = None) -> Arrival | None:
-        """Wait for the message posted, read it, and post the receive of the one after it.
-
-        Args:
-            then: the place of the message after it; None to post nothing.
-
-        Returns:
-            What arrived; None if the sender ended the stream.
-        """
+        """Wait for the posted message, read it, and post the receive of the next one, that of place ``then`` (None:
+        post nothing). Returns what arrived; None if the sender ended the stream."""
         following = None if then is None else self._packet(self._formats.get(then, ()), trailer=True)
         posted = self._wait()
         status, self.acknowledged = posted.packet.words()
@@ -292,11 +273,8 @@ class Receiver:
             self._begin(self._packet(format, trailer=False), None)
 
     def take_gradients(self, then: Format = ()) -> list[Tensor]:
-        """Wait for the gradients posted, and post the receive of those after them.
-
-        Args:
-            then: the format of those after them; empty to post nothing.
-        """
+        """Wait for the posted gradients, and post the receive of the next ones, of format ``then`` (empty: post
+        nothing)."""
         following = self._packet(then, trailer=False) if then else None
         packet = self._wait().packet
         if following is not None:
@@ -321,7 +299,7 @@ class Receiver:
         return posted
 
     def _on_device(self, packet: Packet) -> list[Tensor]:
-        """The tensors of a packet that has come."""
+        """The tensors of a received packet, on this link's device."""
         with self._link.streams.incoming():
             buffer = packet.buffer.to(self._link.device, non_blocking=True)
         self._link.streams.arrived(buffer)

@@ -41,11 +41,11 @@ from lightning_parallel.pipeline.weights import Weights
 
 @dataclass(frozen=True)
 class Again:
-    """How the last chunk's part of a microbatch's step runs again, without a backward.
+    """Runs the last chunk's part of a microbatch's step again, without a backward.
 
     Attributes:
-        arrived: what arrived for it; None if that wasn't kept.
-        dtype: of its loss.
+        arrived: the tensors that arrived for it; None if they weren't kept.
+        dtype: the dtype of its loss.
         run: runs a step with such activations, and returns its loss.
     """
 
@@ -56,11 +56,11 @@ class Again:
 
 @dataclass(frozen=True)
 class Trial:
-    """What is tried when a microbatch's forward has run in the last chunk.
+    """An experiment that follows a microbatch's forward in the last chunk.
 
     Attributes:
-        wants_activations: is what arrives to be kept for it?
-        run: is called with the loss, and its terms if they have been read.
+        wants_activations: whether the tensors that arrive are to be kept for it.
+        run: called with the loss, its terms if they have been read, and an :class:`Again`.
     """
 
     wants_activations: Callable[[], bool]
@@ -73,12 +73,13 @@ class Microbatch:
 
     Attributes:
         step: the user's step, bound to this microbatch. What it returns in the last chunk is given to ``loss_of``.
-        scale: the loss scale of 16-bit precision.
-        loss: of the batch.
-        place: its index within its batch: the place in the schedule for which formats of messages are remembered.
-        seed: of the random numbers that its forward draws.
-        ends_batch: it is the batch's last.
-        trial: of how the batch's loss is made.
+        scale: the loss scale of 16-bit precision; 1 otherwise.
+        loss: the whole batch's loss, which is made of its microbatches' losses.
+        place: the microbatch's index within its batch: the place in the schedule for which formats of messages are
+            remembered.
+        seed: the seed of the random numbers that its forward draws.
+        ends_batch: whether it is the batch's last.
+        trial: an experiment on how the batch's loss is made from those of microbatches; None for none.
     """
 
     step: Callable[[], Any]
@@ -92,16 +93,14 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class _InFlight:
-    """What a forward leaves for its backward: edges of the graph, not tensors, so an output's memory is free once sent.
+    """What a forward leaves for its backward: edges of the graph, not tensors, so an output's memory is free once it is
+    sent.
 
     Attributes:
-        number: of the microbatch.
-        work: of the microbatch.
         edges: where the backward begins; empty in the last chunk, where ``work.loss`` knows.
-        gradients: the format of what it begins with, which the next chunk will send.
+        gradients: the format of the gradients with which it begins, and which the next chunk will send.
         sent: the number of activation messages sent, this one included.
-        arrival: what arrived.
-        token: for ``Weights.backward``.
+        token: the token for ``Weights.backward``.
     """
 
     number: int
@@ -117,13 +116,13 @@ class Chunk:
     """One of this rank's chunks.
 
     Args:
-        index: of the chunk.
-        stage: that runs it.
-        ends: of its ways of messages.
-        device: of this rank.
-        generators: that forwards draw from.
+        index: the chunk's number in the order of a forward.
+        stage: runs the user's step, cut to this chunk.
+        ends: the ends of its four ways of messages.
+        device: this rank's device.
+        generators: the random generators that forwards draw from.
         loss_of: takes the loss out of what the user's step returned, in the last chunk.
-        weights: which weights a forward uses.
+        weights: decides which version of the weights a forward uses.
         timeline: records what ran when.
     """
 
@@ -149,19 +148,19 @@ class Chunk:
 
     @property
     def held(self) -> int:
-        """The microbatches whose forward has run and whose backward hasn't, or not to its end."""
+        """The microbatches whose forward has run, and whose backward has not run to its end."""
         return len(self._in_flight) + len(self._second_halves)
 
     # -- forward -------------------------------------------------------------------------------------------------
 
     def hold_back(self) -> None:
-        """Before a list: where no gradients come back to confirm messages and to hold this chunk back, wait until the
-        next one has read nearly all of them. Not within a list, in whose order it may come to that later."""
+        """Limit how far this chunk runs ahead if no gradients come back to confirm its messages: before a list, wait
+        until the next chunk has read all messages but one. A wait in the middle of a list could deadlock."""
         if self._is_unanswered and self._ends.activations_out is not None:
             self._ends.activations_out.flush(keep=1)
 
     def post(self, place: int) -> None:
-        """Post the receive of the next activation, which is that of ``place``, unless one is posted."""
+        """Post the receive of the next activation, that of ``place``, unless one is posted."""
         if self._ends.activations_in is not None:
             self._ends.activations_in.post(place)
 
@@ -169,12 +168,12 @@ class Chunk:
         """Run the forward of a microbatch.
 
         Args:
-            number: of the microbatch.
-            microbatch: its work.
+            number: the microbatch's number.
+            microbatch: what is to be run, and with which random numbers.
             next_place: the place of the forward after it, whose activation is posted; None to post nothing.
 
         Returns:
-            What the user's step returned, in the last chunk; nothing in the others.
+            What the user's step returned, in the last chunk; an empty list in the others.
         """
         self._generators.seed(microbatch.seed)
         trial, out = microbatch.trial, self._ends.activations_out
@@ -202,8 +201,8 @@ class Chunk:
     def _run(
         self, kind: str, number: int, step: Callable[[], Any], next_place: int | None, keeps: bool = False
     ) -> tuple[Any, Arrival | None, list[Tensor] | None]:
-        """Run a step. Returns the output, the arrival, and copies of the arrived tensors: None if they weren't kept,
-        empty in the first chunk."""
+        """Run a step. Returns the output, the arrival, and copies of the arrived tensors (None if they weren't kept,
+        empty in the first chunk)."""
         span, receiver = self._span, self._ends.activations_in
         version = self._weights.reading if kind == "forward" else None
         if receiver is None:
@@ -229,19 +228,19 @@ class Chunk:
         return output, arrived[0], copies
 
     def _run_again(self, step: Callable[[], Any], tensors: Sequence[Tensor]) -> Tensor:
-        """Run a step whose activations are given, and return its loss."""
+        """Run a step on given activations, and return its loss."""
         format = tuple((tuple(tensor.shape), tensor.dtype, tensor.is_floating_point()) for tensor in tensors)
         arrive = None if self._ends.activations_in is None else lambda: Arrival([*tensors], format)
         with self._generators.kept():
             return self._loss_of(self._stage.run(step, arrive, chunk=self._index))
 
     def evaluate(self, step: Callable[[], Any], number: int) -> Any:
-        """Forward only: one message a batch. It returns when the output has arrived: messages of a process that has
-        ended would be lost.
+        """Run a forward only, with one message a batch. It returns when the output has arrived: messages of a process
+        that has ended would be lost.
 
         Args:
             step: the user's step, bound to a batch.
-            number: of the batch, for the timeline.
+            number: the batch's number in the timeline.
 
         Returns:
             What the step returned, in the last chunk; None in the others.
@@ -262,8 +261,8 @@ class Chunk:
         """Run the backward of a microbatch.
 
         Args:
-            number: of the microbatch.
-            in_halves: leave for :meth:`second_half` what nobody waits for.
+            number: the microbatch's number.
+            in_halves: leave the gradients that nobody waits for to :meth:`second_half`.
         """
         ends, flight = self._ends, self._in_flight[0]
         assert flight.number == number, "schedules run backwards in the order of the forwards"
@@ -319,7 +318,7 @@ class Chunk:
                 sender.flush()
 
     def end_stream(self) -> None:
-        """Answer the receive that the next chunk has posted on speculation."""
+        """Answer the receive that the next chunk has posted ahead for a message that won't come."""
         if self._ends.activations_out is not None:
             self._ends.activations_out.end(0, self._gradients_taken)
 

@@ -1,4 +1,4 @@
-"""A recorded run as a picture. matplotlib is imported when one is drawn."""
+"""Draws a recorded run as a picture. matplotlib is imported when a picture is drawn."""
 
 from __future__ import annotations
 
@@ -47,12 +47,10 @@ def write_png(
     lighter.
 
     Args:
-        rows: one for each stage.
-        path: of the picture.
-        title: written above, with `report` of the whole run.
-        theory: the bubble by theory, for `report`.
+        title: the text above, before the :func:`report` of the whole run.
+        theory: the theoretical bubble, for :func:`report`.
         labels: the names of the rows; by default "stage 0" and so on.
-        width: of the picture, in inches. Text has the same size in all.
+        width: the picture's width in inches. Text has the same size in all pictures.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -113,7 +111,7 @@ def _windows(rows: Sequence[Sequence[Span]]) -> list[tuple[float, float]]:
 
 
 def _draw(panel: Axes, rows: Sequence[Sequence[Span]], begin: float, end: float, zero: float) -> None:
-    """The boxes and numbers of one window, whose limits and layout are set."""
+    """Draw the boxes and numbers of one window, whose limits and layout are set."""
     points = panel.get_window_extent().width / panel.figure.dpi * 72 / (end - begin)  # a second
 
     def fitting_size(span: Span) -> float:
@@ -144,7 +142,7 @@ def _ms(seconds: float) -> float:
 
 
 def _lighter(look: dict[str, Any], chunk: int) -> tuple[float, ...]:
-    """The colour of a stage's later chunk."""
+    """The lighter colour of a stage's later chunk."""
     from matplotlib.colors import to_rgb
 
     kept = (1 - _LIGHTER) ** chunk

@@ -1,4 +1,4 @@
-"""The ends of a chunk's ways of messages: over links to other stages, or handed over on the same one."""
+"""The ends of a chunk's ways of messages: over links to other stages, or directly to another chunk of this stage."""
 
 from __future__ import annotations
 
@@ -27,14 +27,7 @@ class Ends:
 
 
 def ends_of(placement: Placement, layout: Layout, links: Links, device: torch.device) -> dict[int, Ends]:
-    """The ends of this rank's chunks, by chunk.
-
-    Args:
-        placement: the stage of each chunk.
-        layout: which stage this rank is.
-        links: between chunks on different stages.
-        device: of this rank.
-    """
+    """The ends of this rank's chunks, by chunk. ``placement`` is the stage of each chunk."""
     streams = Streams(device)
     activations: dict[int, Handover] = {}
     gradients: dict[int, Handover] = {}

@@ -32,14 +32,14 @@ class Engine:
     """Runs actions on this rank's chunks.
 
     Args:
-        stage: what runs here.
-        layout: where the neighbours are.
-        links: to them.
-        device: of this rank.
+        stage: the stage whose chunks run here.
+        layout: tells the ranks of the neighbouring stages.
+        links: the links to the neighbouring stages' ranks.
+        device: this rank's device.
         loss_of: takes the loss out of what the user's step returned, in the last chunk.
-        weights: which weights a forward uses; by default the module's own.
+        weights: decides which version of the weights a forward uses; by default the module's own parameters.
         timeline: records what ran when.
-        halves: a backward's second half runs where the schedule has it, not with the first one.
+        halves: run a backward's second half where the schedule has it. Otherwise both halves run together.
         completing: given a chunk, a context around the actions that complete gradients of the chunk for an update: its
             last backward before a ``Step``; of one in halves, both of them.
     """
@@ -78,7 +78,7 @@ class Engine:
 
     @property
     def activations_held(self) -> int:
-        """The microbatches whose forward has run here and whose backward hasn't, counted for each chunk."""
+        """The number of microbatches whose forward has run here and whose backward hasn't, counted for each chunk."""
         return sum(chunk.held for chunk in self._chunks.values())
 
     # -- training ------------------------------------------------------------------------------------------------
@@ -94,9 +94,9 @@ class Engine:
         """Run a list of actions, or a slice of an endless one.
 
         Args:
-            actions: what to do, in order.
-            microbatches: by number, those whose forward is among ``actions``.
-            update: what a ``Step`` does.
+            actions: the actions to run, in order.
+            microbatches: the microbatches whose forward is among ``actions``, by number.
+            update: called at each ``Step``.
             endless: more forwards will come in another call (or :meth:`end_stream`), so the first one's activation is
                 received ahead.
 
@@ -154,7 +154,7 @@ class Engine:
             chunk.flush()
 
     def end_stream(self) -> None:
-        """End an endless list, after its last backward: answer the receives that were posted on speculation."""
+        """End an endless list after its last backward: answer the receives that were posted ahead."""
         assert not self.activations_held, "drain before the stream ends"
         if self._streaming:
             self._streaming = False
@@ -167,12 +167,12 @@ class Engine:
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     def evaluate(self, step: Callable[[], Any], number: int = 0) -> Any:
-        """Forward only. With one chunk a stage, each stage is one batch ahead of the next; with several, a batch goes
-        round through the stages.
+        """Run a forward only. With one chunk a stage, each stage is one batch ahead of the next; with several, a batch
+        goes round through the stages.
 
         Args:
             step: the user's step, bound to a batch.
-            number: of the batch, for the timeline.
+            number: the batch's number in the timeline.
 
         Returns:
             What the step returned, on the last stage; None on the others.
@@ -182,8 +182,8 @@ class Engine:
 
 
 def _completing(actions: Sequence[Action]) -> set[int]:
-    """The indices of the actions after which some gradients of a chunk get nothing more before a step: those of its
-    first halves after the last of them, all others after its last backward."""
+    """The indices of the actions after which some gradients of a chunk are complete before a step: for gradients of
+    first halves the last of these, for all others the last backward."""
     found: set[int] = set()
     after: dict[int, set[type[Action]]] | None = None  # by chunk: what follows before the step; None if no step follows
     for i, action in reversed([*enumerate(actions)]):

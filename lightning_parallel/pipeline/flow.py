@@ -1,8 +1,8 @@
-"""What crosses the cuts between chunks in a step: the outputs of units that a later chunk needs.
+"""Describes what crosses the cuts between chunks in a step: the outputs of units that a later chunk needs.
 
 Where each layer needs the output of the layer before it and nothing else, that output crosses. Many models hand on
-more: an encoder's output that every decoder layer attends to, a second embedding, a U-Net's skip connections. A look at
-the step (``trace.py``) shows what is needed where. If a unit in chunk 2 gets the output of a unit in chunk 0, that
+more: an encoder's output that every decoder layer attends to, a second embedding, a U-Net's skip connections. A trace
+of the step (``trace.py``) shows what is needed where. If a unit in chunk 2 gets the output of a unit in chunk 0, that
 output crosses the cuts 0|1 and 1|2, and its gradient comes back the same way::
 
     chunk 0          chunk 1          chunk 2
@@ -29,13 +29,8 @@ from lightning_parallel.pipeline.traced import Call
 
 @dataclass(frozen=True)
 class Cargo:
-    """The output of one call of a module, which crosses a cut.
-
-    Attributes:
-        module: the module's name.
-        call: which of its calls in a step, from 0.
-        tensors: the number of tensors in its output.
-    """
+    """The output of one call of a module (the ``call``-th in a step, from 0), which crosses a cut. ``tensors`` is the
+    number of tensors in it."""
 
     module: str
     call: int
@@ -49,11 +44,11 @@ class Flow:
     Attributes:
         cuts: the cargo of each cut, in the order in which it is computed.
         last: for each chunk its last call; None if it has none.
-        transparent: units whose own code runs where they are absent, for what escapes from them.
-        inside: the modules inside these whose outputs cross.
+        transparent: units whose own code runs where they are absent, for values that escape from them.
+        inside: the modules inside transparent units whose outputs cross.
         updated: the parameters that the step's own code changes, from parameters alone: a teacher's, by the student's.
         own_updates: the parameters that units change in place themselves.
-        carried: what else the step's own code changes from step to step.
+        carried: other values that the step's own code changes from step to step.
     """
 
     cuts: tuple[tuple[Cargo, ...], ...]
@@ -71,15 +66,16 @@ class Flow:
         return self.cuts[chunk] if chunk < len(self.cuts) else ()
 
     def heaviest(self, placement: Placement) -> int | None:
-        """The chunk before the cut that most tensors cross, of those between two stages; None if there is none."""
+        """The chunk before the cut that most tensors cross, among the cuts between two stages; None if there is
+        none."""
         between = [cut for cut in range(len(self.cuts)) if placement[cut] != placement[cut + 1]]
         return max(between, key=lambda cut: tensors_of(self.cuts[cut]), default=None)
 
 
 def tensors_of(cargo: Iterable[Cargo]) -> int:
-    """The number of its tensors."""
+    """The number of tensors in a cargo."""
     return sum(item.tensors for item in cargo)
 
 
 class FlowError(RuntimeError):
-    """A step needs something in a chunk that can't have it."""
+    """A step needs something in a chunk that can't have it there."""

@@ -1,7 +1,7 @@
 """One forward pass of the user's step through a chunk: which units are called, what arrives, what departs.
 
-A stage's hooks (``stage.py``) tell it of each call. It knows of which calls the previous chunk has sent the output,
-waits for the message when the first of them is made, and keeps what later chunks need.
+A stage's hooks (``stage.py``) report each call to it. It knows for which calls the previous chunk has sent the output,
+waits for the message at the first of them, and keeps what later chunks need.
 """
 
 from __future__ import annotations
@@ -30,16 +30,14 @@ class ArrivalFailedError(BaseException):
 
 @dataclass(frozen=True)
 class Cuts:
-    """What crosses the cuts around one chunk.
+    """The cuts around one chunk, and what crosses them.
 
     Attributes:
-        partition: says which chunk runs a call.
-        chunk: whose cuts they are.
-        cargo_in: what arrives, in the order of the message.
-        cargo_out: what departs.
+        cargo_in: the outputs that arrive, in the order of the message.
+        cargo_out: the outputs that depart, in the order of the message.
         due: the calls whose output arrives.
         wanted: the calls whose output a later chunk needs.
-        last: the call after which the chunk leaves the step; None if it makes none, or is the last chunk.
+        last: the call after which the chunk leaves the step. None for the last chunk, and for one without calls.
     """
 
     partition: Partition
@@ -52,7 +50,7 @@ class Cuts:
 
     @classmethod
     def of(cls, flow: Flow, partition: Partition, chunk: int) -> Cuts:
-        """Those of a chunk in a step with this flow."""
+        """The cuts around a chunk in a step with this flow."""
         cargo_in, cargo_out = flow.into(chunk), flow.out_of(chunk)
         due, wanted = (frozenset((item.module, item.call) for item in cargo) for cargo in (cargo_in, cargo_out))
         last = flow.last[chunk] if chunk < partition.chunks - 1 else None
@@ -66,14 +64,13 @@ class Cuts:
 
 @dataclass
 class Underway:
-    """What the hooks of a stage share.
+    """The state that the hooks of a stage share.
 
     Attributes:
-        flow: what crosses the cuts in the step.
-        generators: that the step draws from.
+        generators: the generators that the step draws from.
         draw_on_host: units that draw from Python's or NumPy's generator.
-        forward: the pass that runs; None outside a step.
-        in_backward: layers may run again now (activation checkpointing).
+        forward: the pass that is running; None outside a step.
+        in_backward: a backward runs, in which layers may run again (activation checkpointing).
     """
 
     flow: Flow
@@ -84,23 +81,23 @@ class Underway:
 
     @property
     def is_idle(self) -> bool:
-        """Do the hooks do nothing now?"""
+        """Should the hooks do nothing now?"""
         return self.forward is None and not self.in_backward
 
     def seed_after(self, unit: str, seed: int) -> None:
-        """After a unit, every stage draws the same numbers, also where the unit is absent."""
+        """Seed the generators after a unit, so that every stage draws the same numbers, also where the unit is
+        absent."""
         self.generators.seed(seed)
         if unit in self.draw_on_host:
             seed_host_generators(seed)
 
 
 class ForwardPass:
-    """A pass begins with the gradient and inference modes that hold when it is made.
+    """A forward pass. It begins with the gradient and inference modes that hold when it is made.
 
     Args:
-        cuts: around the chunk.
-        arrive: gives what the previous chunk sent; called once. None for the first chunk.
-        expect: gives what ``arrive`` will most likely give, before its values have come, or None.
+        arrive: returns what the previous chunk sent; called once. None for the first chunk.
+        expect: returns what ``arrive`` will most likely return, before its values have come; or None.
 
     Attributes:
         grad: whether the pass began with gradients on.
@@ -134,7 +131,7 @@ class ForwardPass:
         return self.cuts.partition.chunk_of((name, self._calls[name]), self._reached)
 
     def called(self, name: str) -> Call:
-        """Note the call of a unit, or of a module inside one."""
+        """Count a call of a unit, or of a module inside one."""
         if name in self.cuts.partition.units:
             self._reached = max(self._reached, self.chunk_of(name))
         self._calls[name] += 1
@@ -143,15 +140,15 @@ class ForwardPass:
     # -- what arrives --------------------------------------------------------------------------------------------
 
     def arrived(self, call: Call) -> list[Tensor] | None:
-        """The output of a call that the previous chunk sent, or None if it sent none. The first call of which it sent
-        something waits for the message."""
+        """The output of a call as the previous chunk sent it, or None if it sent none. The first call with such an
+        output waits for the message."""
         if call not in self.cuts.due:
             return None
         self.wait()
         return self._arrived[call]
 
     def wait(self) -> None:
-        """Wait for the message, once."""
+        """Wait for the message, unless that has been done."""
         if self._arrive is None:
             return
         arrive, self._arrive = self._arrive, None
@@ -169,7 +166,7 @@ class ForwardPass:
                 raise
 
     def _unload(self, arrival: Arrival) -> None:
-        """Share out what arrived over the calls that it comes from."""
+        """Divide the arrived tensors among the calls that they are outputs of."""
         cuts = self.cuts
         received = arrival.receive()
         if len(received) != tensors_of(cuts.cargo_in):
@@ -188,18 +185,12 @@ class ForwardPass:
     # -- what departs --------------------------------------------------------------------------------------------
 
     def keep(self, call: Call, output: Any, *, copied: bool = True) -> None:
-        """Keep a call's output for later chunks as it is now: the step may go on to change it in place, and will do so
-        on the others too.
-
-        Args:
-            call: whose output it is.
-            output: of the call.
-            copied: the step goes on and may write to it. If not, the output itself is kept.
-        """
+        """Keep a call's output for later chunks as it is now. The step may go on to change it in place, and will do so
+        on the other stages too. If it can't any more (not ``copied``), the output itself is kept."""
         self._kept[call] = [t.clone() if copied else t for t in _tensors_in(output)]
 
     def departure(self) -> Departure:
-        """What the chunk sends on."""
+        """The tensors that the chunk sends on."""
         cuts = self.cuts
         tensors: list[Tensor] = []
         for cargo in cuts.cargo_out:

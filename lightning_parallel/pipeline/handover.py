@@ -1,4 +1,4 @@
-"""A cut between two chunks of one stage: what the one sends, the other takes, in this process.
+"""A cut between two chunks of one stage: what one sends, the other takes in this process.
 
 It stands in the place of a sender and a receiver over a link (``channel.py``), for one kind of message.
 """
@@ -19,7 +19,7 @@ class Handover:
 
     Attributes:
         sent: the number of messages handed over.
-        acknowledged: of gradient messages; nobody keeps buffers for them here.
+        acknowledged: always 0, where a link's receiver counts gradient messages: no buffers depend on it here.
     """
 
     def __init__(self) -> None:
@@ -31,18 +31,18 @@ class Handover:
     # -- activations ---------------------------------------------------------------------------------------------
 
     def send(self, tensors: Sequence[Tensor], place: Hashable, acknowledged: int = 0) -> Format:
-        """Hand over copies: the next chunk may change its input in place, as it may change a message's. Returns their
-        format."""
+        """Hand over copies, since the next chunk may change its input in place, as it may change a message. Returns
+        their format."""
         format = format_of(tensors)
         self._activations.append(Arrival([tensor.detach().clone() for tensor in tensors], format))
         self.sent += 1
         return format
 
     def post(self, place: Hashable) -> None:
-        """Nothing has to be posted."""
+        """Nothing: there is no receive to post."""
 
     def expected(self) -> Arrival | None:
-        """What :meth:`take` is going to return."""
+        """The arrival that :meth:`take` is going to return."""
         return self._activations[0]
 
     def take(self, then: Hashable = None) -> Arrival:
@@ -58,7 +58,7 @@ class Handover:
             self._gradients.append([gradient.clone() for gradient in gradients])
 
     def post_gradients(self, format: Format) -> None:
-        """Nothing has to be posted."""
+        """Nothing: there is no receive to post."""
 
     def take_gradients(self, then: Format = ()) -> list[Tensor]:
         """The oldest gradients that haven't been taken."""
@@ -67,10 +67,10 @@ class Handover:
     # -- both ----------------------------------------------------------------------------------------------------
 
     def confirm(self, messages: int) -> None:
-        """No buffers are kept."""
+        """Nothing: no buffers are kept."""
 
     def flush(self, keep: int = 0) -> None:
-        """All has arrived."""
+        """Nothing: all messages have arrived."""
 
     def end(self, place: Hashable, acknowledged: int = 0) -> None:
-        """Nobody waits here for a message that will not come."""
+        """Nothing: no chunk waits here for a message that won't come."""

@@ -1,4 +1,4 @@
-"""Modules' calls intercepted, by hooks and by instance attributes, and given back as they were."""
+"""Intercepts modules' calls, by hooks and by instance attributes, and undoes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LeaveStep(BaseException):
 
 
 class Interception:
-    """What has been put on modules, to be taken off again."""
+    """What has been put on modules, to be removed again."""
 
     def __init__(self) -> None:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -30,13 +30,13 @@ class Interception:
         self._hooks.append(module.register_forward_hook(hook, prepend=first))
 
     def instead(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Call ``forward`` in the place of the module's. An instance attribute hides the class's method; the user may
-        have done the same."""
+        """Call ``forward`` in the place of the module's. It is set as an instance attribute, which hides the class's
+        method; the user may have set one too."""
         self._patched.append((module, module.__dict__.get("forward")))
         module.forward = forward  # type: ignore[method-assign]
 
     def remove(self) -> None:
-        """Give everything back."""
+        """Remove everything, and put back what was there."""
         for hook in self._hooks:
             hook.remove()
         for module, forward in reversed(self._patched):
@@ -48,5 +48,5 @@ class Interception:
 
 
 def can_intercept(part: nn.Module) -> bool:
-    """Can its forward be replaced? Not if it has none, nor if it is TorchScript."""
+    """Can a module's forward be replaced? Not if it has none, nor if it is TorchScript."""
     return not isinstance(part, torch.jit.ScriptModule) and type(part).forward is not nn.Module.forward

@@ -1,8 +1,8 @@
-"""What a step writes to its modules besides parameters, undone: a counter, a list of outputs, a metric's state.
+"""Undoes what a step writes to its modules besides parameters: a counter, a list of outputs, a metric's state.
 
-It is for runs that don't count: the look at a step (``trace.py``), a trial, an extra step. Some things can't be found
+It is for runs that don't count: the trace of a step (``trace.py``), a trial, an extra step. Some things can't be found
 or copied in general, and are not undone: slots, iterators, files, very large tensors, the state of libraries' objects,
-and what lies in containers within an attribute beyond a million items: that is somebody's data, too.
+and what lies in containers within an attribute beyond a million items, which is likely somebody's data.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ class StateKept:
     lists, dictionaries, sets and objects (other than libraries') that are found there, to any depth.
 
     Args:
-        module: with all its submodules.
-        apart: parts of it whose writings stay with them: :meth:`written` doesn't look there.
-        parameters: the module's parameters, too. They are copied.
+        apart: parts whose changed state is reported by :meth:`written_apart`, not by :meth:`written`.
+        parameters: restore the module's parameters too. They are copied.
     """
 
     def __init__(self, module: nn.Module, apart: Iterable[nn.Module] = (), *, parameters: bool = True) -> None:
@@ -93,7 +92,7 @@ class StateKept:
         return self
 
     def _contents(self, value: Any) -> _Held | None:
-        """A copy of what a container or an object holds; None if it is neither."""
+        """A copy of a container's or an object's contents; None if it is neither."""
         if isinstance(value, dict):
             return dict(value)
         if isinstance(value, list | tuple | set | deque):
@@ -104,7 +103,7 @@ class StateKept:
         return None if library or isinstance(value, type) or not hasattr(value, "__dict__") else dict(vars(value))
 
     def absent(self) -> Iterator[AbsentTensor]:
-        """The absent tensors that were there, besides parameters and buffers."""
+        """The absent tensors that were found, besides parameters and buffers."""
         own = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
         for _, held, _ in self._containers:
             for item in _items(held):
@@ -112,11 +111,11 @@ class StateKept:
                     yield item
 
     def is_changed(self) -> bool:
-        """Does anything but a tensor's values differ from what it was?"""
+        """Has anything but a tensor's values changed?"""
         return bool(self._changed_containers())
 
     def content_of(self, part: nn.Module, name: str) -> Any:
-        """What an attribute holds now, to be compared: a number itself, a container's items, a tensor's version."""
+        """An attribute's present content, for comparisons: a number itself, a container's items, a tensor's version."""
         value = vars(part).get(name, buffers_of(part).get(name))
         if isinstance(value, Tensor):
             return id(value), version_of(value)
@@ -131,7 +130,7 @@ class StateKept:
         return isinstance(value, (Number, np.generic, np.ndarray, Tensor))
 
     def again(self) -> StateKept:
-        """The same, from now on."""
+        """The same, beginning from the present state."""
         return StateKept(self._module, self._parts_apart)
 
     @property
@@ -140,7 +139,7 @@ class StateKept:
         return [generator for generator, _ in self._generators]
 
     def written(self) -> Iterator[AbsentTensor]:
-        """The absent tensors that have been left there so far."""
+        """The absent tensors that have been stored there so far."""
         for container, held, looked_at in self._containers:
             if looked_at and (now := self._changed(container, held)) is not None:
                 before = {id(item) for item in _items(held)}
@@ -159,8 +158,8 @@ class StateKept:
         return found
 
     def written_around(self) -> dict[nn.Module, set[str]]:
-        """For each of the other parts, the attributes that have changed and hold no absent tensors. What metrics keep
-        is left out."""
+        """For each of the other parts, the attributes that have changed and hold no absent tensors. The state of
+        metrics is left out."""
         tensors = {id(tensor) for tensor, content in self._tensors if not _equal(tensor, content)}
         arrays = {id(array) for array, values in self._arrays if array.tobytes() != values.tobytes()}
         found = {
@@ -176,7 +175,7 @@ class StateKept:
 
     def _written_attributes(self, changed: set[int]) -> Iterator[tuple[nn.Module, str, Any, Any]]:
         """The attributes that hold another object than before, or one of the changed objects: the module, the
-        attribute's name, what it held (a new one nothing), and what it holds."""
+        attribute's name, what it held (for a new one nothing), and what it holds."""
         for container, held, _ in self._containers:
             part = self._modules.get(self._owners.get(id(container), 0))
             if part is None or not isinstance(held, dict):
@@ -190,7 +189,7 @@ class StateKept:
         return {id(each) for each, held, _ in self._containers if self._changed(each, held) is not None}
 
     def _changed(self, container: Any, held: _Held) -> _Held | None:
-        """What a container holds now, if that isn't what it held."""
+        """A container's present contents if they differ from the earlier ones."""
         now = self._contents(container)
         assert now is not None
         same = len(now) == len(held) and all(a is b for a, b in zip(_items(now), _items(held), strict=True))
@@ -222,7 +221,7 @@ def _equal(tensor: Tensor, content: Tensor) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """To be compared: numbers and texts by their value, all else as objects."""
+    """A key for comparisons: numbers and texts count by value, all else by identity."""
     is_nan = isinstance(value, float) and value != value
     return "not a number" if is_nan else value if isinstance(value, int | float | str) else id(value)
 

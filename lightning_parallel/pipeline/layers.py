@@ -1,4 +1,4 @@
-"""Which modules a cut leaves whole, and between which it may fall.
+"""Decides which modules a cut leaves whole, and between which it may fall.
 
 A module that the step calls is a *unit* if it has parameters or state, and is taken as a whole, unless it is *opened*:
 then its own code runs on every stage, and the modules that it calls are units. The root is always open, and so is what
@@ -29,16 +29,8 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 class Layers:
-    """The units of a module.
-
-    Args:
-        module: the whole model.
-        named: the layers that the user has named; None to find them.
-
-    Attributes:
-        names: of the model's parts, by their ids.
-        named: as above.
-    """
+    """The units of a module. ``named`` are the layers that the user has named, None to find them; ``names`` the first
+    names of the module's parts, by their ids."""
 
     def __init__(self, module: nn.Module, named: Sequence[str] | None) -> None:
         self._module = module
@@ -59,46 +51,41 @@ class Layers:
         self._in_sequence = self._parts_of_sequences()
 
     def is_unit(self, name: str) -> bool:
-        """Is it taken as a whole when it is called?"""
+        """Is a module taken as a whole when it is called?"""
         if name in self._opened:
             return False
         return name in self._with_state or name in self._in_sequence
 
     def frozen(self) -> Callable[[str], bool]:
-        """:meth:`is_unit` as it is now, whatever is opened later."""
+        """:meth:`is_unit` as it answers now, whatever is opened later."""
         units = {name for name in self._parts if self.is_unit(name)}
         return units.__contains__
 
     def open(self, name: str) -> None:
-        """Take the modules that a unit calls as units, in its place. If it was a layer, so are they."""
+        """Take the modules that a unit calls as units in its place. If it was a layer, they are layers."""
         self._opened.add(name)
         self._in_sequence = self._parts_of_sequences()
         if name in self._listed:
             self._listed.update(n for n in self._with_state if n.startswith(f"{name}."))
 
     def can_open(self, name: str, inside: Iterable[str]) -> bool:
-        """Do the modules that a unit calls hold nearly all of its parameters? The others would be loose. What the user
-        has named stays whole.
-
-        Args:
-            name: of the unit.
-            inside: the modules that its own code has called.
-        """
+        """Do the modules that a unit calls (``inside``) hold nearly all of its parameters? The others would be loose. A
+        unit that the user has named stays whole."""
         if self.named is not None:
             return False
         parts = {id(p): p.numel() for n in inside for p in self._parts[n].parameters()}
         return len(parts) > 0 and sum(parts.values()) >= 0.9 * sum(p.numel() for p in self._parts[name].parameters())
 
     def among(self, units: Sequence[str], stages: int) -> set[str]:
-        """The layers: those of the called units after which a cut may fall."""
+        """The layers among the called units: those after which a cut may fall."""
         if self.named is not None:
             return set(self.named) & set(units)
         listed = [name for name in units if name in self._listed]
         return set(listed if len(listed) >= stages and self._any_state(listed) else units)
 
     def in_lists(self) -> list[str]:
-        """The parts of lists that have parameters or state, in the order of registration. It needs no step, so they may
-        be called in another order, or not at all."""
+        """The parts of lists that have parameters or state, in the order of registration. This needs no step, so they
+        may be called in another order, or not at all."""
 
         def visit(parent: nn.Module) -> Iterator[str]:
             for child in parent.children():
@@ -111,7 +98,7 @@ class Layers:
         return list(dict.fromkeys(visit(self._module)))
 
     def overlapping(self, units: Iterable[str]) -> str | None:
-        """A unit that another one is a part of."""
+        """A unit that contains another one; None if there is none."""
         units = list(units)
         ids = {id(self._parts[name]): name for name in units}
         for name in units:
@@ -153,13 +140,13 @@ class Layers:
         return not isinstance(parent, (*_LISTS, nn.Sequential)) and self._is_made_of_list(child)
 
     def _is_made_of_list(self, part: nn.Module) -> bool:
-        """Do the lists in it, as deep as attributes lead to them, hold most of its parameters?"""
+        """Do the lists in a part, as deep as attributes lead to them, hold most of its parameters?"""
         listed = [child for child in _lists_below(part) if self._any_state(self.names[id(c)] for c in child)]
         held = {id(p): p.numel() for children in listed if len(children) > 1 for c in children for p in c.parameters()}
         return 2 * sum(held.values()) > sum(p.numel() for p in part.parameters())
 
     def _parts_of_sequences(self) -> set[str]:
-        """What open Sequentials call, with parameters or without."""
+        """The modules that open Sequentials call, with or without parameters."""
         opened = [self._module, *(self._parts[name] for name in self._opened)]
         return {self.names[id(child)] for parent in opened if _runs_in_order(parent) for child in parent.children()}
 
@@ -168,12 +155,8 @@ class Layers:
 
 
 def named_layers(module: nn.Module, patterns: Sequence[str] | None, setting: str = "layers") -> list[str] | None:
-    """The names that match patterns, in their order; None for no patterns.
-
-    Args:
-        module: the whole model.
-        patterns: the setting's value.
-        setting: the setting's name, for errors.
+    """The names of modules that match patterns, in their order; None for no patterns. ``setting`` is the setting's
+    name, for errors.
 
     Raises:
         ValueError: a pattern matches nothing or what isn't called, or matches lie inside each other.
@@ -210,19 +193,19 @@ def named_layers(module: nn.Module, patterns: Sequence[str] | None, setting: str
 
 
 def enumerated(names: Iterable[str], limit: int = 6) -> str:
-    """Names for an error, not too many."""
+    """Some of the names, for an error."""
     names = list(names)
     shown = ", ".join(repr(name) for name in names[:limit])
     return shown + (f", ... ({len(names)} in all)" if len(names) > limit else "")
 
 
 def _has_state(part: nn.Module) -> bool:
-    """Has it parameters, or buffers that a checkpoint keeps?"""
+    """Does a module have parameters, or buffers that a checkpoint keeps?"""
     return next(part.parameters(), None) is not None or len(part.state_dict(keep_vars=True)) > 0
 
 
 def _in_list(parent: nn.Module) -> list[nn.Module]:
-    """The parts of a list that has more than one."""
+    """The parts of a list if it has more than one."""
     children = list(parent.children())
     return children if isinstance(parent, (*_LISTS, nn.Sequential)) and len(children) > 1 else []
 

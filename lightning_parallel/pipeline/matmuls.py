@@ -1,4 +1,4 @@
-"""Operations whose weights' gradients can be computed later (``split_backward.py``): from which tensors, and how.
+"""Operations whose weights' gradients can be computed later (``split_backward.py``): the tensors needed, and formulas.
 
 The formulas are those of torch's derivatives.yaml, so the results are the same bit by bit.
 """
@@ -22,14 +22,14 @@ Found: TypeAlias = tuple[int, str, Formula]
 
 
 def _addmm(node: Node, operand: int) -> Found | None:
-    """nn.Linear with a bias, Conv1D of transformers."""
+    """``nn.Linear`` with a bias, and transformers' ``Conv1D``."""
     if operand == 0 or saved_value(node, "alpha") != 1:
         return None
     return _product(node, ("mat1", "mat2"), operand - 1, first=1)
 
 
 def _mm(node: Node, operand: int) -> Found | None:
-    """Without a bias."""
+    """``nn.Linear`` without a bias."""
     return _product(node, ("self", "mat2"), operand, first=0)
 
 
@@ -47,14 +47,14 @@ def _product(node: Node, names: tuple[str, str], weight: int, first: int) -> Fou
 
 
 def _bmm(node: Node, operand: int) -> Found | None:
-    """A matmul for each expert."""
+    """A batched matmul, such as one for each expert."""
     if operand == 0:
         return 1, "mat2", lambda x, dy: dy.bmm(x.mT.conj())
     return 0, "self", lambda x, dy: x.mT.conj().bmm(dy)
 
 
 def _convolution(node: Node, operand: int) -> Found | None:
-    """Without a bias: with one, most backends compute its gradient and the weight's together."""
+    """A convolution without a bias: with one, most backends compute its gradient and the weight's together."""
     if operand != 1 or node.next_functions[2][0] is not None:
         return None
     weight = saved_tensor(node, "weight")

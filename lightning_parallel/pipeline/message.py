@@ -55,13 +55,12 @@ class Packet:
     """A buffer laid out for messages of one format.
 
     Args:
-        format: of the tensors.
-        trailer: two words follow the tensors; only in host memory.
-        device: where the buffer is.
+        format: the format of the tensors.
+        trailer: whether two words follow the tensors; only in host memory.
         pinned: the buffer is in pinned host memory, whatever ``device`` is.
 
     Attributes:
-        buffer: flat, uint8.
+        buffer: a flat tensor of uint8.
         tensors: views of the buffer.
     """
 
@@ -84,14 +83,9 @@ class Packet:
                 self._words = self.buffer[-TRAILER:].numpy().data
 
     def fill(self, tensors: Sequence[Tensor], words: tuple[int, int] | None = None, wait: bool = True) -> Packet:
-        """Copy tensors to their places, and write the words, if there is a trailer.
-
-        Args:
-            tensors: of this packet's format; empty: the places keep what they hold.
-            words: of the trailer.
-            wait: False: copies from a GPU into pinned memory are only launched, and the caller has to wait for them
-                before the buffer is read.
-        """
+        """Copy tensors to their places, and write the trailer's words if there is a trailer. Without tensors, the
+        places keep what they hold. If not ``wait``, copies from a GPU into pinned memory are only launched, and the
+        caller has to wait for them before the buffer is read."""
         for place, tensor in zip(self.tensors, tensors, strict=bool(tensors)):
             place.copy_(tensor.detach(), non_blocking=not wait)
         if words is not None:
@@ -99,7 +93,7 @@ class Packet:
         return self
 
     def words(self) -> tuple[int, int]:
-        """The words that :meth:`fill` wrote at the other end."""
+        """The trailer's words, as the sender's :meth:`fill` wrote them."""
         first, second = _WORDS.unpack_from(self._words)
         return first, second
 

@@ -1,7 +1,8 @@
-"""Operations on the meta device: the shapes and dtypes of their results, without memory and without arithmetic.
+"""Runs operations on the meta device: the shapes and dtypes of their results, without memory and without arithmetic.
 
-A deep model does the same operations on the same shapes in every layer, and the code between layers in every
-microbatch. torch works many out in Python, which takes much longer than to look them up. So results are remembered.
+A deep model does the same operations on the same shapes in every layer, and the code between layers does in every
+microbatch. torch computes many of these results in Python, which takes much longer than a look-up. So results are
+remembered.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from lightning_parallel.torch_private import tree_flatten, tree_unflatten
 
 
 def meta_of(value: Any) -> Any:
-    """A tensor on the meta device in the place of any tensor; other values as they are."""
+    """A tensor's counterpart on the meta device; other values as they are."""
     if not isinstance(value, Tensor):
         return value
     if value.layout is not torch.strided:
@@ -27,7 +28,7 @@ def meta_of(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Like:
-    """What an operation on the meta device reads of a tensor."""
+    """The properties of a tensor that an operation on the meta device reads."""
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -36,11 +37,7 @@ class _Like:
 
 @dataclass(frozen=True)
 class Argument:
-    """An output that is one of the inputs.
-
-    Attributes:
-        index: of the input among all.
-    """
+    """An output that is the input with this index."""
 
     index: int
 
@@ -50,7 +47,7 @@ def computed_on_meta(func: Any, leaves: list[Any], spec: Any) -> tuple[list[Any]
 
     Args:
         func: an operator of torch's dispatcher.
-        leaves: of its arguments, in a list; tensors on any device.
+        leaves: the leaves of its arguments, in a list; tensors may be on any device.
         spec: the structure of ``(args, kwargs)``.
     """
     if any(isinstance(x, Tensor) and x.layout is not torch.strided for x in leaves):

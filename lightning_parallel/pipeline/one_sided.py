@@ -1,4 +1,4 @@
-"""What a step does in some chunks only, though all would have to: refused in the look at it.
+"""Refuses steps that do something in some chunks only that all would have to do.
 
 A chunk leaves the step after its last layer, and the layers of others don't run in it. So it doesn't draw from the
 user's random generators what the rest of the step draws, and has no numbers that other stages' layers keep. Where a
@@ -18,13 +18,8 @@ TWICE = "A stage with several chunks runs this code once in each of them:"
 
 
 def chunks_running(place: Place, chunks_of_calls: Sequence[int], chunks: int) -> range:
-    """The chunks that run the code at a place.
-
-    Args:
-        place: in a step.
-        chunks_of_calls: the chunk of each call of the step, in order.
-        chunks: how many there are.
-    """
+    """The chunks that run the code at a place. ``chunks_of_calls`` gives the chunk of each call of the step, in
+    order."""
     if place.during == "call" and place.index < len(chunks_of_calls):
         chunk = chunks_of_calls[place.index]
         return range(chunk, chunk + 1)
@@ -39,7 +34,7 @@ _Runs = Callable[[Place], range]  # the chunks that run the code at a place
 
 
 def check_one_sided(seen: Trace, chunks_of_calls: Sequence[int], placement: Placement) -> None:
-    """Refuse what would make the stages drift apart from one process, step by step.
+    """Refuse steps that would make the stages drift apart from one process, step by step.
 
     Raises:
         FlowError: a stage draws only some numbers of a generator, or draws them several times; it reads a number that
@@ -52,7 +47,8 @@ def check_one_sided(seen: Trace, chunks_of_calls: Sequence[int], placement: Plac
 
 
 def _check_draws(seen: Trace, runs: _Runs, placement: Placement) -> None:
-    """Of a generator that lives longer than a step, a stage must draw all or nothing, and everything once."""
+    """Refuse a generator that lives longer than a step unless each stage draws all of its numbers, or none, and each
+    once."""
     for places in seen.draws:
         for stage in range(max(placement) + 1):
             times = [sum(placement[chunk] == stage for chunk in runs(place)) for place in places]

@@ -1,4 +1,4 @@
-"""What runs on tensors: which operations, how much they compute, and what their backward needs."""
+"""Records the operations on tensors: which ones run, how much they compute, and what their backward needs."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _FORMULAS: Mapping[Any, Callable[..., int]] = ChainMap(
 
 
 class OperationsNoted(TorchDispatchMode):
-    """Notes the operations of what runs inside.
+    """Records the operations of the code that runs inside.
 
     Attributes:
         flops: their floating-point operations, by torch's formulas.
-        nbytes: of their results, but for views and what is changed in place: about what a backward needs, if nothing
-            runs again in it.
-        names: of the operations, with what each is given: shape, dtype and requires_grad of tensors, and plain values;
-            only with ``named``.
-        saved: shape and dtype of the tensors that are saved for the backward, as a checkpoint compares them; only with
-            ``named``.
+        nbytes: the bytes of their results, without views and in-place changes: about what a backward needs if nothing
+            is computed again in it.
+        names: with ``named``, the operations and their inputs: shape, dtype and requires_grad of tensors, and plain
+            values.
+        saved: with ``named``, the shape and dtype of the tensors that are saved for the backward, as a checkpoint
+            compares them.
     """
 
     def __init__(self, *, named: bool = False) -> None:
@@ -76,12 +76,12 @@ class OperationsNoted(TorchDispatchMode):
 
 
 def attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
-    """The floating-point operations of scaled dot-product attention: of its two products of matrices.
+    """The floating-point operations of scaled dot-product attention, that is of its two products of matrices.
 
     Args:
-        query: its shape, ``[..., queries, width]``; of several heads for each of the keys', if there are more of them.
-        key: ``[..., keys, width]``.
-        value: ``[..., keys, its width]``.
+        query: the query's shape, ``[..., queries, width]``. It may have several heads for each of the keys'.
+        key: the key's shape, ``[..., keys, width]``.
+        value: the value's shape, ``[..., keys, its width]``.
     """
     return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 

@@ -1,4 +1,4 @@
-"""What absent tensors are computed from, in words that errors can show.
+"""The origins of absent tensors, what they are computed from, in words that errors can show.
 
 ::
 
@@ -19,33 +19,33 @@ INPUT = "an input"  # of a module that is asked by itself
 
 
 def origin_of(module: str, call: int = 0) -> str:
-    """The output of a module's call, counted from 0."""
+    """The origin of the output of a module's call, counted from 0."""
     return f"the output of {_numbered(module, call)}"
 
 
 def origin_of_parameter(name: str) -> str:
-    """A parameter or buffer."""
+    """The origin that is a parameter or buffer."""
     return f"parameter '{name}'"
 
 
 def parameter_of(origin: str) -> str | None:
-    """The name of the parameter or buffer that an origin is, if it is one."""
+    """The name of the parameter or buffer that an origin is; None for other origins."""
     before, _, after = origin_of_parameter("*").partition("*")
     return origin[len(before) : -len(after)] if origin.startswith(before) else None
 
 
 def inside_of(module: str, call: int = 0) -> str:
-    """A value that a module's own code computes from its inputs."""
+    """The origin of a value that a module's own code computes from its inputs."""
     return f"a value inside {_numbered(module, call)}"
 
 
 def changed_by(module: str, call: int = 0) -> str:
-    """An input that a module's call writes to."""
+    """The origin of an input that a module's call writes to."""
     return f"what {_numbered(module, call)} changes in place"
 
 
 def shared_with(module: str, call: int = 0) -> str:
-    """A tensor that has changed because it shares memory with another one, which a module's call has returned."""
+    """The origin of a tensor that has changed because it shares memory with one that a module's call has returned."""
     return f"what shares memory with an output of {_numbered(module, call)} and is changed in place"
 
 

@@ -1,4 +1,4 @@
-"""Units that other chunks run: what is returned in their place (``stage.py``)."""
+"""Answers for the units that other chunks run (``stage.py``)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lightning_parallel.torch_private import tree_flatten, tree_unflatten
 
 
 class OtherUnits:
-    """Returns what arrived of a call, or absent tensors.
+    """Returns the output of a call that has arrived, or absent tensors.
 
     Args:
         units: all units of the module, by name.
-        own: the names of those that this stage holds. While another chunk runs, they are asked without their values.
-        underway: the step that runs.
+        own: the names of the units that this stage holds. While another chunk runs, they answer without their values.
+        underway: the state of the step that is running.
     """
 
     def __init__(self, units: Mapping[str, nn.Module], own: Collection[str], underway: Underway) -> None:
@@ -33,7 +33,7 @@ class OtherUnits:
         self._underway = underway
 
     def answer(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The forward of a unit whose call another chunk runs: what arrived of it, or absent tensors. Not to be
+        """The forward of a unit whose call another chunk runs: its arrived output, or absent tensors. Not to be
         compiled."""
         if self._underway.forward is None:
             return self._absent[name].answer(args, kwargs)
@@ -55,7 +55,7 @@ class OtherUnits:
         return everything_absent(self._units[name], [self._units[name]]) if name in self._own else nullcontext()
 
     def _answer_alone(self, absent: AbsentForward, args: tuple[Any, ...], kwargs: dict[str, Any], call: int) -> Any:
-        """Answer for a module as a whole. Calls that it makes meanwhile are no calls of the step."""
+        """Answer for a module as a whole. Calls that it makes meanwhile don't count as calls of the step."""
         forward_pass, self._underway.forward = self._underway.forward, None
         try:
             return absent.answer(args, kwargs, call)
@@ -82,8 +82,8 @@ class OtherUnits:
         kwargs: dict[str, Any],
         call: int,
     ) -> Any:
-        """Run a transparent unit's own code on absent tensors, so that hooks inside it fire. If it asks for values, it
-        is answered for as a whole."""
+        """Run a transparent unit's own code on absent tensors, so that hooks inside it fire. If it needs values, it is
+        answered for as a whole."""
         try:
             return forward(*args, **kwargs)
         except AbsentValueError:
@@ -91,7 +91,7 @@ class OtherUnits:
 
 
 def _filled(answer: Any, live: list[Tensor], name: str) -> Any:
-    """``answer`` with live tensors in the place of absent ones."""
+    """``answer`` with the arrived tensors in the place of absent ones."""
     if isinstance(answer, Tensor) and len(live) == 1:
         return live[0]
     leaves, spec = tree_flatten(answer)

@@ -1,4 +1,4 @@
-"""Random generators of a user's own, beside the default ones of torch, NumPy and Python."""
+"""The user's own random generators, besides the default ones of torch, NumPy and Python."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_par
 
 
 def is_own_generator(value: Any) -> bool:
-    """Is it a generator with a state, other than the default ones?"""
+    """Is an object a generator with a state, other than the default ones?"""
     if not isinstance(value, _TYPES) or isinstance(value, random.SystemRandom):
         return False
     return all(value is not each for each in _DEFAULT)
 
 
 def state_of(generator: Any) -> Any:
-    """What :func:`set_state` takes."""
+    """A generator's state, for :func:`set_state`."""
     if isinstance(generator, torch.Generator | np.random.RandomState):
         return generator.get_state()
     return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.getstate()
 
 
 def set_state(generator: Any, state: Any) -> None:
-    """Put a generator back."""
+    """Set a generator to a state of :func:`state_of`."""
     if isinstance(generator, torch.Generator | np.random.RandomState):
         generator.set_state(state)
     elif isinstance(generator, np.random.Generator):
@@ -44,7 +44,7 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 def globals_beside(parts: Iterable[nn.Module]) -> Iterator[Any]:
-    """The generators among the global variables of the files in which the classes of modules are defined."""
+    """The generators among the global variables of the files in which the modules' classes are defined."""
     files = {type(part).__module__ for part in parts}
     for name in files:
         if name.partition(".")[0] not in LIBRARIES and name in sys.modules:
@@ -52,18 +52,14 @@ def globals_beside(parts: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 class GeneratorsWatched:
-    """Tells which of some generators were drawn from since it was asked last.
-
-    Args:
-        generators: own ones.
-    """
+    """Finds which of some generators of the user's own have been drawn from."""
 
     def __init__(self, generators: list[Any]) -> None:
         self._generators = generators
         self._states = [self._seen(each) for each in self._generators]
 
     def drawn(self) -> list[int]:
-        """The indices of those that were."""
+        """The indices of the generators that have been drawn from since the last call."""
         now = [self._seen(each) for each in self._generators]
         changed = [i for i, (a, b) in enumerate(zip(self._states, now, strict=True)) if a != b]
         self._states = now

@@ -1,7 +1,8 @@
-"""Who holds which part of a module, by names: the result of cutting it (``candidate.py``). ``stage.py`` acts on it.
+"""Which stage holds which part of a module, by names: the result of cutting it (``candidate.py``), as ``stage.py`` uses
+it.
 
 The calls of a step are cut into *chunks*, and each chunk is placed on a stage. With one chunk a stage they are the
-same. What is run is told by chunks, what is held by stages.
+same. What runs is described by chunk, what is held by stage.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from lightning_parallel.pipeline.traced import Call
 
 @dataclass(frozen=True)
 class Partition:
-    """Who owns what, by the names of the original module.
+    """The chunks and stages that run and hold each part of the module, by the names of the original module.
 
     Attributes:
         layers: the chain: the names of layers in the order of their calls. A layer that is called twice is in it twice.
@@ -22,16 +23,16 @@ class Partition:
         placement: the stage of each chunk.
         units: the chunks that call each unit, by name, in the order of their first calls. The last are modules that the
             step doesn't call.
-        calls: the chunk of each call of a unit in the step that was looked at.
+        calls: the chunk of each call of a unit in the traced step.
         owners: for every parameter name, tied names included, the stages that hold the parameter.
         uses: for every parameter by its first name, the chunks that may add to its gradient.
         aliases: for every parameter name, the first name of the same parameter. Tied names share one.
         loose: the first names of the parameters that lie in no unit.
         direct: units whose ``forward`` the step calls past their hooks.
         draw_on_host: units that draw from Python's or NumPy's generator.
-        work: of each chunk: the nanoseconds of its forward and backward, if they were measured, or else the
+        work: for each chunk, the nanoseconds of its forward and backward if they were measured, otherwise the
             floating-point operations of its forward.
-        operations: of the forward of each chunk, on a microbatch.
+        operations: for each chunk, the floating-point operations of its forward on a microbatch.
         held: the bytes that each chunk holds of a microbatch from its forward to its backward: an estimate.
         computed: the bytes of all that each chunk computes in its forward.
     """
@@ -54,7 +55,7 @@ class Partition:
 
     @property
     def chunks(self) -> int:
-        """Their number, on all stages."""
+        """The number of chunks on all stages."""
         return len(self.placement)
 
     @property
@@ -71,14 +72,14 @@ class Partition:
 
     @property
     def outside(self) -> dict[str, tuple[int, ...]]:
-        """The chunks of the units that are no layers."""
+        """The chunks of the units that aren't layers."""
         return {name: chunks for name, chunks in self.units.items() if name not in self.layers}
 
     def chunk_of(self, call: Call, reached: int) -> int:
         """The chunk that runs a call of a unit.
 
         Args:
-            call: perhaps one that the step that was looked at doesn't make.
+            call: a call, which the traced step may not have made.
             reached: the latest chunk that has run a call in this step so far.
         """
         planned = self.calls.get(call, -1)
@@ -87,7 +88,7 @@ class Partition:
         return next((chunk for chunk in self.units[call[0]] if chunk >= reached), self.units[call[0]][-1])
 
     def name_of(self, chunk: int) -> str:
-        """How errors name a chunk: by its stage, if that has no other."""
+        """The name of a chunk in errors: that of its stage, if the stage has no other chunk."""
         stage = self.placement[chunk]
         return f"stage {stage}" if len(self.chunks_of(stage)) == 1 else f"stage {stage} (chunk {chunk})"
 

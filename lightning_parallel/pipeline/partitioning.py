@@ -1,4 +1,4 @@
-"""Cuts a module into stages, by looks at the step: the first ones find the best cut, later ones check it."""
+"""Cuts a module into stages by traces of a step: the first ones find the best cut, later ones check it."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def partition(
     """Cut ``module`` into chunks, and place them on ``stages``.
 
     Args:
-        module: the whole model.
-        step: what is to be run in stages, bound to a batch. It is run on absent tensors at least twice: the second time
+        module: the whole model, with its parameters.
+        step: the step to be run in stages, bound to a batch. It runs on absent tensors at least twice: the second time
             with other random numbers, and once more for each unit that is opened.
-        stages: how many stages.
+        stages: the number of stages.
         layers: names or patterns of the layers between which a cut may fall. ``*`` stands for one part of a dotted
             name, as in ``"net.blocks.*"``. None to find them.
         balance: ``"parameters"`` (the largest chunk is as small as can be), ``"operations"`` (the same, by the
             floating-point operations of the forward), ``"time"`` (the same, by measured times), ``"layers"`` (equal
             counts), or the number of layers of each chunk.
-        device: where times are measured; by default on the CPU.
+        device: the device on which times are measured; by default the CPU.
         placement: the stage of each chunk. By default each stage has one chunk.
-        hooks: runs the module's hooks around a step, given what it returns.
-        recompute: layers run again in the backward.
+        hooks: runs the module's hooks around a step, given what the step returns.
+        recompute: layers run again in the backward. This is then tried too.
 
     Raises:
         ValueError: a pattern matches nothing or what isn't called, ``balance`` doesn't fit, there are more stages than
@@ -98,7 +98,8 @@ def _check_called(named: Sequence[str] | None, seen: Trace) -> None:
 
 
 def _check_updates(parts: Partition, seen: Trace) -> None:
-    """Parameters are held where others are updated from them. Buffers aren't."""
+    """Refuse parameters that are updated from a buffer that one of their stages doesn't have. Parameters are held where
+    others are updated from them; buffers aren't."""
     for update in seen.updates:
         for source in filter(None, map(parameter_of, update.needs)):
             missing = set(parts.holders_of(update.name)) - set(parts.holders_of(source))
@@ -110,7 +111,8 @@ def _check_updates(parts: Partition, seen: Trace) -> None:
 
 
 def _check_repeatable(first: Trace, second: Trace) -> None:
-    """Under layer drop each microbatch calls different layers, so what crosses a cut can't be known ahead."""
+    """Refuse steps whose calls are random. Under layer drop each microbatch calls different layers, so what crosses a
+    cut can't be known ahead."""
     calls, again = ([(call.unit, call.call) for call in seen.calls] for seen in (first, second))
     if calls != again:
         differing = sorted({name for name, _ in set(calls) ^ set(again)})
@@ -138,14 +140,15 @@ def _check_recomputable(again: Trace) -> None:
 
 
 def _exits(parts: Partition) -> dict[Call, int]:
-    """The calls after which chunks leave the step, and which chunks: all but the last one."""
+    """The calls after which chunks leave the step, with these chunks: all but the last one."""
     last = {chunk: call for call, chunk in parts.calls.items()}
     return {call: chunk for chunk, call in last.items() if chunk < parts.chunks - 1}
 
 
 def _check_independent(parts: Partition, second: Trace, chunks: Collection[int]) -> None:
-    """What the code around the units stores after these chunks have left the step, their stages don't have, and of what
-    it stores before, another chunk on the stage has another. What it deletes after that, they still have."""
+    """Refuse calls that need what an earlier step stored on modules. A stage misses what the step stores after one of
+    these chunks has left it. If the stage runs several chunks, each of them stores its own value, and what the step
+    deletes later stays."""
     stages = {parts.placement[chunk] for chunk in chunks}
     for call in second.calls:
         stage = parts.placement[parts.calls[call.unit, call.call]]

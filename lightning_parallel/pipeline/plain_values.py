@@ -1,4 +1,4 @@
-"""Who reads what modules keep besides tensors: a look at a step can't follow a number as it follows a tensor."""
+"""Finds the code that uses non-tensor attributes of modules: a trace can't follow a number as it follows a tensor."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ OnUse = Callable[[nn.Module, str, bool], None]
 
 @contextmanager
 def attribute_uses(attributes: Mapping[nn.Module, set[str]], on_use: OnUse) -> Iterator[None]:
-    """Inside, ``on_use`` is called at each use of these attributes. Python looks for ``__getattribute__`` on the class,
-    so each module is of a subclass of its class meanwhile.
-
-    Args:
-        attributes: their names, by module.
-        on_use: called before the use with the module, the attribute's name, and whether it is assigned to.
-    """
+    """Inside, ``on_use`` is called before each use of these attributes (their names, by module), with the module, the
+    attribute's name, and whether it is assigned to. Python looks for ``__getattribute__`` on the class, so each module
+    is of a subclass of its class meanwhile."""
     kinds: list[tuple[nn.Module, type[nn.Module]]] = []
     try:
         for part, names in attributes.items():
@@ -57,4 +53,4 @@ def _telling(kind: type[nn.Module], names: set[str], on_use: OnUse) -> type[nn.M
 
 
 class _Plain(nn.Module):
-    """A class whose objects are laid out as those of other modules."""
+    """A class whose objects have the memory layout of other modules."""

@@ -1,4 +1,4 @@
-"""Where sends are posted from: a thread of their own for messages in host memory, else the stage's thread."""
+"""Posts sends: from a thread for messages in host memory, otherwise from the stage's thread."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _SWITCH_INTERVAL = 5e-5  # seconds; Python's default is 5 ms
 
 @contextmanager
 def short_switch_interval() -> Iterator[None]:
-    """Inside, a sending thread waits at most 50 us for the interpreter's lock. By default it may wait for 5 ms, while
-    the stage's thread computes."""
+    """Inside, a sending thread waits at most 50 us for the interpreter's lock. By default it may wait 5 ms while the
+    stage's thread computes."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(_SWITCH_INTERVAL, before))
     try:
@@ -33,13 +33,9 @@ def short_switch_interval() -> Iterator[None]:
 
 
 class PostsFromThread:
-    """Posts sends from a thread of its own. In the call that posts a send, gloo copies the message into a
-    socket: half a millisecond for a megabyte, for which the stage should not wait. Nor does it wait for a GPU's copy
-    into the message. The thread ends with this object.
-
-    Args:
-        send: posts a buffer.
-    """
+    """Posts sends from a thread of its own, by ``send(buffer)``. In that call gloo copies the message into a socket:
+    half a millisecond for a megabyte, for which the stage should not wait. Nor should it wait for a GPU's copy into the
+    message. The thread ends with this object."""
 
     def __init__(self, send: Send) -> None:
         self._handed: SimpleQueue[_Handed | None] = SimpleQueue()
@@ -49,16 +45,12 @@ class PostsFromThread:
         weakref.finalize(self, _end, thread, self._handed)
 
     def hand(self, buffer: Tensor, copied: torch.cuda.Event | None = None) -> None:
-        """Have ``buffer`` posted, after all that were handed over before, and after it has been filled.
-
-        Args:
-            buffer: of a message.
-            copied: happens when it is full; None if it is.
-        """
+        """Have ``buffer`` posted after all earlier ones, and after the event ``copied``, which tells that it is full
+        (None: it is)."""
         self._handed.put((buffer, copied))
 
     def posted(self) -> dist.Work:
-        """The next send, in the order of :meth:`hand`. Waits until it has been posted."""
+        """The next send, in the order of :meth:`hand`, once it has been posted."""
         work = self._posted.get()
         if isinstance(work, BaseException):
             raise work
@@ -79,7 +71,7 @@ def _post_all(send: Send, handed: SimpleQueue[_Handed | None], posted: SimpleQue
 
 
 def _end(thread: Thread, handed: SimpleQueue[_Handed | None]) -> None:
-    """End a sending thread, and with it its hold on the link: destroying a group joins gloo's threads only if nothing
+    """End a sending thread, and its reference to the link: destroying a group joins gloo's threads only if nothing
     refers to the group any more."""
     handed.put(None)
     if thread is not current_thread():  # garbage may be collected in it
@@ -87,11 +79,8 @@ def _end(thread: Thread, handed: SimpleQueue[_Handed | None]) -> None:
 
 
 class PostsDirectly:
-    """Posts sends from the stage's thread. They begin after what was launched on its CUDA stream before.
-
-    Args:
-        send: posts a buffer.
-    """
+    """Posts sends from the stage's thread, by ``send(buffer)``. They begin after what was launched on its CUDA stream
+    before."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -105,5 +94,5 @@ class PostsDirectly:
         return self._posted.popleft()
 
     def next_is_done(self) -> bool:
-        """Is the send that :meth:`posted` returns next done? It doesn't wait."""
+        """Is the send that :meth:`posted` returns next done? This doesn't wait."""
         return bool(self._posted) and self._posted[0].is_completed()

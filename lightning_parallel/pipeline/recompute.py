@@ -1,7 +1,7 @@
 """Activation checkpointing (arXiv:1604.06174): a layer keeps only its inputs, and runs again in the backward.
 
-torch's own checkpoint hands out each tensor that it computes again once, to the node of the graph that needs it. A
-backward in two halves (``split_backward.py``) needs some of them for its second half too, so it may look first::
+torch's own checkpoint gives out each recomputed tensor once, to the node of the graph that needs it. A backward in two
+halves (``split_backward.py``) needs some of them for its second half too, so it may look first::
 
     layer's forward           x --> Recalled(what the checkpoint packed)
     split backward, a look          Recalled.look()  --> runs the layer again, if nobody has; keeps x
@@ -26,13 +26,8 @@ _Place = tuple[dict[str, Any], str]  # a module's dictionary of buffers or param
 
 
 class Recomputed:
-    """A layer's forward that runs again in each backward through it, as it ran the first time.
-
-    Args:
-        layer: whose forward it is.
-        forward: of the layer.
-        draws_on_host: it draws from Python's or NumPy's generator: it does so again. torch sees to its own generators.
-    """
+    """A layer's forward that runs again in each backward through it, as it ran the first time. If it ``draws_on_host``,
+    the states of Python's and NumPy's generators are put back for the second run; torch restores its own."""
 
     def __init__(self, layer: nn.Module, forward: Callable[..., Any], draws_on_host: bool = False) -> None:
         self._layer, self._forward, self._draws_on_host = layer, forward, draws_on_host
@@ -53,7 +48,7 @@ class Recomputed:
         return output
 
     def _without_gradient(self) -> Iterator[_Place]:
-        """Where the layer may write to: BatchNorm's statistics, a codebook."""
+        """The tensors that the layer may write to: BatchNorm's statistics, a codebook."""
         for part in self._layer.modules():
             for store in (buffers_of(part), parameters_of(part)):
                 yield from ((store, name) for name, x in store.items() if x is not None and not x.requires_grad)
@@ -63,8 +58,8 @@ class Recalled:
     """A tensor that a node of the graph needs, and that is computed again in each backward.
 
     Args:
-        x: the tensor. It isn't kept.
-        pack, unpack: the checkpoint's.
+        x: the tensor. No reference to it is kept.
+        pack, unpack: the checkpoint's saved-tensor hooks.
 
     Attributes:
         plain: whether ``x`` is a dense tensor of torch's own class.
@@ -78,20 +73,21 @@ class Recalled:
         self._x: Tensor | None = None
 
     def look(self) -> Tensor:
-        """In a backward, before the node runs."""
+        """The tensor, computed again if need be. For a backward before the node runs; it stays until :meth:`take`."""
         if self._x is None:
             self._x = self._unpack(self._packed)
         return self._x
 
     def take(self) -> Tensor:
-        """For the node."""
+        """The tensor for the node. It is no longer kept here."""
         x, self._x = self.look(), None
         return x
 
 
 @contextmanager
 def _recalled() -> Iterator[None]:
-    """Around the first run of a layer, inside a checkpoint: what the graph saves can be looked at."""
+    """A context for the first run of a layer inside a checkpoint, in which the graph saves its tensors as
+    :class:`Recalled`."""
     hooks = saved_hooks()
     assert hooks is not None, "the checkpoint's"
     with saved_tensors_hooks(lambda x: Recalled(x, *hooks), Recalled.take):
@@ -99,11 +95,13 @@ def _recalled() -> Iterator[None]:
 
 
 class _Again:
-    """Around a further run of a layer: what it writes to is as it was before the first run, and afterwards as now.
+    """A context for a further run of a layer: the tensors that it writes to are as before the first run, and afterwards
+    as now.
 
     Args:
-        places: where these tensors are.
-        drawn: the states of Python's and NumPy's generators before the first run; None if the layer leaves them alone.
+        places: where the layer keeps the tensors that it may write to.
+        drawn: the states of Python's and NumPy's generators before the first run; None if the layer doesn't draw from
+            them.
     """
 
     def __init__(self, places: Sequence[_Place], drawn: tuple[Any, Any] | None) -> None:
@@ -113,9 +111,10 @@ class _Again:
         self._generators = ExitStack()
 
     def forget_unwritten(self) -> list[_Place]:
-        """After the first run: drop the copies of what it has left alone, such as frozen weights; where the others are.
+        """After the first run, drop the copies of what the layer has not written to, such as frozen weights. Returns
+        the places of the others.
 
-        By values: BatchNorm writes to its statistics without counting their versions.
+        Values are compared: BatchNorm writes to its statistics without raising their versions.
         """
         self._tensors = [(store, name, old) for store, name, old in self._tensors if not _equal(store.get(name), old)]
         return [(store, name) for store, name, _ in self._tensors]
@@ -143,14 +142,14 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a layer that is to run twice."""
+    """The arguments for a layer that is to run twice, without caches."""
     return tuple(None if _is_cache(x) else x for x in args), {
         name: None if _is_cache(x) else x for name, x in kwargs.items()
     }
 
 
 def _is_cache(x: Any) -> bool:
-    """Is it a cache of keys and values? transformers' models pass one to their layers by default. Training doesn't read
-    it; a layer that runs twice would append to it twice, and attend to both. Their own checkpointing leaves it out
-    too."""
+    """Is it a cache of keys and values? transformers' models pass one to their layers by default. Training doesn't
+    read it. A layer that runs twice would append to it twice, and attend to both. Their own checkpointing leaves it
+    out too."""
     return any(kind.__name__ == "Cache" and kind.__module__.startswith("transformers.") for kind in type(x).__mro__)

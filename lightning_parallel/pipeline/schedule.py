@@ -214,7 +214,7 @@ def zbv(stages: int, microbatches: int) -> Schedule:
 
 
 class _Numbered:
-    """Makes the actions of a chunk, each kind for the microbatches 0, 1, 2, ... in turn."""
+    """Makes the actions of a chunk: each kind for the microbatches 0, 1, 2, ... in turn."""
 
     def __init__(self, chunk: int) -> None:
         self._chunk = chunk

@@ -156,7 +156,7 @@ class _Orders:
             )
 
     def compare(self, before: _Orders) -> None:
-        """Refuse what the chunk before it does in another order."""
+        """Refuse a chunk that has another order than the chunk before it."""
         kinds = ("forward of microbatch", "backward of microbatch", "update by microbatches")
         for kind, here, there in zip(kinds, self._all(), before._all(), strict=True):
             for mine, theirs in zip_longest(here, there, fillvalue="none"):

@@ -6,7 +6,7 @@ microbatch's forward runs with generators of its own, seeded from what the micro
 
     seed of a microbatch = mix(seed of the run, data rank, number of the batch, number of the microbatch)
 
-Its numbers depend on the seed and on how batches are split, and on nothing that ran before. A run that is resumed, or a
+Its numbers depend on the seed and on how batches are split, but not on what ran before. A run that is resumed, or a
 forward that is repeated, draws the same numbers again.
 
 Within a step every stage runs the code between the layers, which may draw too: the noise of a diffusion model is needed
@@ -42,24 +42,20 @@ def draw_seed() -> int:
 
 
 class TorchGenerators:
-    """torch's default generators of the CPU and of one device.
-
-    Args:
-        device: a CPU or a CUDA device.
-    """
+    """torch's default generators of the CPU and of one device (a CPU or a CUDA device)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._made: list[torch.Generator] = []
 
     def seed(self, seed: int) -> None:
-        """Seed them."""
+        """Seed both generators."""
         for generator in self._made or self._find():
             generator.manual_seed(seed)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Afterwards they are as they were before."""
+        """Afterwards the generators are as they were before."""
         generators = self._find()
         states = [generator.get_state() for generator in generators]
         try:
@@ -91,8 +87,8 @@ def host_generators_now() -> tuple[Any, Any]:
 
 @contextmanager
 def host_generators_kept() -> Iterator[None]:
-    """Python's and NumPy's generators: afterwards they are as they were. It takes a tenth of a millisecond: use
-    it once a batch, not once a microbatch."""
+    """Afterwards Python's and NumPy's generators are as they were before. It takes a tenth of a millisecond: use it
+    once a batch, not once a microbatch."""
     before = host_generators_now()
     try:
         yield
@@ -115,7 +111,7 @@ def _set_host_generators(state: tuple[Any, Any]) -> None:
 
 
 def host_generators_state() -> Any:
-    """Python's and NumPy's: equal as long as nobody has drawn from them."""
+    """A key for the states of Python's and NumPy's generators: equal as long as nobody has drawn from them."""
     legacy = np.random.get_state(legacy=False)["state"]
     return random.getstate(), legacy["pos"], legacy["key"].tobytes()
 

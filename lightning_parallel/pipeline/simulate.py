@@ -1,4 +1,4 @@
-"""What a schedule costs, without any process: time, waiting, activations held. ``clock_table.py`` draws it as text."""
+"""Computes what a schedule costs, without any process: time, waiting, activations held. ``clock_table.py`` draws it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_parallel.pipeline.schedule_checks import dependency_order
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """An action and when it runs, in the unit of the durations given to `simulate`."""
+    """An action and the times at which it runs, in the unit of the durations given to `simulate`."""
 
     action: Action
     start: float
@@ -84,9 +84,10 @@ def most_held(actions: Iterable[Action], sizes: Sequence[int], between: Sequence
     """The most that a stage holds at once, from forwards to the ends of their backwards.
 
     Args:
-        actions: of the stage, in their order.
+        actions: the stage's actions, in their order.
         sizes: what each chunk holds of a microbatch up to its backward, in any unit.
-        between: what it holds of one between the two halves of its backward; None if second halves run with the first.
+        between: what each chunk holds of a microbatch between the two halves of its backward; None if second halves run
+            with the first.
     """
     held = most = 0
     for action in actions:

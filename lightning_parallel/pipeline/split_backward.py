@@ -24,7 +24,7 @@ for norms, embeddings and biases, functions of users and of torch.compile, and a
 Under the project's own (``recompute.py``) a layer runs again in the first half, and its matmuls keep what the second
 needs.
 
-A parameter's gradient comes whole in one half: whoever averages it is told once, when it is complete.
+A parameter's gradient comes whole in one half. Whoever averages it is called once, when it is complete.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def begin_backward(
     """Run the first half of a backward.
 
     Args:
-        edges: where it begins.
-        gradients: what it begins with.
+        edges: the edges of the graph at which it begins.
+        gradients: the gradient for each of these edges.
         inputs: the leaves whose gradients are needed now. If the graph reaches none of them, the backward runs whole.
 
     Returns:
@@ -79,9 +79,9 @@ def begin_backward(
     shared: list[Tensor] = []
 
     def keep_apart(given: tuple[Tensor | None, ...]) -> None:
-        """A leaf without a gradient takes over the memory of the first one that comes, if nobody else refers to that
-        tensor. Autograd doesn't see that a kept ``dy`` is a view of it, which the next gradient would be added to. A
-        reference makes the leaf take a copy."""
+        """Keep another reference to gradients whose memory is shared. A leaf without a gradient takes over the memory
+        of the first one that comes, if nobody else refers to that tensor. Autograd doesn't see that a kept ``dy`` is a
+        view of it, to which the next gradient would be added. The reference makes the leaf take a copy."""
         shared.extend(g for g in given if g is not None and memory_is_shared(g))
 
     handles = [node.register_prehook(keep_apart) for node in now]
@@ -98,7 +98,7 @@ class WeightGradients:
     """The second half of a backward. Until it runs, the tensors that it needs are held.
 
     Args:
-        parts: of the graph that wait.
+        parts: the parts of the graph that wait.
     """
 
     def __init__(self, parts: Sequence[_Part]) -> None:
@@ -134,15 +134,15 @@ class WeightGradients:
 
 @dataclass(eq=False)
 class _Use:
-    """A matmul whose weight waits.
+    """A matmul whose weight's gradient waits.
 
     Attributes:
-        edge: from the matmul to the weight, or to what the weight was made of.
+        edge: the edge from the matmul to the weight, or to the operation that made the weight.
         x: the other operand.
-        formula: of the weight's gradient.
-        handles: that remove the hooks on the matmul.
+        formula: computes the weight's gradient from ``x`` and ``dy``.
+        handles: the handles that remove the hooks on the matmul.
         dy: the gradient of the product, from the first half.
-        versions: how often ``x`` and ``dy`` had been changed in place then.
+        versions: the versions of ``x`` and ``dy`` at that time, which count in-place changes.
     """
 
     edge: GradientEdge
@@ -153,19 +153,20 @@ class _Use:
     versions: tuple[int, int] = (0, 0)
 
     def listen(self, node: Node) -> bool:
-        """To the matmul. Returns whether nobody else does."""
+        """Put hooks on the matmul's node. Returns whether there are no other hooks on it."""
         self.handles.append(node.register_hook(self.keep))
         if isinstance(self.x, Recalled):
             self.handles.append(node.register_prehook(self.look))
         return not hooks_beside(self.handles[0])
 
     def look(self, _: Any) -> None:
-        """In a layer that runs again."""
+        """Get the operand in a layer that runs again, before the node uses it."""
         assert isinstance(self.x, Recalled)
         self.x = self.x.look().detach()
 
     def keep(self, _: Any, gradients: tuple[Tensor | None, ...]) -> None:
-        """The gradient of the product: the tensor itself and no alias, for others to see that it is in use."""
+        """Keep the gradient of the product: the tensor itself and no alias, so that others can see that it is in
+        use."""
         assert isinstance(self.x, Tensor)
         (self.dy,) = gradients
         if self.dy is not None:
@@ -189,25 +190,15 @@ class _Use:
 
 @dataclass(eq=False)
 class _Part:
-    """A part of the graph that waits: the way from one or more matmuls to one parameter, or to several which meet on
-    it, such as direction and magnitude of a weight norm.
-
-    Attributes:
-        uses: the matmuls.
-        leaves: the number of parameters.
-    """
+    """A part of the graph that waits: the way from one or more matmuls to one parameter, or to several that meet on it,
+    such as direction and magnitude of a weight norm. ``leaves`` is the number of these parameters."""
 
     uses: list[_Use]
     leaves: int
 
 
 class _Graph:
-    """The graph of a backward.
-
-    Args:
-        roots: where it begins.
-        inputs: what is needed now.
-    """
+    """The graph of a backward that begins at ``roots``, where the gradients of ``inputs`` are needed now."""
 
     def __init__(self, roots: Sequence[Node], inputs: Sequence[Node]) -> None:
         nodes = [*dict.fromkeys(roots)]
@@ -236,7 +227,8 @@ class _Graph:
         self._saving: dict[type, bool] = {}  # kinds of nodes
 
     def divide(self) -> tuple[list[Node], list[_Part]]:
-        """The leaves that the first half computes, and what waits, with the matmuls that are to keep what it needs."""
+        """The leaves that the first half computes, and the parts that wait, with the matmuls that keep what they
+        need."""
         if any("Checkpoint" in kind.__name__ for kind in {*map(type, self._children)}):
             return [], []  # a reentrant checkpoint refuses a backward that is told where to stop
         now = [*self._inputs]
@@ -254,7 +246,7 @@ class _Graph:
         return now, late
 
     def _region(self, start: Node, seen: set[Node]) -> list[Node]:
-        """The nodes off the path that are connected to one another. Either all of them wait or none."""
+        """The nodes off the path that are connected with each other. All of them wait, or none."""
         region = [start]
         seen.add(start)
         for node in region:
@@ -269,7 +261,7 @@ class _Graph:
         return region
 
     def _uses(self, region: list[Node]) -> list[_Use]:
-        """The matmuls through which gradients enter a region; none, if some may enter in another way."""
+        """The matmuls through which gradients enter a region; none if gradients may enter it in another way."""
         if not self._roots.isdisjoint(region):
             return []
         uses: list[_Use] = []
@@ -311,7 +303,7 @@ class _Graph:
         return use
 
     def _saves(self, top: Node) -> bool:
-        """Does the way from a matmul to the parameter need tensors?"""
+        """Does the way from a matmul to the parameter need saved tensors?"""
         way = [top]
         for node in way:
             kind = type(node)

@@ -1,4 +1,4 @@
-"""What runs on this rank: the user's own step, up to a chunk's last call of a unit.
+"""Runs the user's own step on this rank, up to a chunk's last call of a unit.
 
 The step (``training_step``, any callable) runs on every stage, from its first line. The units of other chunks return
 absent tensors (``absent.py``), for the cost of a look-up. Where the output of such a call is needed in this chunk or
@@ -54,14 +54,14 @@ class Stage:
     """One stage of a partitioned module: it makes the rest absent, and runs steps cut at its bounds.
 
     Args:
-        module: the whole module. Its other stages' parameters and buffers are made absent here.
-        partition: who owns what.
-        index: the stage to be.
-        device: where absent tensors are said to be.
+        module: the whole module. The parameters and buffers of other stages are made absent here.
+        partition: the stages that hold, and the chunks that run, each part of the module.
+        index: the number of this stage.
+        device: the device that absent tensors report.
 
     Attributes:
         layers: the names of this stage's layers, in the order of their first calls here, each once.
-        chunks: the chunks that it runs.
+        chunks: the chunks that this stage runs.
     """
 
     def __init__(self, module: nn.Module, partition: Partition, index: int, device: torch.device) -> None:
@@ -88,7 +88,7 @@ class Stage:
 
     @property
     def flow(self) -> Flow:
-        """What crosses the cuts. Set it to that of the step to be run."""
+        """What crosses the cuts. Set it to the flow of the step that is about to run."""
         return self._underway.flow
 
     @flow.setter
@@ -102,12 +102,12 @@ class Stage:
 
     @property
     def has_last_chunk(self) -> bool:
-        """Does it run the end of steps?"""
+        """Does this stage run the end of steps?"""
         return self.partition.chunks - 1 in self.chunks
 
     @property
     def runs_last_chunk(self) -> bool:
-        """Does it run it now?"""
+        """Is this stage running the last chunk now?"""
         forward = self._underway.forward
         return forward is not None and forward.cuts.chunk == self.partition.chunks - 1
 
@@ -176,7 +176,7 @@ class Stage:
         self._install_inside()
 
     def _install_inside(self) -> None:
-        """Hook what is inside transparent units."""
+        """Put hooks on the modules inside transparent units."""
         for name in self.flow.transparent & self._units.keys():
             for short, part in self._units[name].named_modules():
                 inner = f"{name}.{short}"
@@ -189,7 +189,7 @@ class Stage:
                     self._inside_units.after(part, partial(self._returned_inside, name, inner), first=True)
 
     def remove(self) -> None:
-        """Take the hooks off. Absent parameters stay absent."""
+        """Remove the hooks. Absent parameters stay absent."""
         self._inside_units.remove()
         self._on_units.remove()
         self._recompute = None
@@ -198,13 +198,13 @@ class Stage:
 
     @torch.compiler.disable
     def _announce(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> None:
-        """A wrapped unit is called, and its hooks will run."""
+        """Note that a wrapped unit is called, and that its hooks will run."""
         self._announced[name] += 1
 
     @torch.compiler.disable
     def _wrapped(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The forward of a unit that several chunks call, or one among others of the stage, or that the step calls past
-        its hooks."""
+        """The forward of a unit that several chunks call, or that the step calls past its hooks, or of a unit on a
+        stage with several chunks."""
         hooked = self._announced[name] > 0
         self._announced[name] -= hooked
         if self._underway.is_idle:
@@ -221,7 +221,7 @@ class Stage:
 
     @torch.compiler.disable
     def _enter(self, name: str, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the forward of a unit of this stage."""
+        """Runs before the forward of a unit of this stage."""
         if self._underway.is_idle:
             return
         seed = draw_seed()
@@ -243,8 +243,8 @@ class Stage:
 
     @torch.compiler.disable
     def _returned(self, name: str, unit: nn.Module, args: Any, output: Any) -> None:
-        """Right after the forward of a unit of this stage: keep what later stages need. The user's hooks on its output
-        come after it, and run on the other stages too."""
+        """Keep what later stages need, right after the forward of a unit of this stage. The user's hooks on its output
+        come after this, and run on the other stages too."""
         if self._underway.forward is None or name not in self._running:
             return
         call, cuts = self._running[name][1], self._underway.forward.cuts
@@ -255,7 +255,8 @@ class Stage:
 
     @torch.compiler.disable
     def _leave(self, name: str, unit: nn.Module, args: Any, output: Any) -> None:
-        """After the forward of a unit of this stage, and the user's hooks: after the chunk's last call, leave."""
+        """Leave the step after the chunk's last call: after the forward of a unit of this stage and the user's hooks on
+        it."""
         if self._underway.is_idle or name not in self._running:
             return
         seed, call = self._running.pop(name)
@@ -272,7 +273,7 @@ class Stage:
 
     @torch.compiler.disable
     def _returned_inside(self, unit: str, name: str, part: nn.Module, args: Any, output: Any) -> None:
-        """After the forward of a module inside a transparent unit of this stage."""
+        """Runs after the forward of a module inside a transparent unit of this stage."""
         if self._underway.forward is not None and unit in self._running:
             call = self._underway.forward.called(name)
             if call in self._underway.forward.cuts.wanted:
@@ -291,16 +292,16 @@ class Stage:
 
         Args:
             step: the user's step with its arguments bound.
-            arrive: gives what the previous chunk sent; called once, when the step needs it. None for the first chunk.
-            expect: gives what ``arrive`` will most likely give, if that is known already; its values may be on their
-                way.
-            chunk: which one; None for the only one of this stage.
+            arrive: returns what the previous chunk sent; called once, when the step needs it. None for the first chunk.
+            expect: returns what ``arrive`` will most likely return, if that is known already; its values may still be
+                on their way.
+            chunk: the chunk to run; None for the only one of this stage.
 
         Returns:
             What ``step`` returned, for the last chunk; a :class:`.arrival.Departure` for the others.
 
         Raises:
-            RuntimeError: units were called otherwise than in the look at the step, so that the flow doesn't fit; or
+            RuntimeError: units were called otherwise than in the dry run of the step, so that the flow doesn't fit; or
                 what the step makes here depends on a value that only another stage has.
         """
         chunk = self.chunks[0] if chunk is None else chunk
@@ -346,7 +347,7 @@ class Stage:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward: a step's layers may run again in it (activation checkpointing), drawing the same
+        """A context for a backward: a step's layers may run again in it (activation checkpointing), drawing the same
         numbers."""
         self._underway.in_backward = True
         try:

@@ -61,15 +61,16 @@ def mean_staleness(weights: Stashing, warmup: int, microbatches: int) -> float:
     """The mean staleness, in updates, over the microbatches of an update.
 
     Args:
-        weights: which weights backwards use.
-        warmup: the forwards that the stage runs ahead.
-        microbatches: of an update.
+        weights: which weights backwards use: ``"stash"``, ``"2bw"`` or ``"latest"``.
+        warmup: the number of forwards that the stage runs ahead of its backwards.
+        microbatches: the number of microbatches of an update.
     """
     return 1.0 if weights == "2bw" else warmup / microbatches
 
 
 def correction_weight(correction: Correction, weights: Stashing, warmup: int, microbatches: int) -> float:
-    """c of a stage: its mean staleness; or a user's own number, on every stage that has any staleness."""
+    """The weight c of a stage's correction: its mean staleness; or a user's own number, on every stage that has any
+    staleness."""
     staleness = mean_staleness(weights, warmup, microbatches)
     if correction is None or staleness == 0:
         return 0.0
@@ -77,18 +78,18 @@ def correction_weight(correction: Correction, weights: Stashing, warmup: int, mi
 
 
 def is_second_order(correction: Correction, weight: float) -> bool:
-    """Is the last correction used too? It isn't where more than one update lies between."""
+    """Is the last correction used too? Not if more than one update lies between."""
     return correction == "second_order" and 0 < weight <= 1
 
 
 def extrapolate(parameter: Tensor, update: Tensor, last: Tensor | None, weight: float) -> Tensor:
-    """What forwards read in the place of a parameter, as a new tensor.
+    """The values that forwards read in the place of a parameter, as a new tensor.
 
     Args:
-        parameter: v_t, after the update.
+        parameter: v_t, the parameter after the update.
         update: u_t, what was subtracted from it.
         last: v_{t-1} - r_{t-1}, the previous correction; None for first order.
-        weight: c.
+        weight: c, the stage's mean staleness in updates.
     """
     if last is None:
         return torch.sub(parameter, update, alpha=weight)
@@ -110,8 +111,8 @@ def discount(staleness: float, update: int, until: int | None) -> float:
     update ``until`` on. A stage that is less than one update late is not slowed down.
 
     Args:
-        staleness: of the stage, in updates.
-        update: from 0.
+        staleness: the stage's staleness, in updates.
+        update: the update's number, from 0.
         until: the update at which the full rate is reached; None for the full rate from the start.
     """
     if until is None:

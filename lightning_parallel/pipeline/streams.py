@@ -1,4 +1,4 @@
-"""On which CUDA stream a message is copied or received.
+"""Chooses the CUDA stream on which a message is copied or received.
 
 What is launched on one stream runs in order. If messages were on the stream of the layers, a receive would begin after
 the last layer launched before it, and the next layer after the receive. So layers run on the stream that is current,
@@ -39,11 +39,7 @@ from torch import Tensor
 
 
 class Streams:
-    """The streams of a rank's messages, beside the one that layers run on.
-
-    Args:
-        device: of this rank.
-    """
+    """The streams of a rank's messages, beside the stream that layers run on."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -57,7 +53,7 @@ class Streams:
         return nullcontext() if self._incoming is None else torch.cuda.stream(self._incoming)
 
     def arrived(self, tensor: Tensor) -> None:
-        """Layers that are launched from here on may read a tensor that was allocated inside :meth:`incoming`."""
+        """Let layers that are launched from now on read a tensor that was allocated inside :meth:`incoming`."""
         if self._incoming is not None:
             compute = torch.cuda.current_stream(self._device)
             compute.wait_stream(self._incoming)
@@ -65,11 +61,8 @@ class Streams:
 
     @contextmanager
     def outgoing(self, tensors: Iterable[Tensor]) -> Iterator[None]:
-        """Inside, copies to the host wait for the layers that were launched before, and no layer waits for the copies.
-
-        Args:
-            tensors: that are copied. Those on the device stay allocated until the copies are done.
-        """
+        """Inside, copies of these tensors to the host wait for the layers that were launched before, and no layer waits
+        for the copies. Tensors on the device stay allocated until the copies are done."""
         if self._outgoing is None:
             yield
             return

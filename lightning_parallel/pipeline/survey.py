@@ -1,4 +1,4 @@
-"""A look at a step that tells what crosses the cuts in it (``flow.py``), or why it can't be run in stages."""
+"""Finds by a dry run of a step what crosses the cuts in it (``flow.py``), or why it can't be run in stages."""
 
 from __future__ import annotations
 
@@ -19,15 +19,9 @@ from lightning_parallel.torch_private import has_full_backward_hooks
 
 
 def survey(module: nn.Module, partition: Partition, step: Callable[[], Any], logged: Sequence[Any] = ()) -> Flow:
-    """Watch one step, and tell what crosses the cuts. What it returns, logs and leaves on modules is needed in the last
-    chunk. So is the first value that it asks for after the last chunk's first call: the survey ends there, but that
-    chunk itself will have the value.
-
-    Args:
-        module: the module whose parts ``step`` calls.
-        partition: who owns what.
-        step: the user's step, bound to a batch.
-        logged: a list in which ``step`` leaves what it logs.
+    """Trace one step, and find what crosses the cuts. What the step returns, logs and leaves on modules is needed in
+    the last chunk. So is the first value that it reads after the last chunk's first call: the dry run ends there, but
+    that chunk itself will have the value. ``logged`` is a list to which the step appends what it logs.
 
     Raises:
         FlowError: a chunk needs what a later one computes, what a chunk computes after it has left the step, or a
@@ -70,7 +64,7 @@ def _check_gradients(module: nn.Module, partition: Partition, flow: Flow, detach
 
 
 def _placed(calls: Sequence[TracedCall], partition: Partition) -> list[int]:
-    """The chunk of each call. If that is before a chunk that has been reached already, the call comes too late."""
+    """The chunk of each call. A call of a chunk before one that has been reached comes too late."""
     placed: list[int] = []
     reached = 0
     for call in calls:
@@ -146,7 +140,8 @@ class _Flows:
         )
 
     def _check_gradients_taken(self) -> None:
-        """Of what the last chunk computes, it may take gradients by itself, by what it has computed or holds."""
+        """Refuse ``torch.autograd.grad`` between layers, unless the last chunk differentiates by what it has computed
+        itself, or by parameters that its stage alone holds."""
         error, stage = self._seen.stopped, self._stage(self._last)
         if not isinstance(error, TakesGradientsError) or self._last == 0:
             return
@@ -172,7 +167,7 @@ class _Flows:
             self._needed[origin] = max(chunk, self._needed.get(origin, 0))
 
     def _need_escape(self, origin: str, consumer: str, chunk: int) -> None:
-        """What was computed inside a unit, by a module or by the unit's own code from its inputs."""
+        """Need a value that was computed inside a unit, by a module or by the unit's own code from its inputs."""
         escape = self._seen.escapes[origin]
         call = self._seen.calls[escape.within]
         self._check_order(escape.within, consumer, chunk)
@@ -185,7 +180,8 @@ class _Flows:
             self._needed[origin] = max(chunk, self._needed.get(origin, 0))
 
     def _need_written(self, origin: str, consumer: str, chunk: int) -> None:
-        """What a call has changed in place is as it was before in chunks where the call is absent."""
+        """Need a tensor that a call has changed in place. In chunks where the call is absent, it is as it was
+        before."""
         owner = self._chunks[self._seen.writes[origin]]
         if chunk > owner:
             raise FlowError(
@@ -203,8 +199,8 @@ class _Flows:
             )
 
     def _need_update(self, update: Update) -> None:
-        """A parameter that the code around the units changes must be changed on each stage that holds it: in each of
-        the stage's chunks that run this code, all of which change it from the same old value."""
+        """Need an update of a parameter by the code around the units. Each stage that holds it must change it: in each
+        of the stage's chunks that run this code, all of which change it from the same old value."""
         running = chunks_running(update.place, self._chunks, self._last + 1) if update.place else range(self._last + 1)
         by_layers = update.place is not None and any(parameter_of(origin) is None for origin in update.needs)
         for stage in self._partition.holders_of(update.name):

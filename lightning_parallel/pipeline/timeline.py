@@ -1,4 +1,4 @@
-"""What ran when: recorded on each rank, and measured against theory. ``drawing.py`` makes pictures of it.
+"""Records on each rank what ran when, and measures it against theory. ``drawing.py`` makes pictures of it.
 
 A row is what one stage recorded, a list of `Span` in the order of time. Rows can be compared where the ranks share a
 clock, as the processes of one machine share `time.monotonic`. A GPU runs what is launched later than the host launches
@@ -37,9 +37,9 @@ class Span:
             (the part of a forward before it needs a message); "receive" (waiting for a message); "evaluate"
             (validation, test, prediction); or "omitted" (recording that was dropped).
         microbatch: its number; for a step, that of the update.
-        start: in seconds.
-        end: in seconds.
-        version: of an asynchronous pipeline's forward, the number of updates that made its weights.
+        start: the time in seconds.
+        end: the time in seconds.
+        version: for a forward of an asynchronous pipeline, the number of updates that made its weights.
         chunk: which of the stage's chunks, from 0.
     """
 
@@ -55,24 +55,20 @@ _Marked = tuple[str, int, Any, Any, int | None, int]  # a span, with its clock's
 
 
 class HostClock:
-    """The time at which the host comes to a place: `time.monotonic`."""
+    """Measures when the host comes to a place, by `time.monotonic`."""
 
     def now(self) -> Any:
         """A mark of this moment."""
         return time.monotonic()
 
     def seconds(self, mark: Any) -> float:
-        """The time of a mark."""
+        """A mark's time in seconds."""
         return float(mark)
 
 
 class GPUClock:
-    """The time at which a GPU comes to a place in its queue, as the host's clock has it. The host waits for the GPU to
-    set it up, and to read marks.
-
-    Args:
-        device: the GPU.
-    """
+    """Measures when a GPU comes to a place in its queue, in the time of the host's clock. The host waits for the GPU
+    when this is set up, and when marks are read."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -86,7 +82,7 @@ class GPUClock:
         return event
 
     def seconds(self, mark: Any) -> float:
-        """The time of a mark."""
+        """A mark's time in seconds."""
         mark.synchronize()
         return self._began + float(self._begin.elapsed_time(mark)) / 1000
 
@@ -101,9 +97,8 @@ class Timeline:
             ...
 
     Args:
-        enabled: False records nothing.
         limit: the number of first, and of last, spans that are kept.
-        device: that computes.
+        device: the device that computes.
     """
 
     def __init__(self, enabled: bool, limit: int = 20_000, device: torch.device | None = None) -> None:
@@ -125,7 +120,7 @@ class Timeline:
 
     @property
     def spans(self) -> list[Span]:
-        """What was recorded, in the order in which it ended."""
+        """The recorded spans, in the order in which they ended."""
         first, last = [self._read(marked) for marked in self._first], [self._read(marked) for marked in self._last]
         if self._omitted_from is None:
             return [*first, *last]
@@ -266,13 +261,8 @@ def utilisation(rows: Sequence[Sequence[Span]], skip: int = 0) -> float | None:
 
 
 def report(rows: Sequence[Sequence[Span]], theory: float | None) -> str:
-    """The measured bubble beside theory, in one line.
-
-    Args:
-        rows: one for each stage.
-        theory: the bubble by theory; 0 stands for a schedule that is never flushed, of which only the steady state
-            counts; None for no theory.
-    """
+    """The measured bubble beside ``theory``, in one line. A theory of 0 stands for a schedule that is never flushed, of
+    which only the steady state counts; None for no theory."""
     whole = measured_bubble(rows)
     if theory is None:
         return f"bubble {whole:.1%} measured"

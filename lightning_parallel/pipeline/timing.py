@@ -1,4 +1,4 @@
-"""How long a unit takes: its forward and backward run on stand-ins, for ``balance="time"``."""
+"""Measures how long a unit takes: its forward and backward run on stand-ins, for ``balance="time"``."""
 
 from __future__ import annotations
 
@@ -23,14 +23,8 @@ def nanoseconds_of(
     kwargs: dict[str, Any],
     device: torch.device,
 ) -> int:
-    """The time that the forward and the backward of a call take, in nanoseconds: the shortest of ``RUNS``.
-
-    Args:
-        unit: whose parameters are absent.
-        forward: its own.
-        args, kwargs: of the call, absent.
-        device: where it is to be run.
-    """
+    """The time that the forward and the backward of a call take on a device, in nanoseconds: the shortest of ``RUNS``.
+    The unit's parameters, and the arguments, are absent."""
     here = partial(stand_in, device=device, trains=True)
     times: list[int] = []
     with torch.enable_grad(), on_stand_ins(unit, here):

@@ -1,4 +1,4 @@
-"""What a step does, seen by running it once on absent tensors: which modules it calls, and what each needs of others.
+"""Traces what a step does, by running it once on absent tensors: which modules it calls, and what each needs of others.
 
 Parameters are absent, so next to nothing is stored or computed (``absent_forward.py`` has the exceptions). Every value
 carries its *origins*, what it was computed from. Some modules are taken as a whole: a call of such a *unit* is noted,
@@ -52,22 +52,19 @@ def trace(
     twice: Container[str] = (),
     plain_values: bool = False,
 ) -> Trace:
-    """Watch one step. If an error ends it, the trace tells what was called before: perhaps the rest works on
-    values only.
+    """Trace one step. If an error ends it, the trace has what was called before: the rest may need values.
 
     Args:
-        module: the module whose parts ``step`` calls.
         is_unit: tells by name whether a called module is taken as a whole.
-        step: the user's step, bound to a batch.
-        names: of the module's parts, by their ids; by default the first name of each.
-        logged: a list in which ``step`` leaves what it logs.
-        seed: of the random numbers that the step draws meanwhile.
-        hooks: runs the module's hooks around a step, given what it returns: here after it.
-        timed_on: where to measure how long calls take; None to measure nothing.
+        names: the names of the module's parts, by their ids; by default the first name of each.
+        logged: a list to which ``step`` appends what it logs.
+        seed: the seed of the random numbers that the step draws meanwhile.
+        hooks: runs the module's hooks around a step, given what the step returns. They are run after it.
+        timed_on: the device on which to measure how long calls take; None to measure nothing.
         exits: the calls in question for :attr:`Trace.stored_after`.
         twice: the units in question for :attr:`Trace.unrepeatable`.
-        plain_values: if modules keep other values than absent tensors in the step, look at a second one, to see who
-            uses them.
+        plain_values: if modules keep other values than absent tensors in the step, trace a second one, to find who uses
+            them.
     """
     with _without_values(module, is_unit, names, seed) as scene:
         tracer = scene.tracer(TraceOptions(timed_on, exits, twice=twice))
@@ -84,8 +81,8 @@ def trace_after(
     names: dict[int, str] | None = None,
     seed: int = 0,
 ) -> Trace:
-    """Watch the second of two steps, of which the first ends after a call; None: at its end. What the first has stored
-    on modules has the origin :data:`FROM_EARLIER_STEP`. The other arguments are as in :func:`trace`."""
+    """Trace the second of two steps, where the first ends after a call (None: at its end). What the first has stored on
+    modules has the origin :data:`FROM_EARLIER_STEP`. The other arguments are as in :func:`trace`."""
     with _without_values(module, is_unit, names, seed) as scene:
         first = scene.tracer(TraceOptions(until=after))
         with first.installed(scene.parts, scene.absent), suppress(Exception, LeaveStep):  # any: a trace has told it
@@ -102,15 +99,13 @@ def names_of(module: nn.Module) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class _Scene:
-    """A module without values, in which steps can be watched.
+    """A module without values, in which steps can be traced.
 
     Attributes:
-        names: of the module's parts, by their ids.
+        names: the names of the module's parts, by their ids.
         is_unit: tells by name whether a called module is taken as a whole.
-        parts: of the module.
-        units: those that are taken as a whole.
-        absent: its parameters, by name.
-        state: what steps leave on modules.
+        absent: its absent parameters, by name.
+        state: the state of its modules, which steps write to.
     """
 
     names: dict[int, str]
@@ -128,7 +123,7 @@ class _Scene:
         return f"{name}.{attribute}" if name else attribute
 
     def metrics(self) -> Iterator[nn.Module]:
-        """Those of units. They are computed after the step, as those of the code around."""
+        """The metrics of units. They are computed after the step, as are those of the code around the units."""
         yield from dict.fromkeys(part for unit in self.units for part in unit.modules() if isinstance(part, Metric))
 
     def follow(
@@ -177,15 +172,9 @@ class _Scene:
         begin: Callable[[Tracer], None] = lambda tracer: None,
         end: Callable[[], None] = lambda: None,
     ) -> None:
-        """Run a step that has been traced. Where the code around the units asks for values, it goes on, with a number,
-        and with False. If it has asked for a boolean, it is run again with True: False may have ended it
-        (``if not loss.isfinite(): raise``), or left something out.
-
-        Args:
-            step: the step.
-            number: for values that aren't boolean.
-            begin, end: called around each run.
-        """
+        """Run a traced step again, going on where the code around the units needs values: with ``number``, and with
+        False for booleans. If it has needed a boolean, it is run once more with True: False may have ended it, as in
+        ``if not loss.isfinite(): raise``, or left something out. ``begin`` and ``end`` are called around each run."""
         for truth in (False, True):
             tracer = self.tracer(TraceOptions())
             guessed = ValuesGuessed(partial(_is_around_units, tracer), truth=truth, number=number)
@@ -203,7 +192,7 @@ class _Scene:
                 return
 
     def with_plain_values(self, seen: Trace, step: Callable[[], Any]) -> Trace:
-        """The trace, with who uses what modules keep besides absent tensors."""
+        """The trace, with the uses of what modules keep besides absent tensors."""
         if isinstance(seen.stopped, AbsentValueError):  # the step goes on where the value is
             self.go_on(step, number=1.0)
         of_units, around = self.state.written_apart(), self.state.written_around()
@@ -271,7 +260,7 @@ def _is_around_units(tracer: Tracer, tensor: AbsentTensor) -> bool:
 
 @dataclass(frozen=True)
 class _Use:
-    """Of an attribute: where, whether it is assigned to, and what it held before."""
+    """A use of an attribute: its place, whether it is assigned to, and what it held before."""
 
     place: Place
     assigns: bool
@@ -279,8 +268,8 @@ class _Use:
 
 
 def _reads_and_writes(uses: Sequence[_Use], at_end: Any) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
-    """Where an attribute is only read, and where it is changed: assigned to, or in place before its next use, or before
-    the end of the step, when it holds ``at_end``."""
+    """The places where an attribute is only read, and those where it is changed: assigned to, or changed in place
+    before its next use or before the end of the step, when it holds ``at_end``."""
     reads: list[Place] = []
     writes: list[Place] = []
     for use, later in zip_longest(uses, uses[1:]):

@@ -1,4 +1,4 @@
-"""A recorded run as a trace file for Perfetto, https://ui.perfetto.dev."""
+"""Writes a recorded run as a trace file for Perfetto, https://ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -10,13 +10,8 @@ from lightning_parallel.pipeline.timeline import Span
 
 
 def write_trace(rows: Sequence[Sequence[Span]], path: str | Path, *, labels: Sequence[str] | None = None) -> None:
-    """Write the recording in Chrome's trace format: a thread for each row.
-
-    Args:
-        rows: one for each stage.
-        path: of the file.
-        labels: the names of the rows; by default "stage 0" and so on.
-    """
+    """Write the recording in Chrome's trace format: a thread for each row. The rows' names are by default "stage 0" and
+    so on."""
     begin = min((span.start for row in rows for span in row), default=0.0)
     events: list[dict[str, object]] = []
     for s, (row, label) in enumerate(zip(rows, row_labels(rows, labels), strict=True)):

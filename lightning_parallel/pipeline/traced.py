@@ -1,4 +1,4 @@
-"""What the look at a step has seen (``trace.py``)."""
+"""The result of tracing a step (``trace.py``)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ class TracedCall:
     """A call of a unit.
 
     Attributes:
-        unit: the unit's name.
-        call: which of its calls in the step, from 0.
+        call: the call's number among the unit's calls in the step, from 0.
         needs: the origins of its inputs, and of the parameters of other modules that it reads.
         tensors: the number of tensors in its output.
         operations: the floating-point operations of its forward: those of matrix products and convolutions.
         computed: the bytes of all that it computes: about what its backward needs.
         returned: the bytes of its output.
-        nanoseconds: the time that its forward and backward take; 0 if that wasn't asked for.
+        nanoseconds: the time of its forward and backward; 0 if it wasn't measured.
         inside: the modules that its own code calls, by name.
         plain: the numbers and texts in its output, and the shapes of the tensors.
         draws_on_host: it draws from Python's or NumPy's generator.
@@ -51,11 +50,12 @@ class TracedCall:
 
 @dataclass(frozen=True)
 class Escape:
-    """A value that was computed inside a unit's call, and can be had from outside, by a hook or an attribute.
+    """A value that was computed inside a unit's call, and that code outside can get by a hook or an attribute.
 
     Attributes:
         within: the index of the unit's call in the trace.
-        module: whose output it is, or whose own code computed it: the unit, or a module inside. And which of its calls.
+        module: the module whose output it is, or whose own code computed it (the unit, or a module inside), and the
+            number of that module's call.
         tensors: the number of tensors in that output; None for a value of the module's own code.
         needs: the origins of that module's inputs.
     """
@@ -76,7 +76,7 @@ class Place:
         Place(0)    (0, call)  (0, hooks)          Place(1)    (1, call)  (1, hooks)          Place(2)
 
     Attributes:
-        index: of a call; of the next one in code around the calls.
+        index: the call's index in the trace; for code around the calls, that of the next call.
         during: ``"call"``: inside the unit; ``"hooks"``: in the user's hooks on it, after its forward.
     """
 
@@ -86,10 +86,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Update:
-    """A parameter or buffer of a unit that the code around the units changes in place, as a mean teacher's.
+    """A change in place, by the code around the units, of a unit's parameter or buffer, such as a mean teacher's.
 
     Attributes:
-        name: of the parameter.
         place: where it is changed; None outside the step, in a hook around it.
         needs: the origins of what it is computed from.
     """
@@ -105,9 +104,8 @@ class PlainRead:
     the unit.
 
     Attributes:
-        unit: the unit's name.
-        module: the name of the module on which it is.
-        attribute: its name there; None for the state of a metric.
+        module: the name of the module that keeps the value.
+        attribute: the attribute's name there; None for the state of a metric.
         place: where it is read.
     """
 
@@ -123,9 +121,9 @@ class Carried:
     before it changes it: a count of steps, a list of earlier batches.
 
     Attributes:
-        name: of the attribute, with its module's.
-        is_number: or a tensor.
-        reads, writes: where.
+        name: the attribute's name, after its module's.
+        is_number: the value is a number, or an array or a tensor of them.
+        reads, writes: the places where it is read and changed.
     """
 
     name: str
@@ -139,16 +137,16 @@ class Trace:
     """What a step did.
 
     Attributes:
-        calls: of units, in order.
-        end: the origins of what the step returned, logged and stored on modules, and of the value that it asked for, if
-            that ended it.
-        escapes: by origin.
+        calls: the calls of units, in order.
+        end: the origins of what the step returned, logged and stored on modules, and of the value that ended the trace,
+            if it needed one.
+        escapes: the escaped values, by origin.
         writes: the indices of the calls that change an input in place, by the origin that it has afterwards.
-        overwriting: the indices of calls that change in place what isn't absent: a tensor of the batch.
-        updates: of parameters and buffers by the code around the units.
+        overwriting: the indices of calls that change in place a tensor that isn't absent, such as one of the batch.
+        updates: the updates of parameters and buffers by the code around the units.
         own_updates: the parameters that units change in place themselves, as a masked convolution does in its forward.
-        draws: for each generator of the module's own from which numbers were drawn, where that was.
-        plain_reads, carried: if they were asked for.
+        draws: for each of the module's own generators that was drawn from, the places where it was.
+        plain_reads, carried: found only with ``plain_values``.
         unrepeatable: of the units in question, the calls that did something else when they ran again.
         stopped: the error that ended the step early; None if it came to its end.
         stored_after: the exits in question at which the step's own code had stored on modules what it computed from

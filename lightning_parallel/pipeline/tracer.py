@@ -1,6 +1,6 @@
-"""Stands in for the forwards of a module's parts while a step runs, and notes what happens (``trace.py``).
+"""Replaces the forwards of a module's parts while a step runs, and records what happens (``trace.py``).
 
-A module is taken as a whole, or its own code runs: ``is_unit`` tells, as ``is_leaf_module`` does in torch.fx.
+A module is taken as a whole, or its own code runs. ``is_unit`` decides, as ``is_leaf_module`` does in torch.fx.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from lightning_parallel.torch_private import forward_hooks, tree_leaves, tree_ma
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """What is to be noted of a step, besides what is always noted.
+    """What is to be recorded of a step, besides what is always recorded.
 
     Attributes:
-        timed_on: where to measure how long calls take; None to measure nothing.
-        exits: after each of these calls, whether the step has stored something on modules.
-        until: end the step after this call.
-        twice: of which units to see whether they do the same when they are asked again.
+        timed_on: the device on which to measure how long calls take; None to measure nothing.
+        exits: the calls after each of which to record whether the step has stored something on modules.
+        until: the call after which to end the step; None for its end.
+        twice: the units of which to record whether they do the same when they run again.
     """
 
     timed_on: torch.device | None = None
@@ -55,17 +55,13 @@ class TraceOptions:
 
 
 class Tracer:
-    """Notes what happens in one step.
+    """Records what happens in one step, in attributes of the same names as :class:`.traced.Trace`'s.
 
     Args:
-        names: of the module's parts, by their ids.
+        names: the names of the module's parts, by their ids.
         is_unit: tells by name whether a called module is taken as a whole.
-        state: what the step leaves on modules.
-        options: what else to note.
-
-    Attributes:
-        calls, escapes, writes, overwriting, updates, own_updates, draws, unrepeatable, stored_after: as in
-            :class:`.traced.Trace`.
+        state: the state of the modules, which the step writes to.
+        options: what else to record.
     """
 
     def __init__(
@@ -98,7 +94,7 @@ class Tracer:
 
     @contextmanager
     def installed(self, parts: Iterable[nn.Module], absent: Mapping[str, AbsentTensor]) -> Iterator[None]:
-        """Inside, it sees what these parts of the module are asked, and what happens to these parameters."""
+        """Inside, the calls of these parts of the module, and the changes of these parameters, are recorded."""
         watched = Interception()
         announced = register_module_forward_pre_hook(self._announce)
         own = {name: tensor.origins for name, tensor in absent.items()}
@@ -121,13 +117,13 @@ class Tracer:
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
-        """What happens inside is in the hooks around the step."""
+        """Inside, what happens is recorded as being in the hooks around the step."""
         self._in_step = False
         yield
         self._in_step = True
 
     def end(self) -> Collection[AbsentTensor]:
-        """The step is over. What it has left on modules."""
+        """End the step, and record what it has left on modules."""
         left = [*self._state.written()]
         self.stored_after.update([None] if left else [])
         self._note_draws()
@@ -193,7 +189,7 @@ class Tracer:
         return output
 
     def _hooks_over(self, part: nn.Module, args: Any, output: Any) -> None:
-        """A unit has been called, and the user's hooks on it."""
+        """Note that a unit's call, and the user's hooks on it, are over."""
         if self._depth == 0:
             self._note_draws()
             self._in_hooks = False
@@ -234,7 +230,7 @@ class Tracer:
         call: Call,
         before: OperationsNoted,
     ) -> None:
-        """As a recomputation would."""
+        """Run a unit's call again, as a recomputation would."""
         with StateKept(part, parameters=False) as state:
             for kept in state.absent():
                 kept.memory.origins = frozenset([FROM_EARLIER_STEP])
@@ -268,17 +264,18 @@ class Tracer:
 
     @property
     def place(self) -> Place:
-        """Where the step is."""
+        """The place that the step has reached."""
         if self._depth > 0:
             return Place(len(self.calls), "call")
         return Place(len(self.calls) - 1, "hooks") if self._in_hooks else Place(len(self.calls))
 
     def is_under_way(self, part: nn.Module) -> bool:
-        """Is the part in the unit that is being asked?"""
+        """Does the part belong to the unit whose call is running?"""
         return self._unit is not None and any(part is each for each in self._unit.modules())
 
     def _written(self, call: Call, tensor: Tensor) -> None:
-        """A unit's call has changed a tensor of the code around it in place. Later stages have it as it was before."""
+        """Record that a unit's call has changed a tensor of the code around it in place. Later stages have it as it was
+        before."""
         if isinstance(tensor, AbsentTensor):
             tensor.memory.write(self._write(changed_by(*call), len(self.calls)))
         else:
@@ -297,7 +294,7 @@ class Tracer:
 
     def _relabelled(self, output: Any, call: Call) -> Any:
         """The output as the code around the unit gets it. Tensors that share memory on the unit's own stage cross a cut
-        one by one: what is written to one of them, the others don't have there."""
+        one by one: a write to one of them doesn't change the others there."""
         output_of_call = frozenset([origin_of(*call)])
         changed = shared_with(*call)
         index = len(self.calls)
@@ -331,7 +328,7 @@ class Tracer:
 
 
 def origins_in(values: Any) -> frozenset[str]:
-    """What the absent tensors in a nested structure were computed from."""
+    """The origins of the absent tensors in a nested structure."""
     return frozenset().union(*(leaf.origins for leaf in tree_leaves(values) if isinstance(leaf, AbsentTensor)))
 
 

@@ -1,4 +1,4 @@
-"""Which weights a microbatch runs with.
+"""Decides which version of the weights a microbatch runs with.
 
 A synchronous schedule has one version of the weights between two steps, and autograd needs no help
 (:class:`CurrentWeights`). An asynchronous one steps while microbatches are in flight, whose backward must not see the
@@ -37,7 +37,7 @@ from lightning_parallel.torch_private import parameters_of
 
 
 class Weights(Protocol):
-    """How the engine asks for weights."""
+    """The weights as the engine uses them."""
 
     def forward(self, step: Callable[[], Any]) -> tuple[Any, Any]:
         """Run ``step`` with the weights that a forward starting now uses. Returns its result, and a token for the
@@ -45,16 +45,16 @@ class Weights(Protocol):
         ...
 
     def backward(self, token: Any, loss: BatchLoss) -> AbstractContextManager[None]:
-        """A context for the backward, or its first half, of the forward that returned ``token``. ``loss``: of its
-        batch."""
+        """A context for the backward, or its first half, of the forward that returned ``token``. ``loss`` is the whole
+        batch's."""
         ...
 
     def end_batch(self, loss: BatchLoss) -> None:
-        """All backwards, or first halves, of a batch have run: its gradients can be normalised."""
+        """End a batch whose backwards, or first halves, have all run: its gradients can be normalised."""
         ...
 
     def second_half(self, token: Any) -> AbstractContextManager[None]:
-        """A context for the second half."""
+        """A context for the second half of the backward."""
         ...
 
     @property
@@ -64,11 +64,7 @@ class Weights(Protocol):
 
 
 class CurrentWeights:
-    """Synchronous schedules: the module's own parameters. Gradients accumulate in ``p.grad``.
-
-    Args:
-        module: the partitioned module.
-    """
+    """The module's own parameters, for synchronous schedules. Gradients accumulate in ``p.grad``."""
 
     reading = None
 
@@ -91,13 +87,14 @@ class CurrentWeights:
     second_half = backward
 
     def end_batch(self, loss: BatchLoss) -> None:
-        """The strategy completes the gradients, when the batch's list has ended."""
+        """Nothing: the strategy completes the gradients when the batch's list has ended."""
 
 
 @contextmanager
 def gradients_apart(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Around a backward: the first gradients of leaves get memory of their own. In ``x + p[None] + q[None]``, for one
-    sample, autograd takes one memory for the gradients of p and q, and would add the next microbatch's to it twice."""
+    """A context for a backward, in which the first gradients of leaves get memory of their own. For one sample,
+    autograd takes one memory for the gradients of p and q in ``x + p[None] + q[None]``, and would add the next
+    microbatch's to it twice."""
     first = [leaf for leaf in leaves if leaf.grad is None and leaf.requires_grad]
     yield
     taken: set[int] = set()
@@ -117,9 +114,10 @@ class Version:
 
     Attributes:
         updates: the number of updates that made it.
-        leaves: by parameter name, what forwards of this version read. Gradients accumulate in the leaves' ``grad``.
+        leaves: by parameter name, the tensors that forwards of this version read. Gradients accumulate in the leaves'
+            ``grad``.
         copied: the names of the leaves that have memory of their own. Others share the parameters'.
-        in_flight: the number of forwards whose backward is yet to come.
+        in_flight: the number of forwards whose backward hasn't run.
     """
 
     updates: int
@@ -193,7 +191,7 @@ class WeightVersions:
     # -- forwards and backwards ----------------------------------------------------------------------------------
 
     def begin(self, update: int) -> None:
-        """The next forwards are those of ``update``, counted from 0."""
+        """Let the next forwards be those of ``update``, counted from 0."""
         if self._stashing == "2bw":
             self._wanted = max(update - 1, self._drained)
 
@@ -208,7 +206,7 @@ class WeightVersions:
 
     @contextmanager
     def backward(self, version: Version, loss: BatchLoss | None = None) -> Iterator[None]:
-        """Around the backward of a forward that read ``version``."""
+        """A context for the backward of a forward that read ``version``."""
         self._loss = loss or self._loss
         # Activation checkpointing runs parts of the forward again here, and has to find the same weights.
         with self._read_from(version), gradients_apart(version.leaves.values()):
@@ -239,7 +237,7 @@ class WeightVersions:
         return gradient + self._ended[name] if name in self._ended else gradient
 
     def end_batch(self, loss: BatchLoss) -> None:
-        """All backwards of a batch have run: its gradients get the factor of its loss."""
+        """End a batch whose backwards have all run: its gradients get the factor of its loss."""
         grown: dict[str, Tensor] = {}  # summed over versions
         for version in self._versions():
             for name, leaf in version.leaves.items():
@@ -252,8 +250,8 @@ class WeightVersions:
         self._old = [version for version in self._old if self._is_needed(version)]
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """The gradients of the batches since the last call, all of which have ended, by parameter name. A parameter
-        that the loss didn't depend on is missing."""
+        """The gradients of the batches since the last call, by parameter name. All these batches have ended. A
+        parameter that the loss didn't depend on is missing."""
         self.end_batch(self._loss)
         gradients, self._ended = self._ended, {}
         return gradients
@@ -261,12 +259,9 @@ class WeightVersions:
     # -- updates -------------------------------------------------------------------------------------------------
 
     def update(self, apply: Callable[[], None], correction: float = 0.0, second_order: bool = False) -> None:
-        """Let ``apply`` change the parameters in place, as optimizers do. Versions in flight stay whole.
-
-        Args:
-            apply: the optimizer's step.
-            correction, second_order: what forwards read afterwards (:func:`~.staleness.extrapolate`).
-        """
+        """Let ``apply``, the optimizer's step, change the parameters in place. Versions in flight stay whole.
+        ``correction`` and ``second_order`` give the weights that forwards read afterwards
+        (:func:`~.staleness.extrapolate`)."""
         assert self._corrected or not correction
         # With a correction or "2bw" the newest version will be read, or written to.
         current = self._newest() if self._corrected or self._stashing == "2bw" else self._current
@@ -300,12 +295,11 @@ class WeightVersions:
     def _extrapolated(
         self, before: Mapping[str, Tensor], read: Mapping[str, Tensor] | None, weight: float
     ) -> dict[str, Tensor]:
-        """What forwards are to read.
+        """The tensors that forwards are to read.
 
         Args:
             before: the parameters before the update.
-            read: what forwards have read, where it was something else; None for first order.
-            weight: of the update.
+            read: what forwards have read so far where it wasn't the parameters; None for first order.
         """
         values: dict[str, Tensor] = {}
         for name, parameter in self._trained().items():
@@ -315,8 +309,8 @@ class WeightVersions:
         return values
 
     def refresh(self) -> None:
-        """After a drain, nothing is in flight, and other code may have changed the parameters: the next forward reads
-        the parameters themselves. Gradients of an update under way (accumulation over batches) are kept for it."""
+        """After a drain, let the next forward read the parameters themselves: nothing is in flight, and other code may
+        have changed them. Gradients of an update under way (accumulation over batches) are kept for it."""
         assert not any(version.in_flight for version in self._versions())
         self.end_batch(self._loss)
         self._drained = self._updates

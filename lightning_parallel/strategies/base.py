@@ -1,7 +1,7 @@
 """What all strategies with a process on each device have in common: launch, ranks, collectives, checkpoints.
 
-A strategy says how large its axes are, and writes its own ``setup`` and steps. It passes this rank's
-part of the model to :meth:`LayoutStrategy.hold`, which sets up optimizers, buffers and checkpoints for that part.
+A strategy says how large its axes are, and writes its own ``setup`` and steps. It passes this rank's part of the model
+to :meth:`LayoutStrategy.hold`, which sets up optimizers, buffers and checkpoints for that part.
 """
 
 from __future__ import annotations
@@ -57,12 +57,8 @@ T = TypeVar("T")
 
 @launched_by_make_launcher
 class LayoutStrategy(ParallelStrategy):
-    """Base of the strategies that run a process on each device.
-
-    Args:
-        options: what all of them take.
-        **axes: the sizes that the user gave to the axes, by name of the axis.
-    """
+    """Base of the strategies that run a process on each device. ``axes`` are the sizes that the user gave, by name of
+    the axis."""
 
     refused_callbacks: Reasons = IN_PARTS
     calls_configure_part = False  # is a module's configure_part called (parts/own_part.py)?
@@ -98,7 +94,7 @@ class LayoutStrategy(ParallelStrategy):
 
     @property
     def layout(self) -> Layout:
-        """The axes, as this rank sees them. Known from the moment the Trainer is made."""
+        """The layout as this rank sees it. Known from the moment the Trainer is made."""
         rank = super().global_rank
         if self._layout is None or self._layout.rank != rank:
             self._layout = Layout.resolve(self.num_processes * self.num_nodes, rank, **self._axes)
@@ -122,7 +118,7 @@ class LayoutStrategy(ParallelStrategy):
 
     @property
     def groups(self) -> Groups:
-        """The process groups."""
+        """The process groups, from the launch on."""
         assert self._groups is not None, "the process groups are made in setup_environment"
         return self._groups
 
@@ -139,7 +135,7 @@ class LayoutStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Lightning asks for this name to decide whether to put in distributed samplers. With one replica there is
+        """Lightning reads this attribute to decide whether to put in distributed samplers. With one replica there is
         nothing to divide: every rank iterates the user's own loader, as a single process does."""
         return self.layout.size("data") > 1
 
@@ -159,7 +155,7 @@ class LayoutStrategy(ParallelStrategy):
 
     @property
     def num_processes(self) -> int:
-        """The processes on this node."""
+        """The number of processes on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
@@ -175,7 +171,7 @@ class LayoutStrategy(ParallelStrategy):
 
     @property
     def batches_ahead(self) -> int:
-        """How many batches a rank may be ahead of another one in training."""
+        """The number of batches by which a rank may be ahead of another one in training."""
         return 0
 
     # -- launch --------------------------------------------------------------------------------------------------
@@ -192,7 +188,7 @@ class LayoutStrategy(ParallelStrategy):
         return script_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
-        """Tell the cluster environment, and Lightning's helpers, which rank this is."""
+        """Set this process's rank in the cluster environment and in Lightning's helpers."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -223,8 +219,8 @@ class LayoutStrategy(ParallelStrategy):
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Around ``configure_model()``, and what ``trainer.init_module()`` gives: large tensors that are made inside
-        lie in files, until :meth:`hold` brings this rank's part into memory."""
+        """The context around ``configure_model()``, also given by ``trainer.init_module()``: large tensors that are
+        made inside lie in files, until :meth:`hold` brings this rank's part into memory."""
         # They are made on the CPU: a GPU needs room for this rank's part only.
         with super().tensor_init_context(empty_init), torch.device("cpu"), self.disk_offload:
             yield
@@ -245,7 +241,7 @@ class LayoutStrategy(ParallelStrategy):
         return self.lightning_module
 
     def hold(self, trainer: pl.Trainer, local: LocalModel) -> None:
-        """Call it once the model is divided. Moves this rank's part to its device, and makes the optimizers for it."""
+        """Take this rank's part of the divided model: move it to its device, and make the optimizers for it."""
         self._local = local
         self._checkpoints = Checkpoints(local, self.layout.coordinate, self._group_names, self._background)
         self._replicas = Replicas(local, self.groups.along("data"))
@@ -271,7 +267,7 @@ class LayoutStrategy(ParallelStrategy):
         )
 
     def holding(self) -> Holding:
-        """What the table at the start says of this rank's part of the model."""
+        """This rank's part of the model, as the table at the start describes it."""
         return Holding("all")
 
     @override
@@ -300,7 +296,7 @@ class LayoutStrategy(ParallelStrategy):
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """What saves and loads this rank's part, from set-up on."""
+        """Saves and loads this rank's part; known from set-up on."""
         assert self._checkpoints is not None, "made in Trainer.fit, validate, test and predict"
         return self._checkpoints
 
@@ -313,12 +309,13 @@ class LayoutStrategy(ParallelStrategy):
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def watch_gradients(self) -> None:
-        """Gradients are complete. Until the optimizer steps, the user's code may see them."""
+        """Begin to watch the gradients, which are complete: until the optimizer steps, the user's code may read
+        them."""
         if self._watch is not None:
             self._watch.begin()
 
     def end_watch(self) -> None:
-        """Nobody sees gradients any more in this run."""
+        """Stop watching gradients for the rest of the run."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None
@@ -427,7 +424,8 @@ class LayoutStrategy(ParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """After the module's ``on_load_checkpoint``, if it has one. Otherwise load_checkpoint has done it."""
+        """Load the model after the module's ``on_load_checkpoint``, if it has one. Otherwise load_checkpoint has done
+        it."""
         assert self.lightning_module is not None and isinstance(checkpoint, dict)
         self.checkpoints.take(checkpoint, self.lightning_module, self._optimizers_to_fill())
 
@@ -437,7 +435,7 @@ class LayoutStrategy(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """The model's state has been read together with it."""
+        """Nothing: the optimizers' state has been read together with the model's."""
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -492,8 +490,8 @@ class LayoutStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Nothing is saved any more, and the connections are closed. When this process ends, the other ranks end
-        within seconds, wherever they wait."""
+        """Save nothing any more, and close the connections. When this process ends, the other ranks end within seconds,
+        wherever they wait."""
         self.end_watch()
         if self._checkpoints is not None:
             self._checkpoints.fail()
@@ -512,7 +510,8 @@ class LayoutStrategy(ParallelStrategy):
         super().teardown()
 
     def end_run(self) -> None:
-        """What a strategy's ``teardown`` calls, whatever else it does: the module is as it was, but in parts."""
+        """Make the module as it was before the run, except that each rank has its part only. Every strategy's
+        ``teardown`` calls it."""
         self.end_watch()
         self._metric_sync.end()
         if self.lightning_module is not None and (trainer := trainer_of(self.lightning_module)) is not None:

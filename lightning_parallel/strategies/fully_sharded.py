@@ -214,7 +214,7 @@ class FullyShardedStrategy(LayoutStrategy):
     # -- a batch -------------------------------------------------------------------------------------------------
 
     def _gathered(self, module: nn.Module, unit: nn.Module, args: Any) -> None:
-        """A unit's parameters are whole, and its forward is about to run."""
+        """Begin to watch a unit's parameters for writes. They are whole now, and its forward is about to run."""
         writes = self._writes[torch.is_grad_enabled()]
         if writes.is_on:
             own = {id(p) for p in unit.parameters() if not isinstance(p, DTensor)}
@@ -232,7 +232,8 @@ class FullyShardedStrategy(LayoutStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """As Lightning's, with the gradients of what is whole averaged before any hook sees them."""
+        """Lightning's backward. The gradients of parameters that every rank holds whole are averaged before any hook
+        sees them."""
         module = self.lightning_module
         assert module is not None and self._uses is not None
         self._uses.compare()
@@ -300,7 +301,7 @@ class FullyShardedStrategy(LayoutStrategy):
 
 
 def _outside_units(root: _Root) -> Iterator[nn.Module]:
-    """The module and what in it has divided parameters that only the root gathers."""
+    """The modules, the root's included, whose divided parameters only the root gathers."""
     units = [part for part in root.module.modules() if isinstance(part, FSDPModule)]
     inside = {part for unit in units for part in unit.modules()}
     for part in root.module.modules():
@@ -315,10 +316,9 @@ def find_units(
     """The units of a model, by name, those inside another one first.
 
     Args:
-        module: the whole model.
         patterns: the names of the modules that are units, ``*`` standing for one part of a dotted name. None: what
             hangs in the lists that the model is made of, or no units if there is no such list.
-        manual: no root is going to be gathered around the units, so by default networks are units too.
+        manual: optimization is manual, so there is no root around the units, and by default networks are units too.
 
     Raises:
         ValueError: a pattern matches nothing, or a unit is inside another.

@@ -90,7 +90,7 @@ class PipelineOptions(StagedOptions):
 
     @property
     def generators(self) -> Mapping[str, Generator]:
-        """Those of the schedules that may run, by the names in messages and titles. The plainest comes first."""
+        """The schedules that may run, by the names in messages and titles. The plainest comes first."""
         if callable(self.schedule):
             return {getattr(self.schedule, "__name__", "schedule"): self.schedule}
         if self.schedule == "auto":
@@ -158,13 +158,14 @@ class PipelineStrategy(StagedStrategy):
         return self._made[key]
 
     def _names_by_placement(self) -> dict[Placement, str]:
-        """The schedules that may run, by where their chunks are: no two have them alike, unless there is one stage."""
+        """The schedules that may run, by the placement of their chunks. No two have the same placement, unless there is
+        one stage."""
         usual = self._usual_microbatches()
         names = [*self._generators] if self.layout.stages > 1 else [*self._generators][:1]
         return {placement(self._lists(usual, name)): name for name in names}
 
     def _choose(self, names: Mapping[Placement, str], found: Partitions, microbatches: int) -> Placement:
-        """The placement of one of these schedules."""
+        """The placement of the schedule to run, one of those in ``names``."""
         module, layout = self.lightning_module, self.layout
         assert module is not None and self.parallel_devices is not None
         fully_sharded = self.options.data_parallel_kind == "fully_shard" and layout.size("data") > 1
@@ -186,7 +187,7 @@ class PipelineStrategy(StagedStrategy):
         )
 
     def _speed(self) -> float:
-        """What a stage does of a partition's ``work`` in a second, where a backward counts as two forwards."""
+        """How much of a partition's ``work`` a stage does in a second, where a backward counts as two forwards."""
         if self.options.balance == "time":
             return 3e9  # nanoseconds of a forward and a backward: as long as three forwards
         assert self.parallel_devices is not None
@@ -195,7 +196,8 @@ class PipelineStrategy(StagedStrategy):
             return flops_per_second(self.root_device) * share * self.layout.size("tensor")
 
     def _decide_to_go_on(self, trainer: pl.Trainer) -> bool:
-        """Do stages go on to the next batch without waiting for each other? The banner says why not."""
+        """Decide whether stages go on to the next batch without waiting for each other. If not, the banner gives the
+        reason."""
         gain = gained(self._lists(self._usual_microbatches()))
         module = self.lightning_module
         assert module is not None
@@ -220,7 +222,7 @@ class PipelineStrategy(StagedStrategy):
         return int(self._goes_on)
 
     def _usual_microbatches(self) -> int:
-        """The microbatches of a batch that has the samples."""
+        """The number of microbatches of a batch that is large enough for them."""
         if self.options.microbatches != "auto":
             return self.options.microbatches
         return 1 if self._schedule_name == "naive" else 4 * self.layout.stages
@@ -267,7 +269,7 @@ class PipelineStrategy(StagedStrategy):
 
     @contextmanager
     def _complete_gradients(self, chunk: int) -> Iterator[None]:
-        """Around the last backward of a chunk in a batch: gradients are averaged while it runs."""
+        """A context for the last backward of a chunk in a batch: gradients are averaged while it runs."""
         layers = self._stages.fully_sharded
         if layers is not None:
             layers.release([name for name, chunks in self._incomplete.items() if chunks <= {chunk}])
@@ -278,7 +280,8 @@ class PipelineStrategy(StagedStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Publish the gradients that the schedule has made, between the hooks that Lightning calls here."""
+        """Put the gradients that the schedule has made on the parameters, between the hooks that Lightning calls
+        here."""
         module = self.lightning_module
         assert module is not None
         self.pre_backward(closure_loss)
@@ -294,7 +297,7 @@ class PipelineStrategy(StagedStrategy):
 
     @override
     def drain(self) -> None:
-        """Answer the receives that stages have posted for a batch that isn't coming. Every rank calls it after the same
+        """Answer the receives that stages have posted for a batch that won't come. Every rank calls it after the same
         batch."""
         if self._goes_on and self._engine is not None:
             with torch.inference_mode(False):  # validation, where this is called too, runs in it

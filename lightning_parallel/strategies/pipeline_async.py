@@ -136,13 +136,13 @@ class AsyncPipelineStrategy(StagedStrategy):
         return (self.layout.stages - 1) * (1 + self._late.extra_in_flight)  # with one microbatch a batch
 
     def _updates_microbatches(self) -> int:
-        """The microbatches of an update, as far as they are known before the first batch."""
+        """The number of microbatches of an update, as far as it is known before the first batch."""
         if self._microbatches_wanted != "auto":
             return self._microbatches_wanted * self._accumulation
         return self._late.wanted_microbatches(self.layout.stages)
 
     def _automatic_microbatches(self, batch_size: int) -> int:
-        """The smallest count from ``needed`` to twice that which divides the batch evenly; otherwise ``needed``."""
+        """The smallest count from ``needed`` to ``2 * needed`` that divides the batch evenly; otherwise ``needed``."""
         needed = math.ceil(self._updates_microbatches() / self._accumulation)
         equal = (count for count in range(needed, 2 * needed + 1) if batch_size % count == 0)
         return min(batch_size, next(equal, needed))
@@ -167,7 +167,7 @@ class AsyncPipelineStrategy(StagedStrategy):
         return (1 + ahead) * sum(parts.held[chunk] for chunk in self.stage.chunks)
 
     def _make_versions(self) -> WeightVersions:
-        """The versions of the weights, and with them the updates that make them."""
+        """Make the versions of the weights, and the updates that create them."""
         module, layout = self.lightning_module, self.layout
         assert module is not None
         versions = WeightVersions(
@@ -202,7 +202,7 @@ class AsyncPipelineStrategy(StagedStrategy):
 
     @property
     def training(self) -> AsynchronousTraining:
-        """This stage's updates, from set-up on."""
+        """This stage's updates; known from set-up on."""
         assert self._training is not None, "made in Trainer.fit, validate, test and predict"
         return self._training
 
@@ -225,7 +225,7 @@ class AsyncPipelineStrategy(StagedStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Lightning runs a batch inside that only accumulates gradients."""
+        """Lightning runs a batch inside this context if the batch only accumulates gradients."""
         self._accumulates = True
         try:
             yield
@@ -256,7 +256,7 @@ class AsyncPipelineStrategy(StagedStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Hooks only: the schedule has run the backwards that were due."""
+        """Call the hooks only: the schedule has run the backwards that were due."""
         assert self.lightning_module is not None
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
@@ -265,7 +265,8 @@ class AsyncPipelineStrategy(StagedStrategy):
 
     @override
     def drain(self) -> None:
-        """Run what is owed, until nothing is in flight on any stage. Every rank calls it after the same batch."""
+        """Run the actions that are left, until nothing is in flight on any stage. Every rank calls it after the same
+        batch."""
         if self._training is not None and self._engine is not None:
             self._training.drain(self._engine)
 
@@ -293,7 +294,7 @@ class AsyncPipelineStrategy(StagedStrategy):
 
 
 def _refuse_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Gradients are on the parameters only while a stage steps, so hooks at other moments would find none."""
+    """Refuse hooks at moments other than a stage's step: gradients are on the parameters only then."""
     for hook in ("optimizer_zero_grad", "on_after_backward"):
         owners = [module, *callbacks_of(trainer)] if hook == "on_after_backward" else [module]
         for owner in owners:
@@ -305,7 +306,7 @@ def _refuse_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
 
 def _refuse_ties(module: nn.Module, parts: Partition) -> None:
-    """Parameters that two stages hold and train can't have asynchronous updates of different staleness."""
+    """Refuse parameters that two stages hold and train: their copies would get updates of different staleness."""
     learns = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     shared = parts.shared().items()
     tied = {name: stages for name, stages in shared if name not in parts.loose and name in learns}

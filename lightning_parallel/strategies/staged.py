@@ -59,11 +59,7 @@ from lightning_parallel.strategies.base import LayoutStrategy
 
 
 class StagedStrategy(LayoutStrategy):
-    """Base of the two pipelines.
-
-    Args:
-        options: what both take.
-    """
+    """Base of the synchronous and the asynchronous pipeline."""
 
     options: StagedOptions
     calls_configure_part = True
@@ -86,18 +82,18 @@ class StagedStrategy(LayoutStrategy):
 
     @property
     def timeline(self) -> Timeline:
-        """What this rank has recorded in this run."""
+        """The actions that this rank has recorded in this run."""
         return self._timeline
 
     @property
     def engine(self) -> Engine:
-        """Runs this rank's stage, from set-up to the end of the run."""
+        """Runs the schedule on this rank's stage, from set-up to the end of the run."""
         assert self._engine is not None, "engines are made in Trainer.fit, validate, test and predict"
         return self._engine
 
     @property
     def last_stage(self) -> LastStage:
-        """What the last stage does for all, from set-up to the end of the run."""
+        """Hooks and logs that the last stage runs for all, from set-up to the end of the run."""
         assert self._last_stage is not None, "made in Trainer.fit, validate, test and predict"
         return self._last_stage
 
@@ -118,20 +114,20 @@ class StagedStrategy(LayoutStrategy):
         gradients_on_parameters: bool = True,
         factor: Callable[[], Number] = lambda: 1.0,
     ) -> None:
-        """All of ``setup``, told what differs between the pipelines.
+        """What ``setup`` does for both pipelines. The arguments are what differs between them.
 
         Args:
-            trainer: of the run.
-            automatic_microbatches: the number for ``microbatches="auto"``, given a batch's size.
-            completing: given a chunk, a context around what completes its gradients of an update.
-            placements: the stage of each chunk, of schedules that may run; by default each stage has one chunk.
-            choose: takes one of several, given the partitions for them and the first batch's number of microbatches.
+            automatic_microbatches: gives the number for ``microbatches="auto"``, from a batch's size.
+            completing: given a chunk, a context around the backward that completes its gradients of an update.
+            placements: for each schedule that may run, the stage of each chunk; by default each stage has one chunk.
+            choose: picks one of several placements, given their partitions and the first batch's number of
+                microbatches.
             check: raises for a partition that can't be trained.
-            weights: makes what the engine's forwards read; None for the module's own parameters.
+            weights: makes the weights that the engine's forwards read; None for the module's own parameters.
             norm_group: the ranks over which the norm for clipping is taken.
             counts: whether this rank's copy of a parameter enters that norm.
             gradients_on_parameters: backwards add to ``p.grad``.
-            factor: of the gradients that a batch's backwards have added up.
+            factor: gives the number by which the gradients that a batch's backwards have added up are multiplied.
         """
         layout, groups, device = self.layout, self.groups, self.root_device
         training = trainer.state.fn == TrainerFn.FITTING
@@ -266,17 +262,17 @@ class StagedStrategy(LayoutStrategy):
 
     @abstractmethod
     def activation_bytes(self) -> int:
-        """About the bytes of activations that this rank holds at most in training."""
+        """An estimate of the most bytes of activations that this rank holds in training."""
 
     # -- where stages meet ---------------------------------------------------------------------------------------
 
     @abstractmethod
     def drain(self) -> None:
-        """End what stages have begun of later batches, until nothing is in flight. Every rank calls it after the same
-        batch."""
+        """Finish what stages have begun of later batches, until nothing is in flight. Every rank calls it after the
+        same batch."""
 
     def _before_meeting(self, hook: str) -> None:
-        """Before the stages exchange metrics, where this hook ends."""
+        """Drain before the stages exchange metrics at the end of this hook: it may do so after a batch or an epoch."""
         if hook in ("on_train_batch_end", "on_train_epoch_end"):
             self.drain()
 
@@ -315,20 +311,21 @@ class StagedStrategy(LayoutStrategy):
 
     @abstractmethod
     def theoretical_bubble(self) -> float:
-        """The fraction of time for which the schedule leaves stages idle."""
+        """The fraction of time that the schedule leaves stages idle."""
 
     def stage_figures(self) -> StageFigures:
-        """What :class:`~lightning_parallel.PerformanceMonitor` asks of a pipeline while it trains."""
+        """The figures that :class:`~lightning_parallel.PerformanceMonitor` reads from a pipeline while it trains."""
         assert self._microbatches is not None
         forward = self._microbatches.count * sum(self.stage.partition.operations)
         return StageFigures(forward, self.theoretical_bubble, self._timeline, self.mean_staleness())
 
     def mean_staleness(self) -> float | None:
-        """By how many updates this rank's gradients were late so far, in the mean; None where none ever is."""
+        """By how many updates this rank's gradients were late so far, on average; None for a pipeline without late
+        gradients."""
         return None
 
     def write_timeline(self, title: str, theory: float, staleness: dict[int, int] | None = None) -> None:
-        """At the end of training, if the timeline is on. All ranks call it."""
+        """Write the timeline at the end of training, if it is on. All ranks call it."""
         if self._timeline.enabled:
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer

@@ -134,7 +134,7 @@ class TensorParallelStrategy(LayoutStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """As Lightning's, with the gradients that it adds completed before any hook sees them."""
+        """Lightning's backward. The gradients that it adds are completed before any hook sees them."""
         module, parameters = self.lightning_module, self.local_model.parameters
         assert module is not None
         self.pre_backward(closure_loss)

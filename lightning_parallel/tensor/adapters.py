@@ -1,4 +1,4 @@
-"""PEFT's layers under a plan: what a rule for a layer means where PEFT has put an adapter around it.
+"""PEFT's layers under a plan: how a rule for a layer applies where PEFT has wrapped it in an adapter.
 
 LoRA keeps the layer as ``base_layer``, and adds ``lora_B(lora_A(dropout(x)))`` to what it returns. Of a column layer
 the outputs are divided, so those of lora_B are too. Of a row layer the inputs are divided, so those of lora_A are::
@@ -7,8 +7,8 @@ the outputs are divided, so those of lora_B are too. Of a row layer the inputs a
               └─ lora_A ── lora_B ───────┴─ y piece              └─ lora_A (row) ── lora_B ───┴─ y
                            (column)
 
-What isn't named here stays whole. A copy in training that PEFT keeps beside a layer (``modules_to_save``) is divided
-like it. Told by the names of the children, without importing PEFT.
+What isn't named here stays whole. The trained copy of a layer that PEFT keeps beside it (``modules_to_save``) is
+divided as the layer is. PEFT's modules are recognised by the names of their children, without importing PEFT.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OF_LORA = {"base_layer", "lora_A", "lora_B", "lora_dropout", "lora_embedding_A"
 
 
 class Outside(Style):
-    """A dropout on what is whole: all ranks must draw the same mask."""
+    """Runs a dropout on whole activations: all ranks must draw the same mask."""
 
     name = "outside"
     in_sequence_blocks = True
@@ -35,7 +35,7 @@ class Outside(Style):
 
 
 def without_adapters(rule: Rule) -> list[Rule]:
-    """The rules for the layers that PEFT's module stands for; ``rule`` itself if it is for no module of PEFT's.
+    """The rules for the layers inside a module of PEFT's; ``rule`` itself if it is for no such module.
 
     Raises:
         ValueError: the adapter isn't plain LoRA.

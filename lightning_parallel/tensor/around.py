@@ -1,7 +1,7 @@
 """Modules of any class that stay as they are, with a collective around their forward, or with divided parameters.
 
-The new module is an instance of a class derived from the module's own, so names, hooks on its class's instances,
-attributes and ``isinstance`` hold. It shares the children with the one that it replaces.
+The new module is an instance of a class derived from the module's own. So names, hooks on instances of its class,
+attributes and ``isinstance`` hold. It shares the children with the module that it replaces.
 """
 
 from __future__ import annotations
@@ -22,13 +22,8 @@ Kind = TypeVar("Kind", bound=ParallelLayer)
 
 
 def around(module: nn.Module, kind: type[Kind], site: Site, **attributes: Any) -> Kind:
-    """A module that is ``module``, run as ``kind`` says.
-
-    Args:
-        module: stays as it is.
-        kind: a class of this file.
-        site: where it is going to be.
-        **attributes: of the kind.
+    """A new module like ``module``, which runs as ``kind`` says and has these ``attributes``. ``module`` stays as it
+    is.
 
     Raises:
         ValueError: what ``module`` runs isn't its class's forward.
@@ -47,7 +42,7 @@ def around(module: nn.Module, kind: type[Kind], site: Site, **attributes: Any) -
 
 
 class OutputCopied(ParallelLayer):
-    """The gradient of the output's last ``features`` (0: all) is summed over the ranks."""
+    """Sums the gradient of the output's last ``features`` (0: all) over the ranks."""
 
     features: int
 
@@ -60,14 +55,14 @@ class OutputCopied(ParallelLayer):
 
 
 class OutputReduced(ParallelLayer):
-    """The outputs are summed over the ranks."""
+    """Sums the outputs over the ranks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return tree_map(lambda x: _reduced(x, self.group), super().forward(*args, **kwargs))
 
 
 class OutputShared(ParallelLayer):
-    """Each rank returns an equal share of the outputs: the sum of the shares is the output."""
+    """Returns an equal share of the outputs on each rank: the sum of the shares is the output."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         count = self.group.size()
@@ -87,11 +82,8 @@ class OutsideRegion(ParallelLayer):
 
 
 class OwnDivided(ParallelLayer):
-    """Own parameters are divided, and input and output are divided values or don't depend on them.
-
-    Attributes:
-        summands: parameters that stay whole, and of which each rank adds an equal share to a sum over the ranks.
-    """
+    """A module whose own parameters are divided. Its input and output are divided values, or don't depend on them.
+    Parameters in ``summands`` stay whole; each rank adds an equal share of them to a sum over the ranks."""
 
     summands: tuple[str, ...]
 
@@ -99,8 +91,8 @@ class OwnDivided(ParallelLayer):
         """Replace parameters by this rank's shards.
 
         Args:
-            dims: by name, along which dimension, and how many equal parts are fused there.
-            shared: the shards made so far.
+            dims: by parameter name, the dimension along which it is divided and the number of equal parts fused there.
+            shared: the shards made so far, by the id of the whole parameter.
 
         Raises:
             ValueError: a dimension can't be divided.
@@ -123,7 +115,7 @@ class OwnDivided(ParallelLayer):
 
 
 class DividedExperts(OwnDivided):
-    """Experts whose matrices are divided: inputs are whole, and the outputs are summed over the ranks."""
+    """Experts whose matrices are divided: the inputs are whole, and the outputs are summed over the ranks."""
 
     region: ShardedRegion | None
     _uncopied = ("group", "region")

@@ -23,7 +23,6 @@ def copy_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.Proc
         x: ``[..., in]``, equal on all ranks.
         weight: ``[out here, in]``.
         bias: ``[out here]``, or None.
-        group: the tensor group.
     """
     x, weight, bias = _autocast(x, weight, bias)
     return _CopyLinear.apply(x, weight, bias, group)  # type: ignore[no-any-return, no-untyped-call]

@@ -24,11 +24,11 @@ class VocabParallelEmbedding(ParallelLayer):
 
     Args:
         num_embeddings: the size of the whole vocabulary.
-        embedding_dim: of each row.
+        embedding_dim: the size of each row.
         padding_idx: an id of the whole vocabulary whose row starts as zeros and gets no gradient.
-        group: the tensor group.
-        device: of the table.
-        dtype: of the table.
+        group: the tensor group, over whose ranks the rows are divided.
+        device: where the table is made; None for torch's default.
+        dtype: the table's dtype; None for torch's default.
 
     Attributes:
         weight: ``[vocabulary here, embedding_dim]``.
@@ -59,7 +59,7 @@ class VocabParallelEmbedding(ParallelLayer):
         Args:
             embedding: an ``nn.Embedding``. It stays as it is. Hooks on its outputs, such as that of transformers'
                 gradient checkpointing, go on with the new layer.
-            group: the tensor group.
+            group: the tensor group, over whose ranks the rows are divided.
             shared: as of :meth:`ColumnParallelLinear.from_linear
                 <lightning_parallel.tensor.linear.ColumnParallelLinear.from_linear>`.
 
@@ -72,7 +72,7 @@ class VocabParallelEmbedding(ParallelLayer):
         return self
 
     def _hold(self, whole: nn.Embedding, group: dist.ProcessGroup, shared: dict[int, nn.Parameter] | None) -> None:
-        """Become this rank's shard of ``whole``."""
+        """Make this module hold this rank's shard of ``whole``."""
         super().__init__()
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
         self.padding_idx = whole.padding_idx
@@ -119,7 +119,7 @@ class VocabParallelEmbedding(ParallelLayer):
 
 
 def _checked(embedding: nn.Module) -> nn.Embedding:
-    """``embedding``, if it is a table and no more."""
+    """Return ``embedding`` if it is a table and no more; otherwise raise."""
     problem = None
     if not isinstance(embedding, nn.Embedding):
         problem = "is not nn.Embedding"

@@ -18,8 +18,8 @@ _GROUPS = "num_key_value_groups"  # the query heads that share a key-value head
 def with_few_heads(root: nn.Module, rules: Sequence[Rule], count: int) -> list[Rule]:
     """The rules for ``count`` ranks. Column layers that project to fewer key-value heads than that become shared.
 
-    A module says so by ``head_dim`` and ``num_key_value_groups``, as attentions of transformers do. The latter becomes
-    the number of query heads that a rank has.
+    A module tells its heads by ``head_dim`` and ``num_key_value_groups``, as attentions of transformers do. The latter
+    becomes the number of query heads that a rank has.
     """
     adapted: list[Rule] = []
     groups: dict[str, Rule] = {}
@@ -36,7 +36,8 @@ def with_few_heads(root: nn.Module, rules: Sequence[Rule], count: int) -> list[R
 
 
 def _heads(root: nn.Module, rule: Rule) -> int | None:
-    """The number of key-value heads that a layer projects to, if it is one that does and its module tells."""
+    """The number of key-value heads that a layer projects to; None if it isn't such a projection, or its module doesn't
+    tell."""
     parent, _, own = rule.seats[0].rpartition(".")
     around = vars(root.get_submodule(parent))
     size = around.get("head_dim")

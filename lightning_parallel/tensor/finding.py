@@ -1,10 +1,10 @@
 """A plan for a model that brings none: pairs of linear layers found by one run, and each tried before it is used.
 
-The run tells which layers could make a pair (:mod:`~lightning_parallel.tensor.flows`). How such a pair is to be divided
+The run shows which layers could make a pair (:mod:`~lightning_parallel.tensor.flows`). How such a pair is to be divided
 (fused projections part by part? which of the attention's integers count heads?) is tried out. The columns get random
 weights, and their module is run whole, then with each rank's shards in their place. What reaches the row layer on a
-rank must be that rank's piece of what reaches it in the whole run, and what the module returns must be the same, given
-the same output of the row layer: attention that returns its probabilities, or a bias for each head, can't be divided.
+rank must be that rank's piece of what reaches it in the whole run. What the module returns must be the same, given the
+same output of the row layer: attention that returns its probabilities, or a bias for each head, can't be divided.
 Nothing is sent for this, and the model is left as it was. A pair for which no way is found stays whole.
 """
 
@@ -39,8 +39,8 @@ class _Way:
     """A way to divide a pair.
 
     Attributes:
-        parts: of each column layer, how many equal fused parts.
-        attributes: the integers that are divided, by the name of their module inside the block.
+        parts: the number of equal fused parts, for each column layer.
+        attributes: the names of the integers that are divided, by the name of their module inside the block.
     """
 
     parts: int
@@ -49,13 +49,8 @@ class _Way:
 
 @dataclass(frozen=True)
 class _Run:
-    """One run of a block.
-
-    Attributes:
-        reached: what came to the row layer, in its only call.
-        answer: what the row layer returned.
-        returned: the tensors that the block returned.
-    """
+    """One run of a block: the input and the output of its row layer, which is called once, and the tensors it
+    returned."""
 
     reached: Tensor
     answer: Tensor
@@ -63,12 +58,8 @@ class _Run:
 
 
 class _Row(nn.Module):
-    """In the place of a row layer, of which code may read the weight's dtype.
-
-    Args:
-        layer: the row layer.
-        answer: what it returns; None for its own output.
-    """
+    """Stands in for a row layer and records its calls. It has the layer's weight, since code may read its dtype. It
+    returns ``answer``, or the layer's own output if that is None."""
 
     def __init__(self, layer: nn.Module, answer: Tensor | None) -> None:
         super().__init__()
@@ -85,7 +76,7 @@ class _Row(nn.Module):
 
 
 class _Column(nn.Module):
-    """A linear layer with given weights [out, in], in the place of another."""
+    """Stands in for a linear layer, with other weights ``[out, in]``."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -102,8 +93,7 @@ def found_plan(module: nn.Module, run: Callable[[], Any], count: int) -> dict[st
 
     Args:
         module: the whole model, in the state in which it is to be trained.
-        run: runs it on any input, without an effect that matters.
-        count: the number of tensor ranks.
+        run: runs the model on any input, without side effects that matter.
     """
     plan: dict[str, str | Style] = {}
     known: dict[str, _Way | None] = {}  # by what blocks have in common
@@ -121,7 +111,7 @@ def found_plan(module: nn.Module, run: Callable[[], Any], count: int) -> dict[st
 
 
 def table_of(module: nn.Module, plan: dict[str, str | Style]) -> str:
-    """The rules of a found plan as lines, those of equal blocks once, and the linear layers that stay whole."""
+    """The rules of a found plan as lines, those of equal blocks once. Then come the linear layers that stay whole."""
     lines = [f"    {pattern_of(module, name)}: {style}" for name, style in plan.items()]
     linear = [name for name, layer in module.named_modules() if is_linear(layer)]
     whole = dict.fromkeys(pattern_of(module, name) for name in linear if name not in plan)
@@ -129,12 +119,12 @@ def table_of(module: nn.Module, plan: dict[str, str | Style]) -> str:
 
 
 def _fits(module: nn.Module, pair: Pair) -> bool:
-    """Are all of them linear layers that can be divided?"""
+    """Are all these layers linear ones that can be divided?"""
     return all(is_divisible(module.get_submodule(name)) for name in (*pair.columns, pair.row))
 
 
 class _Block:
-    """A pair, in the smallest module that holds it."""
+    """A pair inside the smallest module that holds it."""
 
     def __init__(self, root: nn.Module, pair: Pair, call: tuple[Any, Any], count: int) -> None:
         self._root, self._pair, self._count = root, pair, count
@@ -147,13 +137,13 @@ class _Block:
 
     @property
     def kind(self) -> str:
-        """What equal blocks of a model have in common."""
+        """A key that equal blocks of a model have in common."""
         inside = [name.removeprefix(self._name) for name in (*self._pair.columns, self._pair.row)]
         shapes = [tuple(weight.shape) for weight, _ in self._weights.values()]
         return f"{type(self._around).__name__} {inside} {shapes}"
 
     def ways(self) -> Iterator[_Way]:
-        """Ways to divide it, the likely ones first."""
+        """The ways to divide the pair, the likely ones first."""
         width = None if self._whole is None else self._whole.reached.shape[-1]
         parents = dict.fromkeys((*(name.rpartition(".")[0] for name in self._pair.columns), self._name))
         parents = dict.fromkeys(parent.removeprefix(self._name).lstrip(".") for parent in parents)
@@ -177,7 +167,8 @@ class _Block:
                         yield _Way(parts, (*heads, *chosen))
 
     def allows(self, way: _Way) -> bool:
-        """Does each rank's row layer get that rank's piece of what the whole one gets, and is all else the same?"""
+        """Does each rank's row layer get that rank's piece of what the whole one gets, and is the rest of the run
+        equal?"""
         whole = self._whole
         if whole is None:
             return False
@@ -208,7 +199,7 @@ class _Block:
         return rules
 
     def _drawn(self, name: str, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
-        """Random weights [out, in], since equal ones, or zeros, would fit any way."""
+        """Random weights ``[out, in]``: with equal ones, or zeros, any way would seem to fit."""
         layer: Any = self._root.get_submodule(name)
         shape = layer.weight.shape if isinstance(layer, nn.Linear) else layer.weight.shape[::-1]
         options = {"device": layer.weight.device, "dtype": layer.weight.dtype}
@@ -219,7 +210,8 @@ class _Block:
     def _run(
         self, columns: dict[str, Any], divisors: dict[tuple[str, str], int], answer: Tensor | None
     ) -> _Run | None:
-        """Run the block with other column layers and integers; None if it can't run so, or uses its row twice."""
+        """Run the block with other column layers and integers; None if it fails so, or calls its row layer more than
+        once."""
         row = _Row(self._row, answer)
         modules = {**columns, self._pair.row: row}
         inside = {name.removeprefix(self._name).lstrip("."): layer for name, layer in modules.items()}
@@ -234,14 +226,14 @@ class _Block:
 
 
 def _noisy(x: Any, generator: torch.Generator) -> Any:
-    """An activation with noise: where all positions hold the same, attention would fit any number of heads."""
+    """An activation with noise: if all positions held the same, attention would fit any number of heads."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel() or not bool(x.abs().max() < _HUGE):
         return x
     return x + torch.randn(x.shape, generator=generator).to(x)
 
 
 def _equal(mine: Tensor, theirs: Tensor) -> bool:
-    """But for rounding."""
+    """Are two tensors equal up to rounding?"""
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         return False
     if not theirs.is_floating_point():
@@ -263,7 +255,7 @@ def _around(pair: Pair) -> str:
 
 
 def _calls(module: nn.Module, names: set[str], run: Callable[[], Any]) -> dict[str, tuple[Any, Any]]:
-    """With what modules are called first. Those that are never called (containers) get an empty call."""
+    """The arguments with which each module is first called. Those that are never called (containers) get none."""
     calls: dict[str, tuple[Any, Any]] = {name: ((), {}) for name in names}
     seen: set[str] = set()
 
@@ -287,7 +279,7 @@ def _calls(module: nn.Module, names: set[str], run: Callable[[], Any]) -> dict[s
 
 @contextmanager
 def _replaced(root: nn.Module, modules: dict[str, Any], divisors: dict[tuple[str, str], int]) -> Iterator[None]:
-    """Inside, other modules are in the places of these, and integers are divided."""
+    """Inside, the given modules are replaced by others, and integers are divided."""
     before = {name: root.get_submodule(name) for name in modules}
     values = {(owner, name): getattr(root.get_submodule(owner), name) for owner, name in divisors}
     try:
@@ -309,7 +301,8 @@ def _set(root: nn.Module, modules: dict[str, Any]) -> None:
 
 @contextmanager
 def _at_rest(module: nn.Module) -> Iterator[None]:
-    """Inside, the model is in evaluation mode. Afterwards all is as before: what modules keep, and all generators."""
+    """Inside, the model is in evaluation mode. Afterwards all is as before, the modules' state and all generators
+    too."""
     training = [part for part in module.modules() if part.training]
     module.eval()
     try:

@@ -1,4 +1,4 @@
-"""Which linear layer's output flows into which other one, told by one run of the model.
+"""Finds, by one run of the model, which linear layer's output flows into which other one.
 
 Every value of the run is one of three things: no activation at all (a parameter, a mask), a whole activation, or made
 of the outputs of some linear layers and nothing else::
@@ -32,19 +32,15 @@ _WHOLE: Label = frozenset()
 
 @dataclass(frozen=True)
 class Pair:
-    """Linear layers that may be divided by output features, and the one that takes what they make.
-
-    Attributes:
-        columns: their names, in the order of calls.
-        row: its name.
-    """
+    """Linear layers that may be divided by output features (``columns``, in the order of calls), and the one that takes
+    their outputs (``row``), by name."""
 
     columns: tuple[str, ...]
     row: str
 
 
 class _Labels(TorchFunctionMode):
-    """Labels the results of torch's functions by what they are made of."""
+    """A mode that labels the results of torch's functions by what they are made of."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,12 +79,7 @@ class _Labels(TorchFunctionMode):
 
 
 def find_pairs(module: nn.Module, run: Callable[[], Any]) -> list[Pair]:
-    """Run the model, and tell its pairs, in the order of calls.
-
-    Args:
-        module: the model.
-        run: runs it. It must end without an error.
-    """
+    """Find the pairs of ``module``, in the order of calls, by ``run()``, which runs it and must not raise."""
     labels = _Labels()
     inputs: dict[str, list[Label]] = {}
     handles = []
@@ -118,7 +109,7 @@ def find_pairs(module: nn.Module, run: Callable[[], Any]) -> list[Pair]:
 
 
 def _pairs(inputs: dict[str, list[Label]], mixed: set[str]) -> list[Pair]:
-    """From what went into each layer, in the order of first calls."""
+    """The pairs, from the labels of each layer's inputs, in the order of first calls."""
     takers: dict[str, set[str]] = {}
     for name, labels in inputs.items():
         for label in labels:

@@ -41,7 +41,7 @@ def copy(x: Tensor, group: Group) -> Tensor:
 
     Args:
         x: ``[...]``, equal on all ranks.
-        group: the ranks.
+        group: the ranks over which the gradients are summed.
 
     Returns:
         ``[...]``, the same values.
@@ -54,7 +54,7 @@ def reduce(x: Tensor, group: Group) -> Tensor:
 
     Args:
         x: ``[...]``, this rank's summand.
-        group: the ranks.
+        group: the ranks over which ``x`` is summed.
 
     Returns:
         ``[...]``, the sum, equal on all ranks.
@@ -75,7 +75,7 @@ def split(x: Tensor, dim: int, group: Group) -> Tensor:
     Args:
         x: ``[..., n, ...]``, equal on all ranks.
         dim: the tensor dimension of size n.
-        group: the t ranks.
+        group: the t ranks that share ``x`` out.
 
     Returns:
         ``[..., n / t, ...]``; where t doesn't divide n, the last pieces are smaller.
@@ -90,7 +90,7 @@ def gather(x: Tensor, dim: int, group: Group, size: int | None = None) -> Tensor
     Args:
         x: ``[..., n / t, ...]``, this rank's piece.
         dim: the tensor dimension that is divided.
-        group: the t ranks.
+        group: the t ranks whose pieces are joined.
         size: n, needed where t doesn't divide it. By default all pieces are equal.
 
     Returns:
@@ -105,7 +105,7 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     Args:
         x: ``[..., n, ...]``, this rank's summand.
         dim: the tensor dimension that is to be divided.
-        group: the t ranks.
+        group: the t ranks that sum ``x`` and share the result.
 
     Returns:
         ``[..., n / t, ...]``.
@@ -120,8 +120,8 @@ def gather_sum(x: Tensor, dim: int, group: Group, size: int | None = None) -> Te
     Args:
         x: ``[..., n / t, ...]``, this rank's piece.
         dim: the tensor dimension that is divided.
-        group: the t ranks.
-        size: as in :func:`gather`.
+        group: the t ranks whose pieces are joined.
+        size: n, needed where t doesn't divide it. By default all pieces are equal.
 
     Returns:
         ``[..., n, ...]``, equal on all ranks.
@@ -137,7 +137,7 @@ def _mapped(x: Tensor, group: Group, forward: Map, transposed: Map, *, differs: 
 
 
 class _Linear(torch.autograd.Function):
-    """``forward(x)``, a linear map, with ``transposed(g)`` as its backward. Its node in the graph tells by ``differs``
+    """``forward(x)``, a linear map, with ``transposed(g)`` as its backward. Its node in the graph has ``differs``:
     whether the ranks go on with computations that differ."""
 
     @staticmethod

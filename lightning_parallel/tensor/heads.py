@@ -28,12 +28,12 @@ class SharedHeadsLinear(ParallelLayer):
     """An ``nn.Linear`` that is whole on every rank, and computes the one head that this rank needs.
 
     Args:
-        linear: the layer. Its parameters are taken over.
-        heads: to how many it projects.
-        group: the tensor group; its size is a multiple of ``heads``.
+        linear: the layer. Its parameters are taken over, not copied.
+        heads: the number of heads that the layer projects to.
+        group: the tensor group. Its size is a multiple of ``heads``.
         copy_input: sum the input's gradients over the ranks. False if the module that made the input already does.
         region: entered after this layer when training.
-        siblings: one object for all layers that get the same input.
+        siblings: one object shared by all layers that get the same input.
 
     Raises:
         ValueError: ``linear`` is something else, or more, than such a layer.

@@ -15,12 +15,8 @@ from lightning_parallel.torch_private import has_hooks
 
 
 class ParallelLayer(nn.Module):
-    """A layer of which each rank of a group holds a shard.
-
-    Attributes:
-        group: the tensor group.
-        shards: how each divided parameter was cut, by its name in this layer.
-    """
+    """A layer of which each rank of a group holds a shard. ``shards`` says how each divided parameter was cut, by its
+    name in this layer."""
 
     group: dist.ProcessGroup
     shards: dict[str, Shard]
@@ -40,12 +36,8 @@ class ParallelLayer(nn.Module):
 
 
 def shard_parameter(whole: nn.Parameter, shard: Shard, shared: dict[int, nn.Parameter] | None = None) -> nn.Parameter:
-    """This rank's shard of a parameter, trainable or frozen as that is. Its attribute ``shard`` tells how it was cut.
-
-    Args:
-        whole: the parameter.
-        shard: how to cut it.
-        shared: the shards made so far, by the id of the whole parameter. A tied parameter gets the one that is there.
+    """This rank's shard of a parameter, trainable or frozen as the whole is. Its attribute ``shard`` says how it was
+    cut. ``shared`` has the shards made so far, by the id of the whole parameter; for a tied one its shard is returned.
 
     Raises:
         ValueError: a tied parameter was cut in another way.
@@ -75,14 +67,12 @@ def check_plain(
     *,
     keeps_forward_hooks: bool = False,
 ) -> None:
-    """Refuse a layer that is more than its parameters and its class's forward: what is more would be lost.
+    """Refuse a layer that has more than the parameters in ``held`` and its class's forward, since that would be lost.
 
     Args:
-        layer: the layer to be divided.
-        kind: the class whose forward is known, if the layer is of it.
-        held: the names of the parameters.
-        problem: what else is wrong with the layer, in words that follow "it".
-        keeps_forward_hooks: hooks on the outputs aren't lost.
+        kind: the class whose forward is known.
+        problem: another reason to refuse the layer, in words that follow "it".
+        keeps_forward_hooks: hooks on the outputs won't be lost, so they are allowed.
 
     Raises:
         ValueError: the layer can't be divided.

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 class ParallelLinear(ParallelLayer):
-    """What both kinds have in common: a shard of the weight, and of the bias or all of it.
+    """Base of the two divided linear layers: it holds a shard of the weight, and a shard or all of the bias.
 
     Attributes:
-        in_features, out_features: of the whole layer.
+        in_features, out_features: the sizes of the whole layer.
         weight: ``[out, in]``, one of the two being this rank's piece; ``[in, out]`` if made from a ``Conv1D``.
         bias: ``[out]``, this rank's piece if the outputs are divided; or None.
-        region: told where the ranks begin, or cease, to compute different things; see ``tensor/region.py``.
+        region: notified where the ranks begin, or cease, to compute different things; see ``tensor/region.py``.
     """
 
     weight: nn.Parameter
@@ -52,7 +52,7 @@ class ParallelLinear(ParallelLayer):
         region: ShardedRegion | None,
         shared: dict[int, nn.Parameter] | None,
     ) -> None:
-        """Become this rank's shard of ``whole``."""
+        """Make this layer hold this rank's shard of ``whole``."""
         super().__init__()
         self._transposed = _is_conv1d(whole)
         assert isinstance(whole.weight, nn.Parameter)
@@ -90,16 +90,17 @@ class ColumnParallelLinear(ParallelLinear):
     it would after an ``nn.Linear``.
 
     Args:
-        in_features: of the whole layer.
-        out_features: of the whole layer.
-        bias: whether there is one.
-        group: the tensor group.
-        gather_output: return ``[..., out_features]`` on all ranks. For a layer of one part.
-        parts: the sizes of fused projections, such as q, k and v in one weight. Each is divided by itself.
+        in_features: the number of inputs of the whole layer.
+        out_features: the number of outputs of the whole layer.
+        bias: add a bias, divided as the outputs are.
+        group: the tensor group, over whose ranks the outputs are divided.
+        gather_output: return ``[..., out_features]`` on all ranks. Only for a layer of one part.
+        parts: the sizes of fused projections, such as q, k and v in one weight. Each is divided by itself. By default
+            one.
         copy_input: sum the input's gradients over the ranks. False if the module that made the input already does.
-        region: entered after this layer when training.
-        device: of the parameters.
-        dtype: of the parameters.
+        region: the region of different random numbers, entered after this layer when training; None for none.
+        device: where the parameters are made; None for torch's default.
+        dtype: the parameters' dtype; None for torch's default.
 
     Raises:
         ValueError: a rank would get no outputs, or several parts are to be gathered.
@@ -143,7 +144,8 @@ class ColumnParallelLinear(ParallelLinear):
 
         Args:
             linear: the layer. It stays as it is.
-            siblings: one object for all layers that get the same input.
+            siblings: one object shared by all layers that get the same input: its gradient is summed over the ranks
+                once for all.
             shared: the shards made so far, by the id of the whole parameter, so that tied parameters stay tied. It is
                 added to. Keep the layers that it was filled from as long as it is used, since ids are used again.
 
@@ -206,16 +208,17 @@ class RowParallelLinear(ParallelLinear):
     :class:`ColumnParallelLinear`.
 
     Args:
-        in_features: of the whole layer.
-        out_features: of the whole layer.
-        bias: whether there is one.
-        group: the tensor group.
-        input_is_parallel: False: it takes the whole input ``[..., in_features]``, equal on all ranks, and cuts it.
+        in_features: the number of inputs of the whole layer.
+        out_features: the number of outputs of the whole layer.
+        bias: add a bias, which is whole on every rank.
+        group: the tensor group, over whose ranks the inputs are divided.
+        input_is_parallel: by default the input is this rank's piece. False: it is whole, ``[..., in_features]``, equal
+            on all ranks, and is cut here.
         sequence_dim: return this rank's piece of the output along this dimension. The bias's gradient is then that of
             the piece, and has to be summed over the ranks.
-        region: left before this layer.
-        device: of the parameters.
-        dtype: of the parameters.
+        region: the region of different random numbers, left before this layer; None for none.
+        device: where the parameters are made; None for torch's default.
+        dtype: the parameters' dtype; None for torch's default.
 
     Raises:
         ValueError: a rank would get no inputs.
@@ -289,7 +292,7 @@ def is_linear(layer: nn.Module) -> bool:
 
 
 def is_divisible(layer: nn.Module) -> bool:
-    """Can a linear layer be divided, and nothing of it is lost?"""
+    """Can a linear layer be divided without losing anything of it?"""
     try:
         _check_divisible(layer)
     except ValueError:
@@ -298,13 +301,13 @@ def is_divisible(layer: nn.Module) -> bool:
 
 
 def _is_falcon_s(linear: nn.Module) -> bool:
-    """Is it that of transformers' Falcon, whose own forward is ``nn.Linear``'s in other words? Of others no trial can
-    tell: they may clamp large values, or change gradients only."""
+    """Is it transformers' Falcon layer, whose own forward computes what ``nn.Linear``'s does? For other classes a trial
+    couldn't show that: they may clamp large values only, or change gradients only."""
     return type(linear).__name__ == "FalconLinear" and type(linear).__module__.startswith("transformers.")
 
 
 def _is_conv1d(layer: nn.Module) -> bool:
-    """Is it transformers' linear layer with a weight [in, out]? Told without importing transformers."""
+    """Is it transformers' linear layer with a weight ``[in, out]``? It is recognised without importing transformers."""
     return (
         type(layer).__name__ == "Conv1D"
         and isinstance(layer.weight, Tensor)

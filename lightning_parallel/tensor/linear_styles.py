@@ -21,7 +21,8 @@ class Column(Style):
     """Divides a linear layer by output features.
 
     Args:
-        parts: the sizes of the projections fused in the weight; one number is how many equal ones there are.
+        parts: the sizes of the projections fused in the weight. One number is the number of equal ones; none: it isn't
+            fused.
     """
 
     parts: tuple[int, ...] = ()
@@ -72,7 +73,7 @@ class Column(Style):
                 )
 
     def part_sizes(self, linear: nn.Module) -> tuple[int, ...]:
-        """The sizes of a layer's fused parts; none if it isn't fused."""
+        """The sizes of a layer's fused parts; empty if it isn't fused."""
         if len(self.parts) != 1:
             return self.parts
         size, (count,) = _outputs(linear), self.parts
@@ -114,16 +115,13 @@ class GatheredColumn(Column):
         return cls()
 
     def check_division(self, rule: Rule, root: nn.Module, rules: Sequence[Rule], count: int) -> None:
-        """What is gathered has all heads."""
+        """Nothing to check: the gathered output has all heads."""
 
 
 @dataclass(frozen=True)
 class SharedHeads(Style):
-    """A projection to fewer heads than there are ranks, of which each rank computes the one that its queries need.
-
-    Args:
-        heads: to how many it projects.
-    """
+    """A projection to fewer heads than there are ranks (to ``heads``). Each rank computes the one head that its queries
+    need."""
 
     heads: int = 1
 
@@ -191,7 +189,7 @@ class Row(Style):
 
 
 class SplitRow(Row):
-    """Divides a linear layer by input features, of which each rank takes its own."""
+    """Divides a linear layer by input features. Its input is whole; each rank takes its own features of it."""
 
     name = "row_split"
     takes_divided = False

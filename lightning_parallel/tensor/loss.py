@@ -39,12 +39,13 @@ def vocab_parallel_cross_entropy(
             <lightning_parallel.tensor.linear.ColumnParallelLinear>` without ``gather_output`` returns them. The
             vocabulary comes last, not second as in ``F.cross_entropy``.
         target: ``[...]`` ids in the whole vocabulary, equal on all ranks.
-        group: the tensor group.
-        vocab_size: of the whole vocabulary. It tells where this rank's logits begin. It also tells gathered logits from
-            divided ones; the loss of gathered ones would be too large by the logarithm of the number of ranks.
-        ignore_index: a target that doesn't count.
+        group: the tensor group, over whose ranks the vocabulary is divided.
+        vocab_size: the size of the whole vocabulary. It says where this rank's logits begin. It also tells gathered
+            logits from divided ones; the loss of gathered ones would be too large by the logarithm of the number of
+            ranks.
+        ignore_index: rows with this target add nothing to the loss, and don't count in its mean.
         reduction: "mean" over the targets that count, "sum", or "none".
-        label_smoothing: the share of the target's probability that goes to all ids alike, from 0 to 1.
+        label_smoothing: the share of the target's probability that is spread evenly over all ids, from 0 to 1.
 
     Returns:
         The loss, equal on all ranks: a scalar, or ``[...]`` for reduction "none". Its dtype is float32 at least.

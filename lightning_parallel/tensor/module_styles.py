@@ -1,4 +1,4 @@
-"""Styles of modules that aren't linear layers: what stays whole between divided layers, and what is divided itself."""
+"""Styles of modules that aren't linear layers: they stay whole between divided layers, or are divided themselves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Divide(Style):
     """Shares out integers that a module keeps, such as its number of heads.
 
     Args:
-        attributes: their names; ``"groups/2"`` for one that is divided by 2, not by the number of ranks.
+        attributes: the names of the integers; ``"groups/2"`` for one that is divided by 2, not by the number of ranks.
     """
 
     attributes: tuple[str, ...] = ()
@@ -117,7 +117,7 @@ class Copy(Style):
 
 
 class Reduce(Style):
-    """Keeps a module whose outputs on the ranks are parts of a sum."""
+    """Keeps a module whole whose output on each rank is a part of a sum."""
 
     name = "reduce"
 
@@ -126,8 +126,8 @@ class Reduce(Style):
 
 
 class DivideOutput(Style):
-    """Keeps a module whose outputs are whole on every rank, and are summed over the ranks after it: each rank passes an
-    equal share on."""
+    """Keeps a module whole whose outputs are whole on every rank but are summed over the ranks later: each rank passes
+    on an equal share."""
 
     name = "divide_output"
 
@@ -139,5 +139,5 @@ class DivideOutput(Style):
 
 
 def over(count: int) -> str:
-    """The end of an error, for what can't be shared out over ``count`` ranks."""
+    """The end of an error about something that can't be shared out over ``count`` ranks."""
     return f"which can't be shared out over {count} tensor ranks"

@@ -19,9 +19,9 @@ class Parameters(Style):
     """Divides parameters that a module holds itself, and lets it work on divided values.
 
     Args:
-        dims: for each parameter its name, the dimension along which it is divided, and how many equal parts are fused
+        dims: for each parameter its name, the dimension along which it is divided, and the number of equal parts fused
             there.
-        summands: the names of parameters that stay whole, and are added on each rank to what is summed later.
+        summands: the names of parameters that stay whole, and are added on each rank to something that is summed later.
     """
 
     dims: tuple[tuple[str, int, int], ...] = ()
@@ -58,7 +58,7 @@ class Parameters(Style):
                 raise ValueError(rule.misfit(f" without such a parameter {name!r}. Its own ones are {shapes}."))
 
     def check_division(self, rule: Rule, root: nn.Module, rules: Sequence[Rule], count: int) -> None:
-        """Sizes may be cut unevenly if all are equal, as the two matrices of an expert are."""
+        """Sizes may be cut unevenly if all are equal, as those of an expert's two matrices are."""
         sizes = {name: getattr(rule.module, name).shape[dim] // parts for name, dim, parts in self.dims}
         for name, size in sizes.items():
             if size % count and len(set(sizes.values())) > 1:

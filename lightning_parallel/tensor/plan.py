@@ -41,12 +41,12 @@ def find_plan(
     trying.
 
     Args:
-        module: the whole model.
-        given: by the user.
+        module: the whole model, undivided.
+        given: the user's plan; None to look for one.
         count: the number of tensor ranks.
-        announce: takes the words about a plan that was found.
-        make_run: makes what runs the module's step, to find a plan by; None if it can't be run.
-        agreed: returns what one of the ranks has found, on all of them.
+        announce: called with the text about a plan that was found.
+        make_run: makes a function that runs the module's step, to find a plan by; None if it can't be run.
+        agreed: returns on all ranks what one of them has found.
 
     Raises:
         ValueError: there is none, or it holds a style of transformers that has no counterpart here.
@@ -73,7 +73,7 @@ def _known_or_found(
     make_run: MakeRun | None,
     agreed: Callable[[Found], Found],
 ) -> tuple[dict[str, str | Style], str]:
-    """The plan, and what is to be said if it is empty."""
+    """The plan, and the text to announce if it is empty."""
     plan, without = transformers_plans(module)
     if plan and not without:
         return plan, ""
@@ -98,7 +98,7 @@ def _known_or_found(
         return {}, f"{who} brings none, and none was found: {problem}"
     return found | plan, ""
 def _contents(module: nn.Module) -> dict[str, int]:
-    """A hash of each parameter's values. A copy of all would take as much memory as the model."""
+    """A hash of each parameter's values, since a copy of them all would take as much memory as the model."""
     hashes = {}
     for name, parameter in module.named_parameters():
         values = parameter.detach()

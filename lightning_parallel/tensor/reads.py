@@ -1,9 +1,9 @@
 """Reads of divided parameters outside of the layers that they belong to.
 
 A step may read parameters by itself, as an L2 penalty over ``self.parameters()`` does. Each rank would read its own
-shard there, and come to a penalty of its own. Comparing the ranks' losses doesn't surely tell: shards of ones and zeros
-have equal norms at the start, and a small penalty is lost in rounding. So the calls of torch's functions are watched,
-and one that computes with a divided parameter while no method of its layer runs is kept.
+shard there, and compute a penalty of its own. Comparing the ranks' losses may miss it: shards of ones and zeros have
+equal norms at the start, and a small penalty is lost in rounding. So the calls of torch's functions are watched. A call
+that computes with a divided parameter while no method of its layer runs is recorded.
 """
 
 from __future__ import annotations
@@ -20,14 +20,11 @@ from lightning_parallel.tensor.functions import has_memory
 
 
 class ReadsOfShards(TorchFunctionMode):
-    """Inside, reads of divided parameters that a gradient flows back from are kept.
-
-    Args:
-        module: the divided model.
-        names: of the divided parameters.
+    """Inside, records functions that read a divided parameter (one of ``names``) and through which a gradient flows
+    back.
 
     Attributes:
-        found: the functions that read one, by the parameter's name.
+        found: the functions that read a parameter, by its name.
     """
 
     def __init__(self, module: nn.Module, names: Iterable[str]) -> None:
@@ -63,7 +60,7 @@ class ReadsOfShards(TorchFunctionMode):
 
 
 def tensors_in(value: Any) -> Iterable[Tensor]:
-    """The tensors among the arguments of a function, or in what it returned."""
+    """The tensors among a function's arguments, or in what it returned."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -74,7 +71,7 @@ def tensors_in(value: Any) -> Iterable[Tensor]:
 
 
 def _runs(owners: list[nn.Module]) -> bool:
-    """Does a method of one of these modules run? Told by the stack, since ``layer.forward(x)`` calls no hooks."""
+    """Is a method of one of these modules running? The stack is searched, since ``layer.forward(x)`` calls no hooks."""
     frame = inspect.currentframe()
     while frame is not None:
         if any(frame.f_locals.get("self") is owner for owner in owners):

@@ -30,7 +30,7 @@ class ShardedRegion:
 
     Args:
         index: this rank's coordinate on the tensor axis.
-        device: of the model, a CPU or a CUDA device.
+        device: the model's device, a CPU or a CUDA device.
     """
 
     def __init__(self, index: int, device: torch.device) -> None:
@@ -51,9 +51,9 @@ class ShardedRegion:
         generator.manual_seed(seed)
 
     def leave(self) -> None:
-        """Go on as before :meth:`enter`, one number further if any were drawn inside. So the next region draws other
-        numbers, and a model without dropout leaves the generator, from which data are shuffled, as a single process
-        would. Outside the region this does nothing."""
+        """Restore the generator's state from before :meth:`enter`, one number further if any were drawn inside. So the
+        next region draws other numbers. A model without dropout leaves the generator, from which data are shuffled, as
+        a single process would. Outside the region this does nothing."""
         generator = self._generator()
         seed = generator.initial_seed()
         if seed not in self._outside:
@@ -64,7 +64,7 @@ class ShardedRegion:
             torch.empty((), device=self._device).random_()  # not read, or a GPU would have to be waited for
 
     def close(self) -> None:
-        """At the end of a step, after its backward: leave, and forget what only a recomputation could ask for."""
+        """End a step, after its backward: leave the region, and forget what only a recomputation could need."""
         self.leave()
         self._outside.clear()
 

@@ -1,4 +1,4 @@
-"""From the patterns of a plan to modules. Strict: what doesn't fit is refused, with what would."""
+"""Matches the patterns of a plan to modules. What doesn't fit is refused, with a suggestion of what would."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def matching(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def layers_of(module: nn.Module) -> str:
-    """The layers that a plan can name, those of equal blocks once."""
+    """The names of the layers that a plan can divide, those of equal blocks once."""
     found = {
         pattern_of(module, name): type(layer).__name__
         for name, layer in module.named_modules()
@@ -67,7 +67,7 @@ def layers_of(module: nn.Module) -> str:
 
 
 def _close(module: nn.Module, pattern: str) -> list[str]:
-    """Patterns that match something and look like ``pattern``."""
+    """Patterns that look like ``pattern`` and match something."""
     every = list(dict.fromkeys(pattern_of(module, name) for name, _ in module.named_modules() if name))
     return difflib.get_close_matches(pattern, every, n=3, cutoff=0.5) or every[:5]
 

@@ -47,7 +47,7 @@ class Chain:
     """Blocks that run one after the other, on pieces of the sequence.
 
     Attributes:
-        blocks: by name, in order.
+        blocks: the blocks by name, in order.
         gathering: the modules inside that need the whole sequence, by name: those that hold column layers.
     """
 
@@ -62,7 +62,7 @@ class Chain:
             yield from block.parameters()
 
     def wrap(self, group: dist.ProcessGroup, region: ShardedRegion | None) -> None:
-        """From now on the blocks work on pieces."""
+        """Make the blocks work on pieces from now on."""
         piece = _Piece()
         for name, module in self.gathering.items():
             module.forward = _Gathering(module, name, group, piece)  # type: ignore[method-assign]
@@ -112,7 +112,8 @@ def find_chains(module: nn.Module, rules: list[Rule]) -> list[Chain]:
 
 
 def _block_of(module: nn.Module, name: str) -> tuple[str | None, int]:
-    """The outermost container that ``name`` lies in, and the index of its child there; None if it lies in none."""
+    """The outermost container that ``name`` lies in, and the index of its child there; None if it is in no
+    container."""
     parts = name.split(".")
     for i in range(len(parts)):
         container = module.get_submodule(".".join(parts[:i]))
@@ -158,7 +159,8 @@ def _gathering(module: nn.Module, blocks: dict[str, nn.Module], rules: list[Rule
 
 
 def _check_positionwise(name: str, module: nn.Module, gathering: dict[str, nn.Module], divided: set[str]) -> None:
-    """What isn't gathered must work position by position: an attention that the plan forgot would see a piece."""
+    """Refuse modules that work on a piece of the sequence but not position by position, such as an attention that the
+    plan forgot."""
     if name in gathering or name in divided:
         return
     if any(other.startswith(f"{name}.") for other in (*gathering, *divided)):
@@ -177,7 +179,7 @@ def _is_positionwise(module: nn.Module) -> bool:
 
 
 def _check_shared(module: nn.Module, chains: list[Chain]) -> None:
-    """A parameter of a block that is also used outside would get partial and whole gradients, added up."""
+    """Refuse a parameter of a block that is also used outside: it would get partial and whole gradients, added up."""
     blocks = [block for chain in chains for block in chain.blocks]
     inside = {id(parameter) for chain in chains for parameter in chain.parameters()}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -190,11 +192,7 @@ def _check_shared(module: nn.Module, chains: list[Chain]) -> None:
 
 @dataclass
 class _Piece:
-    """What a chain's blocks work on.
-
-    Attributes:
-        shape: batch and positions of the hidden state in the block that runs.
-    """
+    """The shape of the hidden state in the block that runs: batch and positions."""
 
     shape: torch.Size | None = None
 
@@ -247,7 +245,8 @@ class _Wrapped:
 
 
 class _Gathering(_Wrapped):
-    """Of an attention or an MLP: it gets pieces, and sees the whole sequence. Its row layer returns pieces."""
+    """The forward of an attention or an MLP: it gets pieces, and sees the whole sequence. Its row layer returns
+    pieces."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._mapped(self._whole, args, kwargs)
@@ -264,8 +263,8 @@ class _Gathering(_Wrapped):
 
 
 class _OnPieces(_Wrapped):
-    """Of a block. The first block divides the hidden state, the last one gathers it. Random numbers drawn inside are
-    for this rank's piece, so the block as a whole is a sharded region."""
+    """The forward of a block. The first block divides the hidden state, the last one gathers it. Random numbers drawn
+    inside are for this rank's piece, so the block as a whole is a sharded region."""
 
     def __init__(
         self,

@@ -27,10 +27,10 @@ class Sharding:
     """What a rank holds of a divided model's parameters.
 
     Attributes:
-        shards: how the divided ones were cut, by full name; of tied parameters, by each name.
-        partial: the names of parameters that are whole on every rank, and of whose gradient each rank gets a part. The
-            parts have to be summed over the tensor group after a backward. Each parameter appears once, under its first
-            name.
+        shards: how the divided parameters were cut, by full name; a tied parameter is there under each of its names.
+        partial: the names of parameters that are whole on every rank, but of whose gradient each rank computes a part.
+            The parts have to be summed over the tensor group after a backward. Each parameter appears once, under its
+            first name.
     """
 
     shards: dict[str, Shard]
@@ -50,11 +50,9 @@ def shard_module(
     Args:
         module: the model, equal on all ranks of the group. Its parameters are new objects afterwards, so make
             optimizers later.
-        plan: see :mod:`~lightning_parallel.tensor.plan`.
-        group: the tensor group.
         sequence_parallel: divide the activations between the sharded regions of the model's blocks along the sequence;
             see :mod:`~lightning_parallel.tensor.sequence`.
-        region: of the random numbers drawn where the ranks compute different things.
+        region: the region of random numbers that are drawn where the ranks compute different things.
 
     Raises:
         ValueError: the plan doesn't fit the model, or the model doesn't fit the size of the group.
@@ -83,7 +81,8 @@ def shard_module(
 
 
 def shards_of(module: nn.Module) -> dict[str, Shard]:
-    """How the parameters of the parallel layers in ``module`` are cut, including layers that a user put there."""
+    """How the parameters of the parallel layers in ``module`` are cut, by name. Layers that a user put there are
+    included."""
     return {
         f"{name}.{parameter}" if name else parameter: shard
         for name, layer in module.named_modules(remove_duplicate=False)
@@ -112,7 +111,7 @@ def _new_layers(
 
 
 def _siblings(rules: list[Rule]) -> dict[str, Siblings]:
-    """By the name of their parent: the layers of one module that usually get one input."""
+    """One object for the layers of one parent that usually get the same input, by the parent's name."""
     counts = Counter(_parent(rule) for rule in rules if rule.style.shares_input)
     return {parent: Siblings(count) for parent, count in counts.items() if count > 1}
 
@@ -131,7 +130,7 @@ def _of_rule(rule: Rule, error: ValueError) -> ValueError:
 
 
 def _check_ties(module: nn.Module, rules: list[Rule]) -> None:
-    """A parameter that has a name in a divided layer must have no name outside of them."""
+    """Refuse a parameter that has one name in a divided layer and another one outside of all of them."""
     divided = {id(rule.module): rule.style.divided_parameters(rule.module) for rule in rules}
     taken = {
         id(parameter): f"{rule.name}.{name}" for rule in rules for name, parameter in divided[id(rule.module)].items()

@@ -20,11 +20,8 @@ from lightning_parallel.tensor import functions
 
 
 class Siblings:
-    """Layers that are usually called with the same tensor, one after the other.
-
-    Args:
-        count: the number of layers. When all have been called, with one input or several, nothing is kept.
-    """
+    """``count`` layers that are usually called with the same tensor, one after the other. Once all have been called,
+    with one input or several, nothing is kept."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -33,7 +30,7 @@ class Siblings:
         self._copy: Tensor | None = None
 
     def copy(self, x: Tensor, group: dist.ProcessGroup, layer: object) -> Tensor:
-        """``functions.copy(x, group)``, the same tensor for all layers that are called with this very ``x``."""
+        """``functions.copy(x, group)``; layers that are called with this very ``x`` all get the same tensor."""
         if id(layer) in self._called:
             self._called = set()  # in the forward before, not all were called
         if self._copy is None or self._input is None or self._input() is not x:

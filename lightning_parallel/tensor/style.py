@@ -1,4 +1,4 @@
-"""A style: how one module is divided over the tensor ranks, as one object that says all there is to say.
+"""A style: how one module is divided over the tensor ranks, as one object that holds all that is special about it.
 
 A new style is a subclass of :class:`Style`, and a plan takes an instance of it. ``styles.py`` has those that there are.
 """
@@ -25,7 +25,8 @@ class Rule:
         names: all names under which it is registered.
         pattern: the pattern of the plan that matched it.
         style: how it is divided.
-        wrapper: what follows the name of the module that the model's code calls, if that one wraps this one.
+        wrapper: the module's name inside the one that wraps it and that the model's code calls, such as
+            ``.base_layer``; empty if nothing wraps it.
     """
 
     module: nn.Module
@@ -40,7 +41,7 @@ class Rule:
 
     @property
     def seats(self) -> tuple[str, ...]:
-        """The names of the module that the model's code calls: this one, or one that wraps it."""
+        """The names that the model's code calls the module by: its own, or those of a module that wraps it."""
         return tuple(name.removesuffix(self.wrapper) for name in self.names)
 
     def misfit(self, what: str) -> str:
@@ -50,12 +51,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a divided layer is going to be.
+    """The surroundings of a divided layer.
 
     Attributes:
         group: the tensor group.
         region: entered after a column layer and left before a row layer; None where the block as a whole is the region.
-        in_block: the layer is in a block that works on pieces of the sequence.
+        in_block: whether the layer is in a block that works on pieces of the sequence.
         siblings: shared by the layers that get the same input; None for a layer that has none.
         shared: the shards made so far, by the id of the whole parameter.
     """
@@ -71,12 +72,12 @@ class Style:
     """How a module is divided. By default the module stays as it is; override what differs.
 
     Attributes:
-        name: in plans, before the colon.
+        name: the style's name in plans, before the colon.
         shares_input: layers of this style with one parent usually get the same input, and may sum its gradient once.
-        leaves_divided: the output is divided over the ranks, so the next layer of the pair has to take it so.
+        leaves_divided: the output is divided over the ranks, so the next layer has to take divided input.
         takes_divided: the input is what a style with ``leaves_divided`` returned.
         is_alone: input and output are whole, so the style can be left out of a plan without breaking a pair.
-        in_sequence_blocks: it works where activations are divided along the sequence.
+        in_sequence_blocks: the style works where activations are divided along the sequence.
     """
 
     name: ClassVar[str] = ""
@@ -88,7 +89,7 @@ class Style:
 
     @classmethod
     def read(cls, options: str) -> Self:
-        """The style for what stands after the colon.
+        """The style with the options that a plan writes after the colon.
 
         Raises:
             ValueError: it can't be read.
@@ -103,19 +104,19 @@ class Style:
         return self.name or type(self).__name__
 
     def check(self, rule: Rule) -> None:
-        """Does the module fit?
+        """Refuse a module that the style doesn't fit.
 
         Raises:
             ValueError: it doesn't.
         """
 
     def check_division(self, rule: Rule, root: nn.Module, rules: Sequence[Rule], count: int) -> None:
-        """Can the module be divided over ``count`` ranks?
+        """Refuse a module that can't be divided over ``count`` ranks.
 
         Args:
-            rule: of this style.
-            root: the whole model.
-            rules: all rules.
+            rule: a rule of this style.
+            root: the whole model, in which other modules may be looked up.
+            rules: the rules of all modules.
             count: the number of tensor ranks.
 
         Raises:
@@ -123,18 +124,20 @@ class Style:
         """
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module | None:
-        """This rank's shard of the module, to be put in its place; None: the module stays."""
+        """A layer with this rank's shard of the module, to be put in its place; None if the module stays."""
         return None
 
     def divide_in_place(self, rule: Rule, root: nn.Module, count: int) -> None:
-        """Change a module that stays, when everything has been checked and the new layers are in their places."""
+        """Change a module that stays. Called when everything has been checked and the new layers are in their
+        places."""
 
     def divided_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """The module's own parameters that are divided, by name."""
+        """The module's own parameters that are divided, by name in the module."""
         return {}
 
     def partial_parameters(self, module: nn.Module) -> list[nn.Parameter]:
-        """Parameters that stay whole, and of whose gradient each rank gets a part, to be summed over the ranks."""
+        """The parameters that stay whole but of whose gradient each rank computes a part, to be summed over the
+        ranks."""
         return []
 
 

@@ -65,7 +65,7 @@ def read_style(style: str | Style) -> Style:
     """The style that a plan names; an object is taken as it is.
 
     Args:
-        style: such as "column:3".
+        style: a name with its options, such as ``"column:3"``, or a :class:`~lightning_parallel.tensor.style.Style`.
 
     Raises:
         ValueError: there is no such style, or its options can't be read.

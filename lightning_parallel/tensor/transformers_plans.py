@@ -1,4 +1,5 @@
-"""Plans of transformers' models: those that they bring along, in our styles, and those that are shipped for others."""
+"""Plans of transformers' models: those that the models bring along, in our styles, and those shipped here for
+others."""
 
 from __future__ import annotations
 
@@ -57,12 +58,9 @@ _SHIPPED: Mapping[str, Plan] = MappingProxyType(
 def transformers_plans(module: nn.Module) -> tuple[dict[str, str | Style], dict[str, str]]:
     """The plans of all transformers models in ``module``: what a model brings, or what is shipped for it.
 
-    Args:
-        module: the whole model.
-
     Returns:
-        The rules, and the models that have none for their blocks: how the names of their layers begin, and in words
-        what they are.
+        The rules, and the models that have none for their blocks: the prefix of their layers' names, and in words what
+        they are.
 
     Raises:
         ValueError: a plan holds a style that has no counterpart here.
@@ -85,7 +83,8 @@ def transformers_plans(module: nn.Module) -> tuple[dict[str, str | Style], dict[
 
 @contextmanager
 def without_caches(module: nn.Module) -> Iterator[None]:
-    """Inside, transformers models keep no keys and values for generation: they would be those of an earlier call."""
+    """Inside, transformers models keep no keys and values for generation: in a trial they would be those of another
+    call."""
     configs = [part.config for part in module.modules() if "PreTrainedModel" in _bases(part)]
     before = [(config, config.use_cache) for config in configs if hasattr(config, "use_cache")]
     for config, _ in before:
@@ -98,7 +97,8 @@ def without_caches(module: nn.Module) -> Iterator[None]:
 
 
 def _translated(theirs: dict[str, str], name: str, model: nn.Module) -> dict[str, str | Style]:
-    """In our styles. Patterns that match nothing belong to another variant of the model, and are left out."""
+    """A plan of transformers in our styles. Patterns that match nothing belong to another variant of the model, and are
+    left out."""
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters())
     plan: dict[str, str | Style] = {}
@@ -136,8 +136,8 @@ def _translated(theirs: dict[str, str], name: str, model: nn.Module) -> dict[str
 
 
 def _without_scaled_embeddings(model: nn.Module, plan: dict[str, str | Style]) -> dict[str, str | Style]:
-    """Gemma's embeddings multiply what they look up, in a forward of their own. Those stay whole, and so does a head
-    that is tied to one."""
+    """The rules without Gemma's embeddings, which scale what they look up in a forward of their own. Those stay whole,
+    and so does a head that is tied to one."""
     whole = {
         id(part.weight)
         for part in model.modules()
@@ -161,5 +161,6 @@ def _shipped_plan(model: nn.Module) -> dict[str, str | Style]:
 
 
 def _bases(module: nn.Module) -> set[str]:
-    """The names of the transformers classes that a module is of. Not by isinstance, which would import them."""
+    """The names of the transformers classes that a module is an instance of. ``isinstance`` would have to import
+    them."""
     return {base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformers.")}
