@@ -22,7 +22,6 @@ from lightning_parallel.collectives import gather_objects_on_first
 from lightning_parallel.groups import Groups
 from lightning_parallel.layout import Layout
 from lightning_parallel.local_model import LocalModel, local_part
-from lightning_parallel.pipeline.choosing import binary_size
 
 _ROWS = 16  # a longer table is hard to read
 
@@ -131,7 +130,7 @@ def row(
         tuple(layout.index(axis.name) for axis in layout.axes),
         holding.layers,
         sum(part.numel() for part, _ in parts),
-        f"{'' if known else 'at least '}{binary_size(memory)}",
+        f"{'' if known else 'at least '}{_binary_size(memory)}",
         holding.gradients,
     )
 
@@ -219,3 +218,11 @@ def _names(values: Iterable[str]) -> str:
     """A name, or the first and the last of several."""
     distinct = list(dict.fromkeys(values))
     return distinct[0] if len(distinct) == 1 else f"{distinct[0]} .. {distinct[-1]} ({len(distinct)})"
+
+
+def _binary_size(nbytes: int) -> str:
+    """Bytes as a text, in units of 1024."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes / 1024:.3g} KiB"
