@@ -56,7 +56,6 @@ __all__ = [
     "is_bound_to_device",
     "is_nested",
     "is_zero_tensor",
-    "keeps_graph",
     "like_edge",
     "make_parameter",
     "makes_memory",
@@ -200,13 +199,6 @@ def norms_of(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors of one dtype and device in place, in one kernel on a GPU, where a loop launches one for each."""
     torch._foreach_mul_(tensors, factor)
-
-
-def keeps_graph() -> bool:
-    """Was the running backward called with ``retain_graph=True``? A node that runs a backward of its own inside then
-    has to keep that one's graph too. Autograd doesn't pass this on to nodes."""
-    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
-    return kept
 
 
 # -- the graph of a backward -------------------------------------------------------------------------------------

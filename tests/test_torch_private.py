@@ -166,24 +166,6 @@ def test_tree_flatten_tree_leaves_tree_map_and_tree_unflatten_know_transformers_
     assert torch_private.tree_map(lambda leaf: 2 * leaf, output) == doubled
 
 
-def test_keeps_graph_tells_what_the_backward_was_called_with() -> None:
-    class Asking(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            told.append(torch_private.keeps_graph())
-            return gradients[0]
-
-    told: list[bool] = []
-    output = Asking.apply(torch.ones(1, requires_grad=True))
-    output.backward(retain_graph=True)
-    output.backward()
-    assert told == [True, False]
-
-
 def test_a_torch_dispatch_mode_sees_operators() -> None:
     """Otherwise recipes.compare would count no messages."""
     seen = []

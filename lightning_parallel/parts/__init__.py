@@ -12,8 +12,8 @@ end of their own.
     first_look.py      what crosses the cuts in a step         microbatches.py  a batch's work
     loss_means.py      what microbatches weigh                 options.py      the settings of strategies
     last_stage.py      what the last stage does for all        metric_board.py  metrics, the same on every stage
-    batch_watch.py     does a step change its batch?           schedule_choice.py  schedule="auto"
-    earlier_chunks.py  runs of a step that don't count     between_batches.py  do stages wait for each other?
+    batch_watch.py     does a step change its batch?           between_batches.py  do stages wait for each other?
+    earlier_chunks.py  runs of a step that don't count
     evaluation.py      forward only                            several_passes.py  a prediction made token by token
     earlier_gradients.py  of batches before                    logs.py          self.log inside microbatches
     own_part.py        a hook for a divided module         gradient_watch.py  norms of a part of the gradients

@@ -85,28 +85,6 @@ def _few_samples(batch: Any) -> Any:
     return split(batch, -(-size // _FEW))[0]
 
 
-def validation_on(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> partial[Any] | None:
-    """The validation step bound to a batch of training, which its own batches are likely to resemble; None if none will
-    run."""
-    step = module.validation_step
-    if not trainer.enable_validation:
-        return None
-    indices = [0] if is_param_in_hook_signature(step, "batch_idx", min_args=2) else []
-    indices += [0] if is_param_in_hook_signature(step, "dataloader_idx", explicit=True) else []
-    return partial(step, batch, *indices)
-
-
-@contextmanager
-def evaluating(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
-    """Inside, the module's parts are in evaluation mode. The module's ``eval`` isn't called: it may do more than set
-    flags."""
-    with _modes_kept(module):
-        for part in module.modules():
-            part.training = False
-        with torch.no_grad(), trainer.precision_plugin.val_step_context():
-            yield
-
-
 @contextmanager
 def as_in(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
     """Inside, the module's parts are in the mode in which Lightning will run them, in the Trainer's precision."""
@@ -118,19 +96,12 @@ def as_in(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
         TrainerFn.PREDICTING: precision.predict_step_context,
     }
     assert trainer.state.fn is not None
-    with _modes_kept(module):
+    before = {part: part.training for part in module.modules()}
+    try:
         if trainer.state.fn != TrainerFn.FITTING:
             module.eval()
         with contexts[trainer.state.fn]():
             yield
-
-
-@contextmanager
-def _modes_kept(module: pl.LightningModule) -> Iterator[None]:
-    """Afterwards each part of the module is in the mode it was in before."""
-    before = {part: part.training for part in module.modules()}
-    try:
-        yield
     finally:
         for part, training in before.items():
             part.training = training

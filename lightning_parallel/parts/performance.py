@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,11 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from lightning_parallel.batch import batch_size
 from lightning_parallel.collectives import guarded
-from lightning_parallel.parts.schedule_choice import flops_per_second, share_of
 from lightning_parallel.pipeline.timeline import Timeline
 from lightning_parallel.torch_private import default_store, tree_leaves
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_TIMED = 0.1  # seconds, in which a device's speed is measured
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,37 @@ def peak_of(trainer: pl.Trainer) -> float:
         peak = float(known or flops_per_second(device))
     devices = getattr(trainer.strategy, "parallel_devices", None) or [device]
     return peak * share_of(device, devices.count(device))
+
+
+def flops_per_second(device: torch.device) -> float:
+    """The most that a device reaches in matrix products, in FLOP/s (an addition and a multiplication are two), in the
+    dtype that autocast or the default says. A model's own layers are slower.
+
+    Other processes take a core away for milliseconds, so it is the best of many products, each timed by itself.
+    """
+    sizes, repeated = ((4096,), 4) if device.type == "cuda" else ((256, 512), 1)  # of one core, of many
+    matrices = [torch.ones(size, size, device=device) for size in sizes]
+    best, end = 0.0, time.perf_counter() + _TIMED
+    while True:
+        for a in matrices:
+            float((a @ a)[0, 0])  # warms up, and leaves a GPU nothing to do
+            begin = time.perf_counter()
+            for _ in range(repeated):
+                c = a @ a
+            float(c[0, 0])  # waits for it
+            now = time.perf_counter()
+            best = max(best, repeated * 2 * len(a) ** 3 / (now - begin))
+        if now > end:
+            return best
+
+
+def share_of(device: torch.device, ranks: int) -> float:
+    """Which part of the speed that one rank measures each has, if so many compute on the device at once: of a CPU all
+    of it, as long as there are cores for the threads of all."""
+    if device.type != "cpu":
+        return 1 / ranks
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(1.0, cores / (ranks * torch.get_num_threads()))
 
 
 class Noticeboard:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import nn
 
 from lightning_parallel.collectives import broadcast_tensors
 from lightning_parallel.fully_sharded.layers import FullyShardedLayers
@@ -49,10 +48,6 @@ class Stages:
         assert self._stage is not None, "stages are made in Trainer.fit, validate, test and predict"
         return self._stage
 
-    def has_cut(self, module: nn.Module | None) -> bool:
-        """Is this rank's stage one of this module?"""
-        return self._stage is not None and self._stage.module is module
-
     def take(
         self,
         module: pl.LightningModule,
@@ -77,7 +72,7 @@ class Stages:
             ValueError: the module can't be cut like this.
             RuntimeError: another Trainer has cut it.
         """
-        if not self.has_cut(module):
+        if self._stage is None or self._stage.module is not module:
             if any(isinstance(p, AbsentTensor) for p in module.parameters()):
                 raise RuntimeError(
                     "This LightningModule holds one stage of a pipeline that another Trainer has made of it. Make a "

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import optim
@@ -22,7 +22,6 @@ from lightning_parallel.collectives import gather_objects_on_first
 from lightning_parallel.groups import Groups
 from lightning_parallel.layout import Layout
 from lightning_parallel.local_model import LocalModel, local_part
-from lightning_parallel.pipeline.choosing import binary_size
 
 _ROWS = 16  # a longer table is hard to read
 
@@ -43,25 +42,13 @@ class Holding:
     extra: int | None = None
 
 
-@dataclass(frozen=True)
-class Row:
-    """One rank's.
-
-    Attributes:
-        rank: its global rank.
-        host: its machine's name.
-        device: that computes.
-        coordinate: its place on each axis of the layout.
-        layers: that it holds.
-        parameters: their number.
-        memory: that training needs, or an evaluation.
-        gradients: how late they are.
-    """
+class Row(NamedTuple):
+    """One rank's."""
 
     rank: int
     host: str
     device: str
-    coordinate: tuple[int, ...]
+    coordinate: tuple[int, ...]  # its place on each axis of the layout
     layers: str
     parameters: int
     memory: str
@@ -98,9 +85,15 @@ class StartTable:
         if told is module and for_training >= training:
             return
         self._told = (module, training)
-        rows = gathered(row(holding(), layout, device, local, optimizers), layout, groups)
-        if rows is not None:
-            rank_zero_info(table(rows, layout))
+        rows = [row(holding(), layout, device, local, optimizers)]
+        # Axis after axis, so that no rank receives from more ranks than there are along one of them.
+        for axis in layout.axes:
+            if layout.size(axis.name) > 1:
+                received = gather_objects_on_first(rows, groups.along(axis.name))
+                if received is None:
+                    return
+                rows = [each for part in received for each in part]
+        rank_zero_info(table(sorted(rows), layout))
 
 
 def row(
@@ -115,23 +108,21 @@ def row(
         local: its part of the model.
         optimizers: of the training; None where nothing is trained.
     """
-    parts = [(local_part(parameter), parameter.requires_grad) for parameter in local.parameters.values()]
-    memory = sum(part.nbytes for part, _ in parts)
-    known = False  # there is no formula for what an evaluation computes
-    if optimizers is not None:
-        memory += sum(part.nbytes for part, trained in parts if trained) + (holding.extra or 0)
-        known = holding.extra is not None
-        for optimizer in optimizers:
-            state = state_bytes(optimizer)
-            memory, known = memory + (state or 0), known and state is not None
+    parts = [local_part(parameter) for parameter in local.parameters.values()]
+    sizes: list[int | None] = [part.nbytes for part in parts]
+    if optimizers is None:
+        sizes.append(None)  # there is no formula for what an evaluation computes
+    else:
+        sizes += [local_part(p).nbytes for p in local.parameters.values() if p.requires_grad]
+        sizes += [holding.extra, *map(state_bytes, optimizers)]
     return Row(
         layout.rank,
         socket.gethostname(),
         device,
         tuple(layout.index(axis.name) for axis in layout.axes),
         holding.layers,
-        sum(part.numel() for part, _ in parts),
-        f"{'' if known else 'at least '}{binary_size(memory)}",
+        sum(part.numel() for part in parts),
+        ("at least " if None in sizes else "") + _binary_size(sum(size or 0 for size in sizes)),
         holding.gradients,
     )
 
@@ -154,19 +145,6 @@ def state_bytes(optimizer: optim.Optimizer) -> int | None:
     return total
 
 
-def gathered(own: Row, layout: Layout, groups: Groups) -> list[Row] | None:
-    """The rows of all ranks on rank 0; None on the others. All call it.
-
-    It goes axis after axis, so that no rank receives from more ranks than there are along one of them.
-    """
-    rows: list[Row] | None = [own]
-    for axis in layout.axes:
-        if layout.size(axis.name) > 1 and rows is not None:
-            received = gather_objects_on_first(rows, groups.along(axis.name))
-            rows = None if received is None else [each for part in received for each in part]
-    return None if rows is None else sorted(rows, key=lambda each: each.rank)
-
-
 def table(rows: Sequence[Row], layout: Layout) -> str:
     """The rows as text. In a long table, ranks that hold the same share a row.
 
@@ -178,32 +156,27 @@ def table(rows: Sequence[Row], layout: Layout) -> str:
     for each in rows:
         same = (each.layers, each.parameters, each.memory, each.gradients)
         alike.setdefault(same if len(rows) > _ROWS else each.rank, []).append(each)
-    shown = [k for k, size in enumerate(layout.sizes) if size > 1]
-    shown.reverse()  # the slowest axis first, as in coordinates
-    titles = ["rank", "host", "device", *(layout.axes[k].member for k in shown)]
-    titles += ["layers", "parameters", "memory expected", "gradients"]
-    lines = [titles]
-    for group in alike.values():
-        places = [_numbers([each.coordinate[k] for each in group]) for k in shown]
-        first = group[0]
-        lines.append([
-            _numbers([each.rank for each in group]),
-            _names([each.host for each in group]),
-            _names([each.device for each in group]),
-            *places,
-            first.layers,
-            f"{first.parameters:,}",
-            first.memory,
-            first.gradients,
-        ])  # fmt: skip
-    left = {"host", "device", "layers", "gradients"}
-    columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
-    widths = [max(map(len, column)) for column in columns]
-    padded = [
-        [cell.ljust(width) if column[0] in left else cell.rjust(width) for cell in column]
-        for column, width in zip(columns, widths, strict=True)
-    ]
-    return "\n".join("  ".join(cells).rstrip() for cells in zip(*padded, strict=True))
+    groups = list(alike.values())
+    first = [group[0] for group in groups]
+    columns = {
+        "rank": [_numbers(each.rank for each in group) for group in groups],
+        "host": [_names(each.host for each in group) for group in groups],
+        "device": [_names(each.device for each in group) for group in groups],
+    }
+    for k, axis in reversed([*enumerate(layout.axes)]):  # the slowest first, as in coordinates
+        if layout.size(axis.name) > 1:
+            columns[axis.member] = [_numbers(each.coordinate[k] for each in group) for group in groups]
+    columns["layers"] = [each.layers for each in first]
+    columns["parameters"] = [f"{each.parameters:,}" for each in first]
+    columns["memory expected"] = [each.memory for each in first]
+    columns["gradients"] = [each.gradients for each in first]
+    padded = []
+    for title, cells in columns.items():
+        if any(cells):
+            width = max(map(len, (title, *cells)))
+            pad = str.ljust if title in ("host", "device", "layers", "gradients") else str.rjust
+            padded.append([pad(cell, width) for cell in (title, *cells)])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*padded, strict=True))
 
 
 def _numbers(values: Iterable[int]) -> str:
@@ -219,3 +192,11 @@ def _names(values: Iterable[str]) -> str:
     """A name, or the first and the last of several."""
     distinct = list(dict.fromkeys(values))
     return distinct[0] if len(distinct) == 1 else f"{distinct[0]} .. {distinct[-1]} ({len(distinct)})"
+
+
+def _binary_size(nbytes: int) -> str:
+    """Bytes as a text, in units of 1024."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes / 1024:.3g} KiB"

@@ -117,15 +117,6 @@ def asynchronous(stages: int, microbatches: int, updates: int, extra_in_flight: 
     return schedule
 
 
-def version(stages: int, stage: int, microbatches: int, microbatch: int, extra_in_flight: int = 0) -> int:
-    """The updates that `stage` has done when the asynchronous schedule runs its forward of `microbatch`.
-
-    For a steady number of `microbatches` per update and no drain so far; derived in `AsyncOneFOneB`.
-    """
-    check_sizes(stages, microbatches)
-    return max(0, (microbatch - _warmup(stages, stage, extra_in_flight)) // microbatches)
-
-
 def _warmup(stages: int, stage: int, extra_in_flight: int) -> int:
     if not 0 <= stage < stages:
         raise ValueError(f"stage={stage}: with stages={stages} give a stage from 0 to {stages - 1}.")

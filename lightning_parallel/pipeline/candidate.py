@@ -226,7 +226,6 @@ class Candidate:
             loose=frozenset(loose),
             direct=frozenset(call.unit for call in calls if call.direct),
             draw_on_host=frozenset(call.unit for call in calls if call.draws_on_host),
-            work=self._summed(chunk_of, [call.nanoseconds or call.operations for call in calls]),
             operations=self._summed(chunk_of, [call.operations for call in calls]),
             held=self._summed(chunk_of, [call.returned if recompute else call.computed for call in calls]),
             computed=self._summed(chunk_of, [call.computed for call in calls]),

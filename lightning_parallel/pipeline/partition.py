@@ -30,9 +30,7 @@ class Partition:
         loose: the first names of the parameters that lie in no unit.
         direct: units whose ``forward`` the step calls past their hooks.
         draw_on_host: units that draw from Python's or NumPy's generator.
-        work: for each chunk, the nanoseconds of its forward and backward if they were measured, otherwise the
-            floating-point operations of its forward.
-        operations: for each chunk, the floating-point operations of its forward on a microbatch.
+        operations: floating-point ones, of the forward of each chunk, on a microbatch.
         held: the bytes that each chunk holds of a microbatch from its forward to its backward: an estimate.
         computed: the bytes of all that each chunk computes in its forward.
     """
@@ -48,7 +46,6 @@ class Partition:
     loose: frozenset[str]
     direct: frozenset[str]
     draw_on_host: frozenset[str]
-    work: tuple[int, ...]
     operations: tuple[int, ...]
     held: tuple[int, ...]
     computed: tuple[int, ...]

@@ -111,7 +111,6 @@ def simulate(
     backward: float | Sequence[float] = 2.0,
     step: float | Sequence[float] = 0.0,
     latency: float = 0.0,
-    second_half: float = 0.5,
 ) -> Simulation:
     """Run a schedule on paper: every action starts as soon as its stage is free and its message is there.
 
@@ -122,7 +121,6 @@ def simulate(
         step: the duration of an update, for all stages or for each, in the same unit.
         latency: the time from the end of an action until another stage can use its message. Messages overlap with
             computing and with each other.
-        second_half: the part of a backward that its second half takes, from 0 to 1.
 
     Raises:
         ValueError: a duration is not positive (`step`, `latency`: negative), there is a wrong number of them, or the
@@ -135,9 +133,7 @@ def simulate(
     steps = _durations("step", step, len(schedule), "stages", allow_zero=True)
     if latency < 0:
         raise ValueError(f"latency={latency}: give 0 or more.")
-    if not 0 <= second_half <= 1:
-        raise ValueError(f"second_half={second_half}: give a part from 0 to 1.")
-    shares = {Backward: 1.0, BackwardInput: 1 - second_half, BackwardWeight: second_half}
+    shares = {Backward: 1.0, BackwardInput: 0.5, BackwardWeight: 0.5}
     rows: list[list[Timed]] = [[] for _ in schedule]
     arrivals: dict[Message, tuple[int, float]] = {}  # from which stage, and when it was sent
     for action in dependency_order(schedule):

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
-
-from lightning_parallel.pipeline.actions import Action, Backward, BackwardInput, BackwardWeight, Forward, Step
-from lightning_parallel.pipeline.simulate import Simulation
 
 PASSES = frozenset({"forward", "backward", "backward input", "backward weight"})
 COMPUTE = PASSES | {"begin", "step"}
@@ -167,36 +164,6 @@ class _Recording:
     ) -> None:
         end = self._timeline._clock.now()
         self._timeline._add((self._kind, self._microbatch, self._start, end, self._version, self._chunk))
-
-
-_KINDS: Mapping[type[Action], str] = MappingProxyType(
-    {
-        Forward: "forward",
-        Backward: "backward",
-        BackwardInput: "backward input",
-        BackwardWeight: "backward weight",
-        Step: "step",
-    }
-)
-
-
-def from_simulation(simulation: Simulation, unit: float = 1e-3) -> list[list[Span]]:
-    """A simulation's rows, as if they had been recorded. `unit` is the seconds for each unit of its time."""
-    rows: list[list[Span]] = []
-    for timed_row in simulation.rows:
-        row: list[Span] = []
-        chunks = sorted({timed.action.chunk for timed in timed_row if not isinstance(timed.action, Step)})
-        free = 0.0
-        for timed in timed_row:
-            action = timed.action
-            number = action.update if isinstance(action, Step) else action.microbatch
-            if timed.start > free:
-                row.append(Span("receive", number, free * unit, timed.start * unit))
-            chunk = 0 if isinstance(action, Step) else chunks.index(action.chunk)
-            row.append(Span(_KINDS[type(action)], number, timed.start * unit, timed.end * unit, chunk=chunk))
-            free = timed.end
-        rows.append(row)
-    return rows
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------

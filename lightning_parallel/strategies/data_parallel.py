@@ -4,14 +4,14 @@
 
     Lightning            here
     training_step        batch -> shares -> the user's step in every replica's thread -> outputs joined
-    backward             one node of the graph runs the replicas' backwards (threaded_replicas/graphs.py)
+    backward             through all replicas to the one model's weights
     clip, step           of the one model
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -33,11 +33,10 @@ from lightning_parallel.parts.log_joins import LogJoins
 from lightning_parallel.parts.logs import LogRecorder
 from lightning_parallel.parts.manual import networks
 from lightning_parallel.settings import SET_BY_TRAINER, Auto, check, takes
-from lightning_parallel.threaded_replicas.data_parallel import DataParallel
+from lightning_parallel.threaded_replicas.data_parallel import DataParallel, Share
 from lightning_parallel.threaded_replicas.join import joined
 from lightning_parallel.threaded_replicas.metrics import in_turn, metric_itself
 from lightning_parallel.threaded_replicas.replicate import Replica
-from lightning_parallel.threaded_replicas.scatter import Share
 
 LossOn = Literal["replicas", "output_device"]
 
@@ -85,8 +84,8 @@ class DataParallelStrategy(SingleDeviceStrategy):
     callbacks are those of a single process, and the replicas share the batch of the data loader.
 
     Every step copies the model to the replicas and the gradients back, and all threads want Python's interpreter lock.
-    DDP, with a process for each device, is faster, often by far. The advantage of one process is simplicity: nothing to
-    launch, notebooks work, and a debugger sees all replicas.
+    On the CPU one thread runs the backward of all. DDP, with a process for each device, is faster, often by far. The
+    advantage of one process is simplicity: nothing to launch, notebooks work, and a debugger sees all replicas.
 
     BatchNorm normalises over a replica's share, and its running statistics are those of replica 0. So are attributes
     that a step sets. Metrics are updated in the order of the samples. Each replica draws its own dropout masks,
@@ -106,7 +105,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         self.cluster_environment = options.cluster_environment
         self._wanted = options.loss_on
         self._loss_on: LossOn = "replicas"
-        self._num_nodes = 1
+        self.num_nodes = 1  # the Trainer sets its own
         self._parallel: DataParallel | None = None
         self._joins = LogJoins()
         self._shared_calls = 0  # of the step that runs
@@ -117,20 +116,16 @@ class DataParallelStrategy(SingleDeviceStrategy):
         """The output device, which has the model."""
         return self.parallel_devices[0] if self.parallel_devices else super().root_device
 
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        if num_nodes != 1:
-            raise ValueError(f"num_nodes={num_nodes}: {_ONE_PROCESS} Use num_nodes=1, or strategy='ddp'.")
-
     # -- set-up --------------------------------------------------------------------------------------------------
 
     def make_launcher(self) -> None:
         """Launches nothing. As Lightning's last call while it makes the Trainer, it can refuse wrong settings."""
-        _check_devices(self.parallel_devices or [])
+        if self.num_nodes != 1:
+            raise ValueError(f"num_nodes={self.num_nodes}: {_ONE_PROCESS} Use num_nodes=1, or strategy='ddp'.")
+        devices = self.parallel_devices or []
+        if {device.type for device in devices} not in ({"cpu"}, {"cuda"}, set()):
+            named = ", ".join(map(str, devices))
+            raise ValueError(f"parallel_devices=[{named}]: replicas are all on the CPU or all on GPUs. Name one kind.")
         if self.cluster_environment is not None and self.cluster_environment.world_size() > 1:
             size = self.cluster_environment.world_size()
             raise ValueError(f"{size} processes were launched: {_ONE_PROCESS} Launch one, or use strategy='ddp'.")
@@ -245,21 +240,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
 _ONE_PROCESS = "DataParallelStrategy runs all replicas in one process, on one machine."
 
 
-def _check_devices(devices: list[torch.device]) -> None:
-    kinds = {device.type for device in devices}
-    if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
-        named = ", ".join(map(str, devices))
-        raise ValueError(f"parallel_devices=[{named}]: replicas are all on the CPU or all on GPUs. Name one kind.")
-    count = torch.cuda.device_count() if "cuda" in kinds else 0
-    for device in devices:
-        if device.type == "cuda" and not (device.index is not None and device.index < count):
-            present = ", ".join(f"cuda:{i}" for i in range(count)) or "none"
-            raise ValueError(
-                f"parallel_devices names {device}, and this machine has these GPUs: {present}. Name one of them; one "
-                f"may be named several times."
-            )
-
-
 def _check_module(module: pl.LightningModule, loss_on: LossOn, training: bool) -> None:
     if training and loss_on == "replicas" and not module.automatic_optimization:
         raise ValueError(
@@ -292,7 +272,7 @@ def _is_batch(call: Any) -> bool:
     return True
 
 
-@contextlib.contextmanager
+@contextmanager
 def _forwards_are(forwards: Mapping[nn.Module, Callable[..., Any] | None]) -> Iterator[None]:
     """Inside, calls of these modules run these functions; None: what the class defines. They are instance attributes,
     which is how Lightning's own strategies set them."""

@@ -14,7 +14,7 @@ usual::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,19 +29,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel.gradients.swapping import Gradients, add_gradients, swap_gradients
-from lightning_parallel.layout import Placement
 from lightning_parallel.parts.between_batches import gained, reasons_to_wait
-from lightning_parallel.parts.cutting import Partitions
 from lightning_parallel.parts.earlier_gradients import earlier_gradients
 from lightning_parallel.parts.logs import LogRecorder
 from lightning_parallel.parts.microbatches import loss_scale
 from lightning_parallel.parts.options import StagedOptions
-from lightning_parallel.parts.schedule_choice import (
-    flops_per_second,
-    memory_for_activations,
-    share_of,
-    suitable_placement,
-)
 from lightning_parallel.pipeline.actions import Schedule, placement
 from lightning_parallel.pipeline.normaliser import BatchLoss
 from lightning_parallel.pipeline.schedule import SCHEDULES, Generator, interleaved
@@ -63,9 +55,6 @@ class PipelineOptions(StagedOptions):
             (stages - 1) / (microbatches + stages - 1). ``"interleaved"``: 1F1B with several chunks of layers a stage:
             a bubble smaller by their number, for more messages and activations. ``"zbv"``: two chunks a stage, and
             backwards in two halves: the smallest bubble; every stage holds what the first one does in 1F1B.
-            ``"auto"``: one of ``"1f1b"``, ``"interleaved"`` and ``"zbv"``: the fastest by a simulation with this
-            model's layers, of those whose activations fit in memory; the run says which, and why. A run that only
-            evaluates has 1F1B's stages, and a later ``fit`` of the same module keeps them.
             ``microbatches="auto"`` is four a stage, as GPipe advises, or as many as the batch has samples; one with
             ``"naive"``.
         chunks: the number of chunks of layers in each stage, with ``"interleaved"``; ``"auto"``: 2.
@@ -75,10 +64,16 @@ class PipelineOptions(StagedOptions):
             another schedule than ``"interleaved"``.
     """
 
-    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zbv"] | Auto | Callable[[int, int], Schedule] = "1f1b"
+    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zbv"] | Callable[[int, int], Schedule] = "1f1b"
     chunks: Count | Auto = "auto"
 
     def __post_init__(self) -> None:
+        schedule: Any = self.schedule
+        if schedule == "auto":
+            raise ValueError(
+                "schedule='auto': no schedule is chosen for a model any more. Name one, such as schedule='1f1b'; "
+                "`python -m lightning_parallel.pipeline` draws each and shows what it costs."
+            )
         super().__post_init__()
         if self.schedule == "naive" and self.microbatches not in ("auto", 1):
             raise ValueError(f"microbatches={self.microbatches!r}: the naive schedule has one; use '1f1b' for more.")
@@ -89,16 +84,14 @@ class PipelineOptions(StagedOptions):
             )
 
     @property
-    def generators(self) -> Mapping[str, Generator]:
-        """The schedules that may run, by the names in messages and titles. The plainest comes first."""
+    def generator(self) -> tuple[str, Generator]:
+        """What makes the schedule's lists, after its name in messages and titles."""
         if callable(self.schedule):
-            return {getattr(self.schedule, "__name__", "schedule"): self.schedule}
-        if self.schedule == "auto":
-            return {name: SCHEDULES[name] for name in ("1f1b", "interleaved", "zbv")}
+            return getattr(self.schedule, "__name__", "schedule"), self.schedule
         if self.schedule == "interleaved":
             chunks = 2 if self.chunks == "auto" else self.chunks
-            return {f"interleaved, {chunks} chunks a stage": partial(interleaved, chunks=chunks)}
-        return {self.schedule: SCHEDULES[self.schedule]}
+            return f"interleaved, {chunks} chunks a stage", partial(interleaved, chunks=chunks)
+        return self.schedule, SCHEDULES[self.schedule]
 
 
 class PipelineStrategy(StagedStrategy):
@@ -113,9 +106,8 @@ class PipelineStrategy(StagedStrategy):
     @takes(PipelineOptions)
     def __init__(self, options: PipelineOptions) -> None:
         super().__init__(options)
-        self._generators = options.generators  # of the schedules that may run, by name
-        self._schedule_name = next(iter(self._generators))  # until one is chosen
-        self._made: dict[tuple[str, int, int], Schedule] = {}  # all batches but an epoch's last have the same
+        self._schedule_name, self._generator = options.generator
+        self._made: dict[tuple[int, int], Schedule] = {}  # all batches but an epoch's last have the same
         self._is_own = callable(options.schedule)  # the user's
         self._count = 1  # microbatches of the last batch
         self._gradients: Gradients = {}  # from training_step to backward
@@ -131,69 +123,25 @@ class PipelineStrategy(StagedStrategy):
         for count in range(self._usual_microbatches() if self._is_own else 0, 0, -1):
             self._lists(count)  # of an epoch's last batch, which may be smaller
         self._goes_on = False
-        names = self._names_by_placement()
-        fitting, was_cut = trainer.state.fn == TrainerFn.FITTING, self._stages.has_cut(self.lightning_module)
         self.set_up(
             trainer,
             automatic_microbatches=self._automatic_microbatches,
             completing=self._complete_gradients,
-            placements=[*names][: None if fitting else 1],  # an evaluation needs no schedule
-            choose=partial(self._choose, names),
+            placement=placement(self._lists(self._usual_microbatches())),
             norm_group=self.groups.model,
             counts=lambda name: self._shards.counts(name) and self._stages.counts(name),
             factor=lambda: self._loss.factor,
         )
-        self._schedule_name = names[self.stage.partition.placement]
         self._alone_in = {chunk: self.stage.used_only_in(chunk) for chunk in self.stage.chunks}
-        if fitting:
-            if len(names) > 1 and was_cut:
-                rank_zero_info(f"schedule='auto' stays with {self._schedule_name!r}: the module has been cut for it.")
+        if trainer.state.fn == TrainerFn.FITTING:
             self._goes_on = self._decide_to_go_on(trainer)
 
-    def _lists(self, microbatches: int, name: str | None = None) -> Schedule:
-        """A schedule's lists; by default those of the one that runs."""
-        key = (name or self._schedule_name, self.layout.stages, microbatches)
+    def _lists(self, microbatches: int) -> Schedule:
+        """The schedule's lists."""
+        key = (self.layout.stages, microbatches)
         if key not in self._made:
-            self._made[key] = of_one_update(self._generators[key[0]], *key[1:])
+            self._made[key] = of_one_update(self._generator, *key)
         return self._made[key]
-
-    def _names_by_placement(self) -> dict[Placement, str]:
-        """The schedules that may run, by the placement of their chunks. No two have the same placement, unless there is
-        one stage."""
-        usual = self._usual_microbatches()
-        names = [*self._generators] if self.layout.stages > 1 else [*self._generators][:1]
-        return {placement(self._lists(usual, name)): name for name in names}
-
-    def _choose(self, names: Mapping[Placement, str], found: Partitions, microbatches: int) -> Placement:
-        """The placement of the schedule to run, one of those in ``names``."""
-        module, layout = self.lightning_module, self.layout
-        assert module is not None and self.parallel_devices is not None
-        fully_sharded = self.options.data_parallel_kind == "fully_shard" and layout.size("data") > 1
-        return suitable_placement(
-            found,
-            names,
-            {place: self._lists(microbatches, name) for place, name in names.items()},
-            speed=self._speed(),
-            halves=not fully_sharded,
-            recompute=self.options.activation_checkpointing,
-            free=memory_for_activations(
-                module,
-                layout,
-                self.root_device,
-                self.parallel_devices.count(self.root_device),
-                fully_sharded=fully_sharded,
-            ),
-            microbatches=microbatches,
-        )
-
-    def _speed(self) -> float:
-        """How much of a partition's ``work`` a stage does in a second, where a backward counts as two forwards."""
-        if self.options.balance == "time":
-            return 3e9  # nanoseconds of a forward and a backward: as long as three forwards
-        assert self.parallel_devices is not None
-        share = share_of(self.root_device, self.parallel_devices.count(self.root_device))
-        with self.precision_plugin.forward_context():
-            return flops_per_second(self.root_device) * share * self.layout.size("tensor")
 
     def _decide_to_go_on(self, trainer: pl.Trainer) -> bool:
         """Decide whether stages go on to the next batch without waiting for each other. If not, the banner gives the
@@ -233,8 +181,7 @@ class PipelineStrategy(StagedStrategy):
     @override
     def activation_bytes(self) -> int:
         parts, layout = self.stage.partition, self.layout
-        name = self._names_by_placement()[parts.placement]
-        actions = self._lists(self._usual_microbatches(), name)[layout.stage]
+        actions = self._lists(self._usual_microbatches())[layout.stage]
         fully_sharded = self.options.data_parallel_kind == "fully_shard" and layout.size("data") > 1
         return most_held(actions, parts.held, None if fully_sharded else parts.computed)
 

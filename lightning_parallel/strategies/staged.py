@@ -16,7 +16,7 @@ Training differs: see ``pipeline.py`` and ``pipeline_async.py``. The parts, in t
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from lightning_parallel.layout import Placement
 from lightning_parallel.lightning_private import trainer_of
 from lightning_parallel.parts.afterwards import PartOfModel
 from lightning_parallel.parts.clipping import install_clipping, share_overflows
-from lightning_parallel.parts.cutting import Partitions, agreed_partition
+from lightning_parallel.parts.cutting import agreed_partition
 from lightning_parallel.parts.earlier_chunks import EarlierChunks
 from lightning_parallel.parts.evaluation import Evaluation
 from lightning_parallel.parts.first_batch import trial_of
@@ -105,8 +105,7 @@ class StagedStrategy(LayoutStrategy):
         *,
         automatic_microbatches: Callable[[int], int],
         completing: Callable[[int], AbstractContextManager[None]],
-        placements: Sequence[Placement] = (),
-        choose: Callable[[Partitions, int], Placement] = lambda found, microbatches: next(iter(found)),
+        placement: Placement | None = None,
         check: Callable[[Partition], None] = lambda parts: None,
         weights: Callable[[], Weights | None] = lambda: None,
         norm_group: dist.ProcessGroup,
@@ -119,9 +118,7 @@ class StagedStrategy(LayoutStrategy):
         Args:
             automatic_microbatches: gives the number for ``microbatches="auto"``, from a batch's size.
             completing: given a chunk, a context around the backward that completes its gradients of an update.
-            placements: for each schedule that may run, the stage of each chunk; by default each stage has one chunk.
-            choose: picks one of several placements, given their partitions and the first batch's number of
-                microbatches.
+            placement: the stage of each chunk; by default each stage has one chunk.
             check: raises for a partition that can't be trained.
             weights: makes the weights that the engine's forwards read; None for the module's own parameters.
             norm_group: the ranks over which the norm for clipping is taken.
@@ -151,8 +148,7 @@ class StagedStrategy(LayoutStrategy):
                 layout,
                 groups.model,
                 automatic_microbatches,
-                placements or [tuple(range(layout.stages))],
-                choose,
+                placement or tuple(range(layout.stages)),
             ),
             check=check,
             divide=lambda: self._shards.divide(
@@ -217,9 +213,7 @@ class StagedStrategy(LayoutStrategy):
         )
         earlier = EarlierChunks(module, self.stage)
         relay = Relay(groups.host_group, layout.rank_at(pipeline=layout.stages - 1), device)
-        self._evaluation = Evaluation(
-            self._engine, self._stages, look, self._last_stage, self._shards, earlier, relay
-        )
+        self._evaluation = Evaluation(self._engine, self._stages, look, self._last_stage, self._shards, earlier, relay)
         means = LossMeans(
             trainer,
             module,

@@ -4,17 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_parallel.threaded_replicas.graphs import attach
-from lightning_parallel.threaded_replicas.replicate import Replica, replicate, trainable
-from lightning_parallel.threaded_replicas.scatter import Share, scatter
+from lightning_parallel.batch import batch_size, mapped, split
+from lightning_parallel.threaded_replicas.replicate import Replica, replicate
 from lightning_parallel.threaded_replicas.threads import ReplicaThreads, Turns, generator_states
 
-Wait = Callable[[], None]
+
+class Share(NamedTuple):
+    """What one replica gets of a batch.
+
+    Attributes:
+        batch: on the replica's device.
+        samples: the number of samples.
+    """
+
+    batch: Any
+    samples: int
+
+
+def scatter(batch: Any, devices: Sequence[torch.device]) -> list[Share]:
+    """Shares whose sizes differ by at most one. With fewer samples than devices, the first ones get a sample each.
+
+    Raises:
+        ValueError: the batch can't be divided: see :func:`lightning_parallel.batch.batch_size`.
+    """
+    pieces = split(batch, min(batch_size(batch), len(devices)))
+    moves = [partial(Tensor.to, device=device, non_blocking=True) for device in devices]
+    return [Share(mapped(piece, move), batch_size(piece)) for piece, move in zip(pieces, moves, strict=False)]
 
 
 class DataParallel:
@@ -43,12 +63,9 @@ class DataParallel:
         batch: Any,
         *,
         kind: str = "",
-        stand_in: Callable[[nn.Module, Wait], Any] | None = None,
+        stand_in: Callable[[nn.Module, Callable[[], None]], Any] = lambda module, wait: None,
     ) -> tuple[list[Any], list[int]]:
-        """Run ``function`` on every replica.
-
-        A batch of fewer samples than devices is for the first ones. What replica 0 changes in the model (buffers,
-        attributes) stays.
+        """Run ``function`` on every replica. What replica 0 changes in the model (buffers, attributes) stays.
 
         Args:
             model: on the first device.
@@ -70,21 +87,14 @@ class DataParallel:
         shares = scatter(batch, self.devices)
         turns = Turns(len(shares))
         replicas = replicate(
-            model,
-            self.devices[: len(shares)],
-            None if stand_in is None else lambda module, i: stand_in(module, partial(turns.wait, i)),
+            model, self.devices[: len(shares)], lambda module, number: stand_in(module, partial(turns.wait, number))
         )
-
-        in_turn = self._draws.get(kind, True)
-        before = generator_states(self.devices)
         calls = [partial(function, replica, share) for replica, share in zip(replicas, shares, strict=True)]
-        results = self._threads.apply(calls, turns=turns, in_turn=in_turn)
+        before = generator_states(self.devices)
+        results = self._threads.apply(calls, turns, in_turn=self._draws.get(kind, True))
         self._draws[kind] = generator_states(self.devices) != before
-
         replicas[0].keep()
-        # A backward that computes activations again draws again.
-        outputs = attach(results, trainable(model), replicas, shares, self._threads, in_turn=self._draws[kind])
-        return outputs, [share.samples for share in shares]
+        return results, [share.samples for share in shares]
 
     def close(self) -> None:
         """End the threads."""

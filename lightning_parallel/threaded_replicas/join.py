@@ -32,44 +32,39 @@ def joined(outputs: Sequence[Any], samples: Sequence[int], device: torch.device)
     Raises:
         ValueError: a tensor has dimensions, but not as many rows as its replica had samples.
     """
-    present = [(out, count) for out, count in zip(outputs, samples, strict=True) if out is not None]
-    if not present:
-        return None
-    return _joined([out for out, _ in present], [count for _, count in present], device, "the output")
+    present = [k for k, output in enumerate(outputs) if output is not None]
+    moved = [mapped(outputs[k], lambda tensor: tensor.to(device)) for k in present]
+    return _joined(moved, [samples[k] for k in present], "the output") if present else None
 
 
-def _joined(parts: list[Any], samples: list[int], device: torch.device, path: str) -> Any:
+def _joined(parts: list[Any], samples: list[int], path: str) -> Any:
     first = parts[0]
     if all(isinstance(part, Tensor) for part in parts):
-        return _joined_tensors([part.to(device) for part in parts], samples, path)
+        return _joined_tensors(parts, samples, path)
     if all(isinstance(part, Real) and not isinstance(part, bool) for part in parts):
-        if all(part == first for part in parts):
-            return first
-        return sum(part * count for part, count in zip(parts, samples, strict=True)) / sum(samples)
-    if any(type(part) is not type(first) for part in parts):
-        raise _Mismatch(f"The replicas' outputs differ: {path} is {_words(parts)}. Return the same for every batch.")
-    structure = members(first)
-    if structure is None:
-        return first
-    one_per_sample = isinstance(first, list) and all(len(p) == n for p, n in zip(parts, samples, strict=True))
-    if one_per_sample and next(tensors(first), None) is None:
-        return [item for part in parts for item in part]
+        same = all(part == first for part in parts)
+        return first if same else sum(p * n for p, n in zip(parts, samples, strict=True)) / sum(samples)
+    structures = [members(part) for part in parts]
+    keys = [structure and list(structure[0]) for structure in structures]
+    one_per_sample = isinstance(first, list) and all(
+        isinstance(part, list) and len(part) == count for part, count in zip(parts, samples, strict=True)
+    )
     try:
-        return _joined_children(parts, samples, device, path)
+        if any(type(part) is not type(first) for part in parts) or any(each != keys[0] for each in keys):
+            found = ", ".join(map(str, parts if keys[0] is None else keys))
+            raise _Mismatch(f"The replicas' outputs differ: {path} has {found}. Return the same for every batch.")
+        if structures[0] is None:
+            return first
+        if one_per_sample and next(tensors(first), None) is None:
+            raise _Mismatch
+        rows = zip(*[structure[1] for structure in structures if structure is not None], strict=True)
+        names = structures[0][0]
+        values = [_joined([*row], samples, f"{path}[{name!r}]") for name, row in zip(names, rows, strict=True)]
+        return rebuild(first, names, values)
     except _Mismatch:
         if one_per_sample:
-            return [mapped(item, lambda tensor: tensor.to(device)) for part in parts for item in part]
+            return [item for part in parts for item in part]
         raise
-
-
-def _joined_children(parts: list[Any], samples: list[int], device: torch.device, path: str) -> Any:
-    columns = [members(part) for part in parts]
-    keys = [list(column[0]) for column in columns if column is not None]
-    if any(each != keys[0] for each in keys):
-        raise _Mismatch(f"The replicas' outputs differ: {path} has {_words(keys)}. Return the same for every batch.")
-    rows = zip(*[column[1] for column in columns if column is not None], strict=True)
-    children = [_joined(list(row), samples, device, f"{path}[{key!r}]") for key, row in zip(keys[0], rows, strict=True)]
-    return rebuild(parts[0], keys[0], children)
 
 
 def _joined_tensors(parts: list[Tensor], samples: list[int], path: str) -> Tensor:
@@ -77,12 +72,8 @@ def _joined_tensors(parts: list[Tensor], samples: list[int], path: str) -> Tenso
         return weighted_mean(parts, samples)
     if all(part.dim() > 0 and part.shape[0] == count for part, count in zip(parts, samples, strict=True)):
         return torch.cat(parts)
-    shapes = _words([tuple(part.shape) for part in parts])
+    shapes, counts = (", ".join(map(str, each)) for each in ([tuple(part.shape) for part in parts], samples))
     raise _Mismatch(
-        f"What the replicas returned can't be joined: {path} has the shapes {shapes} for {_words(samples)} samples. "
-        f"Return tensors with a row for each sample along dimension 0, or without dimensions."
+        f"What the replicas returned can't be joined: {path} has the shapes {shapes} for {counts} samples. Return "
+        f"tensors with a row for each sample along dimension 0, or without dimensions."
     )
-
-
-def _words(things: Sequence[Any]) -> str:
-    return ", ".join(map(str, things))

@@ -1,10 +1,9 @@
 """torchmetrics' objects in replicas: one object for all, updated in the order of the samples.
 
-A metric's state is no part of a replica: updates of several copies would be lost, or would have to be merged, which not
-every metric can do. So the replicas hold a stand-in in its place. The stand-in waits for its turn, until the earlier
-replicas have ended their steps, and then is the metric itself. At the end of a step the metric's state is that of a
-single process which was given the shares one after the other. After a replica has first used a metric, its step
-no longer runs in parallel; this is usually at the end of the step.
+Updates of several copies would be lost, or would have to be merged, which not every metric can do. So the replicas hold
+a stand-in in a metric's place. It waits until the earlier replicas have ended their steps, and then is the metric
+itself, whose state becomes that of a single process which was given the shares one after the other. After a replica has
+first used a metric, its step no longer runs in parallel; this is usually at the end of the step.
 """
 
 from __future__ import annotations
@@ -35,35 +34,32 @@ class MetricInTurn:
         return type(self._metric)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._in_turn(), name)
+        self._wait()
+        value = getattr(self._metric, name)
+        return self._with_arguments_here(value) if name in ("__call__", "forward", "update") else value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._in_turn()(*self._here(args), **self._here(kwargs))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self(*args, **kwargs)
-
-    def update(self, *args: Any, **kwargs: Any) -> Any:
-        return self._in_turn().update(*self._here(args), **self._here(kwargs))
+        return self.__getattr__("__call__")(*args, **kwargs)
 
     def __getitem__(self, key: Any) -> Any:
-        return self._in_turn()[key]
+        return self.__getattr__("__getitem__")(key)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._in_turn())
+        return iter(self.__getattr__("__iter__")())
 
     def __len__(self) -> int:
-        return len(self._in_turn())
+        return len(self._metric)  # type: ignore[arg-type]
 
-    def _in_turn(self) -> Any:
-        self._wait()
-        return self._metric
-
-    def _here(self, arguments: Any) -> Any:
-        """The arguments on the metric's device, which is the first replica's."""
+    def _with_arguments_here(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Arguments come to the metric's device, which is the first replica's."""
         members = self._metric.values() if isinstance(self._metric, MetricCollection) else [self._metric]
         device = next(iter(members)).device
-        return mapped(arguments, lambda tensor: tensor.to(device))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            there = mapped((args, kwargs), lambda tensor: tensor.to(device))
+            return function(*there[0], **there[1])
+
+        return call
 
 
 def in_turn(module: nn.Module, wait: Callable[[], None]) -> MetricInTurn | None:

@@ -3,19 +3,17 @@
 Random numbers: the replicas of a process share its generators (torch's of the CPU, Python's, NumPy's). In threads that
 run at the same time, chance would decide which replica gets which numbers, and a recomputation (activation
 checkpointing), which sets a generator back, would spoil the others' numbers. So replicas that draw take turns, the
-first one first. Every run with one seed has the same numbers, and each replica has others (``data_parallel.py``
-decides). GPUs have generators of their own, and a turn there only orders the launch of kernels.
+first one first. GPUs have generators of their own, and a turn there only orders the launch of kernels.
 
 State that is shared on purpose (metrics) makes replicas wait for their predecessors too: see :class:`Turns`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from contextlib import ExitStack
 from threading import Event
 from typing import Any, TypeVar
 
@@ -56,22 +54,29 @@ class ReplicaThreads:
         self.devices = list(devices)
         self._pool = ThreadPoolExecutor(len(self.devices), thread_name_prefix="replica")
 
-    def apply(self, calls: Sequence[Callable[[], T]], *, turns: Turns | None = None, in_turn: bool = False) -> list[T]:
+    def apply(self, calls: Sequence[Callable[[], T]], turns: Turns, *, in_turn: bool = False) -> list[T]:
         """Call each in the thread of its replica, with this thread's gradient, inference and autocast modes.
 
         Args:
             calls: of the first replicas, at most as many as there are devices.
-            turns: by which the calls wait for each other. Each replica's turn ends with its call.
+            turns: of the calls. Each ends with its call.
             in_turn: run one call after the other.
 
         Raises:
             BaseException: that of the first replica that failed, with a note that names it, when all have ended.
         """
-        turns = Turns(len(calls)) if turns is None else turns
-        state = _ThreadState.here(self.devices)
-        futures = [
-            self._pool.submit(self._call, call, replica, state, turns, in_turn) for replica, call in enumerate(calls)
-        ]
+        enter = _state_here(self.devices)
+
+        def run(replica: int, call: Callable[[], T]) -> T:
+            try:
+                if in_turn:
+                    turns.wait(replica)
+                with enter(self.devices[replica]):
+                    return call()
+            finally:
+                turns.end(replica)
+
+        futures = [self._pool.submit(run, replica, call) for replica, call in enumerate(calls)]
         wait(futures)
         for replica, future in enumerate(futures):
             error = future.exception()
@@ -82,15 +87,6 @@ class ReplicaThreads:
                 finally:
                     del error, future, futures  # or this frame and the traceback would keep each other alive
         return [future.result() for future in futures]
-
-    def _call(self, call: Callable[[], T], replica: int, state: _ThreadState, turns: Turns, in_turn: bool) -> T:
-        try:
-            if in_turn:
-                turns.wait(replica)
-            with state.entered(self.devices[replica]):
-                return call()
-        finally:
-            turns.end(replica)
 
     def close(self) -> None:
         """End the threads."""
@@ -105,42 +101,23 @@ def generator_states(devices: Sequence[torch.device]) -> tuple[Any, ...]:
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy["key"].tobytes(), numpy["pos"], on_gpus
 
 
-@dataclass(frozen=True, slots=True)
-class _ThreadState:
-    """What torch keeps for each thread separately; a new thread has the defaults.
+def _state_here(devices: Sequence[torch.device]) -> Callable[[torch.device], ExitStack]:
+    """What torch keeps for each thread separately, as this thread has it. Another one, which has the defaults, enters
+    it for its device."""
+    gradients, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    cache = torch.is_autocast_cache_enabled()
+    autocast = {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
+    streams = {device: torch.cuda.current_stream(device) for device in devices if device.type == "cuda"}
 
-    Attributes:
-        gradients: gradients are on.
-        inference: inference mode is on.
-        cache: autocast caches its casts.
-        autocast: the dtype of autocast, by device type, where it is on.
-        streams: the current stream of each GPU.
-    """
+    def enter(device: torch.device) -> ExitStack:
+        stack = ExitStack()
+        stack.enter_context(torch.inference_mode(inference))
+        stack.enter_context(torch.set_grad_enabled(gradients))
+        for kind, dtype in autocast.items():
+            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
+        if device in streams:
+            stack.enter_context(torch.cuda.device(device))
+            stack.enter_context(torch.cuda.stream(streams[device]))
+        return stack
 
-    gradients: bool
-    inference: bool
-    cache: bool
-    autocast: dict[str, torch.dtype]
-    streams: dict[torch.device, torch.cuda.Stream]
-
-    @classmethod
-    def here(cls, devices: Sequence[torch.device]) -> _ThreadState:
-        return cls(
-            gradients=torch.is_grad_enabled(),
-            inference=torch.is_inference_mode_enabled(),
-            cache=torch.is_autocast_cache_enabled(),
-            autocast={k: torch.get_autocast_dtype(k) for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)},
-            streams={device: torch.cuda.current_stream(device) for device in devices if device.type == "cuda"},
-        )
-
-    @contextlib.contextmanager
-    def entered(self, device: torch.device) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(self.inference))
-            stack.enter_context(torch.set_grad_enabled(self.gradients))
-            for kind, dtype in self.autocast.items():
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.cache))
-            if device in self.streams:
-                stack.enter_context(torch.cuda.device(device))
-                stack.enter_context(torch.cuda.stream(self.streams[device]))
-            yield
+    return enter

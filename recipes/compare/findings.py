@@ -64,8 +64,8 @@ def _replicas_and_processes(rows: Rows) -> Iterator[str]:
     yield (
         f"Each step of dp makes its {dp.devices} replicas anew, in one thread: {_ms(phases['replicate'])} to "
         f"replicate, {_ms(alone)} with scattering the batch and adding up the gradients, "
-        f"{alone / fmean(measured['seconds']):.1%} of the mean step. In the {_ms(phases['threads'])} of forwards and "
-        f"backwards a replica's thread computes {shares['computing']:.0%} of the time, waits for the interpreter lock "
+        f"{alone / fmean(measured['seconds']):.1%} of the mean step. In the {_ms(phases['threads'])} of forwards a "
+        f"replica's thread computes {shares['computing']:.0%} of the time, waits for the interpreter lock "
         f"{shares['blocked']:.0%}, and for a core {shares['queued']:.0%}."
     )
     if "single" in rows:

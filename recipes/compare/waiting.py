@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 from unittest.mock import patch
 
-from lightning_parallel.threaded_replicas import data_parallel, graphs
+from lightning_parallel.threaded_replicas import data_parallel, replicate
 from lightning_parallel.threaded_replicas.threads import ReplicaThreads
 
 
@@ -58,8 +58,8 @@ class ReplicaPhases:
     """What a step of :class:`~lightning_parallel.DataParallelStrategy` spends its time on.
 
     Attributes:
-        seconds: of the main thread, by phase: "scatter", "replicate", "threads" (forwards and backwards in the
-            replicas' threads) and "reduce" (the sum of their gradients).
+        seconds: by phase: "scatter", "replicate", "threads" (forwards in the replicas' threads) and "reduce" (the sum
+            of their gradients, in the backward).
         replicas: of the replicas' threads while they work, all together.
     """
 
@@ -74,14 +74,14 @@ class ReplicaPhases:
         for owner, name, phase in (
             (data_parallel, "scatter", "scatter"),
             (data_parallel, "replicate", "replicate"),
-            (graphs, "reduce", "reduce"),
+            (replicate, "added", "reduce"),
         ):
             self._stack.enter_context(patch.object(owner, name, partial(self._timed, phase, getattr(owner, name))))
         apply = ReplicaThreads.apply
 
-        def timed_apply(threads: ReplicaThreads, calls: Sequence[Callable[[], Any]], **kwargs: Any) -> Any:
+        def timed_apply(threads: ReplicaThreads, calls: Sequence[Callable[[], Any]], *args: Any, **kwargs: Any) -> Any:
             each = [partial(self._in_thread, call) for call in calls]
-            return self._timed("threads", apply, threads, each, **kwargs)
+            return self._timed("threads", apply, threads, each, *args, **kwargs)
 
         self._stack.enter_context(patch.object(ReplicaThreads, "apply", timed_apply))
 

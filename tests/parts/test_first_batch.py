@@ -97,6 +97,25 @@ def test_training_sees_the_batches_that_it_would_have_seen(kind: str) -> None:
     assert module.asked == expected.asked == 1
 
 
+class InPlace(Net):
+    """Changes its batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch.mul_(0.5), batch_idx)
+
+
+def test_a_look_leaves_a_batch_that_is_put_back_as_it_was() -> None:
+    """It would change it once more."""
+    seen = []
+    for strategy in ("auto", PipelineStrategy(microbatches=1)):
+        module = InPlace("generator")
+        module.train_dataloader = lambda: (ROWS[i : i + 4].clone() for i in range(0, 12, 4))  # type: ignore[method-assign]
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=strategy, **quiet).fit(module)
+        seen.append(module.seen[-3:])
+    torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=0)
+
+
 def test_a_loader_of_the_next_fit_is_not_mistaken_for_the_last() -> None:
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=PipelineStrategy(microbatches=1), **quiet)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_parallel import PerformanceMonitor
-from lightning_parallel.parts.performance import content, memory_in_use
+from lightning_parallel.parts.performance import content, flops_per_second, memory_in_use, share_of
 from lightning_parallel.parts.performance_monitor import _texts
 from tests.flops import flop_counter
 from tests.pool import WorkerPool
@@ -222,3 +222,34 @@ def test_memory_grows_with_what_a_process_holds() -> None:
 def test_a_peak_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="peak_flops=0: give the FLOP/s of one device"):
         PerformanceMonitor(0)
+
+
+# -- a device's peak ---------------------------------------------------------------------------------------------------
+
+
+def test_a_device_s_speed_is_in_flops_per_second() -> None:
+    """Between those of the slowest and of the fastest machine, not in another unit."""
+    assert 1e8 < flops_per_second(torch.device("cpu")) < 1e14
+
+
+def test_a_device_s_speed_is_that_of_the_products_that_nothing_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first products, and most of the others, take a time slice of another process longer."""
+    now, read = 0.0, 0
+
+    def clock() -> float:
+        nonlocal now, read
+        read += 1
+        now += 0.001 if read % 7 == 0 else 0.021
+        return now
+
+    monkeypatch.setattr("lightning_parallel.parts.performance.time.perf_counter", clock)
+    monkeypatch.setattr("lightning_parallel.parts.performance._TIMED", 1.0)
+    assert flops_per_second(torch.device("cpu")) * 1.001 >= 2 * 256**3 / 0.001
+    assert flops_per_second(torch.device("cpu")) <= 2 * 512**3 / 0.001 * 1.001
+
+
+def test_ranks_share_a_gpu_and_the_cores_that_there_are_too_few_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(6))
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    assert [share_of(torch.device("cpu"), ranks) for ranks in (1, 3, 6)] == [1, 1, 0.5]
+    assert share_of(torch.device("cuda"), 4) == 0.25

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,7 +59,7 @@ def test_a_long_table_has_one_row_for_ranks_that_hold_the_same() -> None:
         ["0-31", "node0 .. node3 (4)", "cuda:0 .. cuda:7 (8)", "1", "0-15", "0-1", "part 1", "10", "1 MiB"],
         ["32-63", "node4 .. node7 (4)", "cuda:0 .. cuda:7 (8)", "0", "0-15", "0-1", "part 0", "10", "1 MiB"],
     ]
-    odd = [replace(each, parameters=11) if each.rank in (3, 4, 9) else each for each in rows]
+    odd = [each._replace(parameters=11) if each.rank in (3, 4, 9) else each for each in rows]
     assert table(odd, layout).splitlines()[2].split()[:2] == ["3-4,9", "node0"]
     assert len(table(rows[:4], layout).splitlines()) == 5
 

@@ -4,13 +4,37 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_parallel.pipeline.actions import Schedule
+from lightning_parallel.pipeline.actions import Backward, BackwardInput, BackwardWeight, Forward, Schedule, Step
 from lightning_parallel.pipeline.simulate import simulate
-from lightning_parallel.pipeline.timeline import Span, from_simulation
+from lightning_parallel.pipeline.timeline import Span
+
+UNIT = 1e-3  # seconds for each unit of a simulation's time
+KINDS = {
+    Forward: "forward",
+    Backward: "backward",
+    BackwardInput: "backward input",
+    BackwardWeight: "backward weight",
+    Step: "step",
+}
 
 
 def rows_of(schedule: Schedule, **durations: float) -> list[list[Span]]:
-    return from_simulation(simulate(schedule, **durations))
+    """A simulation's rows, as if they had been recorded."""
+    rows: list[list[Span]] = []
+    for timed_row in simulate(schedule, **durations).rows:
+        row: list[Span] = []
+        chunks = sorted({timed.action.chunk for timed in timed_row if not isinstance(timed.action, Step)})
+        free = 0.0
+        for timed in timed_row:
+            action = timed.action
+            number = action.update if isinstance(action, Step) else action.microbatch
+            if timed.start > free:
+                row.append(Span("receive", number, free * UNIT, timed.start * UNIT))
+            chunk = 0 if isinstance(action, Step) else chunks.index(action.chunk)
+            row.append(Span(KINDS[type(action)], number, timed.start * UNIT, timed.end * UNIT, chunk=chunk))
+            free = timed.end
+        rows.append(row)
+    return rows
 
 
 def later(rows: list[list[Span]], seconds: float) -> list[list[Span]]:

@@ -15,11 +15,12 @@ from torch.func import functional_call
 
 from lightning_parallel.gradients.swapping import swap_gradients
 from lightning_parallel.pipeline.actions import Action, Backward, Forward
-from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB, asynchronous, version
+from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB, asynchronous
 from lightning_parallel.pipeline.delayed import Delayed, Reading
 from lightning_parallel.pipeline.staleness import Correction, Stashing, copies, correction_weight, is_second_order
 from lightning_parallel.pipeline.weights import WeightVersions
 from tests.pipeline.nets import LAYERS
+from tests.pipeline.versions import version
 
 ADAMW = {"lr": 0.03, "eps": 1e-3, "weight_decay": 0.1}
 KINDS = ("gru", "x * w", "attention", "conv1d", "layernorm", "x @ w", "rmsnorm", "batchnorm", "linear")

@@ -21,7 +21,7 @@ from lightning_parallel.collectives import PeerLostError
 from lightning_parallel.groups import Groups
 from lightning_parallel.layout import Layout
 from lightning_parallel.pipeline.actions import Forward, Step
-from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB, version
+from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB
 from lightning_parallel.pipeline.channel import Sender
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.ends import Ends
@@ -35,6 +35,7 @@ from lightning_parallel.pipeline.timeline import Timeline
 from lightning_parallel.pipeline.weights import CurrentWeights, WeightVersions
 from tests.pipeline import nets
 from tests.pipeline.nets import BLOCKS, Net
+from tests.pipeline.versions import version
 from tests.pool import WorkerPool
 from tests.thorough import thorough
 

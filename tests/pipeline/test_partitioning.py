@@ -314,6 +314,22 @@ def test_the_stages_parameters_joined_are_the_models(name: str, stages: int) -> 
     assert {unit for unit, _ in parts.calls} <= set(parts.units)
 
 
+def test_chunks_know_what_they_compute_and_hold() -> None:
+    widths = (8, 16, 16, 8)
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(8, n), nn.ReLU(), nn.Linear(n, 8)) for n in widths))
+
+    def parts(*, recompute: bool) -> Partition:
+        names = [str(i) for i in range(len(widths))]
+        return partition(
+            module, lambda: module(torch.ones(4, 8)).sum(), 2, layers=names, balance="layers", recompute=recompute
+        )
+
+    assert parts(recompute=False).operations == (2 * 4 * 8 * 2 * (8 + 16),) * 2
+    # 4 samples: of each layer the output, and that of the ReLU between two.
+    assert parts(recompute=False).held == (4 * 4 * (8 + 8 + 8 + 16 + 16 + 8),) * 2
+    assert parts(recompute=True).held == (4 * 4 * 2 * 8,) * 2  # what layers return
+
+
 # -- which layers there are --------------------------------------------------------------------------------------------
 
 

@@ -85,7 +85,7 @@ def test_other_axes_and_settings_with_chunks_equal_one_process(
 
 def test_chunks_are_a_setting_of_the_interleaved_schedule() -> None:
     def placed(**options: Any) -> Placement:
-        (make,) = PipelineStrategy(**options).options.generators.values()
+        _, make = PipelineStrategy(**options).options.generator
         return placement(make(2, 4))
 
     assert placed(schedule="interleaved", chunks=3) == (0, 1, 0, 1, 0, 1)

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 import lightning_parallel as lp
 from lightning_parallel.batch import split
-from lightning_parallel.strategies.data_parallel import _check_devices
 from tests.pool import WorkerPool
 from tests.strategies.harness import (
     ACCUMULATION_AND_CLIPPING,
@@ -288,7 +287,6 @@ def fit(module: L.LightningModule, loss_on: Any) -> None:
     (lambda: trainer(sync_batchnorm=True), ["sync_batchnorm=True", "Leave it out", "'ddp'"]),
     (lambda: trainer(strategy=lp.DataParallelStrategy(parallel_devices=[torch.device("cpu"), torch.device("meta")])),
      ["parallel_devices=[cpu, meta]", "Name one kind"]),
-    (lambda: _check_devices([torch.device("cuda", 99)]), ["names cuda:99", "this machine has", "Name one of them"]),
 ])  # fmt: skip
 def test_what_cannot_be_done_is_refused_where_the_trainer_is_made(make: Any, words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_parallel.pipeline.async_schedule import version
 from lightning_parallel.pipeline.weights import WeightVersions
+from tests.pipeline.versions import version
 from tests.pool import WorkerPool
 from tests.strategies.harness import Report, here, joined, largest_difference, make_trainer, train
 from tests.strategies.models import MODELS, Rows

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import random
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import BatchEncoding
 
-from lightning_parallel.threaded_replicas.data_parallel import DataParallel
+from lightning_parallel.batch import mapped, tensors
+from lightning_parallel.threaded_replicas.data_parallel import DataParallel, Share, scatter
 from lightning_parallel.threaded_replicas.join import joined
 from lightning_parallel.threaded_replicas.replicate import Replica
-from lightning_parallel.threaded_replicas.scatter import Share
 
 CPU = torch.device("cpu")
 
@@ -95,33 +96,6 @@ def test_a_recomputation_draws_what_the_forward_drew(parallel: DataParallel) -> 
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-class Marked(torch.autograd.Function):
-    """Notes when its backward begins and ends."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, events: list[Any], replica: int) -> Tensor:
-        ctx.events, ctx.replica = events, replica
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.events.append(("begin", ctx.replica))
-        time.sleep(0.02 * (3 - ctx.replica))
-        ctx.events.append(("end", ctx.replica))
-        return gradients[0], None, None
-
-
-def test_the_backward_of_replicas_that_drew_takes_turns(parallel: DataParallel) -> None:
-    events: list[Any] = []
-
-    def run(replica: Replica, share: Share) -> Tensor:
-        return Marked.apply(replica.module(share.batch) * torch.rand(1), events, replica.number)
-
-    outputs, _ = parallel.apply(nn.Linear(2, 1), run, torch.ones(3, 2))
-    sum(output.sum() for output in outputs).backward()
-    assert events == [(what, replica) for replica in range(3) for what in ("begin", "end")]
-
-
 def test_the_model_keeps_what_replica_0_did(parallel: DataParallel) -> None:
     model = nn.BatchNorm1d(2)
 
@@ -168,3 +142,147 @@ def test_replicas_on_gpus_train_as_one_model(replicas: int) -> None:
         model(x).pow(2).mean().backward()
     assert all((a - p.grad).abs().max() < 1e-12 for a, p in zip(found, model.parameters(), strict=True))
     parallel.close()
+
+
+# -- a batch into shares -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pair:
+    rows: Tensor
+    name: str
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("n", [1, 5, 8])
+def test_shares_differ_by_one_sample_at_most_and_none_is_empty(n: int, devices: int) -> None:
+    shares = scatter(torch.arange(n), [CPU] * devices)
+    samples = [share.samples for share in shares]
+    assert len(shares) == min(n, devices)
+    assert sum(samples) == n and max(samples) - min(samples) <= 1 and min(samples) >= 1
+    assert torch.cat([share.batch for share in shares]).tolist() == list(range(n))
+
+
+@pytest.mark.parametrize("make", [
+    lambda rows: (rows, rows + 1),
+    lambda rows: [rows, {"deep": (rows, "text", 3)}],
+    lambda rows: {"rows": rows, "empty": {}, "none": None},
+    lambda rows: Pair(rows, "all"),
+    lambda rows: BatchEncoding({"input_ids": rows}),
+])  # fmt: skip
+def test_containers_keep_their_types(make: Any) -> None:
+    batch = make(torch.arange(10).view(5, 2))
+    shares = scatter(batch, [CPU] * 2)
+    assert [type(share.batch) for share in shares] == [type(batch)] * 2
+    for whole, *parts in zip(tensors(batch), *(tensors(share.batch) for share in shares), strict=True):
+        assert torch.equal(torch.cat(parts), whole)
+
+
+def test_a_batch_that_cannot_be_divided_is_told() -> None:
+    with pytest.raises(ValueError, match=r"batch\[0\] has 2, batch\[1\] has 3"):
+        scatter((torch.zeros(2), torch.zeros(3)), [CPU] * 2)
+
+
+def test_mapped_leaves_a_tree_without_changes_as_it_is() -> None:
+    tree = {"a": (torch.zeros(1), "b")}
+    assert mapped(tree, lambda tensor: tensor) is tree
+    assert mapped(tree, lambda tensor: tensor + 1)["a"][0] == 1
+
+
+# -- the graph ---------------------------------------------------------------------------------------------------------
+
+
+def net() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+
+def forward(parallel: DataParallel, model: Any, batch: Tensor) -> Tensor:
+    outputs, samples = parallel.apply(model, lambda replica, share: replica.module(share.batch), batch)
+    output: Tensor = joined(outputs, samples, CPU)
+    return output
+
+
+def test_gradients_of_weights_and_inputs_are_those_of_one_graph(parallel: DataParallel) -> None:
+    runs = []
+    for through in (lambda model, x: model(x), lambda model, x: forward(parallel, model, x)):
+        model, x = net(), torch.linspace(-1, 1, 28, dtype=torch.float64).view(7, 4).requires_grad_()
+        through(model, x * 2).pow(2).sum().backward()
+        runs.append([x.grad, *(p.grad for p in model.parameters())])
+    for found, expected in zip(*runs, strict=True):
+        assert (found - expected).abs().max() < 1e-12
+
+
+def test_gradients_accumulate(parallel: DataParallel) -> None:
+    model, x = net(), torch.ones(4, 4, dtype=torch.float64)
+    forward(parallel, model, x).sum().backward()
+    once = [p.grad.clone() for p in model.parameters()]
+    forward(parallel, model, x).sum().backward()
+    assert all(torch.allclose(p.grad, 2 * g) for p, g in zip(model.parameters(), once, strict=True))
+
+
+def test_weights_that_no_replica_used_get_no_gradient(parallel: DataParallel) -> None:
+    model = net()
+    outputs, _ = parallel.apply(model, lambda r, share: r.module[2](share.batch), torch.ones(4, 5).double())
+    sum(output.sum() for output in outputs).backward()
+    assert [p.grad is None for p in model.parameters()] == [True, True, False, False]
+
+
+def test_outputs_that_are_not_used_cost_nothing(parallel: DataParallel) -> None:
+    model = net()
+    outputs, _ = parallel.apply(model, lambda r, share: r.module(share.batch), torch.ones(3, 4).double())
+    outputs[1].sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_the_model_s_own_weights_count_once(parallel: DataParallel) -> None:
+    """What was bound to the model before replicas were made, uses them."""
+    model, alone, batch = net(), net(), torch.ones(3, 4).double()
+
+    def loss(replica: Any, share: Any) -> Tensor:
+        result: Tensor = replica.module(share.batch).mean() + model[0].weight.pow(2).sum()
+        return result
+
+    outputs, samples = parallel.apply(model, loss, batch)
+    joined(outputs, samples, CPU).backward()
+    (alone(batch).mean() + alone[0].weight.pow(2).sum()).backward()
+    assert all(torch.allclose(p.grad, q.grad) for p, q in zip(model.parameters(), alone.parameters(), strict=True))
+
+
+def test_a_hook_on_a_weight_sees_one_gradient(parallel: DataParallel) -> None:
+    model, seen = net(), []
+    model[0].weight.register_hook(seen.append)
+    forward(parallel, model, torch.ones(3, 4).double()).sum().backward()
+    assert len(seen) == 1 and torch.equal(seen[0], model[0].weight.grad)
+
+
+def test_without_gradients_there_is_no_node(parallel: DataParallel) -> None:
+    with torch.no_grad():
+        assert not forward(parallel, net(), torch.ones(3, 4).double()).requires_grad
+    assert not forward(parallel, net().requires_grad_(False), torch.ones(3, 4).double()).requires_grad
+
+
+def test_a_second_derivative_is_that_of_one_graph(parallel: DataParallel) -> None:
+    runs = []
+    for through in (lambda model, x: model(x), lambda model, x: forward(parallel, model, x)):
+        model, x = net(), torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4).requires_grad_()
+        (slope,) = torch.autograd.grad(through(model, x).pow(2).sum(), x, create_graph=True)
+        slope.pow(2).sum().backward()
+        runs.append([x.grad, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for found, expected in zip(*runs, strict=True):
+        assert (found - expected).abs().max() < 1e-12
+
+
+def test_an_error_in_a_backward_is_raised(parallel: DataParallel) -> None:
+    class Refusing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *_: Any) -> Any:
+            raise KeyError("no way back")
+
+    outputs, _ = parallel.apply(net(), lambda r, s: Refusing.apply(r.module(s.batch)), torch.ones(3, 4).double())
+    with pytest.raises(KeyError, match="no way back"):
+        outputs[0].sum().backward()

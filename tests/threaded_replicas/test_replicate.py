@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lightning_parallel.threaded_replicas.replicate import broadcast, reduce, replicate, trainable
+from lightning_parallel.threaded_replicas.replicate import added, replicate
 
 CPU = torch.device("cpu")
 
@@ -35,24 +35,22 @@ class Net(nn.Module):
         return self.tied(hidden[:, 0]) * self.frozen
 
 
-def test_parameters_share_the_model_s_memory_and_not_its_graph() -> None:
+def test_parameters_share_the_model_s_memory_and_its_graph() -> None:
     net = Net()
     for replica in replicate(net, [CPU] * 3):
         assert [p.data_ptr() for p in replica.module.parameters()] == [p.data_ptr() for p in net.parameters()]
         assert [p.requires_grad for p in replica.module.parameters()] == [p.requires_grad for p in net.parameters()]
         assert not {id(p) for p in replica.module.parameters()} & {id(p) for p in net.parameters()}
         assert dict(replica.module.named_parameters()).keys() == dict(net.named_parameters()).keys()
-        assert [id(leaf) for leaf in replica.leaves] == [id(p) for p in replica.module.parameters() if p.requires_grad]
-        replica.module(torch.randn(4, 3)).sum().backward()
-        assert all(leaf.grad is not None for leaf in replica.leaves)
-    assert all(p.grad is None for p in net.parameters())
+        replica.module(torch.randn(4, 3)).sum().backward(retain_graph=True)
+    assert all((p.grad is not None) == p.requires_grad for p in net.parameters())
 
 
 def test_what_is_shared_in_the_model_is_shared_in_the_replica() -> None:
     (replica,) = replicate(Net(), [CPU])
     assert replica.module.first is replica.module.again
     assert replica.module.first.weight is replica.module.tied.weight
-    assert len(replica.leaves) == len(trainable(Net()))
+    assert len([*replica.module.parameters()]) == len([*Net().parameters()])
 
 
 def test_the_model_keeps_what_replica_0_changes() -> None:
@@ -83,7 +81,7 @@ def test_attributes_that_a_replica_is_given_do_not_reach_the_model() -> None:
 def test_without_gradients_replicas_have_none() -> None:
     with torch.no_grad():
         (replica,) = replicate(Net(), [CPU])
-    assert replica.leaves == [] and not any(p.requires_grad for p in replica.module.parameters())
+    assert not any(p.requires_grad for p in replica.module.parameters())
 
 
 def test_a_stand_in_takes_a_module_s_place_and_its_parts_are_left() -> None:
@@ -91,8 +89,8 @@ def test_a_stand_in_takes_a_module_s_place_and_its_parts_are_left() -> None:
     stand_in = object()
     seen: list[Any] = []
 
-    def choose(module: nn.Module, replica: int) -> Any:
-        seen.append((module, replica))
+    def choose(module: nn.Module, number: int) -> Any:
+        seen.append((module, number))
         return stand_in if module is net[1] else None
 
     replicas = replicate(net, [CPU] * 2, choose)
@@ -112,7 +110,7 @@ def test_parametrized_modules_are_replicated() -> None:
     x = torch.randn(3, 2)
     assert torch.equal(replica.module(x), layer(x))
     replica.module(x).sum().backward()
-    assert replica.leaves[-1].grad is not None and layer.parametrizations.weight.original.grad is None
+    assert layer.parametrizations.weight.original.grad is not None
 
 
 def test_attributes_of_parameters_come_along() -> None:
@@ -133,21 +131,15 @@ def test_what_cannot_be_copied_is_refused_by_name(model: nn.Module, words: str) 
 
 def test_gradients_are_added_in_the_order_of_the_replicas() -> None:
     values = [1e16, 1.0, -1e16]  # in float64, the sum depends on the order
-    gradients = [[torch.tensor(value, dtype=torch.float64), None] for value in values]
-    assert reduce(gradients, [CPU] * 3, CPU) == [sum(values), None]
-    assert reduce([[None], [torch.ones(())]], [CPU] * 2, CPU) == [1]
+    gradients = [torch.tensor(value, dtype=torch.float64) for value in values]
+    assert added(gradients, CPU) == sum(values)
+    assert added([None, torch.ones(())], CPU) == 1 and added([None, None], CPU) is None
 
 
-def test_a_reduction_leaves_what_it_adds() -> None:
+def test_a_sum_leaves_what_it_adds() -> None:
     part = torch.ones(2)
-    reduce([[part], [part], [part]], [CPU] * 3, CPU)
+    added([part, part, part], CPU)
     assert part.tolist() == [1, 1]
-
-
-def test_a_broadcast_to_the_own_device_is_the_same_memory() -> None:
-    tensor = torch.ones(2, requires_grad=True)
-    for (copy,) in broadcast([tensor], [CPU] * 2):
-        assert copy.data_ptr() == tensor.data_ptr() and not copy.requires_grad
 
 
 @pytest.mark.gpu
@@ -157,9 +149,6 @@ def test_gpus_get_copies_and_give_gradients_back() -> None:
     replicas = replicate(net, devices)
     for replica, device in zip(replicas, devices, strict=True):
         assert {tensor.device for tensor in (*replica.module.parameters(), *replica.module.buffers())} == {device}
-    ones = [
-        [torch.ones(2, device=device), None if i else torch.ones(1, device=device)] for i, device in enumerate(devices)
-    ]
-    total, alone = reduce(ones, devices, devices[0])
+    ones = [torch.ones(2, device=device) for device in devices]
+    total = added(ones, devices[0])
     assert total is not None and total.tolist() == [len(devices)] * 2 and total.device == devices[0]
-    assert alone is not None and alone.tolist() == [1]

@@ -28,7 +28,7 @@ def threads() -> Iterator[ReplicaThreads]:
 
 def test_replicas_run_at_the_same_time(threads: ReplicaThreads) -> None:
     barrier = threading.Barrier(COUNT, timeout=20)  # broken, unless all are in their calls
-    results = threads.apply([barrier.wait] * COUNT)
+    results = threads.apply([barrier.wait] * COUNT, Turns(COUNT))
     assert sorted(results) == list(range(COUNT))
 
 
@@ -37,7 +37,7 @@ def test_results_are_in_the_order_of_the_replicas(threads: ReplicaThreads) -> No
         time.sleep(0.02 * (COUNT - i))
         return i
 
-    assert threads.apply([partial(late, i) for i in range(COUNT)]) == list(range(COUNT))
+    assert threads.apply([partial(late, i) for i in range(COUNT)], Turns(COUNT)) == list(range(COUNT))
 
 
 def test_replicas_in_turn_run_one_after_the_other(threads: ReplicaThreads) -> None:
@@ -48,7 +48,7 @@ def test_replicas_in_turn_run_one_after_the_other(threads: ReplicaThreads) -> No
         time.sleep(0.02 * (COUNT - i))
         events.append(("end", i))
 
-    threads.apply([partial(call, i) for i in range(COUNT)], in_turn=True)
+    threads.apply([partial(call, i) for i in range(COUNT)], Turns(COUNT), in_turn=True)
     assert events == [(what, i) for i in range(COUNT) for what in ("begin", "end")]
 
 
@@ -62,7 +62,7 @@ def test_a_turn_waits_for_all_replicas_before(threads: ReplicaThreads) -> None:
         turns.wait(i)
         order.append(i)
 
-    threads.apply([partial(call, i) for i in range(COUNT)], turns=turns)
+    threads.apply([partial(call, i) for i in range(COUNT)], turns)
     assert order == [0, 2]
 
 
@@ -80,10 +80,10 @@ def modes() -> tuple[Any, ...]:
     lambda: torch.autocast("cpu", dtype=torch.float16),
 ])  # fmt: skip
 def test_threads_have_the_modes_of_the_thread_that_calls(threads: ReplicaThreads, mode: Callable[[], Any]) -> None:
-    before = threads.apply([modes] * COUNT)
+    before = threads.apply([modes] * COUNT, Turns(COUNT))
     with mode():
-        assert threads.apply([modes] * COUNT) == [modes()] * COUNT
-    assert threads.apply([modes] * COUNT) == before  # and nothing stays
+        assert threads.apply([modes] * COUNT, Turns(COUNT)) == [modes()] * COUNT
+    assert threads.apply([modes] * COUNT, Turns(COUNT)) == before  # and nothing stays
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
@@ -99,15 +99,15 @@ def test_an_error_keeps_its_type_and_names_the_first_replica_that_failed(
         ended.append(i)
 
     with pytest.raises(KeyError, match="1") as caught:
-        threads.apply([partial(call, i) for i in range(COUNT)], in_turn=in_turn)
+        threads.apply([partial(call, i) for i in range(COUNT)], Turns(COUNT), in_turn=in_turn)
     assert caught.value.__notes__ == ["This was raised in replica 1 of 3, on cpu."]
     assert ended == [0]  # all have ended before it is raised
-    assert threads.apply([int] * COUNT) == [0] * COUNT  # and the threads go on
+    assert threads.apply([int] * COUNT, Turns(COUNT)) == [0] * COUNT  # and the threads go on
 
 
 def test_no_thread_is_left_after_closing() -> None:
     opened = ReplicaThreads(CPUS)
-    opened.apply([int] * COUNT)
+    opened.apply([int] * COUNT, Turns(COUNT))
     opened.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica")]
 
