@@ -17,7 +17,7 @@ end of their own.
     evaluation.py      forward only                            several_passes.py  a prediction made token by token
     earlier_gradients.py  of batches before                    logs.py          self.log inside microbatches
     own_part.py        a hook for a divided module         gradient_watch.py  norms of a part of the gradients
-    log_joins.py       numbers of microbatches joined
+    log_joins.py       numbers of microbatches joined      loss_pairs.py    two microbatches tried as one
     asynchronous.py    updates without a flush                 late_gradients.py, optimizer_options.py
     timelines.py       what ran when                           callbacks.py     brought along, or refused
     memory_snapshot.py what takes a GPU's memory               meeting.py       asks all ranks, between batches
