@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
@@ -31,12 +30,6 @@ STRATEGIES = {
     "ddp": DDPStrategy,  # Lightning's, to compare with
 }
 ALL = {**MODELS, **SHARDABLE, **REPLICATED, **COUNTED}
-ACCUMULATION_AND_CLIPPING = pytest.mark.parametrize("trainer_options", [
-    {"accumulate_grad_batches": 2},
-    {"gradient_clip_val": 0.05},
-    {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
-    {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "shuffle": True},
-], ids=["accumulation", "clip-norm", "clip-value", "all-shuffled"])  # fmt: skip
 
 
 def spoil(module: torch.nn.Module) -> None:

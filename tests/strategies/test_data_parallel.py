@@ -19,15 +19,7 @@ from torch.nn import functional as F
 import lightning_parallel as lp
 from lightning_parallel.batch import split
 from tests.pool import WorkerPool
-from tests.strategies.harness import (
-    ACCUMULATION_AND_CLIPPING,
-    ALL,
-    Report,
-    here,
-    largest_difference,
-    make_trainer,
-    train,
-)
+from tests.strategies.harness import ALL, Report, here, largest_difference, make_trainer, train
 from tests.strategies.models import MODELS
 from tests.strategies.replicated import Forward, Normalised
 
@@ -77,12 +69,16 @@ def test_a_batch_smaller_than_the_replicas_trains_as_in_one_process(
     assert_equal(replicated(pool, "Forward", 7, loss_on, **options), single("Forward", **options))
 
 
-@BOTH
-@ACCUMULATION_AND_CLIPPING
-def test_accumulation_and_clipping_as_in_one_process(
-    pool: WorkerPool, single: Any, loss_on: str, trainer_options: dict[str, Any]
+@pytest.mark.parametrize("trainer_options", [
+    {"accumulate_grad_batches": 2},
+    {"gradient_clip_val": 0.05},
+    {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
+    {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "shuffle": True},
+], ids=["accumulation", "clip-norm", "clip-value", "all-shuffled"])  # fmt: skip
+def test_accumulation_and_clipping_on_the_output_device_as_in_one_process(
+    pool: WorkerPool, single: Any, trainer_options: dict[str, Any]
 ) -> None:
-    report = replicated(pool, "Forward", 3, loss_on, **trainer_options)
+    report = replicated(pool, "Forward", 3, "output_device", **trainer_options)
     assert_equal(report, single("Forward", **trainer_options))
 
 

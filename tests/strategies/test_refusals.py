@@ -23,7 +23,6 @@ import lightning_parallel as lp
 from lightning_parallel.pipeline.absent import AbsentTensor
 from tests.pool import Failure, WorkerPool
 from tests.strategies.failures import LIMIT, assert_lost, assert_refused
-from tests.strategies.models import MODELS
 from tests.strategies.observed import CLASSES, WIDTH, Net, Observed, loader, make_trainer
 from tests.thorough import thorough
 
@@ -219,16 +218,6 @@ def test_a_batch_without_tensors_is_refused_on_every_rank(pool: WorkerPool, stra
     assert_refused(failures, "ValueError", ["holds no tensor", "tuples, lists, dicts or dataclasses of tensors"])
 
 
-def fit_tied() -> None:
-    make_trainer("async", []).fit(MODELS["GPT2"](), MODELS["GPT2"].loader())
-
-
-def test_tied_weights_are_refused_by_the_asynchronous_pipeline(pool: WorkerPool) -> None:
-    failures = pool.run(fit_tied, 2, init=False, expect_errors=True, timeout=LIMIT)
-    words = ["wte.weight' is tied to", "lm_head.weight", "stages [0, 1]", "tie_word_embeddings=False"]
-    assert_refused(failures, "ValueError", words)
-
-
 def fit_scaled() -> None:
     plugin = MixedPrecision("16-mixed", "cpu")
     make_trainer("async", [], plugins=[plugin]).fit(Net(), loader())
@@ -249,27 +238,6 @@ def test_a_process_group_of_another_size_is_refused(pool: WorkerPool) -> None:
     failures = pool.run(fit_in_another_world, 3, expect_errors=True, timeout=LIMIT)
     words = ["A process group of 3 processes exists", "asks for 2", "destroy_process_group()"]
     assert_refused(failures[:2], "RuntimeError", words)
-
-
-class Loose(Net):
-    """A parameter of the module itself that layers on two stages use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def logits_and_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
-        logits = self.net(batch[0] * self.scale) * self.scale
-        return logits, F.cross_entropy(logits, batch[1])
-
-
-def fit_loose() -> None:
-    make_trainer("async", []).fit(Loose(), loader())
-
-
-def test_a_parameter_used_on_two_stages_is_refused_by_the_asynchronous_pipeline(pool: WorkerPool) -> None:
-    failures = pool.run(fit_loose, 2, init=False, expect_errors=True, timeout=LIMIT)
-    assert_refused(failures, "ValueError", ["'scale' gets gradients on stages [0, 1]", "PipelineStrategy"])
 
 
 # -- seen on one stage only ----------------------------------------------------------------------------------

@@ -1,0 +1,185 @@
+"""The contract: whatever the layout, whatever the run, the numbers of one process, or a refusal before training.
+
+A row is a model under a layout with a feature of the run. Compared are, in float64: the loss of each batch, every
+gradient before its update, every weight and moment of the optimizers, what is logged on every rank, and all of it again
+for runs that go on from a checkpoint of the layout, under the layout and in one process. See contract.py.
+
+Every pair of model, layout and feature is in a row by default; all combinations are, in thorough runs.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import Callback
+
+from tests.pool import WorkerPool
+from tests.strategies.contract import (
+    FEATURES,
+    LAYOUTS,
+    Row,
+    Run,
+    differences,
+    from_checkpoints,
+    in_one_process,
+    under_layout,
+)
+from tests.strategies.contract_models import MODELS
+from tests.strategies.covering import covering
+from tests.strategies.failures import assert_refused
+from tests.thorough import thorough
+
+PIPELINES = [name for name in LAYOUTS if name not in ("replicas", "threads", "sharded", "tensor")]
+ONLY_THOROUGH = ("naive", "pipeline x sharded")
+# Combinations of three that have to agree with each other.
+ALWAYS = [
+    ("Language", "gpipe", "clipping by norm"),  # tied weights count once in a norm
+    ("Language", "1f1b", "accumulation"),  # batches count alike, however many labels each has
+    ("Perceptron", "pipeline x data", "accumulation"),  # replicas' gradients are averaged once
+]
+
+# What the library refuses, and words of the message.
+REFUSED: dict[tuple[str, str], list[str]] = {
+    ("ResNet", "tensor"): ["no pair of its layers could be divided", "(Linear)"],
+    ("ResNet", "pipeline x tensor"): ["no pair of its layers could be divided", "(Linear)"],
+    ("Skipping", "tensor"): ["no pair of its layers could be divided", "(Linear)"],
+    ("Skipping", "pipeline x tensor"): ["no pair of its layers could be divided", "(Linear)"],
+    ("Language", "async"): ["is tied to", "head.weight", "stages [0, 1]", "tie_word_embeddings=False"],
+    **{("TwoOptimizers", layout): ["automatic_optimization=False", "FullyShardedStrategy"] for layout in PIPELINES},
+}
+# The same, but by what the first updates show: when the pipeline drains, before anything is saved.
+REFUSED_LATE = {("Loose", "async"): ["'position' gets gradients on stages [0, 1]", "PipelineStrategy"]}
+# What has other numbers by nature, as documented.
+OTHERWISE = {
+    ("async", "clipping by norm"): "each stage clips by its own norm",
+    ("async", "all"): "each stage clips by its own norm",
+}
+# What Lightning itself refuses.
+NOT_BY_HAND = ("accumulation", "clipping by norm", "clipping by value", "all")
+
+
+def is_supported(model: str, layout: str, feature: str) -> bool:
+    if model == "TwoOptimizers" and feature in NOT_BY_HAND:
+        return False
+    return (model, layout) not in REFUSED | REFUSED_LATE and (layout, feature) not in OTHERWISE
+
+
+BY_DEFAULT = [name for name in LAYOUTS if name not in ONLY_THOROUGH]
+USUAL = covering([list(MODELS), BY_DEFAULT, list(FEATURES)], is_supported, ALWAYS)
+ALL = [row for row in product(MODELS, LAYOUTS, FEATURES) if is_supported(*row)]
+
+
+@pytest.fixture(scope="module")
+def alone(pool: WorkerPool) -> Any:
+    """``alone(row)``: what one process has to say. Each made once."""
+    runs: dict[Any, Run] = {}
+
+    def get(row: Row) -> Run:
+        if row.reference not in runs:
+            runs[row.reference] = pool.run(in_one_process, 1, row, init=False)[0]
+        return runs[row.reference]
+
+    return get
+
+
+def compared(pool: WorkerPool, alone: Any, row: Row, folder: Path) -> list[str]:
+    ranks = pool.run(under_layout, LAYOUTS[row.layout].ranks, row, folder, init=False)
+    resumed = pool.run(from_checkpoints, 1, row, folder, init=False)[0]
+    return differences(alone(row), ranks, resumed)
+
+
+@pytest.mark.parametrize(("model", "layout", "feature"), [*USUAL, *thorough(*(row for row in ALL if row not in USUAL))])
+def test_a_layout_has_the_numbers_of_one_process(
+    pool: WorkerPool, alone: Any, tmp_path: Path, model: str, layout: str, feature: str
+) -> None:
+    found = compared(pool, alone, Row(model, layout, feature), tmp_path)
+    assert not found, "\n".join(found[:20])
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+class NeverTrains(Callback):
+    def on_train_batch_end(self, *args: Any) -> None:
+        raise AssertionError("a batch was trained")
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [row if row[1] not in ONLY_THOROUGH else pytest.param(*row, marks=pytest.mark.thorough) for row in REFUSED],
+)
+def test_what_is_not_supported_is_refused_before_training(
+    pool: WorkerPool, tmp_path: Path, model: str, layout: str
+) -> None:
+    row = Row(model, layout, "groups", meddle=NeverTrains())
+    failures = pool.run(under_layout, LAYOUTS[layout].ranks, row, tmp_path, init=False, expect_errors=True)
+    assert_refused(failures, "ValueError", REFUSED[model, layout])
+
+
+@pytest.mark.parametrize(("model", "layout"), REFUSED_LATE)
+def test_what_only_training_shows_is_refused_before_a_checkpoint(
+    pool: WorkerPool, tmp_path: Path, model: str, layout: str
+) -> None:
+    row = Row(model, layout, "groups")
+    failures = pool.run(under_layout, LAYOUTS[layout].ranks, row, tmp_path, init=False, expect_errors=True)
+    assert_refused(failures, "ValueError", REFUSED_LATE[model, layout])
+    assert not list(tmp_path.iterdir())
+
+
+# -- the contract notices --------------------------------------------------------------------------------------------
+
+
+class ScalesAGradient(Callback):
+    """On one rank, in the second update, by a thousandth."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
+        if trainer.global_rank == self.rank and trainer.global_step == 1:
+            parameter, *_ = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+            parameter.grad.mul_(1.001)
+
+
+class LogsNothing(Callback):
+    """On one rank, after the others' numbers are there."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
+        if trainer.global_rank == self.rank:
+            module.log("train_loss", 0.0)
+
+
+class ForgetsMomentum(Callback):
+    """When a run goes on."""
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        for state in trainer.optimizers[0].state.values():
+            state["exp_avg"].zero_()
+
+
+def alike(microbatch: Any) -> float:
+    """Weighs microbatches of three samples and of two as if they had equally many."""
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (Row("Perceptron", "1f1b", "groups", meddle=ScalesAGradient(0)), "gradient_2 differs"),
+        (Row("Perceptron", "1f1b", "groups", meddle=ScalesAGradient(1)), "gradient_2 differs"),
+        (Row("Perceptron", "1f1b", "groups", {"microbatch_weight": alike}), "gradient_1 differs"),
+        (Row("Perceptron", "replicas", "groups", meddle=LogsNothing(1)), "rank 1, end of epoch 0: train_loss"),
+        (Row("Perceptron", "1f1b", "groups", meddle=ForgetsMomentum()), "loaded: net.0.weight exp_avg differs"),
+    ],
+    ids=["gradient, last stage", "gradient, first stage", "microbatch's weight", "log", "checkpoint"],
+)
+def test_the_contract_notices(pool: WorkerPool, alone: Any, tmp_path: Path, row: Row, words: str) -> None:
+    found = compared(pool, alone, row, tmp_path)
+    assert any(words in line for line in found), found
