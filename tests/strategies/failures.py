@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.pool import Failure
 
-LIMIT = 20.0  # seconds until all ranks have ended
+LIMIT = 60.0  # seconds until all ranks have ended: far below the links' timeout, also on a busy machine
 
 
 def assert_refused(failures: list[Any], kind: str, words: list[str]) -> None:
