@@ -54,23 +54,21 @@ def test_two_optimizers_train_as_in_one_process(
     assert_equal(run(pool, strategy, ranks, "GAN", options), whole)
 
 
-@pytest.mark.parametrize(("strategy", "options"), [
-    ("tensor", {"tensor_parallel": 1, "data_parallel": 2}), ("fsdp", {"units": ["generator"]}),
+@pytest.mark.parametrize(("strategy", "ranks", "options"), [
+    ("tensor", 2, {"tensor_parallel": 1, "data_parallel": 2}), ("fsdp", 2, {"units": ["generator"]}), ("data", 1, {}),
 ])  # fmt: skip
 def test_a_gradient_penalty_is_that_of_one_process_where_its_network_is_whole(
-    pool: WorkerPool, strategy: str, options: dict[str, Any]
+    pool: WorkerPool, strategy: str, ranks: int, options: dict[str, Any]
 ) -> None:
     [whole] = pool.run(fit, 1, "GradientPenalty", init=False)
-    assert_equal(run(pool, strategy, 2, "GradientPenalty", options), whole)
+    assert_equal(run(pool, strategy, ranks, "GradientPenalty", options), whole)
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "fix"), [
-    ("tensor", 2, "create_graph=True"), ("fsdp", 2, "`units`"), ("data", 1, "loss_on='replicas'"),
-])  # fmt: skip
+@pytest.mark.parametrize(("strategy", "fix"), [("tensor", "create_graph=True"), ("fsdp", "`units`")])
 def test_a_gradient_penalty_is_refused_where_its_network_is_divided(
-    pool: WorkerPool, strategy: str, ranks: int, fix: str
+    pool: WorkerPool, strategy: str, fix: str
 ) -> None:
-    failures = run(pool, strategy, ranks, "GradientPenalty", {}, expect_errors=True)
+    failures = run(pool, strategy, 2, "GradientPenalty", {}, expect_errors=True)
     assert_refused(failures, "RuntimeError", ["second derivative", fix])
 
 
