@@ -14,6 +14,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
+from lightning_parallel.collectives import PeerLostError
 from tests.pool import WorkerPool
 from tests.strategies.harness import Report, Witness, joined, largest_difference, make_trainer, train
 from tests.strategies.shardable import Mixed
@@ -75,9 +76,9 @@ def test_a_script_goes_on_after_errors(tmp_path: Path, pool: WorkerPool) -> None
 
 
 def train_after(first: str, second: str) -> Report:
-    module = Fails()
-    with pytest.raises(ValueError, match="no luck"):
-        make_trainer(first, [], {}).fit(module, module.loader())
+    # A stage that is ahead fails first. Nothing holds its model, so its connections close, with what it has sent last.
+    with pytest.raises((ValueError, PeerLostError), match="no luck|broke"):
+        make_trainer(first, [], {}).fit(Fails(), Fails.loader())
     return train("Mixed", second, max_epochs=1)
 
 
