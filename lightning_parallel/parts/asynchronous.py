@@ -11,14 +11,13 @@ until the pipeline drains before a validation, at a checkpoint or at the end of 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor
 
 from lightning_parallel.collectives import broadcast_tensors, guarded
 from lightning_parallel.gradients.swapping import Gradients, swap_gradients
@@ -119,8 +118,7 @@ class AsynchronousTraining:
         that were in force when its batch came."""
         options, owed = self._options, self._owed.popleft()
         gradients = self._completed({**self.versions.take_gradients()})
-        if not self._loose.note(gradients):
-            self._trainer.should_stop = True  # all stages stop after the same batch, drain, and raise there
+        self._loose.note(gradients)
 
         def step() -> None:
             swap_gradients(self._local.parameters, gradients)
@@ -148,9 +146,8 @@ class _LooseParameters:
     """Parameters outside all layers, of which every stage has a copy. Only one stage may train each of them in an
     asynchronous pipeline. The other stages' copies are overwritten with its values when the pipeline drains.
 
-    The first update shows which stage that is, and each drain again: a parameter may be first used later. No stage
-    waits for the others' first update, which may come some batches later. A conflict that it shows is raised at the
-    next drain, on all stages: one that raised alone would leave the others with a broken connection.
+    Which stage that is shows at each drain: a step may begin to use a parameter at any time. Before training, the
+    strategy has refused those that the traced step reads on several stages.
     """
 
     def __init__(
@@ -159,27 +156,24 @@ class _LooseParameters:
         self._names = names if layout.stages > 1 else []
         self._local, self._layout, self._group, self._device = local, layout, group, device
         self._trained: set[str] = set()  # those that got a gradient on this stage
-        self._compared = False
-        self._comparing: tuple[dist.Work, Tensor] | None = None
 
-    def note(self, gradients: Mapping[str, Tensor | None]) -> bool:
-        """Note which parameters an update's gradients train. In the first update the stages compare theirs. Returns
-        whether each parameter is trained by one stage at most, as far as that is known."""
+    def note(self, gradients: Gradients) -> None:
+        """Note which parameters an update's gradients train."""
         self._trained |= {name for name in self._names if gradients.get(name) is not None}
-        if self._names and not self._compared:
-            self._compared = True
-            self._comparing = self._begin_to_compare()
-        elif self._comparing is not None and self._comparing[0].is_completed():
-            trained, self._comparing = self._compared_by(*self._comparing), None
-            return all(len(stages) <= 1 for stages in trained.values())
-        return True
 
     def copy(self) -> None:
-        """Copy each parameter from the stage that trains it, at a drain."""
+        """Copy each parameter from the stage that trains it, at a drain.
+
+        Raises:
+            ValueError: on all stages, if two of them train one.
+        """
         if not self._names:
             return
-        self._comparing = None
-        for name, stages in self._compared_by(*self._begin_to_compare()).items():
+        table = torch.zeros(self._layout.stages, len(self._names), dtype=torch.int, device=self._device)
+        table[self._layout.stage] = torch.tensor([name in self._trained for name in self._names])
+        guarded(dist.all_reduce, table, group=self._group)
+        for name, trained in zip(self._names, table.T.tolist(), strict=True):
+            stages = [stage for stage, yes in enumerate(trained) if yes]
             if len(stages) > 1:
                 raise ValueError(
                     f"'{name}' gets gradients on stages {stages}: asynchronous updates of different staleness would "
@@ -187,21 +181,6 @@ class _LooseParameters:
                 )
             for stage in stages:
                 broadcast_tensors((self._local.parameters[name],), self._layout.rank_at(pipeline=stage), self._group)
-
-    def _begin_to_compare(self) -> tuple[dist.Work, Tensor]:
-        table = torch.zeros(self._layout.stages, len(self._names), dtype=torch.int, device=self._device)
-        table[self._layout.stage] = torch.tensor([name in self._trained for name in self._names])
-        work = guarded(dist.all_reduce, table, group=self._group, async_op=True)
-        assert work is not None, "this rank is in its pipeline's group"
-        return work, table
-
-    def _compared_by(self, work: dist.Work, table: Tensor) -> dict[str, list[int]]:
-        """The stages that train each parameter."""
-        guarded(work.wait)
-        return {
-            name: [stage for stage, yes in enumerate(trained) if yes]
-            for name, trained in zip(self._names, table.T.tolist(), strict=True)
-        }
 
 
 def _nothing() -> None:

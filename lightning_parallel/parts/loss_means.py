@@ -116,7 +116,7 @@ class LossMeans:
 
     def _take(self, found: Findings, batch_loss: BatchLoss) -> bool:
         self._fixed |= found.fixed
-        self._lines = found.lines
+        self._lines = found.lines or self._lines
         self._rules &= found.rules
         if self._rules:
             self._rule = next(rule for rule in Rule if rule in self._rules)

@@ -160,28 +160,30 @@ class LossPairs:
             return None
         lengths = [*one.sizes[:first], sum(pair), *one.sizes[first + 2 :]]
 
-        def run(lengths: Sequence[int], tensors: Sequence[Tensor], place: int = first, seed: int = 0) -> Outcome:
+        def run(
+            lengths: Sequence[int], tensors: Sequence[Tensor], place: int = first, seed: int = 0, traced: bool = False
+        ) -> Outcome:
             part = split_into(one.batch, lengths)[place]
             with self._without_effect(seed) as logged:
-                step_of_part = step(part)
-                return outcome(lambda: (again.run(step_of_part, tensors), _numbers(logged)), lengths[place])
+                its_step = step(part)
+                return outcome(lambda: (again.run(its_step, tensors), _numbers(logged)), lengths[place], traced=traced)
 
         try:
             one.outcome = one.outcome or run(one.sizes, one.arrived)
             other.outcome = run(one.sizes, other.arrived, first + 1)
-            whole = run(lengths, both)
+            whole = run(lengths, both, traced=not self.has_tried)  # a later warning may need the lines
             parts = [one.outcome, other.outcome]
             if not math.isfinite(whole.loss) or not (whole.loss or any(part.loss for part in parts)):
                 return None  # any rule would hold
             found = find(whole, parts, pair, _TOLERANCES.get(again.dtype, 0.02))
             draws = not (found.rules and all(found.logs.values()))
-            again_whole = run(lengths, both, seed=1) if draws else whole
+            again_whole = run(lengths, both, seed=1, traced=True) if draws else whole
         except (ValueError, RuntimeError, IndexError, TypeError, AttributeError, KeyError, AssertionError):
             return None  # the step wasn't made for other sizes
         if not found.rules and again_whole.loss != whole.loss:
             return None  # by random numbers
         logs = {name: rule for name, rule in found.logs.items() if again_whole.logged.get(name) == whole.logged[name]}
-        return replace(found, logs=logs)
+        return replace(found, logs=logs, lines=again_whole.lines or whole.lines)
 
     @contextmanager
     def _without_effect(self, seed: int) -> Iterator[list[tuple[Any, ...]]]:

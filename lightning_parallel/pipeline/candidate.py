@@ -205,13 +205,14 @@ class Candidate:
         places = {id(p): chunks for name, chunks in running.items() for p in self._module.get_submodule(name).modules()}
         everywhere = set(range(self._chunks))
         uses: dict[str, set[int]] = {}
+        reads: dict[str, set[int]] = {}  # the chunks that are known to read a parameter, by its first name
         loose: set[str] = set()
-        for name in tensors:
+        for name, first in aliases.items():
             chunks = places.get(id(self._module.get_submodule(name.rpartition(".")[0])))
             if chunks is None:
-                loose.add(aliases[name])
-            wanted = {*(everywhere if chunks is None else chunks), *read.get(name, ())}
-            uses.setdefault(aliases[name], set()).update(wanted)
+                loose.add(first)
+            reads.setdefault(first, set()).update(chunks or (), read.get(name, ()))
+            uses.setdefault(first, set()).update(everywhere if chunks is None else chunks, reads[first])
         held = {name: {self._placement[chunk] for chunk in chunks} for name, chunks in uses.items()}
         self._hold_where_updated(held)
         return Partition(
@@ -223,7 +224,7 @@ class Candidate:
             owners={name: tuple(sorted(held[aliases[name]])) for name in tensors},
             uses={name: frozenset(chunks) for name, chunks in uses.items()},
             aliases=aliases,
-            loose=frozenset(loose),
+            loose={name: tuple(sorted({self._placement[chunk] for chunk in reads[name]})) for name in sorted(loose)},
             direct=frozenset(call.unit for call in calls if call.direct),
             draw_on_host=frozenset(call.unit for call in calls if call.draws_on_host),
             operations=self._summed(chunk_of, [call.operations for call in calls]),

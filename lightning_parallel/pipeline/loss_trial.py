@@ -38,7 +38,7 @@ class Outcome:
         count: by what it is weighted where losses are averaged by counts.
         keys: of its terms.
         terms: what each of its terms averages over, by the terms' numbered keys.
-        lines: where the terms are divided, or the loss is made.
+        lines: where the terms are divided, or the loss is made. None of a run that wasn't ``traced``.
         kinked: has it a term that is no mean beyond some value?
         logged: numbers, by the names under which they were logged.
     """
@@ -59,7 +59,7 @@ class Findings:
     Attributes:
         rules: that hold for the losses.
         logs: rules that hold for what is logged, by name.
-        lines: of the loss.
+        lines: of the loss, if a run was traced.
         losses: the names under which the loss is logged.
         fixed: the keys of terms that average over the same number in the whole as in each part.
     """
@@ -71,15 +71,17 @@ class Findings:
     fixed: frozenset[str]
 
 
-def outcome(step: Callable[[], tuple[Tensor, dict[str, float]]], size: int) -> Outcome:
+def outcome(step: Callable[[], tuple[Tensor, dict[str, float]]], size: int, *, traced: bool) -> Outcome:
     """Run a step, and read its loss.
 
     Args:
         step: returns the loss, with its graph, and what it has logged.
         size: the number of its samples.
+        traced: record from which lines the graph comes. This multiplies the time of small operations.
     """
     anomalies = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-    torch.autograd.set_detect_anomaly(True, check_nan=False)  # nodes then tell from which lines they come
+    if traced:
+        torch.autograd.set_detect_anomaly(True, check_nan=False)
     try:
         loss, logged = step()
     finally:

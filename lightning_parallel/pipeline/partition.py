@@ -27,7 +27,7 @@ class Partition:
         owners: for every parameter name, tied names included, the stages that hold the parameter.
         uses: for every parameter by its first name, the chunks that may add to its gradient.
         aliases: for every parameter name, the first name of the same parameter. Tied names share one.
-        loose: the first names of the parameters that lie in no unit.
+        loose: the stages that read each parameter that lies in no unit, by its first name, as far as the trace shows.
         direct: units whose ``forward`` the step calls past their hooks.
         draw_on_host: units that draw from Python's or NumPy's generator.
         operations: floating-point ones, of the forward of each chunk, on a microbatch.
@@ -43,7 +43,7 @@ class Partition:
     owners: dict[str, tuple[int, ...]]
     uses: dict[str, frozenset[int]]
     aliases: dict[str, str]
-    loose: frozenset[str]
+    loose: dict[str, tuple[int, ...]]
     direct: frozenset[str]
     draw_on_host: frozenset[str]
     operations: tuple[int, ...]

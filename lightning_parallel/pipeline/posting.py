@@ -84,15 +84,27 @@ class PostsDirectly:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._posted: deque[dist.Work] = deque()
+        self._posted: deque[dist.Work | BaseException] = deque()
 
     def hand(self, buffer: Tensor, copied: torch.cuda.Event | None = None) -> None:
-        """Post ``buffer`` now. What fills it is on the same stream, so ``copied`` isn't needed."""
-        self._posted.append(self._send(buffer))
+        """Post ``buffer`` now. What fills it is on the same stream, so ``copied`` isn't needed. An error is raised by
+        :meth:`posted`: a stage that refuses something may close its links, while this one is about to refuse the
+        same."""
+        try:
+            self._posted.append(self._send(buffer))
+        except RuntimeError as error:
+            self._posted.append(error)
 
     def posted(self) -> dist.Work:
-        return self._posted.popleft()
+        """The next send, in the order of :meth:`hand`."""
+        work = self._posted.popleft()
+        if isinstance(work, BaseException):
+            raise work
+        return work
 
     def next_is_done(self) -> bool:
         """Is the send that :meth:`posted` returns next done? This doesn't wait."""
-        return bool(self._posted) and self._posted[0].is_completed()
+        if not self._posted:
+            return False
+        work = self._posted[0]
+        return isinstance(work, BaseException) or work.is_completed()

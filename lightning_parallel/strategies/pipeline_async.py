@@ -308,9 +308,11 @@ def _refuse_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 def _refuse_ties(module: nn.Module, parts: Partition) -> None:
     """Refuse parameters that two stages hold and train: their copies would get updates of different staleness."""
     learns = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    shared = parts.shared().items()
-    tied = {name: stages for name, stages in shared if name not in parts.loose and name in learns}
-    for name, stages in tied.items():
+    # Every stage holds the loose ones. Those that don't read one only copy it.
+    shared = {name: parts.loose.get(name, stages) for name, stages in parts.shared().items() if name in learns}
+    for name, stages in shared.items():
+        if len(stages) < 2:
+            continue
         others = [other for other, first in parts.aliases.items() if first == name and other != name]
         used = f"is tied to {others} on" if others else "is used on"
         raise ValueError(

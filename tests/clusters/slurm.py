@@ -117,7 +117,11 @@ class Slurm:
         end = time.monotonic() + seconds
         while (job := self.job(job_id))["JobState"] not in states:
             if job["JobState"] in OVER or time.monotonic() > end:
-                raise RuntimeError(f"job {job_id} isn't {' or '.join(states)}, waiting {seconds} s at most: {job}")
+                output = Path(job.get("StdOut", ""))
+                printed = output.read_text() if output.is_file() else ""
+                raise RuntimeError(
+                    f"job {job_id} isn't {' or '.join(states)}, waiting {seconds} s at most: {job}\n{printed}"
+                )
             time.sleep(INTERVAL)
         return job["JobState"]
 

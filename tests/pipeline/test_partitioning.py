@@ -433,7 +433,7 @@ def test_what_the_step_does_not_call_goes_with_the_last_stage() -> None:
     parts = cut(net, 2)
     assert parts.outside["heads.0"] == parts.outside["heads.1"] == parts.outside["io.head"] == (1,)
     assert "heads" not in parts.units and "io" not in parts.units
-    assert parts.loose == {"io.scale"}
+    assert parts.loose == {"io.scale": ()}
 
 
 def test_modules_without_parameters_belong_to_nobody() -> None:
@@ -459,7 +459,7 @@ def test_a_module_inside_two_others_is_a_unit() -> None:
 
 def test_loose_parameters_are_on_every_stage() -> None:
     parts = cut(Loose(), 3)
-    assert parts.loose == {"position", "scales.0", "scales.1"}
+    assert parts.loose == {"position": (0,), "scales.0": (1, 2), "scales.1": ()}
     assert parts.shared() == dict.fromkeys(parts.loose, (0, 1, 2))
 
 
