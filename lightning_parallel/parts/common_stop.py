@@ -17,13 +17,11 @@ from collections.abc import Callable, Sequence
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_parallel.collectives import guarded
 from lightning_parallel.groups import Groups
 from lightning_parallel.layout import Layout
-from lightning_parallel.parts.side_links import SideLinks
-from lightning_parallel.pipeline.channel import Receiver, Sender
+from lightning_parallel.parts.side_links import FlagLink, SideLinks
 
 
 class CommonStop:
@@ -31,8 +29,8 @@ class CommonStop:
 
     Args:
         trainer: whose it is.
-        senders: on the deciding stage to each other one; on the others to it.
-        receivers: from the same stages.
+        to: the links on the deciding stage to each other one; on the others to it.
+        of: the links from the same stages.
         decides: is this rank's stage the deciding one?
         peers: on that stage, the ranks of all copies of it; None if there is one.
         ahead: how many batches stages may be ahead of each other.
@@ -41,15 +39,15 @@ class CommonStop:
     def __init__(
         self,
         trainer: pl.Trainer,
-        senders: Sequence[Sender],
-        receivers: Sequence[Receiver],
+        to: Sequence[FlagLink],
+        of: Sequence[FlagLink],
         *,
         decides: bool,
         peers: dist.ProcessGroup | None,
         ahead: Callable[[], int],
     ) -> None:
         self._trainer = trainer
-        self._senders, self._receivers = senders, receivers
+        self._to, self._of = to, of
         self._decides, self._peers, self._ahead = decides, peers, ahead
         self._unread = 0  # batches whose messages to the deciding stage haven't been read
 
@@ -65,22 +63,24 @@ class CommonStop:
         mine = self._trainer.should_stop
         if self._decides:
             self._unread += 1
-            stop = torch.tensor(self._read(keep=0 if meet else self._ahead()) or mine)
+            stop = self._read(keep=0 if meet else self._ahead()) or mine
             if self._peers is not None:
-                guarded(dist.all_reduce, stop, dist.ReduceOp.MAX, self._peers)
+                agreed = torch.tensor(stop)
+                guarded(dist.all_reduce, agreed, dist.ReduceOp.MAX, self._peers)
+                stop = bool(agreed)
             self._send(stop)
-            self._trainer.should_stop = bool(stop)
+            self._trainer.should_stop = stop
         else:
-            self._send(torch.tensor(mine))
+            self._send(mine)
             self._trainer.should_stop = self._taken()
         if meet:
-            for sender in self._senders:
-                sender.flush()
+            for link in self._to:
+                link.flush()
 
-    def _send(self, stop: Tensor) -> None:
-        for sender in self._senders:
-            sender.flush(keep=self._ahead() + 1)  # older ones are known to have been read
-            sender.send([stop], place=0)
+    def _send(self, stop: bool) -> None:
+        for link in self._to:
+            link.flush(keep=self._ahead() + 1)  # older ones are known to have been read
+            link.send(stop)
 
     def _read(self, keep: int) -> bool:
         """Does a stage want to stop? Of all but the last ``keep`` batches so far."""
@@ -92,13 +92,8 @@ class CommonStop:
 
     def _taken(self) -> bool:
         """The next message of each of the others: does one of them say stop?"""
-        found = False
-        for receiver in self._receivers:
-            receiver.post(0)
-            arrival = receiver.take()
-            assert arrival is not None, "these messages have no end of stream"
-            found |= bool(arrival.receive()[0])
-        return found
+        flags = [link.take() for link in self._of]
+        return any(flags)
 
 
 def common_stop(
@@ -119,8 +114,8 @@ def common_stop(
     wants, answers = (SideLinks(layout, groups, kind, torch.device("cpu")) for kind in (1, 2))
     return CommonStop(
         trainer,
-        (answers if decides else wants).senders(stages),
-        (wants if decides else answers).receivers(stages),
+        (answers if decides else wants).flags(stages),
+        (wants if decides else answers).flags(stages),
         decides=decides,
         peers=groups.on_host(copies) if decides and len(copies) > 1 else None,
         ahead=ahead,

@@ -45,13 +45,16 @@ class GradientWatch(TorchFunctionMode):
         self._module, self._parameters = module, list(parameters)
         self._put_back = around_step_hooks(plugin, self.begin, self.end)
         self._is_open = self._is_paused = self._has_warned = False
+        self._is_needed: bool | None = None
         self._memories: set[int] = set()  # of the gradients
         self._made: dict[int, tuple[weakref.ref[Tensor], bool]] = {}  # from gradients; is it a number of several?
         self._number = ""  # the call that has made the last such number
 
     def begin(self) -> None:
         """Begin to watch: gradients are complete, and hooks may follow."""
-        if self._is_open or not _sees_gradients(self._module):
+        if self._is_needed is None:  # asked once: it takes as long as a small step's hooks
+            self._is_needed = _sees_gradients(self._module)
+        if self._is_open or not self._is_needed:
             return
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         self._memories = {_memory(gradient) for gradient in gradients} - {0}

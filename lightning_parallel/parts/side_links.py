@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from lightning_parallel.groups import Groups, Wire
 from lightning_parallel.layout import Layout
@@ -32,6 +35,35 @@ class SideLinks:
         cpu = torch.device("cpu")
         return [Receiver(self._link(stage, cpu)) for stage in stages if stage != self._layout.stage]
 
+    def flags(self, stages: Iterable[int]) -> list[FlagLink]:
+        """Links for flags to or from each of these stages but this one."""
+        cpu = torch.device("cpu")
+        return [FlagLink(self._link(stage, cpu)) for stage in stages if stage != self._layout.stage]
+
     def _link(self, stage: int, device: torch.device) -> Link:
         peer = self._layout.rank_at(pipeline=stage)
         return Link(self._wire, peer, self._layout.describe(peer), device)
+
+
+class FlagLink:
+    """Sends or receives flags over a link, one byte each."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def send(self, flag: bool) -> None:
+        """Send a flag."""
+        buffer = torch.tensor([flag], dtype=torch.uint8)
+        self._sent.append((self._link.isend(buffer), buffer))
+
+    def flush(self, keep: int = 0) -> None:
+        """Wait until all but the last ``keep`` flags have arrived."""
+        while len(self._sent) > keep:
+            self._link.wait(self._sent.popleft()[0])
+
+    def take(self) -> bool:
+        """Wait for the next flag."""
+        buffer = torch.empty(1, dtype=torch.uint8)
+        self._link.wait(self._link.irecv(buffer))
+        return bool(buffer)
