@@ -53,11 +53,6 @@ class AsyncOneFOneB:
         self._update = 0  # the number of the next step
         self._owed: deque[tuple[int, bool]] = deque()  # microbatches in flight: number, does it end an update?
 
-    @property
-    def in_flight(self) -> int:
-        """The microbatches whose backward is still owed."""
-        return len(self._owed)
-
     def feed(self, count: int, *, ends_update: bool = True) -> Iterator[Action]:
         """The stage's actions when `count` new microbatches come, numbered on from the last.
 

@@ -135,9 +135,9 @@ def test_asynchronous_slices_join_to_the_finite_schedule() -> None:
     for s in range(4):
         endless = AsyncOneFOneB(4, s, extra_in_flight=1)
         joined = [action for _ in range(9) for action in endless.feed(2)]
-        assert endless.in_flight == endless.warmup == 2 * (3 - s)
+        assert len(endless._owed) == endless.warmup == 2 * (3 - s)
         assert [*joined, *endless.drain()] == asynchronous(4, 2, 9, extra_in_flight=1)[s]
-        assert endless.in_flight == 0
+        assert not endless._owed
 
 
 def test_step_comes_right_after_the_last_backward_of_its_update() -> None:
