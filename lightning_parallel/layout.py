@@ -146,10 +146,6 @@ class Layout:
         return self.index("pipeline")
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.stage == 0
-
-    @property
     def is_last_stage(self) -> bool:
         return self.stage == self.stages - 1
 

@@ -57,7 +57,6 @@ class Range:
 Count = Annotated[int, Range(1)]
 Natural = Annotated[int, Range(0)]
 NotNegative = Annotated[float, Range(0)]
-Fraction = Annotated[float, Range(0, 1)]
 Auto = Literal["auto"]
 
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from lightning_parallel.settings import Count, Fraction, Natural, Range
+from lightning_parallel.settings import Count, Natural, Range
+
+Fraction = Annotated[float, Range(0, 1)]
 
 # -- models ----------------------------------------------------------------------------------------------------------
 

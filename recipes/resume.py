@@ -12,9 +12,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_parallel.checkpoint import newest_in
+from lightning_parallel.checkpoint import is_whole, newest_in
 from lightning_parallel.checkpoint.archive import check_archive
-from lightning_parallel.checkpoint.newest import damaged_since
+from lightning_parallel.checkpoint.newest import found_in, saved_at
 from recipes import record
 from recipes.processes import restarts
 
@@ -31,7 +31,7 @@ def chosen(config: Config) -> str | None:
     # Of a run that an engine starts again, an earlier run in its folder is no part.
     found = newest(config, since=None if asked else record.started(Path(config["paths"]["output_dir"])))
     chosen = found or (config["ckpt_path"] if config["ckpt_path"] != LAST else None)
-    damaged = damaged_since(_folders(config), Path(found) if found else None)
+    damaged = _damaged_since(config, Path(found) if found else None)
     if damaged:
         goes_on = f"from {chosen}" if chosen else "afresh"
         rank_zero_warn(f"Not whole, so it goes on {goes_on}: {', '.join(map(str, damaged))}.")
@@ -93,6 +93,12 @@ def newest(config: Config, since: float | None = None) -> str | None:
     """
     found = newest_in(_folders(config), since=since)
     return None if found is None else str(found)
+
+
+def _damaged_since(config: Config, path: Path | None) -> list[Path]:
+    """The run's checkpoints that are not whole, and newer than ``path`` if that exists."""
+    since = saved_at(path) if path is not None else 0
+    return sorted(other for other in found_in(_folders(config)) if saved_at(other) > since and not is_whole(other))
 
 
 def _folders(config: Config) -> set[Path]:

@@ -14,13 +14,14 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from lightning_parallel.parts.options import Seconds
-from lightning_parallel.settings import Auto, Count, Fraction, Natural, NotNegative, Range
+from lightning_parallel.settings import Auto, Count, Natural, NotNegative, Range
 from lightning_parallel.strategies.data_parallel import DataParallelOptions
 from lightning_parallel.strategies.fully_sharded import FullyShardedOptions
 from lightning_parallel.strategies.pipeline import PipelineOptions
 from lightning_parallel.strategies.pipeline_async import AsyncPipelineOptions
 from lightning_parallel.strategies.tensor import TensorParallelOptions
 from recipes import examples
+from recipes.examples import Fraction
 from recipes.launchers.kubernetes import KubernetesLauncher
 from recipes.launchers.local import LocalLauncher
 from recipes.launchers.ray import RayLauncher

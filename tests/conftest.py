@@ -1,4 +1,4 @@
-"""What all tests share: the pool of worker processes, and the markers `gpu`, `timm` and `thorough`."""
+"""What all tests share: the pool of workers, double precision, and the markers `gpu`, `timm` and `thorough`."""
 
 from __future__ import annotations
 
@@ -39,6 +39,15 @@ def pool() -> Iterator[WorkerPool]:
 @pytest.fixture(autouse=True, scope="module")
 def _default_dtype() -> Iterator[None]:
     """What a file's tests set is not for the next file that this process runs."""
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def in_double_precision() -> Iterator[None]:
+    """Seeded, and float64 by default."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
     yield
     torch.set_default_dtype(torch.float32)
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 
@@ -14,15 +14,17 @@ from lightning_parallel.settings import (
     SET_BY_TRAINER,
     Auto,
     Count,
-    Fraction,
     Natural,
     NotNegative,
+    Range,
     check,
     described,
     fits,
     settings_of,
     takes,
 )
+
+Fraction = Annotated[float, Range(0, 1)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,9 +29,9 @@ def newest_in(
 ) -> Path | None:
     """The newest whole checkpoint in some folders, or None. Left out are ``but``, and those older than ``since``
     (seconds since the epoch)."""
-    other = (path for path in _found_in(folders) if but is None or path.resolve() != Path(but).resolve())
-    recent = (path for path in other if since is None or _saved_at(path) >= since * 1e9)
-    return max(filter(is_whole, recent), key=_saved_at, default=None)
+    other = (path for path in found_in(folders) if but is None or path.resolve() != Path(but).resolve())
+    recent = (path for path in other if since is None or saved_at(path) >= since * 1e9)
+    return max(filter(is_whole, recent), key=saved_at, default=None)
 
 
 def instead_of(path: Path) -> str:
@@ -40,13 +40,8 @@ def instead_of(path: Path) -> str:
     return "copy it again" + ("" if found is None else f", or use {found}, the newest whole checkpoint beside it")
 
 
-def damaged_since(folders: Collection[PathLike], path: Path | None) -> list[Path]:
-    """The checkpoints in some folders that are not whole, and newer than ``path`` if that exists."""
-    since = _saved_at(path) if path is not None else 0
-    return sorted(other for other in _found_in(folders) if _saved_at(other) > since and not is_whole(other))
-
-
-def _found_in(folders: Collection[PathLike]) -> set[Path]:
+def found_in(folders: Collection[PathLike]) -> set[Path]:
+    """The checkpoints in some folders, whole or not."""
     found = {path for folder in folders for path in Path(folder).glob("*.ckpt")}
     # A crash while one was replaced may have left the old one alone. A directory opens under its own name.
     replaced = {old for folder in folders for old in Path(folder).glob(f"*.ckpt{directory.REPLACED}")}
@@ -54,5 +49,6 @@ def _found_in(folders: Collection[PathLike]) -> set[Path]:
     return found | files | {old.with_suffix("") for old in replaced if directory.find(old.with_suffix("")) == old}
 
 
-def _saved_at(path: Path) -> int:
+def saved_at(path: Path) -> int:
+    """When a checkpoint was saved: nanoseconds since the epoch."""
     return (directory.find(path) or path).stat().st_mtime_ns

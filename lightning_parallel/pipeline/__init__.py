@@ -8,7 +8,7 @@ In the order in which a batch meets them::
     partitioning.py   which layers a chunk owns             candidate.py, partition.py, layers.py, balance.py
     survey.py         what crosses the cuts                 flow.py, one_sided.py
     schedule.py       what each stage computes, in order    actions.py, schedule_checks.py, async_schedule.py
-                      drawn, and timed on paper             clock_table.py, simulate.py, drawing.py
+                      timed on paper, drawn as it ran       simulate.py, drawing.py, trace_file.py
     engine.py         runs a schedule on a stage            weights.py, timeline.py
     chunk.py          what a stage runs of the step         ends.py, handover.py, recompute.py
                       its backward in two halves            split_backward.py, matmuls.py

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from lightning_parallel.pipeline.actions import Action, Backward, Forward, Schedule, Step
-from lightning_parallel.pipeline.schedule import check_sizes
+from lightning_parallel.pipeline.actions import Action, Backward, Forward, Step
 
 
 class AsyncOneFOneB:
@@ -15,7 +14,7 @@ class AsyncOneFOneB:
     As `one_f_one_b`, but never flushed: a stage steps as soon as the backwards of an update are done, and goes on with
     the next forward. After the fill no stage waits for the others.
 
-    3 stages, updates of 1 microbatch, as `asynchronous(3, 1, updates=6)` draws it, drain included:
+    3 stages, 6 updates of 1 microbatch, drain included:
 
         stage 0 | F0 F1 F2  .  . B0|F3 B1|F4 B2|F5 B3| . B4| . B5|
         stage 1 |  . F0 F1  . B0|F2 B1|F3 B2|F4 B3|F5 B4| . B5| .
@@ -53,11 +52,6 @@ class AsyncOneFOneB:
         self._microbatch = 0  # the number of the next forward
         self._update = 0  # the number of the next step
         self._owed: deque[tuple[int, bool]] = deque()  # microbatches in flight: number, does it end an update?
-
-    @property
-    def in_flight(self) -> int:
-        """The microbatches whose backward is still owed."""
-        return len(self._owed)
 
     def feed(self, count: int, *, ends_update: bool = True) -> Iterator[Action]:
         """The stage's actions when `count` new microbatches come, numbered on from the last.
@@ -100,21 +94,6 @@ class AsyncOneFOneB:
         if ends_update:
             yield Step(self._stage, self._update)
             self._update += 1
-
-
-def asynchronous(stages: int, microbatches: int, updates: int, extra_in_flight: int = 0) -> Schedule:
-    """`updates` updates of `microbatches` each by `AsyncOneFOneB`, then the drain: to check and to draw."""
-    check_sizes(stages, microbatches)
-    if updates < 1:
-        raise ValueError(f"updates={updates}: give at least one update.")
-    schedule: Schedule = []
-    for s in range(stages):
-        stage = AsyncOneFOneB(stages, s, extra_in_flight)
-        actions: list[Action] = []
-        for _ in range(updates):
-            actions += stage.feed(microbatches)
-        schedule.append([*actions, *stage.drain()])
-    return schedule
 
 
 def _warmup(stages: int, stage: int, extra_in_flight: int) -> int:

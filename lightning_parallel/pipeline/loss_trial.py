@@ -36,7 +36,6 @@ class Outcome:
     Attributes:
         loss: its value.
         count: by what it is weighted where losses are averaged by counts.
-        keys: of its terms.
         terms: what each of its terms averages over, by the terms' numbered keys.
         lines: where the terms are divided, or the loss is made. None of a run that wasn't ``traced``.
         kinked: has it a term that is no mean beyond some value?
@@ -45,7 +44,6 @@ class Outcome:
 
     loss: float
     count: float
-    keys: frozenset[str]
     terms: Mapping[str, float]
     lines: list[str]
     kinked: bool = False
@@ -93,7 +91,6 @@ def outcome(step: Callable[[], tuple[Tensor, dict[str, float]]], size: int, *, t
     return Outcome(
         float(loss.detach()),
         float(count_of(terms, loss, float(size))),
-        frozenset(term.key for term in terms),
         {key: float(term.count) for key, term in numbered(terms).items()},
         lines_of(nodes),
         bool(kinks),

@@ -1,7 +1,7 @@
 """Pipeline schedules: for each stage, the list of what it computes, in order.
 
 A schedule is data. The generators here are pure functions of integers. The same lists are checked
-(``schedule_checks.py``), simulated and drawn (``simulate.py``), and run (``engine.py``). Messages are implied: the
+(``schedule_checks.py``), simulated (``simulate.py``), and run (``engine.py``). Messages are implied: the
 forward of a microbatch on chunk c needs the activation that its forward on chunk c - 1 sent, and its backward needs the
 gradient that its backward on chunk c + 1 sent (``actions.py``).
 
@@ -10,7 +10,7 @@ microbatch 2; ``.`` is a clock without work, and ``|`` the optimizer step. With 
 of the stage's second chunk. A forward is one clock long, and so is a whole backward. Where backwards are in halves,
 each half is, and ``=`` continues a whole one.
 
-``python -m lightning_parallel.pipeline 1f1b --stages 4 --microbatches 8`` draws one for other sizes.
+``python -m recipes.schedule 1f1b --stages 4 --microbatches 8`` draws one for other sizes.
 
 A new schedule is one more generator. ``PipelineStrategy(schedule=...)`` takes it; listed in :data:`SCHEDULES`, it has a
 name too.

@@ -1,4 +1,4 @@
-"""Computes what a schedule costs, without any process: time, waiting, activations held. ``clock_table.py`` draws it."""
+"""Computes what a schedule costs, without any process: time, waiting, activations held."""
 
 from __future__ import annotations
 
@@ -54,30 +54,6 @@ class Simulation:
     def bubble(self) -> float:
         """The fraction of stages x makespan in which a stage waits, fill and drain included."""
         return 1 - sum(self.busy) / (len(self.rows) * self.makespan)
-
-    @property
-    def peak_activations(self) -> list[int]:
-        """The most microbatches whose activations each stage holds at once: forward begun, backward not done. On a
-        stage with several chunks they count for each chunk."""
-        chunks = len(placement([[timed.action for timed in row] for row in self.rows]))
-        return [most_held([timed.action for timed in row], [1] * chunks, [1] * chunks) for row in self.rows]
-
-    @property
-    def steady(self) -> tuple[float, float] | None:
-        """Begin and end of the time in which all stages run forwards and backwards in turn, or None.
-
-        It begins when the last stage starts its backwards, and ends when the first one runs out of forwards: the
-        asynchronous schedule between its fill and its drain. It is None where a stage runs out of forwards before
-        another starts its backwards, as in one round of a synchronous schedule.
-        """
-        begin = max(next(t.start for t in row if isinstance(t.action, Backward | BackwardInput)) for row in self.rows)
-        end = min(next(t.end for t in reversed(row) if isinstance(t.action, Forward)) for row in self.rows)
-        return (begin, end) if begin < end else None
-
-    def utilisation(self, begin: float, end: float) -> float:
-        """The fraction of the time from `begin` to `end` in which the stages compute, in the mean over them."""
-        busy = sum(max(0.0, min(t.end, end) - max(t.start, begin)) for row in self.rows for t in row)
-        return busy / (len(self.rows) * (end - begin))
 
 
 def most_held(actions: Iterable[Action], sizes: Sequence[int], between: Sequence[int] | None) -> int:
@@ -199,12 +175,3 @@ def busy_across_batches(schedule: Schedule, latency: float = 0.0) -> float:
     ends = [timed.end for timed in simulation.rows[-1] if isinstance(timed.action, Step)]
     period = (ends[-1] - ends[_FILL - 1]) / (_BATCHES - _FILL)
     return sum(simulation.busy) / _BATCHES / (len(schedule) * period)
-
-
-def asynchronous_utilisation(
-    stages: int, extra_in_flight: int = 0, forward: float = 1.0, backward: float = 2.0, latency: float = 0.0
-) -> float:
-    """The steady utilisation of the asynchronous schedule by theory, for equal stages; derived in `AsyncOneFOneB`."""
-    work = forward + backward
-    loop = (stages * work + 2 * (stages - 1) * latency) / (1 + (stages - 1) * (1 + extra_in_flight))
-    return work / max(work, loop)

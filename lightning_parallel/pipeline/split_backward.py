@@ -106,11 +106,6 @@ class WeightGradients:
             part.uses = [use for use in part.uses if use.dy is not None]
         self._parts = deque(part for part in parts if part.uses)
 
-    @property
-    def deferred(self) -> int:
-        """The number of parameters whose gradients wait."""
-        return sum(part.leaves for part in self._parts)
-
     def run(self) -> None:
         """Compute the gradients that wait, one parameter after the other, and free what was held for each.
 
@@ -191,10 +186,9 @@ class _Use:
 @dataclass(eq=False)
 class _Part:
     """A part of the graph that waits: the way from one or more matmuls to one parameter, or to several that meet on it,
-    such as direction and magnitude of a weight norm. ``leaves`` is the number of these parameters."""
+    such as direction and magnitude of a weight norm."""
 
     uses: list[_Use]
-    leaves: int
 
 
 class _Graph:
@@ -237,12 +231,11 @@ class _Graph:
         for start in self._children:
             if start not in seen:
                 region = self._region(start, seen)
-                leaves = [node for node in region if not any(child for child, _ in self._children[node])]
                 uses = self._uses(region)
                 if uses:
-                    late.append(_Part(uses, len(leaves)))
+                    late.append(_Part(uses))
                 else:
-                    now += leaves
+                    now += (node for node in region if not any(child for child, _ in self._children[node]))
         return now, late
 
     def _region(self, start: Node, seen: set[Node]) -> list[Node]:

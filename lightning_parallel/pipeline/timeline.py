@@ -208,19 +208,19 @@ def measured_bubble(rows: Sequence[Sequence[Span]]) -> float:
     return 1 - busy / total
 
 
-def utilisation(rows: Sequence[Sequence[Span]], skip: int = 0) -> float | None:
+def utilisation(rows: Sequence[Sequence[Span]]) -> float | None:
     """The fraction of the stages' time in which they compute while the pipeline is full; None if it never is.
 
-    It is full from when every stage has begun its backward number `skip` until the first stage ends its last forward
-    but `skip`: the steady state of the asynchronous schedule, between fill and drain.
+    It is full from when every stage has begun a backward until the first stage ends its last forward: the steady state
+    of the asynchronous schedule, between fill and drain.
     """
     busy = total = 0.0
     for phase in _phases(rows):
         forwards = [[span.end for span in row if span.kind == "forward"] for row in phase]
         backwards = [[span.start for span in row if span.kind in ("backward", "backward input")] for row in phase]
-        if any(len(column) <= skip for column in (*forwards, *backwards)):
+        if not all((*forwards, *backwards)):
             continue
-        begin, end = max(column[skip] for column in backwards), min(column[-1 - skip] for column in forwards)
+        begin, end = max(column[0] for column in backwards), min(column[-1] for column in forwards)
         if begin < end:
             busy += sum(_busy(row, begin, end) for row in phase)
             total += len(rows) * (end - begin)

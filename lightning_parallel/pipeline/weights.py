@@ -140,6 +140,7 @@ class WeightVersions:
         grown: called with the name of a parameter whenever a backward has added to its :meth:`gradient`.
 
     Attributes:
+        updates: the number of updates done, which is also the number of the newest version.
         staleness: for each number of updates between a forward and its backward, the number of microbatches.
     """
 
@@ -156,7 +157,7 @@ class WeightVersions:
         self._grown = grown
         self._stashing = stashing
         self._corrected = corrected
-        self._updates = 0
+        self.updates = 0
         self._drained = 0  # the version at the last drain: nothing reads an older one
         self._wanted: int | None = None  # the version that forwards read; None for the newest
         self._current: Version | None = None
@@ -174,19 +175,9 @@ class WeightVersions:
         ]
 
     @property
-    def updates(self) -> int:
-        """The number of updates done, which is also the number of the newest version."""
-        return self._updates
-
-    @property
     def reading(self) -> int:
         """The number of the version that the next forward reads."""
-        return self._updates if self._wanted is None else self._wanted
-
-    def copies(self) -> int:
-        """The copies of the stage's weights that are held besides its parameters."""
-        held = [version for version in self._versions() if version.copied]
-        return min(1, len(held)) if self._stashing == "latest" else len(held)  # its versions share one
+        return self.updates if self._wanted is None else self._wanted
 
     # -- forwards and backwards ----------------------------------------------------------------------------------
 
@@ -212,7 +203,7 @@ class WeightVersions:
         with self._read_from(version), gradients_apart(version.leaves.values()):
             yield
         version.in_flight -= 1
-        self.staleness[self._updates - version.updates] += 1
+        self.staleness[self.updates - version.updates] += 1
 
     def second_half(self, version: Version) -> AbstractContextManager[None]:
         return gradients_apart(version.leaves.values())
@@ -280,9 +271,9 @@ class WeightVersions:
         self._current = None
         before = {name: p.data.clone() for name, p in self._trained().items()} if self._corrected else {}
         apply()
-        self._updates += 1
+        self.updates += 1
         if self._wanted is not None:  # the forwards of the update that was made have run
-            self._wanted = max(self._wanted, self._updates - 1)
+            self._wanted = max(self._wanted, self.updates - 1)
         self._old = [version for version in self._old if self._is_needed(version)]
         if self._corrected:
             values = self._extrapolated(before, read, correction)
@@ -313,7 +304,7 @@ class WeightVersions:
         have changed them. Gradients of an update under way (accumulation over batches) are kept for it."""
         assert not any(version.in_flight for version in self._versions())
         self.end_batch(self._loss)
-        self._drained = self._updates
+        self._drained = self.updates
         self._wanted = None
         self._old, self._current = [], None
 
@@ -349,7 +340,7 @@ class WeightVersions:
         for name, leaf in leaves.items() if self._grown is not None else ():
             if leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(partial(self._tell, name))
-        return Version(self._updates, leaves, copied=set(values))
+        return Version(self.updates, leaves, copied=set(values))
 
     def _tell(self, name: str, leaf: Tensor) -> None:
         assert self._grown is not None

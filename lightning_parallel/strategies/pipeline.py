@@ -72,7 +72,7 @@ class PipelineOptions(StagedOptions):
         if schedule == "auto":
             raise ValueError(
                 "schedule='auto': no schedule is chosen for a model any more. Name one, such as schedule='1f1b'; "
-                "`python -m lightning_parallel.pipeline` draws each and shows what it costs."
+                "`python -m recipes.schedule` draws each and shows what it costs."
             )
         super().__post_init__()
         if self.schedule == "naive" and self.microbatches not in ("auto", 1):

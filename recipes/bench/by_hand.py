@@ -166,7 +166,7 @@ class BareAsync:
     def __init__(self, layers: nn.Sequential, batch: Tensor, microbatches: int, optimizer: MakeOptimizer = sgd) -> None:
         assert dist.get_world_size() == 2
         layout, _ = place()
-        self.is_first, self.is_last = layout.is_first_stage, layout.is_last_stage
+        self.is_first, self.is_last = layout.stage == 0, layout.is_last_stage
         # Groups of its own: a receive that was posted ahead stays when others run.
         forward, backward = dist.new_group([0, 1]), dist.new_group([0, 1])
         self._in, self._out = (backward, forward) if self.is_first else (forward, backward)

@@ -107,7 +107,7 @@ class Ours(Synchronous):
         self, layers: nn.Sequential, schedule: str, batch: Tensor, microbatches: int, optimizer: MakeOptimizer = sgd
     ) -> None:
         layout, groups = place()
-        self.is_first, self.is_last = layout.is_first_stage, layout.is_last_stage
+        self.is_first, self.is_last = layout.stage == 0, layout.is_last_stage
         lists = SCHEDULES[schedule](layout.stages, microbatches)
         places = placement(lists)
         stage = _stage(layers, layout, batch, places)
@@ -146,7 +146,7 @@ class OursAsync:
         optimizer: MakeOptimizer = sgd,
     ) -> None:
         layout, groups = place()
-        self.is_first, self.is_last = layout.is_first_stage, layout.is_last_stage
+        self.is_first, self.is_last = layout.stage == 0, layout.is_last_stage
         stage = _stage(layers, layout, batch)
         self._parameters = stage.named_parameters()
         self.versions = WeightVersions(layers, self._parameters)

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB, asynchronous
+from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB
 from lightning_parallel.pipeline.schedule import SCHEDULES
-from lightning_parallel.pipeline.simulate import simulate
 from recipes.bench import processes
 from recipes.bench.contestants import Contestant, Ours, OursAsync, Torch
 from recipes.bench.report import Table
+from recipes.schedule.figures import asynchronous, peak_activations
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ def _theory(name: str, sizes: Sizes) -> tuple[list[int], list[int]]:
     kind, _, rest = name.partition(", ")
     if kind in SCHEDULES:
         schedule = SCHEDULES[kind](sizes.stages, sizes.microbatches)
-        return simulate(schedule).peak_activations, [0] * sizes.stages
+        return peak_activations(schedule), [0] * sizes.stages
     microbatches, extra = (int(word) for word in rest.split() if word.isdigit())
-    peaks = simulate(asynchronous(sizes.stages, microbatches, 8 * sizes.stages, extra)).peak_activations
+    peaks = peak_activations(asynchronous(sizes.stages, microbatches, 8 * sizes.stages, extra))
     ahead = [AsyncOneFOneB(sizes.stages, stage, extra).warmup for stage in range(sizes.stages)]
     return peaks, [-(-warmup // microbatches) for warmup in ahead]
 

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_parallel import AsyncPipelineStrategy, PipelineStrategy
 from lightning_parallel.pipeline.actions import placement
 from lightning_parallel.pipeline.schedule import SCHEDULES
-from lightning_parallel.pipeline.simulate import asynchronous_utilisation, busy_across_batches, simulate
+from lightning_parallel.pipeline.simulate import busy_across_batches, simulate
 from lightning_parallel.strategies.staged import StagedStrategy
 from recipes.bench import processes
 from recipes.bench.by_hand import Bare, BareOnwards
@@ -32,6 +32,7 @@ from recipes.bench.contestants import (
 )
 from recipes.bench.layers import fit, sleeping
 from recipes.bench.report import Cell, Table, spread
+from recipes.schedule.figures import asynchronous_utilisation
 
 LATENCY = 1e-3  # seconds a message, for the theory; gloo between two processes takes about that for 1 MiB
 

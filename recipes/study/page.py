@@ -24,8 +24,7 @@ _QUESTION = """\
 An asynchronous pipeline keeps every stage busy, by applying gradients that are late. What does that cost in quality, at
 equal updates and equal data, and which rule costs least? Every arm trains the same model on the same batches; arms
 differ in what a microbatch's forward reads on each stage, and in nothing else. The rules are those of
-`AsyncPipelineStrategy`, computed in one process by `lightning_parallel.pipeline.delayed`, whose numbers are the
-strategy's."""
+`AsyncPipelineStrategy`, computed in one process by `recipes.study.delayed`, whose numbers are the strategy's."""
 
 _SYNCHRONOUS = """\
 - **synchronous**: no late gradients, so its losses depend neither on stages nor on microbatches; only its time does.

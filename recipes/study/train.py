@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_parallel.pipeline.delayed import Delayed, Reading
 from recipes.models.muon import MuonAdamW
 from recipes.models.optimizer import warmup_cosine
 from recipes.study.arms import Run, Setting
+from recipes.study.delayed import Delayed, Reading
 from recipes.study.task import Chain, Task
 
 _CPU = torch.device("cpu")

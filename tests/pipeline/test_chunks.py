@@ -24,7 +24,7 @@ from lightning_parallel.pipeline.actions import (
 )
 from lightning_parallel.pipeline.schedule import Generator, interleaved, zbv
 from lightning_parallel.pipeline.schedule_checks import of_one_update
-from lightning_parallel.pipeline.simulate import simulate
+from recipes.schedule.figures import peak_activations
 from tests.pipeline.nets import BLOCKS
 from tests.pipeline.test_engine import BATCHES, Rank, assert_equal, double, joined, model_of, rows, whole_batch
 from tests.pool import WorkerPool
@@ -203,6 +203,6 @@ def measured(generator: Generator, count: int) -> tuple[int, int, int]:
 def test_what_is_held_and_what_waits_is_what_the_lists_say(pool: WorkerPool) -> None:
     for generator, count in ((interleaved, 4), (interleaved, 6), (zbv, 6)):
         last, first = pool.run(measured, 2, generator, count)
-        assert [first[0], last[0]] == simulate(generator(2, count)).peak_activations
+        assert [first[0], last[0]] == peak_activations(generator(2, count))
         # Of a block, weight and bias: the weight waits. Chunk 0, with the stem, is on the last stage in a V.
         assert [first[1], last[1]] == ([2, 2] if generator is zbv else [0, 0]), (first, last)

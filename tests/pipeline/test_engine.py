@@ -35,7 +35,7 @@ from lightning_parallel.pipeline.timeline import Timeline
 from lightning_parallel.pipeline.weights import CurrentWeights, WeightVersions
 from tests.pipeline import nets
 from tests.pipeline.nets import BLOCKS, Net
-from tests.pipeline.versions import version
+from tests.pipeline.versions import copies_held, version
 from tests.pool import WorkerPool
 from tests.thorough import thorough
 
@@ -97,7 +97,7 @@ class Rank:
         self.held.append(self.engine.activations_held + 1)
         if self.versions:
             self.used.append(self.versions.updates)
-            self.copies.append(self.versions.copies())
+            self.copies.append(copies_held(self.versions))
         return self.model.step(part)
 
     @property
@@ -122,7 +122,7 @@ class Rank:
             self.optimizer.zero_grad()
 
         self.versions.update(apply)
-        self.copies.append(self.versions.copies())
+        self.copies.append(copies_held(self.versions))
 
     def state(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.parameters.items()}

@@ -8,13 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from lightning_parallel.pipeline.actions import Backward, BackwardInput, BackwardWeight, Forward, Schedule, Step
-from lightning_parallel.pipeline.async_schedule import asynchronous
-from lightning_parallel.pipeline.schedule import SCHEDULES, gpipe, interleaved, naive, one_f_one_b, zbv
+from lightning_parallel.pipeline.schedule import SCHEDULES, gpipe, interleaved, one_f_one_b, zbv
 from lightning_parallel.pipeline.schedule_checks import validate
 from lightning_parallel.pipeline.simulate import (
-    Simulation,
     Timed,
-    asynchronous_utilisation,
     busy_across_batches,
     ideal_bubble,
     most_held,
@@ -48,52 +45,6 @@ def test_the_simulated_bubble_is_the_formula_s(stages: int, microbatches: int) -
         assert ideal_bubble(schedule) == pytest.approx(formula)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
-def test_activations_held(stages: int, microbatches: int) -> None:
-    assert simulate(naive(stages, microbatches)).peak_activations == [1] * stages
-    assert simulate(gpipe(stages, microbatches)).peak_activations == [microbatches] * stages
-    flushed = simulate(one_f_one_b(stages, microbatches)).peak_activations
-    assert flushed == [min(stages - s, microbatches) for s in range(stages)]
-    endless = simulate(asynchronous(stages, microbatches, updates=2 * stages)).peak_activations
-    assert endless == [stages - s for s in range(stages)]
-
-
-def steady_utilisation(simulation: Simulation) -> float:
-    """Utilisation over the middle half of the steady state: many whole periods, fill and drain far away."""
-    assert simulation.steady is not None
-    begin, end = simulation.steady
-    quarter = (end - begin) / 4
-    return simulation.utilisation(begin + quarter, end - quarter)
-
-
-@pytest.mark.parametrize("extra", [0, 1])
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("stages", [1, 2, 4, 8])
-def test_asynchronous_never_waits_in_the_steady_state(stages: int, microbatches: int, extra: int) -> None:
-    simulation = simulate(asynchronous(stages, microbatches, 6 * stages, extra), forward=1.0, backward=2.0)
-    assert simulation.steady is not None
-    assert simulation.utilisation(*simulation.steady) == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("extra", [0, 1, 2])
-@pytest.mark.parametrize("latency", [0.05, 0.3, 1.5, 4.0])
-@pytest.mark.parametrize("stages", [2, 4, 8])
-def test_latency_costs_what_the_formula_says(stages: int, latency: float, extra: int) -> None:
-    simulation = simulate(asynchronous(stages, 1, 200, extra), 1.0, 2.0, latency=latency)
-    expected = asynchronous_utilisation(stages, extra, 1.0, 2.0, latency)
-    assert steady_utilisation(simulation) == pytest.approx(expected, rel=0.01)
-
-
-def test_latency_is_paid_twice_a_microbatch_unless_one_more_is_in_flight() -> None:
-    # Without slack a microbatch takes f + b + 2 l (p - 1) / p, which goes to f + b + 2 l in a long pipeline.
-    simulation = simulate(asynchronous(16, 1, 300), 20.0, 40.0, latency=3.0)
-    assert steady_utilisation(simulation) == pytest.approx(60 / 66, abs=0.01)
-    # One more in flight a link hides any latency up to (f + b) / 2.
-    simulation = simulate(asynchronous(16, 1, 300, extra_in_flight=1), 20.0, 40.0, latency=30.0)
-    assert steady_utilisation(simulation) == pytest.approx(1.0)
-
-
 def test_latency_delays_every_message() -> None:
     simulation = simulate(gpipe(3, 1), forward=1.0, backward=2.0, latency=0.5)
     assert simulation.makespan == pytest.approx(3 * (1.0 + 2.0) + 4 * 0.5)
@@ -112,10 +63,6 @@ def test_durations_may_differ_by_stage_and_steps_count_as_busy() -> None:
     assert simulation.rows[1][-1] == Timed(Step(1, 0), 17.0, 17.5)
     assert simulation.busy == [6.0, 16.5]
     assert simulation.bubble == pytest.approx(1 - 22.5 / 38)
-
-
-def test_one_round_of_a_synchronous_schedule_has_no_steady_state() -> None:
-    assert simulate(gpipe(4, 8)).steady is None
 
 
 @pytest.mark.parametrize(

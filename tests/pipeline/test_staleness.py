@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.pipeline.actions import Backward, Forward, Step
-from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB, asynchronous
+from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB
 from lightning_parallel.pipeline.staleness import (
     Correction,
     copies,
@@ -20,6 +20,7 @@ from lightning_parallel.pipeline.staleness import (
     is_second_order,
     mean_staleness,
 )
+from recipes.schedule.figures import asynchronous
 from tests.pipeline.versions import version
 
 SIZES = list(itertools.product((1, 2, 3, 5), (1, 2, 3, 4, 7), (0, 1, 2)))  # stages, microbatches, extra in flight

@@ -8,7 +8,6 @@ from typing import ClassVar
 import pytest
 import torch
 
-from lightning_parallel.pipeline.async_schedule import asynchronous
 from lightning_parallel.pipeline.schedule import SCHEDULES, gpipe
 from lightning_parallel.pipeline.simulate import ideal_bubble
 from lightning_parallel.pipeline.timeline import (
@@ -18,6 +17,7 @@ from lightning_parallel.pipeline.timeline import (
     report,
     utilisation,
 )
+from recipes.schedule.figures import asynchronous
 from tests.pipeline.recordings import joined, later, rows_of
 
 
@@ -142,7 +142,6 @@ def test_utilisation_is_one_in_the_asynchronous_steady_state() -> None:
     rows = rows_of(asynchronous(4, 1, 20), step=0.5)
     assert measured_bubble(rows) > 0.1
     assert utilisation(rows) == pytest.approx(1.0)
-    assert utilisation(rows, skip=3) == pytest.approx(1.0)
 
 
 def test_utilisation_after_drains_leaves_out_every_fill_and_drain() -> None:
@@ -151,19 +150,8 @@ def test_utilisation_after_drains_leaves_out_every_fill_and_drain() -> None:
     assert utilisation(joined(part, evaluating, later(part, 4.0))) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("slow", [1, 9])
-def test_utilisation_skips_slow_first_and_last_microbatches(slow: int) -> None:
-    (row,) = rows_of(asynchronous(1, 1, 10))  # three spans an update
-    rows = [row[: 3 * slow] + later([row[3 * slow :]], 5.0)[0]]  # 5 s pass before the forward `slow`
-    busy = utilisation(rows)
-    assert busy is not None
-    assert busy < 0.1
-    assert utilisation(rows, skip=1) == pytest.approx(1.0)
-
-
 def test_utilisation_is_none_where_the_pipeline_never_is_full() -> None:
     assert utilisation(rows_of(gpipe(4, 8))) is None
-    assert utilisation(rows_of(asynchronous(4, 1, 20)), skip=100) is None
 
 
 def test_report_puts_the_measured_bubble_beside_theory() -> None:

@@ -18,6 +18,7 @@ from lightning_parallel.gradients.swapping import swap_gradients
 from lightning_parallel.pipeline.staleness import Stashing
 from lightning_parallel.pipeline.weights import WeightVersions
 from tests.pipeline.nets import LAYERS
+from tests.pipeline.versions import copies_held
 
 ADAMW = {"lr": 0.05, "eps": 1e-3}  # with a small eps, gradients that are zero but for rounding become updates
 
@@ -87,7 +88,7 @@ class Training:
         if self.done % self.count == 0:
             gradients = self.versions.take_gradients()
             self.versions.update(lambda: self._apply(gradients), self.correction, self.second_order)
-            self.copies.append(self.versions.copies())
+            self.copies.append(copies_held(self.versions))
 
     def _apply(self, gradients: dict[str, Tensor]) -> None:
         swap_gradients(self.parameters, gradients)
@@ -242,7 +243,7 @@ def test_corrected_latest_multiplies_by_the_newest_corrected_weights() -> None:
         # The activation of v's product, x w, is that of the forward.
         assert {name: g.item() for name, g in versions.take_gradients().items()} == expected
         versions.update(lambda: step(4.0, 9.0), 1.0)  # read as 4 and 11
-    assert versions.copies() == 1
+    assert copies_held(versions) == 1
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -324,7 +325,7 @@ def test_old_versions_are_freed_after_their_last_backward() -> None:
         del version
     assert training.versions.updates == 6
     assert [ref() is not None for ref in leaves] == [False] * 6 + [True] * 2  # of the two in flight
-    assert training.versions.copies() <= 2
+    assert copies_held(training.versions) <= 2
 
 
 def test_frozen_parameters_are_neither_copied_nor_given_gradients() -> None:
@@ -405,7 +406,7 @@ def test_copies_held_are_those_in_flight_and_those_of_the_correction(
     seen = []
     for k in range(6 * count + delay):
         training.microbatch(batch(k))
-        seen.append(training.versions.copies())
+        seen.append(copies_held(training.versions))
     assert max(seen) == expected
     steady = [copies for k, copies in enumerate(seen) if k >= 3 * count + delay and (k + 1 - delay) % count == 0]
     assert set(steady) == {expected}  # as an update ends
@@ -422,7 +423,7 @@ def test_copies_held_are_all_the_memory_there_is() -> None:
                 versions = training.versions
                 held = {version.leaves["layer.weight"].data_ptr() for version in versions._versions()}
                 held.discard(training.parameters["layer.weight"].data_ptr())
-                assert versions.copies() == len(held), (stashing, correction, k)
+                assert copies_held(versions) == len(held), (stashing, correction, k)
 
 
 @pytest.mark.parametrize("stashing", ["stash", "2bw", "latest"])
@@ -481,7 +482,7 @@ def test_after_a_refresh_forwards_read_the_parameters_themselves(
     training = Training(made("gru"), stashing, 2, 2, correction=correction, second_order=second_order).run(8)
     versions = training.versions
     versions.refresh()
-    assert versions.copies() == 0
+    assert copies_held(versions) == 0
     training.microbatch(batch(8))
     _, token = training.flights[-1]
     for name, p in training.parameters.items():
@@ -659,7 +660,7 @@ def test_a_refresh_in_the_middle_of_an_update_loses_no_gradient() -> None:
         with versions.backward(token):
             loss.backward()
         versions.refresh()
-        assert versions.copies() == 0
+        assert copies_held(versions) == 0
     assert {name: g.item() for name, g in versions.take_gradients().items()} == {"w": 9.0, "v": 6.0}
     versions.refresh()
     assert versions.take_gradients() == {}

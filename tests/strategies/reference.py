@@ -1,4 +1,4 @@
-"""The asynchronous pipeline without a pipeline: a model of `models.py` trained by `pipeline.delayed` in one process."""
+"""The asynchronous pipeline in one process: `recipes.study.delayed` trains a model of `models.py`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.func import functional_call
 
 from lightning_parallel.batch import batch_size, split
 from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB
-from lightning_parallel.pipeline.delayed import Delayed
 from lightning_parallel.pipeline.partitioning import partition
 from lightning_parallel.pipeline.staleness import discount, mean_staleness
+from recipes.study.delayed import Delayed
 from tests.strategies.harness import Report
 from tests.strategies.models import MODELS, Base
 

@@ -35,7 +35,7 @@ BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
 @pytest.mark.parametrize(("make", "words"), [
     (lambda: lp.PipelineStrategy(schedule="zigzag"), ["schedule='zigzag'", "'gpipe'", "'1f1b'", "'naive'"]),  # type: ignore[arg-type]
     (lambda: lp.PipelineStrategy(schedule="auto"), [  # type: ignore[arg-type]
-        "schedule='auto'", "schedule='1f1b'", "python -m lightning_parallel.pipeline",
+        "schedule='auto'", "schedule='1f1b'", "python -m recipes.schedule",
     ]),
     (lambda: lp.PipelineStrategy(microbatches=2.5), ["microbatches=2.5", "integer of at least 1", "'auto'"]),  # type: ignore[arg-type]
     (lambda: lp.PipelineStrategy(microbatches=0), ["microbatches=0", "integer of at least 1"]),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_parallel.pipeline.async_schedule import asynchronous
 from lightning_parallel.pipeline.schedule import one_f_one_b
 from lightning_parallel.pipeline.simulate import simulate
+from recipes.schedule.figures import asynchronous
 from recipes.study import clock
 
 LEAST, MOST = {(4, 8): 0.6, (8, 16): 0.5}, {(4, 8): 0.9, (8, 16): 0.8}

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_parallel.pipeline.delayed import Delayed
 from lightning_parallel.pipeline.staleness import Correction, Stashing
 from recipes.data.sources import stdlib
 from recipes.models.gpt import GPT
 from recipes.models.muon import MuonAdamW
 from recipes.models.optimizer import warmup_cosine
 from recipes.study.arms import Arm, Run, Setting
+from recipes.study.delayed import Delayed
 from recipes.study.images import Digits
 from recipes.study.task import Task
 from recipes.study.text import Text

@@ -15,12 +15,13 @@ from torch.func import functional_call
 
 from lightning_parallel.gradients.swapping import swap_gradients
 from lightning_parallel.pipeline.actions import Action, Backward, Forward
-from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB, asynchronous
-from lightning_parallel.pipeline.delayed import Delayed, Reading
+from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB
 from lightning_parallel.pipeline.staleness import Correction, Stashing, copies, correction_weight, is_second_order
 from lightning_parallel.pipeline.weights import WeightVersions
+from recipes.schedule.figures import asynchronous
+from recipes.study.delayed import Delayed, Reading
 from tests.pipeline.nets import LAYERS
-from tests.pipeline.versions import version
+from tests.pipeline.versions import copies_held, version
 
 ADAMW = {"lr": 0.03, "eps": 1e-3, "weight_decay": 0.1}
 KINDS = ("gru", "x * w", "attention", "conv1d", "layernorm", "x @ w", "rmsnorm", "batchnorm", "linear")
@@ -514,7 +515,7 @@ class Pipeline:
             for s, actions in enumerate(lists):
                 while actions and self._can(s, actions[0]):
                     self._do(s, actions.popleft())
-                    self.copies[s] = max(self.copies[s], self.versions[s].copies())
+                    self.copies[s] = max(self.copies[s], copies_held(self.versions[s]))
             assert before != [len(actions) for actions in lists]
 
     def _can(self, s: int, action: Action) -> bool:

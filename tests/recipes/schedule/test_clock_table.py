@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lightning_parallel.pipeline.async_schedule import asynchronous
-from lightning_parallel.pipeline.clock_table import clock_table
 from lightning_parallel.pipeline.schedule import gpipe
 from lightning_parallel.pipeline.simulate import simulate
+from recipes.schedule.clock_table import clock_table
+from recipes.schedule.figures import asynchronous
 
 
 def test_the_table_draws_columns_in_proportion_to_time() -> None:

@@ -1,4 +1,4 @@
-"""``python -m lightning_parallel.pipeline``: the table, its figures, and mistakes without a traceback."""
+"""``python -m recipes.schedule``: the table, its figures, and mistakes without a traceback."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from lightning_parallel.pipeline.__main__ import main
-from lightning_parallel.pipeline.async_schedule import asynchronous
-from lightning_parallel.pipeline.clock_table import clock_table
 from lightning_parallel.pipeline.schedule import naive, one_f_one_b
+from recipes.schedule.__main__ import main
+from recipes.schedule.clock_table import clock_table
+from recipes.schedule.figures import asynchronous
 
 
 def test_command_line_prints_table_bubble_and_activations(capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,6 +47,6 @@ def test_command_line_refuses_bad_sizes_without_a_traceback(
 
 
 def test_schedule_runs_as_a_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["pipeline", "naive", "--stages", "2", "--microbatches", "1"])
-    runpy.run_module("lightning_parallel.pipeline", run_name="__main__")
+    monkeypatch.setattr(sys, "argv", ["schedule", "naive", "--stages", "2", "--microbatches", "1"])
+    runpy.run_module("recipes.schedule", run_name="__main__")
     assert clock_table(naive(2)) in capsys.readouterr().out

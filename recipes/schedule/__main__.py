@@ -1,4 +1,4 @@
-"""``python -m lightning_parallel.pipeline``: draws a schedule, and prints its bubble, by theory and simulated, and the
+"""``python -m recipes.schedule``: draws a schedule, and prints its bubble, by theory and simulated, and the
 activations that each stage holds."""
 
 from __future__ import annotations
@@ -6,17 +6,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB, asynchronous
-from lightning_parallel.pipeline.clock_table import clock_table
+from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB
 from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.pipeline.schedule_checks import validate
-from lightning_parallel.pipeline.simulate import asynchronous_utilisation, ideal_bubble, simulate
+from lightning_parallel.pipeline.simulate import ideal_bubble, simulate
+from recipes.schedule.clock_table import clock_table
+from recipes.schedule.figures import asynchronous, asynchronous_utilisation, peak_activations, steady, utilisation
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m lightning_parallel.pipeline",
+        prog="python -m recipes.schedule",
         description="Draw a pipeline schedule as text and print its bubble and the activations held.",
     )
     parser.add_argument("schedule", choices=[*SCHEDULES, "async"])
@@ -60,11 +61,11 @@ def _described(options: argparse.Namespace) -> str:
         f"makespan          {simulation.makespan:g}",
         f"bubble            {simulation.bubble:.3f} simulated, {theory:.3f} by theory"
         + (" (steady state; simulated with fill and drain)" if name == "async" else ""),
-        f"activations held  {' '.join(map(str, simulation.peak_activations))} microbatches, stage by stage",
+        f"activations held  {' '.join(map(str, peak_activations(schedule)))} microbatches, stage by stage",
     ]
     if name == "async":
-        steady = simulation.steady
-        simulated = "(too few updates)" if steady is None else f"{simulation.utilisation(*steady):.3f}"
+        full = steady(simulation)
+        simulated = "(too few updates)" if full is None else f"{utilisation(simulation, *full):.3f}"
         expected = asynchronous_utilisation(stages, extra, options.forward, options.backward, options.latency)
         means = [AsyncOneFOneB(stages, s, extra).warmup / microbatches for s in range(stages)]
         lines += [

@@ -1,0 +1,68 @@
+"""The figures of a schedule that is not run are what theory says."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_parallel.pipeline.schedule import gpipe, naive, one_f_one_b
+from lightning_parallel.pipeline.simulate import Simulation, simulate
+from recipes.schedule.figures import asynchronous, asynchronous_utilisation, peak_activations, steady, utilisation
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+def test_activations_held(stages: int, microbatches: int) -> None:
+    assert peak_activations(naive(stages, microbatches)) == [1] * stages
+    assert peak_activations(gpipe(stages, microbatches)) == [microbatches] * stages
+    flushed = peak_activations(one_f_one_b(stages, microbatches))
+    assert flushed == [min(stages - s, microbatches) for s in range(stages)]
+    endless = peak_activations(asynchronous(stages, microbatches, updates=2 * stages))
+    assert endless == [stages - s for s in range(stages)]
+
+
+def steady_utilisation(simulation: Simulation) -> float:
+    """Utilisation over the middle half of the steady state: many whole periods, fill and drain far away."""
+    full = steady(simulation)
+    assert full is not None
+    begin, end = full
+    quarter = (end - begin) / 4
+    return utilisation(simulation, begin + quarter, end - quarter)
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+def test_asynchronous_never_waits_in_the_steady_state(stages: int, microbatches: int, extra: int) -> None:
+    simulation = simulate(asynchronous(stages, microbatches, 6 * stages, extra), forward=1.0, backward=2.0)
+    full = steady(simulation)
+    assert full is not None
+    assert utilisation(simulation, *full) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("extra", [0, 1, 2])
+@pytest.mark.parametrize("latency", [0.05, 0.3, 1.5, 4.0])
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_latency_costs_what_the_formula_says(stages: int, latency: float, extra: int) -> None:
+    simulation = simulate(asynchronous(stages, 1, 200, extra), 1.0, 2.0, latency=latency)
+    expected = asynchronous_utilisation(stages, extra, 1.0, 2.0, latency)
+    assert steady_utilisation(simulation) == pytest.approx(expected, rel=0.01)
+
+
+def test_latency_is_paid_twice_a_microbatch_unless_one_more_is_in_flight() -> None:
+    # Without slack a microbatch takes f + b + 2 l (p - 1) / p, which goes to f + b + 2 l in a long pipeline.
+    simulation = simulate(asynchronous(16, 1, 300), 20.0, 40.0, latency=3.0)
+    assert steady_utilisation(simulation) == pytest.approx(60 / 66, abs=0.01)
+    # One more in flight a link hides any latency up to (f + b) / 2.
+    simulation = simulate(asynchronous(16, 1, 300, extra_in_flight=1), 20.0, 40.0, latency=30.0)
+    assert steady_utilisation(simulation) == pytest.approx(1.0)
+
+
+def test_one_round_of_a_synchronous_schedule_has_no_steady_state() -> None:
+    assert steady(simulate(gpipe(4, 8))) is None
+
+
+def test_sizes_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="updates=0"):
+        asynchronous(2, 1, 0)
+    with pytest.raises(ValueError, match="microbatches=0"):
+        asynchronous(2, 0, 1)
