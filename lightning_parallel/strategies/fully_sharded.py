@@ -28,13 +28,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -57,6 +56,8 @@ from lightning_parallel.pipeline.layers import Layers, named_layers
 from lightning_parallel.settings import Auto, Count, takes
 from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.writes import Writes
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,29 +227,28 @@ class FullyShardedStrategy(LayoutStrategy):
         self._writes[torch.is_grad_enabled()].end(module.named_parameters())
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+    def run_step(self, kind: str, step: Callable[[], T]) -> T:
         with _explained():
-            return super().training_step(*args, **kwargs)
+            output = super().run_step(kind, step)
+        if kind != "training_step":
+            assert self._uses is not None
+            self._uses.compare()
+            self._writes[False].check()
+            self._free()  # after training steps the backward does it
+        return output
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Lightning's backward. The gradients of parameters that every rank holds whole are averaged before any hook
-        sees them."""
-        module = self.lightning_module
-        assert module is not None and self._uses is not None
+    def make_gradients(self, backward: Callable[[], None]) -> None:
+        """Run the backward, and average the gradients of parameters that every rank holds whole."""
+        assert self._uses is not None
         self._uses.compare()
         self._writes[True].check()
-        self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         accumulated = swap_gradients(self._whole, {})  # of earlier batches: means already
         with _explained(), self._guard.open():
-            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+            backward()
         if self._whole:
             averager = GradientAverager(self._whole, self.groups.along("data"))
             add_gradients(self._whole, averager.finish(swap_gradients(self._whole, accumulated)))
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
-        self.post_backward(closure_loss)
-        return closure_loss
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -260,29 +260,6 @@ class FullyShardedStrategy(LayoutStrategy):
     def _free(self) -> None:
         for unit in self._units:
             unit.reshard()
-
-    # -- evaluation ----------------------------------------------------------------------------------------------
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluate(super().validation_step, *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluate(super().test_step, *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.predict_equally(partial(self._evaluate, super().predict_step, *args, **kwargs))
-
-    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with _explained():
-            output = step(*args, **kwargs)
-        assert self._uses is not None
-        self._uses.compare()
-        self._writes[False].check()
-        self._free()  # after training steps the backward does it
-        return output
 
     # -- the end -------------------------------------------------------------------------------------------------
 
