@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -43,6 +44,7 @@ from lightning_parallel.parts import loaders, process_group
 from lightning_parallel.parts.background import BackgroundSave
 from lightning_parallel.parts.callbacks import IN_PARTS, Reasons, bring_along, refuse_callbacks
 from lightning_parallel.parts.checkpoints import Checkpoints
+from lightning_parallel.parts.clipping import install_clipping
 from lightning_parallel.parts.collectives import Collectives
 from lightning_parallel.parts.equal_steps import EqualSteps
 from lightning_parallel.parts.gradient_watch import GradientWatch
@@ -234,8 +236,20 @@ class LayoutStrategy(ParallelStrategy):
             self.model = self.precision_plugin.convert_module(self.lightning_module)
         return self.lightning_module
 
-    def hold(self, trainer: pl.Trainer, local: LocalModel) -> None:
-        """Take this rank's part of the divided model: move it to its device, and make the optimizers for it."""
+    def hold(
+        self,
+        trainer: pl.Trainer,
+        local: LocalModel,
+        *,
+        counts: Callable[[str], bool] = lambda name: True,
+        norm_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Take this rank's part of the divided model: move it to its device, and make the optimizers for it.
+
+        Args:
+            counts: tells whether this rank's copy of a parameter, by name, enters the norm for clipping.
+            norm_group: the ranks whose gradients make one norm; None if each rank has them all.
+        """
         self._local = local
         self._checkpoints = Checkpoints(local, self.layout.coordinate, self._group_names, self._background)
         self._replicas = Replicas(local, self.groups.along("data"))
@@ -250,6 +264,15 @@ class LayoutStrategy(ParallelStrategy):
             assert self.lightning_module is not None
             if self.groups.model.size() > 1:
                 self._watch = GradientWatch(self.lightning_module, local.parameters.values(), self.precision_plugin)
+        install_clipping(
+            self.precision_plugin,
+            local,
+            counts=counts,
+            replicas=self.groups.along("data"),
+            parts=norm_group,
+            device=self.root_device,
+            watch=self._watch,
+        )
         self._start_table.tell(
             self.lightning_module,
             self.holding,

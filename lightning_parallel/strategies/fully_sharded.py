@@ -48,7 +48,6 @@ from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
 from lightning_parallel.lightning_private import say_device
 from lightning_parallel.local_model import LocalModel
 from lightning_parallel.parts.afterwards import PartOfModel
-from lightning_parallel.parts.clipping import install_clipping
 from lightning_parallel.parts.manual import BackwardGuard, networks
 from lightning_parallel.parts.options import ProcessOptions
 from lightning_parallel.parts.start_table import Holding
@@ -143,9 +142,6 @@ class FullyShardedStrategy(LayoutStrategy):
         self.hold(trainer, local)
         if is_new:
             self.replicas.copy_buffers()
-        install_clipping(
-            self.precision_plugin, local, replicas=self.groups.along("data"), parts=None, device=self.root_device
-        )
         if trainer.state.fn == TrainerFn.FITTING:
             self._guard.begin([] if module.automatic_optimization else self._whole.values())
 

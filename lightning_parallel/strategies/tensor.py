@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
 from lightning_parallel.local_model import LocalModel
-from lightning_parallel.parts.clipping import install_clipping, share_overflows
+from lightning_parallel.parts.clipping import share_overflows
 from lightning_parallel.parts.first_batch import trial_of
 from lightning_parallel.parts.loaders import check_same_batch
 from lightning_parallel.parts.manual import BackwardGuard
@@ -92,16 +92,7 @@ class TensorParallelStrategy(LayoutStrategy):
         self._shards.divide(module, groups.along("tensor"), device, partial(trial_of, trainer, module))
         configure_part(module)
         local = LocalModel.of(module, self._shards.shards)
-        self.hold(trainer, local)
-        install_clipping(
-            self.precision_plugin,
-            local,
-            counts=self._shards.counts,
-            replicas=None,
-            parts=groups.model,
-            device=device,
-            watch=self._watch,
-        )
+        self.hold(trainer, local, counts=self._shards.counts, norm_group=groups.model)
         share_overflows(self.precision_plugin, device)
         self.replicas.copy_parameters()
         self._shards.begin(local, groups.along("tensor"), automatic=module.automatic_optimization)
