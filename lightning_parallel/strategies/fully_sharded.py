@@ -43,7 +43,6 @@ from typing_extensions import override
 from lightning_parallel.collectives import broadcast_tensors
 from lightning_parallel.fully_sharded.units import check_dtypes, materialize, refuse_second_derivatives, untied
 from lightning_parallel.fully_sharded.uses import ModuleUses
-from lightning_parallel.gradients.averaging import GradientAverager
 from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
 from lightning_parallel.lightning_private import say_device
 from lightning_parallel.local_model import LocalModel
@@ -117,7 +116,6 @@ class FullyShardedStrategy(LayoutStrategy):
         self._fully_sharded: pl.LightningModule | None = None
         self._root: _Root | None = None  # with automatic optimization
         self._units: list[FSDPModule] = []  # all of them, the root too
-        self._whole: dict[str, nn.Parameter] = {}  # parameters that aren't divided
         self._uses: ModuleUses | None = None
         self._writes: dict[bool, Writes] = {}  # in training, and in evaluation
         self._part = PartOfModel()
@@ -143,7 +141,8 @@ class FullyShardedStrategy(LayoutStrategy):
         if is_new:
             self.replicas.copy_buffers()
         if trainer.state.fn == TrainerFn.FITTING:
-            self._guard.begin([] if module.automatic_optimization else self._whole.values())
+            self.replicas.begin(watch=False)
+            self._guard.begin([] if module.automatic_optimization else local.replicated.values())
 
     def _fully_shard(self, module: pl.LightningModule) -> None:
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
@@ -192,7 +191,6 @@ class FullyShardedStrategy(LayoutStrategy):
         }
         host_group = self.groups.on_host(self.layout.peers("data"))
         self._uses = ModuleUses(units, divided, host_group)
-        self._whole = {name: p for name, p in module.named_parameters() if not isinstance(p, DTensor)}
         self._writes = {training: Writes(_lost, host_group) for training in (True, False)}
 
     @override
@@ -215,7 +213,7 @@ class FullyShardedStrategy(LayoutStrategy):
         writes = self._writes[torch.is_grad_enabled()]
         if writes.is_on:
             own = {id(p) for p in unit.parameters() if not isinstance(p, DTensor)}
-            whole = {id(p) for p in self._whole.values()}
+            whole = {id(p) for p in self.local_model.replicated.values()}
             named = module.named_parameters()
             writes.begin({name: p for name, p in named if id(p) in own and id(p) not in whole})
 
@@ -239,12 +237,11 @@ class FullyShardedStrategy(LayoutStrategy):
         assert self._uses is not None
         self._uses.compare()
         self._writes[True].check()
-        accumulated = swap_gradients(self._whole, {})  # of earlier batches: means already
+        whole = self.local_model.replicated
+        accumulated = swap_gradients(whole, {})  # of earlier batches: means already
         with _explained(), self._guard.open():
             backward()
-        if self._whole:
-            averager = GradientAverager(self._whole, self.groups.along("data"))
-            add_gradients(self._whole, averager.finish(swap_gradients(self._whole, accumulated)))
+        add_gradients(whole, self.replicas.averaged(swap_gradients(whole, accumulated)))
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
