@@ -130,17 +130,22 @@ def _join_tensors(parts: list[Tensor], counts: list[int]) -> Tensor:
     return parts[-1]
 
 
-def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The mean of tensors of one shape. 16-bit and integer tensors are averaged in float32. A tensor of weight 0
-    doesn't count, even if it is NaN or infinite."""
+def weighted_mean(values: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Tensor:
+    """The mean of scalars. 16-bit and integer ones become float32. What weighs nothing doesn't count, even if it is NaN
+    or infinite."""
     exact = [value if value.dtype in (torch.float32, torch.float64) else value.float() for value in values]
     if len(exact) == 1:
         return exact[0]  # to the bit
-    counting = [(value, weight) for value, weight in zip(exact, weights, strict=True) if weight]
-    total = counting[0][0] * counting[0][1]
-    for value, weight in counting[1:]:
-        total = total + value * weight
-    return total / sum(weights)
+    counting = [
+        (torch.where(weight == 0, 0.0, value) if isinstance(weight, Tensor) else value, weight)
+        for value, weight in zip(exact, weights, strict=True)
+        if isinstance(weight, Tensor) or weight
+    ]
+    if not counting:
+        return exact[0]  # 0 / 0, as in one process
+    total = sum(value.double() * weight for value, weight in counting)
+    assert isinstance(total, Tensor)
+    return (total / sum(weights)).to(exact[0].dtype)
 
 
 def fingerprint(batch: Any) -> int:

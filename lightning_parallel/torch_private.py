@@ -80,6 +80,7 @@ __all__ = [
     "tree_flatten",
     "tree_leaves",
     "tree_map",
+    "tensors_in",
     "tree_unflatten",
     "version_of",
     "where_created",
@@ -109,6 +110,13 @@ ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a nested container, such as a function's arguments, in order."""
+    if isinstance(value, Tensor):  # as most outputs are; the walk is slow
+        return [value]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def wrapper_tensor(

@@ -66,8 +66,12 @@ class Writes:
 
 
 def _state_of(tensor: Tensor) -> tuple[int, Tensor]:
-    """The address of a tensor (``weight.data = ...`` replaces it), and a sum over its bits, which nearly every change
-    alters."""
+    """The address of a tensor (``weight.data = ...`` replaces it), and its digest."""
+    return tensor.data_ptr(), digest(tensor)
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """A sum over the bits of a tensor, which nearly every change alters."""
     wide = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     raw = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    return raw.data_ptr(), raw.view(wide[raw.element_size()]).sum(dtype=torch.int64)
+    return raw.view(wide[raw.element_size()]).sum(dtype=torch.int64)

@@ -164,6 +164,8 @@ def test_tree_flatten_tree_leaves_tree_map_and_tree_unflatten_know_transformers_
     doubled = torch_private.tree_unflatten([2 * leaf for leaf in leaves], structure)
     assert type(doubled) is type(output) and doubled.hidden_states == (4, [6])
     assert torch_private.tree_map(lambda leaf: 2 * leaf, output) == doubled
+    more = torch.ones(2)
+    assert list(map(id, torch_private.tensors_in((output, {"more": more})))) == [id(leaves[0]), id(more)]
 
 
 def test_a_torch_dispatch_mode_sees_operators() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.torch_private import tree_leaves
+from lightning_parallel.torch_private import tensors_in
 
 
 def untied(module: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
@@ -45,8 +45,8 @@ def refuse_second_derivatives(name: str, unit: nn.Module) -> None:
             )
 
     def watch(module: nn.Module, args: Any, output: Any) -> None:
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
                 tensor.register_hook(refuse)
 
     unit.register_forward_hook(watch)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_parallel.checkpoint.agreement import first_few
-from lightning_parallel.collectives import gather_objects
+from lightning_parallel.collectives import gather_objects, together
 from lightning_parallel.parts.last_stage import LastStage
 from lightning_parallel.parts.log_joins import depends_on_layers
 from lightning_parallel.parts.logs import logged_values, logging_trial
@@ -115,22 +115,8 @@ class FirstLook:
     def _agreed(self, look: Callable[[], Flow]) -> Flow:
         """The last stage's result, on all ranks. An error on one rank is raised on all, since none may wait for what
         another won't send."""
-        flow: Flow | None = None
-        failed: Exception | None = None
-        try:
-            flow = look()
-        except Exception as error:  # any: it is raised below, when the other ranks know
-            failed = error
-        words = None if failed is None else f"{type(failed).__name__}: {failed}"
-        views = gather_objects((self._stages.stage.index, flow, words), self._group)
-        if failed is not None:
-            raise failed
-        for stage, _, theirs in views:
-            if theirs is not None:
-                raise RuntimeError(f"stage {stage}: {theirs}")
-        last = max(views, key=lambda view: view[0])[1]
-        assert last is not None, "no rank failed"
-        return last
+        views = gather_objects((self._stages.stage.index, together(self._group, look)), self._group)
+        return max(views, key=lambda view: view[0])[1]
 
     def _warn_of_carried(self, flow: Flow, count: int) -> None:
         if flow.carried and count > 1:

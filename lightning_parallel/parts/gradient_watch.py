@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_parallel.lightning_private import around_step_hooks, callbacks_of
 from lightning_parallel.local_model import local_part
-from lightning_parallel.tensor.reads import tensors_in
+from lightning_parallel.torch_private import tensors_in
 
 _SET_GRADIENT = Tensor.grad.__set__  # type: ignore[union-attr]
 _ASKS = ("__bool__", "equal", "allclose")  # what branches are decided by

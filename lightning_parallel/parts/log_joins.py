@@ -21,9 +21,10 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_parallel.batch import weighted_mean
 from lightning_parallel.pipeline.absent import AbsentTensor
 from lightning_parallel.pipeline.loss_graph import Number
-from lightning_parallel.pipeline.normaliser import Rule, mean
+from lightning_parallel.pipeline.normaliser import Rule
 from lightning_parallel.pipeline.origins import parameter_of
 
 # What reduce_fx may be, as a name or as a function.
@@ -137,7 +138,7 @@ def _mean(values: Sequence[Any], weights: Sequence[Number]) -> Any:
     device = next((value.device for value in values if isinstance(value, Tensor)), None)
     if device is None:
         return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
-    return mean([torch.as_tensor(value, device=device).reshape(()) for value in values], weights)
+    return weighted_mean([torch.as_tensor(value, device=device).reshape(()) for value in values], weights)
 
 
 # The first that fits is taken where nothing hints at another one.

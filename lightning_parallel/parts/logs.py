@@ -11,11 +11,12 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor
 
+from lightning_parallel.batch import weighted_mean
 from lightning_parallel.lightning_private import set_step_value, step_value
 from lightning_parallel.parts.collectives import Collectives
 from lightning_parallel.parts.log_joins import LogJoins
 from lightning_parallel.pipeline.loss_graph import Number
-from lightning_parallel.pipeline.normaliser import BatchLoss, Rule, mean
+from lightning_parallel.pipeline.normaliser import BatchLoss, Rule
 
 
 @dataclass(slots=True)
@@ -151,7 +152,7 @@ class LogRecorder:
         if not all(isinstance(value, Tensor | Real) for value in values):
             if all(isinstance(value, Tensor) and value.numel() == 1 for value in entry.step_values):
                 # The metric's forward kept the value of the last microbatch.
-                set_step_value(values[-1], mean(entry.step_values, weights))
+                set_step_value(values[-1], weighted_mean(entry.step_values, weights))
             return values[-1]
         if not all(isinstance(value, Real) or value.numel() == 1 for value in values):
             return values[-1]  # which Lightning refuses, in its own words

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_parallel.pipeline.absent import AbsentTensor
 from lightning_parallel.pipeline.interception import LeaveStep
 from lightning_parallel.torch_private import version_of
+from lightning_parallel.writes import digest
 
 
 class OnceABatch:
@@ -96,7 +97,7 @@ class OnceABatch:
         for parameter, state in self._frozen:
             if _state_of(parameter) == state:
                 continue
-            before, now = self._written.get(id(parameter)), _digest(parameter)
+            before, now = self._written.get(id(parameter)), digest(parameter)
             self._written[id(parameter)] = now
             if before is None:
                 continue
@@ -116,10 +117,3 @@ def _is_here(tensor: Tensor) -> bool:
 
 def _state_of(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), version_of(tensor)
-
-
-def _digest(tensor: Tensor) -> Tensor:
-    """A sum over the bits of a tensor, which nearly every change alters."""
-    wide = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    raw = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return raw.detach().view(wide[raw.element_size()]).sum(dtype=torch.int64)

@@ -20,7 +20,7 @@ from lightning_parallel.pipeline.flow import Cargo, Flow, tensors_of
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.seeding import TorchGenerators, seed_host_generators
 from lightning_parallel.pipeline.traced import Call
-from lightning_parallel.torch_private import tree_leaves
+from lightning_parallel.torch_private import tensors_in
 
 
 class ArrivalFailedError(BaseException):
@@ -187,7 +187,7 @@ class ForwardPass:
     def keep(self, call: Call, output: Any, *, copied: bool = True) -> None:
         """Keep a call's output for later chunks as it is now. The step may go on to change it in place, and will do so
         on the other stages too. If it can't any more (not ``copied``), the output itself is kept."""
-        self._kept[call] = [t.clone() if copied else t for t in _tensors_in(output)]
+        self._kept[call] = [t.clone() if copied else t for t in tensors_in(output)]
 
     def departure(self) -> Departure:
         """The tensors that the chunk sends on."""
@@ -212,9 +212,3 @@ class ForwardPass:
                 f"What stage {cuts.stage} hands on depends on {absent.origin}, which lives on another stage."
             )
         return Departure(tensors)
-
-
-def _tensors_in(output: Any) -> list[Tensor]:
-    if isinstance(output, Tensor):  # as most outputs are; torch's walk through containers is slow
-        return [output]
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from lightning_parallel.batch import weighted_mean
 from lightning_parallel.gradients.swapping import multiplied
 from lightning_parallel.pipeline.loss_graph import Number, Term, anything_counts, number_of, terms_of
 from lightning_parallel.torch_private import like_edge
@@ -212,7 +213,7 @@ class BatchLoss:
         """Of the whole batch, on the last stage."""
         assert self._like is not None, "a batch without a gradient is refused"
         losses = [self._losses[place].to(self._like) for place in range(len(self.sizes))]
-        return torch.stack(losses).sum() if self.is_sum else mean(losses, self.in_order())
+        return torch.stack(losses).sum() if self.is_sum else weighted_mean(losses, self.in_order())
 
     def differs(self, fixed: Collection[str]) -> bool | Tensor:
         """Do terms of the loss average over numbers whose ratio isn't the same in all microbatches? Then there is no
@@ -326,24 +327,6 @@ def count_of(terms: Sequence[Term], loss: Tensor, otherwise: Number) -> Number:
         if loss.device.type == "cpu" and float(loss.detach()) == 0 and (abs(count) <= 1 or not averages):
             return 0.0
     return count
-
-
-def mean(values: Sequence[Tensor], weights: Sequence[Number]) -> Tensor:
-    """The mean of scalars. 16-bit ones are averaged in float32. What weighs nothing doesn't count, even if it isn't a
-    number."""
-    exact = [value if value.dtype in (torch.float32, torch.float64) else value.float() for value in values]
-    if len(exact) == 1:
-        return exact[0]
-    counting = [
-        (torch.where(weight == 0, 0.0, value) if isinstance(weight, Tensor) else value, weight)
-        for value, weight in zip(exact, weights, strict=True)
-        if isinstance(weight, Tensor) or weight
-    ]
-    if not counting:
-        return exact[0]  # 0 / 0, as in one process
-    total = sum(value.double() * weight for value, weight in counting)
-    assert isinstance(total, Tensor)
-    return (total / sum(weights)).to(exact[0].dtype)
 
 
 def _may_count(weight: Number) -> bool:

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_parallel.pipeline.absent_forward import on_stand_ins, stand_in
-from lightning_parallel.torch_private import tree_leaves, tree_map
+from lightning_parallel.torch_private import tensors_in, tree_map
 
 RUNS = 3  # the fastest counts, after one that warms up
 
@@ -33,7 +33,7 @@ def nanoseconds_of(
             _finish(device)
             start = time.perf_counter_ns()
             output = forward(*inputs[0], **inputs[1])
-            wanted = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+            wanted = [x for x in tensors_in(output) if x.requires_grad]
             if wanted:
                 torch.autograd.backward(wanted, [torch.ones_like(x) for x in wanted])
             _finish(device)

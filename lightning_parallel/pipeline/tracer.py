@@ -34,7 +34,7 @@ from lightning_parallel.pipeline.recompute import without_caches
 from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_state
 from lightning_parallel.pipeline.timing import nanoseconds_of
 from lightning_parallel.pipeline.traced import Call, Escape, Place, TracedCall, Update
-from lightning_parallel.torch_private import forward_hooks, tree_leaves, tree_map
+from lightning_parallel.torch_private import forward_hooks, tensors_in, tree_leaves, tree_map
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Tracer:
             TracedCall(
                 *call,
                 needs=needs,
-                tensors=sum(isinstance(leaf, Tensor) for leaf in tree_leaves(output)),
+                tensors=len(tensors_in(output)),
                 operations=noted.flops,
                 computed=noted.nbytes,
                 returned=nbytes_of(output),
@@ -204,7 +204,7 @@ class Tracer:
         call = name, self._next(name)
         output = self._asked(part, forward, args, kwargs, call)
         self._read |= origins_in(output)
-        count = sum(isinstance(leaf, Tensor) for leaf in tree_leaves(output))
+        count = len(tensors_in(output))
         self.escapes[origin_of(*call)] = Escape(len(self.calls), call, count, origins_in((args, kwargs)))
         return relabelled(output, origin_of(*call))
 

@@ -7,14 +7,17 @@ to :meth:`LayoutStrategy.hold`, which sets up optimizers, buffers and checkpoint
 from __future__ import annotations
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -41,6 +44,7 @@ from lightning_parallel.parts import loaders, process_group
 from lightning_parallel.parts.background import BackgroundSave
 from lightning_parallel.parts.callbacks import IN_PARTS, Reasons, bring_along, refuse_callbacks
 from lightning_parallel.parts.checkpoints import Checkpoints
+from lightning_parallel.parts.clipping import install_clipping
 from lightning_parallel.parts.collectives import Collectives
 from lightning_parallel.parts.equal_steps import EqualSteps
 from lightning_parallel.parts.gradient_watch import GradientWatch
@@ -75,7 +79,7 @@ class LayoutStrategy(ParallelStrategy):
         self.options = options
         self.disk_offload = DiskOffload()
         self._axes: Mapping[str, Any] = axes
-        self._num_nodes = 1
+        self.num_nodes = 1  # the Trainer sets its own
         self._layout: Layout | None = None
         self._groups: Groups | None = None
         self._collectives: Collectives | None = None
@@ -144,14 +148,6 @@ class LayoutStrategy(ParallelStrategy):
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
 
     @property
     def num_processes(self) -> int:
@@ -240,8 +236,20 @@ class LayoutStrategy(ParallelStrategy):
             self.model = self.precision_plugin.convert_module(self.lightning_module)
         return self.lightning_module
 
-    def hold(self, trainer: pl.Trainer, local: LocalModel) -> None:
-        """Take this rank's part of the divided model: move it to its device, and make the optimizers for it."""
+    def hold(
+        self,
+        trainer: pl.Trainer,
+        local: LocalModel,
+        *,
+        counts: Callable[[str], bool] = lambda name: True,
+        norm_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Take this rank's part of the divided model: move it to its device, and make the optimizers for it.
+
+        Args:
+            counts: tells whether this rank's copy of a parameter, by name, enters the norm for clipping.
+            norm_group: the ranks whose gradients make one norm; None if each rank has them all.
+        """
         self._local = local
         self._checkpoints = Checkpoints(local, self.layout.coordinate, self._group_names, self._background)
         self._replicas = Replicas(local, self.groups.along("data"))
@@ -256,6 +264,15 @@ class LayoutStrategy(ParallelStrategy):
             assert self.lightning_module is not None
             if self.groups.model.size() > 1:
                 self._watch = GradientWatch(self.lightning_module, local.parameters.values(), self.precision_plugin)
+        install_clipping(
+            self.precision_plugin,
+            local,
+            counts=counts,
+            replicas=self.groups.along("data"),
+            parts=norm_group,
+            device=self.root_device,
+            watch=self._watch,
+        )
         self._start_table.tell(
             self.lightning_module,
             self.holding,
@@ -344,23 +361,42 @@ class LayoutStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self.collectives.inside_step("training_step"):
-            return super().training_step(*args, **kwargs)
+        return self.run_step("training_step", partial(super().training_step, *args, **kwargs))
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self.collectives.inside_step("validation_step"):
-            return super().validation_step(*args, **kwargs)
+        return self.run_step("validation_step", partial(super().validation_step, *args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self.collectives.inside_step("test_step"):
-            return super().test_step(*args, **kwargs)
+        return self.run_step("test_step", partial(super().test_step, *args, **kwargs))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.collectives.inside_step("predict_step"):
-            return super().predict_step(*args, **kwargs)
+        step = partial(super().predict_step, *args, **kwargs)
+        return self.predict_equally(partial(self.run_step, "predict_step", step))
+
+    def run_step(self, kind: str, step: Callable[[], T]) -> T:
+        """Run a step of Lightning's of a kind (its name) on a batch."""
+        with self.collectives.inside_step(kind):
+            return step()
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Lightning's backward, with :meth:`make_gradients` between its hooks."""
+        module = self.lightning_module
+        assert module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        self.make_gradients(partial(self.precision_plugin.backward, closure_loss, module, optimizer, *args, **kwargs))
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @abstractmethod
+    def make_gradients(self, backward: Callable[[], None]) -> None:
+        """Put the gradients of a batch on the parameters, complete, before any hook sees them. ``backward`` is
+        autograd's."""
 
     # -- prediction ----------------------------------------------------------------------------------------------
 
@@ -432,10 +468,6 @@ class LayoutStrategy(ParallelStrategy):
     def _optimizers_to_fill(self) -> list[Optimizer]:
         assert self.lightning_module is not None
         return self.optimizers if self.lightning_module.trainer.state.fn == TrainerFn.FITTING else []
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: the optimizers' state has been read together with the model's."""
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

@@ -10,9 +10,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -32,6 +32,7 @@ from lightning_parallel.parts.callbacks import bring_along
 from lightning_parallel.parts.log_joins import LogJoins
 from lightning_parallel.parts.logs import LogRecorder
 from lightning_parallel.parts.manual import networks
+from lightning_parallel.pipeline.interception import Interception
 from lightning_parallel.settings import SET_BY_TRAINER, Auto, check, takes
 from lightning_parallel.threaded_replicas.data_parallel import DataParallel, Share
 from lightning_parallel.threaded_replicas.join import joined
@@ -193,21 +194,28 @@ class DataParallelStrategy(SingleDeviceStrategy):
         if self._loss_on == "replicas":
             return self._on_replicas(module, name, lambda copy, part: getattr(copy, name)(part, *indices), batch)
         called = {"": module} if module.automatic_optimization else {"": module, **networks(module)}
-        own = {each: each.__dict__.get("forward") for each in called.values()}
+        calls = Interception()
 
-        def shared(path: str, part: nn.Module) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                with _forwards_are(own):  # in the replicas, which are copied here
-                    if path and not _is_batch((args, kwargs)):
-                        return part.forward(*args, **kwargs)
-                    self._shared_calls += 1
-                    kind = f"{name}.{path}.forward"
-                    return self._on_replicas(part, kind, lambda copy, s: copy.forward(*s[0], **s[1]), (args, kwargs))
+        def share() -> None:
+            for path, part in called.items():
+                calls.instead(part, partial(forward, path, part))
 
-            return forward
+        def forward(path: str, part: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            calls.remove()  # in the replicas, which are copied here
+            try:
+                if path and not _is_batch((args, kwargs)):
+                    return part.forward(*args, **kwargs)
+                self._shared_calls += 1
+                kind = f"{name}.{path}.forward"
+                return self._on_replicas(part, kind, lambda copy, s: copy.forward(*s[0], **s[1]), (args, kwargs))
+            finally:
+                share()
 
-        with _forwards_are({part: shared(path, part) for path, part in called.items()}):
+        share()
+        try:
             return getattr(module, name)(batch, *indices)
+        finally:
+            calls.remove()
 
     def _on_replicas(self, module: nn.Module, kind: str, call: Callable[[Any, Any], Any], batch: Any) -> Any:
         """The joined results of ``call(replica of the module, share of the batch)``. What the replicas log is logged
@@ -270,23 +278,3 @@ def _is_batch(call: Any) -> bool:
     except ValueError:
         return False
     return True
-
-
-@contextmanager
-def _forwards_are(forwards: Mapping[nn.Module, Callable[..., Any] | None]) -> Iterator[None]:
-    """Inside, calls of these modules run these functions; None: what the class defines. They are instance attributes,
-    which is how Lightning's own strategies set them."""
-    before = {module: module.__dict__.get("forward") for module in forwards}
-    _set_forwards(forwards)
-    try:
-        yield
-    finally:
-        _set_forwards(before)
-
-
-def _set_forwards(forwards: Mapping[nn.Module, Callable[..., Any] | None]) -> None:
-    for module, forward in forwards.items():
-        if forward is None:
-            module.__dict__.pop("forward", None)
-        else:
-            module.__dict__["forward"] = forward

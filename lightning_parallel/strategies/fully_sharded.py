@@ -28,13 +28,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -44,12 +43,10 @@ from typing_extensions import override
 from lightning_parallel.collectives import broadcast_tensors
 from lightning_parallel.fully_sharded.units import check_dtypes, materialize, refuse_second_derivatives, untied
 from lightning_parallel.fully_sharded.uses import ModuleUses
-from lightning_parallel.gradients.averaging import GradientAverager
 from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
 from lightning_parallel.lightning_private import say_device
 from lightning_parallel.local_model import LocalModel
 from lightning_parallel.parts.afterwards import PartOfModel
-from lightning_parallel.parts.clipping import install_clipping
 from lightning_parallel.parts.manual import BackwardGuard, networks
 from lightning_parallel.parts.options import ProcessOptions
 from lightning_parallel.parts.start_table import Holding
@@ -57,6 +54,8 @@ from lightning_parallel.pipeline.layers import Layers, named_layers
 from lightning_parallel.settings import Auto, Count, takes
 from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.writes import Writes
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +116,6 @@ class FullyShardedStrategy(LayoutStrategy):
         self._fully_sharded: pl.LightningModule | None = None
         self._root: _Root | None = None  # with automatic optimization
         self._units: list[FSDPModule] = []  # all of them, the root too
-        self._whole: dict[str, nn.Parameter] = {}  # parameters that aren't divided
         self._uses: ModuleUses | None = None
         self._writes: dict[bool, Writes] = {}  # in training, and in evaluation
         self._part = PartOfModel()
@@ -142,11 +140,9 @@ class FullyShardedStrategy(LayoutStrategy):
         self.hold(trainer, local)
         if is_new:
             self.replicas.copy_buffers()
-        install_clipping(
-            self.precision_plugin, local, replicas=self.groups.along("data"), parts=None, device=self.root_device
-        )
         if trainer.state.fn == TrainerFn.FITTING:
-            self._guard.begin([] if module.automatic_optimization else self._whole.values())
+            self.replicas.begin(watch=False)
+            self._guard.begin([] if module.automatic_optimization else local.replicated.values())
 
     def _fully_shard(self, module: pl.LightningModule) -> None:
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
@@ -195,7 +191,6 @@ class FullyShardedStrategy(LayoutStrategy):
         }
         host_group = self.groups.on_host(self.layout.peers("data"))
         self._uses = ModuleUses(units, divided, host_group)
-        self._whole = {name: p for name, p in module.named_parameters() if not isinstance(p, DTensor)}
         self._writes = {training: Writes(_lost, host_group) for training in (True, False)}
 
     @override
@@ -218,7 +213,7 @@ class FullyShardedStrategy(LayoutStrategy):
         writes = self._writes[torch.is_grad_enabled()]
         if writes.is_on:
             own = {id(p) for p in unit.parameters() if not isinstance(p, DTensor)}
-            whole = {id(p) for p in self._whole.values()}
+            whole = {id(p) for p in self.local_model.replicated.values()}
             named = module.named_parameters()
             writes.begin({name: p for name, p in named if id(p) in own and id(p) not in whole})
 
@@ -226,29 +221,27 @@ class FullyShardedStrategy(LayoutStrategy):
         self._writes[torch.is_grad_enabled()].end(module.named_parameters())
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+    def run_step(self, kind: str, step: Callable[[], T]) -> T:
         with _explained():
-            return super().training_step(*args, **kwargs)
+            output = super().run_step(kind, step)
+        if kind != "training_step":
+            assert self._uses is not None
+            self._uses.compare()
+            self._writes[False].check()
+            self._free()  # after training steps the backward does it
+        return output
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Lightning's backward. The gradients of parameters that every rank holds whole are averaged before any hook
-        sees them."""
-        module = self.lightning_module
-        assert module is not None and self._uses is not None
+    def make_gradients(self, backward: Callable[[], None]) -> None:
+        """Run the backward, and average the gradients of parameters that every rank holds whole."""
+        assert self._uses is not None
         self._uses.compare()
         self._writes[True].check()
-        self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        accumulated = swap_gradients(self._whole, {})  # of earlier batches: means already
+        whole = self.local_model.replicated
+        accumulated = swap_gradients(whole, {})  # of earlier batches: means already
         with _explained(), self._guard.open():
-            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        if self._whole:
-            averager = GradientAverager(self._whole, self.groups.along("data"))
-            add_gradients(self._whole, averager.finish(swap_gradients(self._whole, accumulated)))
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
-        self.post_backward(closure_loss)
-        return closure_loss
+            backward()
+        add_gradients(whole, self.replicas.averaged(swap_gradients(whole, accumulated)))
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -260,29 +253,6 @@ class FullyShardedStrategy(LayoutStrategy):
     def _free(self) -> None:
         for unit in self._units:
             unit.reshard()
-
-    # -- evaluation ----------------------------------------------------------------------------------------------
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluate(super().validation_step, *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluate(super().test_step, *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.predict_equally(partial(self._evaluate, super().predict_step, *args, **kwargs))
-
-    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with _explained():
-            output = step(*args, **kwargs)
-        assert self._uses is not None
-        self._uses.compare()
-        self._writes[False].check()
-        self._free()  # after training steps the backward does it
-        return output
 
     # -- the end -------------------------------------------------------------------------------------------------
 

@@ -24,8 +24,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel.gradients.swapping import Gradients, add_gradients, swap_gradients
@@ -226,19 +224,11 @@ class PipelineStrategy(StagedStrategy):
             yield
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Put the gradients that the schedule has made on the parameters, between the hooks that Lightning calls
-        here."""
-        module = self.lightning_module
-        assert module is not None
-        self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+    def make_gradients(self, backward: Callable[[], None]) -> None:
+        """Put those on the parameters that the schedule has made."""
         add_gradients(self.local_model.parameters, self._gradients)  # to those of accumulated batches
         self._gradients = {}
         self.watch_gradients()
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
-        self.post_backward(closure_loss)
-        return closure_loss
 
     # -- where stages meet again -----------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -255,11 +255,8 @@ class AsyncPipelineStrategy(StagedStrategy):
         return self.last_stage.after_step(self._microbatches.joined(outputs, loss, recorder))
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Call the hooks only: the schedule has run the backwards that were due."""
-        assert self.lightning_module is not None
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+    def make_gradients(self, backward: Callable[[], None]) -> None:
+        """Nothing: the schedule has run the backwards that were due."""
 
     # -- where the pipeline drains -------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from typing_extensions import override
 from lightning_parallel.layout import Placement
 from lightning_parallel.lightning_private import trainer_of
 from lightning_parallel.parts.afterwards import PartOfModel
-from lightning_parallel.parts.clipping import install_clipping, share_overflows
+from lightning_parallel.parts.clipping import share_overflows
 from lightning_parallel.parts.cutting import agreed_partition
 from lightning_parallel.parts.earlier_chunks import EarlierChunks
 from lightning_parallel.parts.evaluation import Evaluation
@@ -157,16 +157,7 @@ class StagedStrategy(LayoutStrategy):
             replicas=groups.along("data"),
         )
         local = self._stages.local_model(self._shards.shards)
-        self.hold(trainer, local)
-        install_clipping(
-            self.precision_plugin,
-            local,
-            counts=counts,
-            replicas=groups.along("data"),
-            parts=norm_group,
-            device=device,
-            watch=self._watch,
-        )
+        self.hold(trainer, local, counts=counts, norm_group=norm_group)
         share_overflows(self.precision_plugin, device)
 
         # Make equal what several ranks hold.

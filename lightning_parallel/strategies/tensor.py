@@ -14,20 +14,19 @@ With manual optimization, every ``manual_backward`` completes the gradients that
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
 from lightning_parallel.local_model import LocalModel
-from lightning_parallel.parts.clipping import install_clipping, share_overflows
+from lightning_parallel.parts.clipping import share_overflows
 from lightning_parallel.parts.first_batch import trial_of
 from lightning_parallel.parts.loaders import check_same_batch
 from lightning_parallel.parts.manual import BackwardGuard
@@ -38,6 +37,8 @@ from lightning_parallel.parts.tensor_shards import TensorShards
 from lightning_parallel.settings import Auto, Count, takes
 from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.tensor.style import Plan
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,16 +92,7 @@ class TensorParallelStrategy(LayoutStrategy):
         self._shards.divide(module, groups.along("tensor"), device, partial(trial_of, trainer, module))
         configure_part(module)
         local = LocalModel.of(module, self._shards.shards)
-        self.hold(trainer, local)
-        install_clipping(
-            self.precision_plugin,
-            local,
-            counts=self._shards.counts,
-            replicas=None,
-            parts=groups.model,
-            device=device,
-            watch=self._watch,
-        )
+        self.hold(trainer, local, counts=self._shards.counts, norm_group=groups.model)
         share_overflows(self.precision_plugin, device)
         self.replicas.copy_parameters()
         self._shards.begin(local, groups.along("tensor"), automatic=module.automatic_optimization)
@@ -119,38 +111,29 @@ class TensorParallelStrategy(LayoutStrategy):
         if self._shards.is_first_update:
             check_same_batch((*args, *kwargs.values())[0], self.groups.model, self.root_device)
         assert self.lightning_module is not None
-        output = self._shards.run(partial(super().training_step, *args, **kwargs), "training_step")
+        output = super().training_step(*args, **kwargs)
         if not self.lightning_module.automatic_optimization:
             self._shards.end_step()
         return output
 
     @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._shards.run(partial(super().validation_step, *args, **kwargs), "validation_step")
+    def run_step(self, kind: str, step: Callable[[], T]) -> T:
+        run = partial(super().run_step, kind, step)
+        return run() if kind == "predict_step" else self._shards.run(run, kind)
 
     @override
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._shards.run(partial(super().test_step, *args, **kwargs), "test_step")
-
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Lightning's backward. The gradients that it adds are completed before any hook sees them."""
+    def make_gradients(self, backward: Callable[[], None]) -> None:
         module, parameters = self.lightning_module, self.local_model.parameters
         assert module is not None
-        self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         earlier = swap_gradients(parameters, {})  # of batches or backwards before: complete already
         self.replicas.begin_last_backward()
         with self._guard.open(), self.collectives.inside_step("the backward"):
-            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+            backward()
         own = self.replicas.averaged(swap_gradients(parameters, {}))
         manual = not module.automatic_optimization
         swap_gradients(parameters, self._shards.completed(own, more_follow=manual))
         add_gradients(parameters, earlier)
         self.watch_gradients()
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
-        self.post_backward(closure_loss)
-        return closure_loss
 
     @override
     def teardown(self) -> None:

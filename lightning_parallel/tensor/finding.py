@@ -28,7 +28,7 @@ from lightning_parallel.tensor.linear import is_divisible, is_linear
 from lightning_parallel.tensor.linear_styles import HEAD_COUNTS
 from lightning_parallel.tensor.rules import pattern_of
 from lightning_parallel.tensor.style import Style
-from lightning_parallel.torch_private import tree_leaves, tree_map
+from lightning_parallel.torch_private import tensors_in, tree_map
 
 _HUGE = 1e3  # masks hold larger values
 _ATTEMPTS = 40  # ways to divide one pair that are tried
@@ -221,8 +221,7 @@ class _Block:
                 output = self._around(*args, **kwargs)
             except Exception:  # any: of shapes that don't fit, in code that isn't ours
                 return None
-        returned = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
-        return _Run(*row.calls[0], returned) if len(row.calls) == 1 else None
+        return _Run(*row.calls[0], tensors_in(output)) if len(row.calls) == 1 else None
 
 
 def _noisy(x: Any, generator: torch.Generator) -> Any:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_parallel.tensor.linear import is_linear
-from lightning_parallel.torch_private import tree_leaves
+from lightning_parallel.torch_private import tensors_in
 
 Label = frozenset[str] | None  # linear layers by name; the empty set for a whole activation; None for no activation
 _WHOLE: Label = frozenset()
@@ -49,7 +49,7 @@ class _Labels(TorchFunctionMode):
         self._kept: list[Tensor] = []  # ids are used again
 
     def of(self, values: Any) -> Label:
-        labels = [self._labels.get(id(x)) for x in tree_leaves(values) if isinstance(x, Tensor)]
+        labels = [self._labels.get(id(x)) for x in tensors_in(values)]
         known = [label for label in labels if label is not None]
         if not known:
             return None
@@ -60,8 +60,8 @@ class _Labels(TorchFunctionMode):
         return made
 
     def put(self, values: Any, label: Label) -> None:
-        for x in tree_leaves(values):
-            if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()):
+        for x in tensors_in(values):
+            if x.is_floating_point() or x.is_complex():
                 self._labels[id(x)] = label
                 self._kept.append(x)
 

@@ -107,6 +107,7 @@ class ColumnParallelLinear(ParallelLinear):
     """
 
     _divided = 0
+    _siblings: Siblings | None
 
     def __init__(
         self,
@@ -122,8 +123,9 @@ class ColumnParallelLinear(ParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        whole = nn.Linear(in_features, out_features, bias, device, dtype)
-        self._hold_columns(whole, group, gather_output, parts, copy_input, region, None, None)
+        _check_gathered(gather_output, parts)
+        self._hold(nn.Linear(in_features, out_features, bias, device, dtype), group, parts, region, None)
+        self.gather_output, self.copy_input, self._siblings = gather_output, copy_input, None
 
     @classmethod
     def from_linear(
@@ -153,28 +155,11 @@ class ColumnParallelLinear(ParallelLinear):
             ValueError: ``linear`` is something else, or more, than such a layer; or as the constructor.
         """
         _check_divisible(linear)
+        _check_gathered(gather_output, parts)
         self = cls.__new__(cls)
-        self._hold_columns(linear, group, gather_output, parts, copy_input, region, siblings, shared)
-        return self
-
-    def _hold_columns(
-        self,
-        whole: nn.Module,
-        group: dist.ProcessGroup,
-        gather_output: bool,
-        parts: tuple[int, ...],
-        copy_input: bool,
-        region: ShardedRegion | None,
-        siblings: Siblings | None,
-        shared: dict[int, nn.Parameter] | None,
-    ) -> None:
-        if gather_output and len(parts) > 1:
-            raise ValueError(
-                f"gather_output=True with parts={parts}: the joined outputs of the ranks wouldn't be in the order of "
-                f"the parts. Use one layer for each part."
-            )
-        self._hold(whole, group, parts, region, shared)
+        self._hold(linear, group, parts, region, shared)
         self.gather_output, self.copy_input, self._siblings = gather_output, copy_input, siblings
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]``, equal on all ranks -> ``[..., out here]``, or ``[..., out_features]`` if gathered."""
@@ -298,6 +283,14 @@ def is_divisible(layer: nn.Module) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _check_gathered(gather_output: bool, parts: tuple[int, ...]) -> None:
+    if gather_output and len(parts) > 1:
+        raise ValueError(
+            f"gather_output=True with parts={parts}: the joined outputs of the ranks wouldn't be in the order of the "
+            f"parts. Use one layer for each part."
+        )
 
 
 def _is_falcon_s(linear: nn.Module) -> bool:

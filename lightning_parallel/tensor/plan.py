@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_parallel.tensor.finding import found_plan, table_of
@@ -23,6 +22,7 @@ from lightning_parallel.tensor.layer import ParallelLayer
 from lightning_parallel.tensor.rules import layers_of, resolve
 from lightning_parallel.tensor.style import Plan, Style
 from lightning_parallel.tensor.transformers_plans import transformers_plans, without_caches
+from lightning_parallel.writes import digest
 
 MakeRun = Callable[[], Callable[[], Any]]  # makes what runs a step
 Found = tuple[dict[str, str | Style], str]  # rules, and why there aren't any
@@ -98,12 +98,7 @@ def _known_or_found(
         return {}, f"{who} brings none, and none was found: {problem}"
     return found | plan, ""
 def _contents(module: nn.Module) -> dict[str, int]:
-    """A hash of each parameter's values, since a copy of them all would take as much memory as the model."""
-    hashes = {}
-    for name, parameter in module.named_parameters():
-        values = parameter.detach()
-        values = torch.view_as_real(values) if values.is_complex() else values
-        hashes[name] = 0 if values.is_meta else int(torch.hash_tensor(values).item())
-    return hashes
+    """A digest of each parameter, since a copy of them all would take as much memory as the model."""
+    return {name: 0 if each.is_meta else int(digest(each)) for name, each in module.named_parameters()}
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from lightning_parallel.tensor.functions import has_memory
+from lightning_parallel.torch_private import tensors_in
 
 
 class ReadsOfShards(TorchFunctionMode):
@@ -57,17 +58,6 @@ class ReadsOfShards(TorchFunctionMode):
             if not _runs(self._owners[key]):
                 self.found.setdefault(self._names[key], resolve_name(func) or getattr(func, "__name__", str(func)))
         return result
-
-
-def tensors_in(value: Any) -> Iterable[Tensor]:
-    """The tensors among a function's arguments, or in what it returned."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, Mapping):
-        yield from tensors_in(list(value.values()))
 
 
 def _runs(owners: list[nn.Module]) -> bool:
