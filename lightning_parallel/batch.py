@@ -99,8 +99,9 @@ def join_outputs(outputs: Sequence[Any], weights: Sequence[int]) -> Any:
     microbatches' sizes.
 
     Numbers and tensors without dimensions become their mean, weighted by size. Tensors whose dimension 0 is the size of
-    their microbatch are concatenated. Mappings, tuples and lists are joined element by element. Microbatches that
-    returned None don't count. Of anything else, the last one is taken. Tensors are detached.
+    their microbatch are concatenated, and so are lists without tensors that have an item for each sample, such as
+    texts. Other lists, tuples and mappings are joined element by element. Microbatches that returned None don't count.
+    Of anything else, the last one is taken. Tensors are detached.
     """
     assert len(outputs) == len(weights), f"{len(outputs)} outputs of {len(weights)} microbatches"
     parts = [output for output in outputs if output is not None]
@@ -112,6 +113,8 @@ def join_outputs(outputs: Sequence[Any], weights: Sequence[int]) -> Any:
         return _join_tensors([part.detach() for part in parts], counts)
     if all(isinstance(part, Real) and not isinstance(part, bool) for part in parts):
         return sum(part * count for part, count in zip(parts, counts, strict=True)) / sum(counts)
+    if all(_one_per_sample(part, count) for part, count in zip(parts, counts, strict=True)):
+        return type(last)(item for part in parts for item in part)
     structure = members(last)
     if structure is None or any(type(part) is not type(last) for part in parts):
         return last

@@ -202,6 +202,12 @@ def test_outputs_join_element_by_element() -> None:
     assert joined["f"] is True
 
 
+def test_texts_of_samples_are_joined_as_they_are_split() -> None:
+    texts = ["a", "b", "c"]
+    assert join_outputs(split(texts, 2), sizes(3, 2)) == texts
+    assert join_outputs([{"texts": part} for part in split(texts, 2)], sizes(3, 2)) == {"texts": texts}
+
+
 def test_what_has_no_mean_is_the_last() -> None:
     assert join_outputs(["a", "b"], [2, 1]) == "b"
     assert join_outputs([torch.zeros(5), torch.ones(5)], [2, 1]).tolist() == [1.0] * 5
