@@ -19,17 +19,18 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import re
 import sys
 import tempfile
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property
+from ctypes import c_long, c_size_t, c_void_p
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -40,12 +41,12 @@ KEPT = 2**26  # bytes that are read or written until memory is dropped
 _AT_A_TIME = 2**20  # bytes that are loaded
 
 # Linux: <sys/mman.h>
-_READ_AND_WRITE, _SHARED, _PRIVATE, _FIXED, _ANONYMOUS, _DONT_NEED = 3, 0x01, 0x02, 0x10, 0x20, 4
+_READ_AND_WRITE, _PRIVATE, _FIXED, _ANONYMOUS, _DONT_NEED = 3, 0x02, 0x10, 0x20, 4
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")  # file systems
 _UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")  # operators' results
 _MAPPING = ("from_file",)  # operators whose results are files' memory already
 
-Mapped = ctypes.Array  # the bytes of a mapped file, which is unmapped when nothing refers to them
+Mapped = np.ndarray[Any, np.dtype[np.uint8]]  # a mapped file, which is unmapped when nothing refers to the array
 
 
 class DiskOffload(TorchDispatchMode):
@@ -105,7 +106,7 @@ class DiskOffload(TorchDispatchMode):
         return result
 
     def _put_into_files(self, tensors: Sequence[Tensor], is_unwritten: bool) -> None:
-        in_files = {_place(mapped) for mapped in self._alive()} if tensors else set()
+        in_files = {mapped.ctypes.data for mapped in self._alive()} if tensors else set()
         moved: dict[int, torch.UntypedStorage] = {}  # by address: results may share memory
         for tensor in tensors:
             storage, address = tensor.untyped_storage(), _address(tensor)
@@ -119,7 +120,7 @@ class DiskOffload(TorchDispatchMode):
     def drop(self) -> None:
         """Free the memory that files take. Their contents stay in the files, and come back when they are read."""
         for mapped in self._alive():  # advice: that of locked memory isn't taken
-            _libc().madvise(_place(mapped), ctypes.sizeof(mapped), _DONT_NEED)
+            _libc().madvise(c_void_p(mapped.ctypes.data), c_size_t(mapped.nbytes), _DONT_NEED)
         self._touched = 0
 
     def load(self) -> None:
@@ -147,7 +148,7 @@ class DiskOffload(TorchDispatchMode):
             if not self._is_on_disk:
                 raise OSError(f"{self._folder} is not on a disk")
             mapped = _map_file(self._folder, storage.nbytes())
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # the latter is torch's
             self._has_failed = True
             warnings.warn(  # on each rank: their disks may differ
                 f"The model is made in memory, the whole of it on every rank, instead of in files: {error}. Set TMPDIR "
@@ -156,10 +157,8 @@ class DiskOffload(TorchDispatchMode):
             )
             return storage
         self._mapped.append(weakref.ref(mapped))
-        in_file = torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()  # it keeps `mapped` alive
-        if not is_unwritten:
-            in_file.copy_(storage)
-        return in_file
+        in_file = torch.from_numpy(mapped).untyped_storage()  # it keeps the array alive
+        return in_file if is_unwritten else in_file.copy_(storage)
 
 
 def _is_large(value: Any) -> bool:
@@ -181,11 +180,10 @@ def _is_on_disk(folder: Path) -> bool:
     """Does the folder keep its files elsewhere than in memory?"""
     if sys.platform != "linux":
         return False
-    mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_bytes().splitlines()]
-    # The last one that was mounted at a place; spaces and the like are octal there.
-    kinds = {re.sub(rb"\\(\d{3})", lambda code: bytes([int(code[1], 8)]), place): kind for place, kind in mounts}
-    above = (os.fsencode(place) for place in (folder.resolve(), *folder.resolve().parents))
-    return next((kinds[place] for place in above if place in kinds), b"tmpfs").decode() not in _IN_MEMORY
+    device = folder.stat().st_dev
+    mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    kinds = {mount.split()[2]: mount.split(" - ")[1].split()[0] for mount in mounts}
+    return kinds.get(f"{os.major(device)}:{os.minor(device)}") not in _IN_MEMORY
 
 
 def _map_file(folder: Path, size: int) -> Mapped:
@@ -193,42 +191,25 @@ def _map_file(folder: Path, size: int) -> Mapped:
 
     Raises:
         OSError: there is no room for it, or no such folder.
+        RuntimeError: it can't be mapped.
     """
     with tempfile.TemporaryFile(dir=folder) as file:
         # Without this a full disk would be told by a signal, when the memory is written to.
         os.posix_fallocate(file.fileno(), 0, size)
-        place = _libc().mmap(None, size, _READ_AND_WRITE, _SHARED, file.fileno(), 0)
-    _checked(place)
-    mapped = (ctypes.c_ubyte * size).from_address(place)
-    weakref.finalize(mapped, _libc().munmap, place, size).atexit = False
-    return mapped
+        name = f"/proc/self/fd/{file.fileno()}"
+        # An array, since torch takes tensors of its own mappings for memory that processes share already.
+        return torch.from_file(name, shared=True, size=size, dtype=torch.uint8, device="cpu").numpy()
 
 
 def _load(mapped: Mapped) -> None:
     """Put memory in the place of a file, with its contents."""
-    for begin in range(0, ctypes.sizeof(mapped), _AT_A_TIME):
-        place, size = _place(mapped) + begin, min(_AT_A_TIME, ctypes.sizeof(mapped) - begin)
-        contents = ctypes.string_at(place, size)
-        _checked(_libc().mmap(place, size, _READ_AND_WRITE, _PRIVATE | _ANONYMOUS | _FIXED, -1, 0))
-        ctypes.memmove(place, contents, size)
+    for begin in range(0, mapped.nbytes, _AT_A_TIME):
+        part = mapped[begin : begin + _AT_A_TIME]
+        contents, flags = part.copy(), _PRIVATE | _ANONYMOUS | _FIXED
+        if _libc().mmap(c_void_p(part.ctypes.data), c_size_t(part.nbytes), _READ_AND_WRITE, flags, -1, c_long(0)) == -1:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        part[:] = contents
 
 
-def _place(mapped: Mapped) -> int:
-    return ctypes.addressof(mapped)
-
-
-@cache
 def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_ssize_t
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), ctypes.c_int64)
-    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return libc
-
-
-def _checked(result: int) -> None:
-    """Raise the error of a failed system call."""
-    if result == -1:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    return ctypes.CDLL(None, use_errno=True)

@@ -144,7 +144,7 @@ def shared_gpus(processes: int, gpus: int) -> list[torch.device]:
     """The GPU of each process where there are fewer GPUs than processes, in turn; empty where none is shared.
 
     Args:
-        processes: or threads, for the strategy that has those.
+        processes: or replicas, for the strategy that has them in one.
     """
     return [torch.device("cuda", rank % gpus) for rank in range(processes)] if 0 < gpus < processes else []
 

@@ -6,11 +6,13 @@ import copy
 import ctypes
 import errno
 import gc
+import io
 import os
 import pickle
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
@@ -160,6 +162,20 @@ def test_a_file_of_the_user_s_own_stays_it(tmp_path: Path) -> None:
     with DiskOffload():
         torch.from_file(file, shared=True, size=4).fill_(3)
     assert torch.from_file(file, size=4).tolist() == [3, 3, 3, 3]
+
+
+@pytest.mark.usefixtures("_of_any_size")
+@pytest.mark.parametrize("early", [False, True])
+def test_it_may_be_shared_with_other_processes(early: bool) -> None:
+    offload = DiskOffload()
+    with offload:
+        weight = torch.ones(64, 64)
+    if early:
+        weight.share_memory_()
+    offload.load()
+    assert weight.is_shared() == early
+    ForkingPickler(io.BytesIO()).dump(weight)
+    assert weight.is_shared() and weight.sum() == 64 * 64
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------

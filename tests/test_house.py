@@ -17,14 +17,14 @@ PACKAGE = Path(lightning_parallel.__file__).parent
 ROWS = (
     {"strategies"},
     {"parts"},
-    {"pipeline", "tensor", "checkpoint", "fully_sharded", "threaded_replicas"},
+    {"pipeline", "tensor", "checkpoint", "fully_sharded", "local_replicas"},
     {
         "gradients", "layout", "groups", "shard", "local_model", "batch", "collectives", "settings", "resumable_loader",
         "passes", "disk_offload", "writes",
     },
     {"lightning_private", "torch_private"},
 )
-KNOW_NO_LIGHTNING = ("pipeline", "tensor", "checkpoint", "fully_sharded", "threaded_replicas", "gradients")
+KNOW_NO_LIGHTNING = ("pipeline", "tensor", "checkpoint", "fully_sharded", "local_replicas", "gradients")
 PRIVATE = {*(PACKAGE / "lightning_private").glob("*.py"), PACKAGE / "torch_private.py"}
 OWN = {"self", "cls", "other", "ctx"}  # other: an object of the same class
 

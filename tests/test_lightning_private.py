@@ -683,14 +683,14 @@ def test_step_value_of_a_metric_is_what_lightning_logs() -> None:
     assert results.metrics(on_step=True)["callback"]["mean"] == 5
 
 
-def test_tell_device_reaches_the_attribute_that_a_module_reads() -> None:
+def test_set_device_reaches_the_attribute_that_a_module_reads() -> None:
     """Otherwise ``self.device`` would be the first device in every replica."""
     module = Net()
-    lightning_private.tell_device(module, lambda name, device: setattr(module, name, device), torch.device("meta"))
+    lightning_private.set_device(module, torch.device("meta"))
     assert module.device.type == "meta"
-    told: list[Any] = []
-    lightning_private.tell_device(torch.nn.Linear(1, 1), lambda *given: told.append(given), torch.device("meta"))
-    assert told == []
+    plain = torch.nn.Linear(1, 1)
+    lightning_private.set_device(plain, torch.device("meta"))
+    assert "_device" not in vars(plain)
 
 
 # -- public, but not promised --------------------------------------------------------------------------------

@@ -360,7 +360,7 @@ def test_hooks_on_outputs_move_to_another_module_and_can_be_removed() -> None:
 
 
 def test_shallow_copy_has_no_parameters_of_its_own() -> None:
-    """Otherwise replicas in threads would share dictionaries of parameters."""
+    """Otherwise replicas would share dictionaries of parameters."""
     module = nn.LSTM(1, 1)
     copy = torch_private.shallow_copy(module)
     assert type(copy) is nn.LSTM and not list(copy.parameters()) and list(module.parameters())

@@ -46,11 +46,11 @@ from lightning_parallel.lightning_private.metrics import (
     metrics_of_no_loader,
     reads_training_metric,
     replace_metric_places,
+    set_device,
     set_step_value,
     show_in_progress_bar,
     step_metrics,
     step_value,
-    tell_device,
 )
 from lightning_parallel.lightning_private.signals import requeue_by_slurm, say_terminated, take_signals
 
@@ -97,7 +97,7 @@ __all__ = [
     "step_value",
     "take_back_loaders",
     "take_signals",
-    "tell_device",
+    "set_device",
     "time_without_broadcasts",
     "trainer_of",
 ]

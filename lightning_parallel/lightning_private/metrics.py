@@ -98,8 +98,8 @@ def set_step_value(metric: Any, value: Tensor) -> None:
     metric._forward_cache = value
 
 
-def tell_device(module: Any, tell: Callable[[str, torch.device], None], device: torch.device) -> None:
-    """If a module stores the device that ``module.device`` returns, call ``tell(attribute, device)`` so that it can be
-    changed. A copy of the module on another device needs this."""
+def set_device(module: Any, device: torch.device) -> None:
+    """If a module stores the device that ``module.device`` returns, change it. A copy of the module on another device
+    needs this."""
     if "_device" in vars(module):
-        tell("_device", device)
+        module._device = device

@@ -3,7 +3,7 @@ one process.
 
 ::
 
-    callback                            process on each device     threads
+    callback                            process on each device     one process
     WeightAveraging, EMAWeightAveraging refused                    as in one process
     StochasticWeightAveraging           refused                    as in one process
     BatchSizeFinder                     refused                    as in one process

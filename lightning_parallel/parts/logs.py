@@ -111,15 +111,6 @@ class LogRecorder:
         entry.weights.append(self.weight)
         entry.given.append(batch_size)
 
-    def extend(self, other: LogRecorder) -> None:
-        """Append what another recorder has recorded, as if it had been logged here."""
-        for name, entry in other._entries.items():
-            own = self._entries.setdefault(name, _Entry(entry.options))
-            own.values += entry.values
-            own.step_values += entry.step_values
-            own.weights += entry.weights
-            own.given += entry.given
-
     def replay(
         self, log: Callable[..., None], loss: BatchLoss | None = None, rules: Mapping[str, Rule | None] | None = None
     ) -> None:

@@ -47,8 +47,8 @@ class PerformanceMonitor(Callback):
     The first batch counts in none of them, since much is made in it. For ``mfu``, pipelines count in their dry run of
     the step before training. Other strategies read the operations off the graph of the first batch. Layers before the
     first trained one aren't in that graph, so they don't count. There is no ``mfu`` where the graph doesn't show
-    everything: if a part of the model is compiled or is an ``autograd.Function`` of its own, and for replicas in
-    threads. A module may give the number itself: ``flops_per_batch``, a number or a function, of a replica's batch with
+    everything: if a part of the model is compiled or is an ``autograd.Function`` of its own, and for replicas in one
+    process. A module may give the number itself: ``flops_per_batch``, a number or a function, of a replica's batch with
     the backward, as for Lightning's ``ThroughputMonitor``.
 
     Args:

@@ -10,10 +10,10 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import optim
@@ -24,6 +24,10 @@ from lightning_parallel.layout import Layout
 from lightning_parallel.local_model import LocalModel, local_part
 
 _ROWS = 16  # a longer table is hard to read
+_HELD = ("layers", "parameters", "memory expected", "gradients")  # the columns that say what a rank holds
+_TO_THE_RIGHT = ("parameters", "memory expected")
+
+Row = dict[str, int | str]  # one rank's cells, by the titles of the columns
 
 
 @dataclass(frozen=True)
@@ -40,19 +44,6 @@ class Holding:
     layers: str
     gradients: str = ""
     extra: int | None = None
-
-
-class Row(NamedTuple):
-    """One rank's."""
-
-    rank: int
-    host: str
-    device: str
-    coordinate: tuple[int, ...]  # its place on each axis of the layout
-    layers: str
-    parameters: int
-    memory: str
-    gradients: str
 
 
 class StartTable:
@@ -93,7 +84,7 @@ class StartTable:
                 if received is None:
                     return
                 rows = [each for part in received for each in part]
-        rank_zero_info(table(sorted(rows), layout))
+        rank_zero_info(table(sorted(rows, key=lambda each: each["rank"])))
 
 
 def row(
@@ -115,16 +106,18 @@ def row(
     else:
         sizes += [local_part(p).nbytes for p in local.parameters.values() if p.requires_grad]
         sizes += [holding.extra, *map(state_bytes, optimizers)]
-    return Row(
-        layout.rank,
-        socket.gethostname(),
-        device,
-        tuple(layout.index(axis.name) for axis in layout.axes),
-        holding.layers,
-        sum(part.numel() for part in parts),
-        ("at least " if None in sizes else "") + _binary_size(sum(size or 0 for size in sizes)),
-        holding.gradients,
-    )
+    memory = ("at least " if None in sizes else "") + _binary_size(sum(size or 0 for size in sizes))
+    return {
+        "rank": layout.rank,
+        "host": socket.gethostname(),
+        "device": device,
+        # The slowest first, as in coordinates.
+        **{axis.member: layout.index(axis.name) for axis in reversed(layout.axes) if layout.size(axis.name) > 1},
+        "layers": holding.layers,
+        "parameters": f"{sum(part.numel() for part in parts):,}",
+        "memory expected": memory,
+        "gradients": holding.gradients,
+    }
 
 
 def state_bytes(optimizer: optim.Optimizer) -> int | None:
@@ -145,53 +138,32 @@ def state_bytes(optimizer: optim.Optimizer) -> int | None:
     return total
 
 
-def table(rows: Sequence[Row], layout: Layout) -> str:
-    """The rows as text. In a long table, ranks that hold the same share a row.
-
-    Args:
-        rows: in the order of ranks.
-        layout: whose axes have a column, if they have several ranks.
-    """
+def table(rows: Sequence[Row]) -> str:
+    """The rows, which are in the order of ranks, as text. In a long table, ranks that hold the same share a row."""
     alike: dict[object, list[Row]] = {}
     for each in rows:
-        same = (each.layers, each.parameters, each.memory, each.gradients)
-        alike.setdefault(same if len(rows) > _ROWS else each.rank, []).append(each)
-    groups = list(alike.values())
-    first = [group[0] for group in groups]
-    columns = {
-        "rank": [_numbers(each.rank for each in group) for group in groups],
-        "host": [_names(each.host for each in group) for group in groups],
-        "device": [_names(each.device for each in group) for group in groups],
-    }
-    for k, axis in reversed([*enumerate(layout.axes)]):  # the slowest first, as in coordinates
-        if layout.size(axis.name) > 1:
-            columns[axis.member] = [_numbers(each.coordinate[k] for each in group) for group in groups]
-    columns["layers"] = [each.layers for each in first]
-    columns["parameters"] = [f"{each.parameters:,}" for each in first]
-    columns["memory expected"] = [each.memory for each in first]
-    columns["gradients"] = [each.gradients for each in first]
-    padded = []
-    for title, cells in columns.items():
+        same = tuple(each[title] for title in _HELD) if len(rows) > _ROWS else each["rank"]
+        alike.setdefault(same, []).append(each)
+    columns = []
+    for title, example in rows[0].items():
+        cells = [_cell([each[title] for each in group]) for group in alike.values()]
         if any(cells):
             width = max(map(len, (title, *cells)))
-            pad = str.ljust if title in ("host", "device", "layers", "gradients") else str.rjust
-            padded.append([pad(cell, width) for cell in (title, *cells)])
-    return "\n".join("  ".join(line).rstrip() for line in zip(*padded, strict=True))
+            pad = str.rjust if isinstance(example, int) or title in _TO_THE_RIGHT else str.ljust
+            columns.append([pad(cell, width) for cell in (title, *cells)])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
-def _numbers(values: Iterable[int]) -> str:
-    """Numbers, runs of them as ``0-3``."""
-    ordered = sorted(set(values))
-    starts = [ordered[0], *(b for a, b in pairwise(ordered) if b != a + 1)]
-    ends = [*(a for a, b in pairwise(ordered) if b != a + 1), ordered[-1]]
+def _cell(values: Sequence[int | str]) -> str:
+    """One value; of several numbers runs, as ``0-3``; of several names the first and the last."""
+    numbers = sorted({value for value in values if isinstance(value, int)})
+    if not numbers:
+        names = list(dict.fromkeys(values))
+        return str(names[0]) if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
+    starts = [numbers[0], *(b for a, b in pairwise(numbers) if b != a + 1)]
+    ends = [*(a for a, b in pairwise(numbers) if b != a + 1), numbers[-1]]
     runs = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
     return ",".join(runs if len(runs) <= 4 else [*runs[:3], "...", runs[-1]])
-
-
-def _names(values: Iterable[str]) -> str:
-    """A name, or the first and the last of several."""
-    distinct = list(dict.fromkeys(values))
-    return distinct[0] if len(distinct) == 1 else f"{distinct[0]} .. {distinct[-1]} ({len(distinct)})"
 
 
 def _binary_size(nbytes: int) -> str:

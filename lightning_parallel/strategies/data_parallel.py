@@ -1,9 +1,9 @@
-"""Data parallelism in one process, with a thread for each replica: what Lightning 1 called ``dp``.
+"""Data parallelism in one process: what Lightning 1 called ``dp``.
 
 ::
 
     Lightning            here
-    training_step        batch -> shares -> the user's step in every replica's thread -> outputs joined
+    training_step        batch -> shares -> the user's step on every replica, in turn -> outputs joined
     backward             through all replicas to the one model's weights
     clip, step           of the one model
 """
@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -27,17 +28,14 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_parallel.batch import batch_size
-from lightning_parallel.lightning_private import launched_by_make_launcher, layer_sync_of, tell_device
+from lightning_parallel.lightning_private import launched_by_make_launcher, layer_sync_of, set_device
+from lightning_parallel.local_replicas.data_parallel import Share, on_replicas
 from lightning_parallel.parts.callbacks import bring_along
 from lightning_parallel.parts.log_joins import LogJoins
-from lightning_parallel.parts.logs import LogRecorder
+from lightning_parallel.parts.logs import LogRecorder, logging_through
 from lightning_parallel.parts.manual import networks
 from lightning_parallel.pipeline.interception import Interception
 from lightning_parallel.settings import SET_BY_TRAINER, Auto, check, takes
-from lightning_parallel.threaded_replicas.data_parallel import DataParallel, Share
-from lightning_parallel.threaded_replicas.join import joined
-from lightning_parallel.threaded_replicas.metrics import in_turn, metric_itself
-from lightning_parallel.threaded_replicas.replicate import Replica
 
 LossOn = Literal["replicas", "output_device"]
 
@@ -78,15 +76,17 @@ class DataParallelStrategy(SingleDeviceStrategy):
 
     ::
 
-        trainer = L.Trainer(devices=2, strategy=DataParallelStrategy())   # on the CPU: two threads
+        trainer = L.Trainer(devices=2, strategy=DataParallelStrategy())   # on the CPU: two replicas
         trainer.fit(AnyLightningModule(), datamodule)
 
     There is one model, on the first device, one optimizer and one Trainer. World size, checkpoints, samplers and
     callbacks are those of a single process, and the replicas share the batch of the data loader.
 
-    Every step copies the model to the replicas and the gradients back, and all threads want Python's interpreter lock.
-    On the CPU one thread runs the backward of all. DDP, with a process for each device, is faster, often by far. The
-    advantage of one process is simplicity: nothing to launch, notebooks work, and a debugger sees all replicas.
+    The replicas run one after the other. GPUs compute at the same time all the same, since a replica only launches its
+    kernels, unless its step waits for them (``.item()``, metrics that check their arguments). On a CPU replicas gain
+    nothing: they show what would happen on GPUs. Every step copies the model to the other replicas and their gradients
+    back. DDP, with a process for each device, is faster, often by far. The advantage of one process is simplicity:
+    nothing to launch, notebooks work, and a debugger sees all replicas.
 
     BatchNorm normalises over a replica's share, and its running statistics are those of replica 0. So are attributes
     that a step sets. Metrics are updated in the order of the samples. Each replica draws its own dropout masks,
@@ -107,7 +107,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
         self._wanted = options.loss_on
         self._loss_on: LossOn = "replicas"
         self.num_nodes = 1  # the Trainer sets its own
-        self._parallel: DataParallel | None = None
         self._joins = LogJoins()
         self._shared_calls = 0  # of the step that runs
 
@@ -132,8 +131,8 @@ class DataParallelStrategy(SingleDeviceStrategy):
             raise ValueError(f"{size} processes were launched: {_ONE_PROCESS} Launch one, or use strategy='ddp'.")
         if layer_sync_of(self) is not None:
             raise ValueError(
-                "sync_batchnorm=True: replicas in threads normalise by the statistics of their share. Leave it out, or "
-                "use strategy='ddp'."
+                "sync_batchnorm=True: the replicas normalise by the statistics of their share. Leave it out, or use "
+                "strategy='ddp'."
             )
 
     @override
@@ -149,7 +148,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
         self._loss_on = automatic if self._wanted == "auto" else self._wanted
         _check_module(module, self._loss_on, trainer.state.fn == TrainerFn.FITTING)
         super().setup(trainer)
-        self._parallel = DataParallel(self.parallel_devices)
 
     def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None
@@ -192,7 +190,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         """Run the user's step ``name`` on the replicas, or on the output device with its forwards on the replicas."""
         module = self._module()
         if self._loss_on == "replicas":
-            return self._on_replicas(module, name, lambda copy, part: getattr(copy, name)(part, *indices), batch)
+            return self._on_replicas(module, lambda replica, part: getattr(replica, name)(part, *indices), batch)
         called = {"": module} if module.automatic_optimization else {"": module, **networks(module)}
         calls = Interception()
 
@@ -201,13 +199,12 @@ class DataParallelStrategy(SingleDeviceStrategy):
                 calls.instead(part, partial(forward, path, part))
 
         def forward(path: str, part: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            calls.remove()  # in the replicas, which are copied here
+            calls.remove()  # in the replicas too, which are copied here
             try:
                 if path and not _is_batch((args, kwargs)):
                     return part.forward(*args, **kwargs)
                 self._shared_calls += 1
-                kind = f"{name}.{path}.forward"
-                return self._on_replicas(part, kind, lambda copy, s: copy.forward(*s[0], **s[1]), (args, kwargs))
+                return self._on_replicas(part, lambda replica, s: replica.forward(*s[0], **s[1]), (args, kwargs))
             finally:
                 share()
 
@@ -217,32 +214,22 @@ class DataParallelStrategy(SingleDeviceStrategy):
         finally:
             calls.remove()
 
-    def _on_replicas(self, module: nn.Module, kind: str, call: Callable[[Any, Any], Any], batch: Any) -> Any:
+    def _on_replicas(self, module: nn.Module, call: Callable[[Any, Any], Any], batch: Any) -> Any:
         """The joined results of ``call(replica of the module, share of the batch)``. What the replicas log is logged
         once."""
-        assert self._parallel is not None
-        recorders = [LogRecorder(self._joins) for _ in self._parallel.devices]
+        assert self.parallel_devices
+        recorder = LogRecorder(self._joins)
 
-        def run(replica: Replica, share: Share) -> Any:
-            recorder = recorders[replica.number]
+        def run(replica: nn.Module, share: Share) -> Any:
+            for copy in {*replica.modules()} - {*module.modules()}:
+                set_device(copy, share.device)
             recorder.weight = share.samples
-            _settle(replica, recorder)
-            return call(replica.module, share.batch)
+            with logging_through(replica, recorder.log) if isinstance(replica, pl.LightningModule) else nullcontext():
+                return call(replica, share.batch)
 
-        outputs, samples = self._parallel.apply(module, run, batch, kind=kind, stand_in=in_turn)
-        for recorder in recorders[1:]:
-            recorders[0].extend(recorder)
-        recorders[0].replay(self._module().log)
-        return joined(outputs, samples, self.root_device)
-
-    # -- the end -------------------------------------------------------------------------------------------------
-
-    @override
-    def teardown(self) -> None:
-        super().teardown()
-        if self._parallel is not None:
-            self._parallel.close()
-            self._parallel = None
+        joined = on_replicas(run, module, batch, self.parallel_devices)
+        recorder.replay(self._module().log)
+        return joined
 
 
 _ONE_PROCESS = "DataParallelStrategy runs all replicas in one process, on one machine."
@@ -258,18 +245,6 @@ def _check_module(module: pl.LightningModule, loss_on: LossOn, training: bool) -
         raise ValueError(
             "training_step(dataloader_iter): replicas share batches, so it has to be training_step(batch)."
         )
-
-
-def _settle(replica: Replica, recorder: LogRecorder) -> None:
-    """Tell a copied LightningModule what it keeps about itself: where it is, and where it logs."""
-
-    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        recorder.log(name, metric_itself(value), *args, **kwargs)
-
-    if isinstance(replica.module, pl.LightningModule):
-        replica.copied[0].set("log", log)
-    for each in replica.copied:
-        tell_device(each.copy, each.set, replica.device)
 
 
 def _is_batch(call: Any) -> bool:

@@ -74,7 +74,7 @@ PIPELINE_GROUP = Group(
     target=("at most", 1.0),
 )
 THREADS_GROUP = Group(
-    "Two replicas: threads of one process, and processes",
+    "Two replicas: in one process, and in two",
     2,
     {ONE: replicated.one_process, DDP_FIT: replicated.ddp_fit, DP_FIT: replicated.data_parallel_fit},
     reference=DDP_FIT,
@@ -93,7 +93,7 @@ class Sizes:
     skip: int = 2
 
 
-# Operations so short that what threads wait for is Python.
+# Operations so short that most of a step is Python.
 SHORT = Sizes(Work(layers=8, width=64, heads=2, length=32, samples=2))
 QUICK = Sizes(Work(layers=2, width=128, heads=2, length=64, samples=4), rounds=4, steps=5)
 PIPELINE = Sizes(Work(layers=4, width=256, heads=4, length=64, samples=16, microbatches=8), steps=6)

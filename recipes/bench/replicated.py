@@ -175,7 +175,7 @@ def pipeline_fit(work: Work, steps: int, optimizer: MakeOptimizer) -> Run:
 
 
 def data_parallel_fit(work: Work, steps: int, optimizer: MakeOptimizer) -> Run:
-    """All replicas on rank 0, a thread each; the other ranks do nothing."""
+    """All replicas on rank 0; the other ranks do nothing."""
     if dist.get_rank():
         return Run([], [])
     batch = work.shares().flatten(0, 1)

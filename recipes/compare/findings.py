@@ -54,28 +54,26 @@ def _fastest(rows: Rows) -> Iterator[str]:
 
 
 def _replicas_and_processes(rows: Rows) -> Iterator[str]:
-    """Replication and the interpreter lock against a process for each replica."""
+    """Replicas in one process against a process for each."""
     if "dp" not in rows:
         return
     dp = rows["dp"]
     (measured,) = dp.ranks
-    phases, shares = measured["phases"], measured["replicas"]
+    phases = measured["phases"]
     alone = sum(phases.get(phase, 0.0) for phase in ("scatter", "replicate", "reduce"))
     yield (
-        f"Each step of dp makes its {dp.devices} replicas anew, in one thread: {_ms(phases['replicate'])} to "
-        f"replicate, {_ms(alone)} with scattering the batch and adding up the gradients, "
-        f"{alone / fmean(measured['seconds']):.1%} of the mean step. In the {_ms(phases['threads'])} of forwards a "
-        f"replica's thread computes {shares['computing']:.0%} of the time, waits for the interpreter lock "
-        f"{shares['blocked']:.0%}, and for a core {shares['queued']:.0%}."
+        f"Each step of dp makes its {dp.devices} replicas anew: {_ms(phases['replicate'])} to replicate, {_ms(alone)} "
+        f"with scattering the batch and adding up the gradients, {alone / fmean(measured['seconds']):.1%} of the mean "
+        f"step."
     )
     if "single" in rows:
-        yield f"{dp.devices} threads of one process: a step of dp is {_times(rows['single'], dp)} one thread alone."
+        yield f"{dp.devices} replicas in one process: a step of dp is {_times(rows['single'], dp)} that of one model."
     if "ddp" in rows:
         ddp = rows["ddp"]
         threads = [rank["thread"] for rank in ddp.ranks]
         computing, blocked, queued = (fmean(t[key] for t in threads) for key in ("computing", "blocked", "queued"))
         yield (
-            f"ddp, with an interpreter for each replica, is {_times(dp, ddp)} dp ({_ms(ddp.step)} against "
+            f"ddp, with a process for each replica, is {_times(dp, ddp)} dp ({_ms(ddp.step)} against "
             f"{_ms(dp.step)} a step). Its processes compute {computing:.0%} of the time, wait for each other's "
             f"messages {blocked:.0%}, and for a core {queued:.0%}."
         )

@@ -121,7 +121,6 @@ class Measure(Callback):
         if self._phases is not None:
             self._phases.stop()
             self._found["phases"] = {name: total / steps for name, total in self._phases.seconds.items()}
-            self._found["replicas"] = self._phases.replicas.shares()
         strategy = trainer.strategy
         if isinstance(strategy, StagedStrategy):
             begin, end = self._ends[0], self._ends[-1]

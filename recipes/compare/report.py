@@ -65,9 +65,8 @@ def _speed(rows: Sequence[Row], loss: str) -> Table:
         cells,
         "Step: the median update, and the range that half of all lie in. Efficiency: throughput per device, in units "
         "of one process's. Of the threads that compute, the share of time in which they were blocked, waiting for "
-        "messages or (in dp, over its forwards) for the interpreter lock; and in which they had no core, "
-        "which is the machine's load. Bubble: the share of the stages' time without compute, whatever the reason, and "
-        "by theory of the schedule alone.",
+        "messages; and in which they had no core, which is the machine's load. Bubble: the share of the stages' time "
+        "without compute, whatever the reason, and by theory of the schedule alone.",
     )
 
 

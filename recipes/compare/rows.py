@@ -23,7 +23,7 @@ class Row:
         peaks: bytes of each rank (of each GPU, where one process has several).
         held: bytes by what they are: parameters, gradients, optimizer.
         sent, expected: bytes on the wire in a step, by kind of message; counted, and by formula.
-        blocked: share of time in which the threads that compute waited, for messages or for each other.
+        blocked: share of time in which the threads that compute waited for messages.
         queued: share of time in which they had no core.
         bubble, theory: shares of the stages' time.
         ranks: all that was measured.
@@ -99,8 +99,8 @@ def _row(outcome: Outcome, reference: Row | None) -> Row:
         held={name: fmean(rank["held"][name] for rank in ranks) for name in ("parameters", "gradients", "optimizer")},
         sent=_sent(ranks),
         expected=_expected(ranks),
-        blocked=fmean(rank.get("replicas", rank["thread"])["blocked"] for rank in ranks),
-        queued=fmean(rank.get("replicas", rank["thread"])["queued"] for rank in ranks),
+        blocked=fmean(rank["thread"]["blocked"] for rank in ranks),
+        queued=fmean(rank["thread"]["queued"] for rank in ranks),
         bubble=bubble,
         theory=theory,
         loss=_loss(outcome.metrics, config["optimized_metric"]),

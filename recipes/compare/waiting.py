@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 from unittest.mock import patch
 
-from lightning_parallel.threaded_replicas import data_parallel, replicate
-from lightning_parallel.threaded_replicas.threads import ReplicaThreads
+from lightning_parallel.local_replicas import data_parallel, replicate
 
 
 class Times:
@@ -55,18 +54,14 @@ class Times:
 
 
 class ReplicaPhases:
-    """What a step of :class:`~lightning_parallel.DataParallelStrategy` spends its time on.
+    """What a step of :class:`~lightning_parallel.DataParallelStrategy` spends on its replicas.
 
     Attributes:
-        seconds: by phase: "scatter", "replicate", "threads" (forwards in the replicas' threads) and "reduce" (the sum
-            of their gradients, in the backward).
-        replicas: of the replicas' threads while they work, all together.
+        seconds: by phase: "scatter", "replicate" and "reduce" (the sum of their gradients, in the backward).
     """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self.replicas = Times()
-        self._lock = threading.Lock()
         self._stack = ExitStack()
 
     def start(self) -> None:
@@ -77,13 +72,6 @@ class ReplicaPhases:
             (replicate, "added", "reduce"),
         ):
             self._stack.enter_context(patch.object(owner, name, partial(self._timed, phase, getattr(owner, name))))
-        apply = ReplicaThreads.apply
-
-        def timed_apply(threads: ReplicaThreads, calls: Sequence[Callable[[], Any]], *args: Any, **kwargs: Any) -> Any:
-            each = [partial(self._in_thread, call) for call in calls]
-            return self._timed("threads", apply, threads, each, *args, **kwargs)
-
-        self._stack.enter_context(patch.object(ReplicaThreads, "apply", timed_apply))
 
     def stop(self) -> None:
         self._stack.close()
@@ -94,12 +82,3 @@ class ReplicaPhases:
             return function(*args, **kwargs)
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - start
-
-    def _in_thread(self, call: Callable[[], Any]) -> Any:
-        start = Times.now()
-        try:
-            return call()
-        finally:
-            spent = Times.now().since(start)
-            with self._lock:
-                self.replicas.add(spent)

@@ -64,7 +64,7 @@ class RayLauncher(Cluster):
 
         folder = config_file.parent
         leave = folder / LEAVE
-        # strategy=single and dp are one process, with as many threads as there are devices.
+        # strategy=single and dp are one process.
         nodes, each = (self.nodes, self.devices) if processes > 1 else (1, 1)
         work = Work(config_file.absolute(), nodes, each, self._handed_on, Path.cwd())
         _forget(folder)

@@ -197,24 +197,6 @@ def test_what_lightning_refuses_reaches_lightning() -> None:
     assert record([(1, text, {}), (2, text, {})])[0] is text
 
 
-def test_recorders_of_parts_join_into_one() -> None:
-    parts, whole, logged = [LogRecorder(), LogRecorder()], LogRecorder(), []
-    for size, part, value in ((3, parts[0], 1.0), (1, parts[1], 5.0)):
-        for recorder in (part, whole):
-            recorder.weight = size
-            recorder.log("loss", torch.tensor(value))
-            recorder.log("rows", size, reduce_fx="sum")
-    parts[1].log("last", 7)
-    whole.log("last", 7)
-    parts[0].extend(parts[1])
-    for recorder in (parts[0], whole):
-        logged.append([])
-        recorder.replay(lambda name, value, **options: logged[-1].append((name, float(value), options)))
-    assert logged[0] == logged[1] and [(name, value) for name, value, _ in logged[0]] == [
-        ("loss", 2.0), ("rows", 4.0), ("last", 7.0)
-    ]  # fmt: skip
-
-
 def test_what_equals_the_loss_is_weighted_as_the_loss() -> None:
     recorder = LogRecorder()
     batch = BatchLoss([1, 1], given=[3.0, 1.0])

@@ -286,7 +286,7 @@ def test_what_a_step_logs_is_the_batch_s(pool: WorkerPool, reduce_fx: str, layou
     assert names in ([], ["doubtful"])
 
 
-def test_what_replicas_in_threads_can_t_tell_is_warned_of(pool: WorkerPool) -> None:
+def test_what_replicas_in_one_process_can_t_tell_is_warned_of(pool: WorkerPool) -> None:
     ((expected, _),) = pool.run(count, 1, "sum", None, init=False)
     ((metrics, told),) = pool.run(count, 1, "sum", "threads", init=False)
     for name in ("loss", "constant", "batch", "step", "size", "elements", "tensor", "weight", "labels", "hits"):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lightning_parallel.threaded_replicas.replicate import added, replicate
+from lightning_parallel.local_replicas.replicate import added, replicate
 
 CPU = torch.device("cpu")
 
@@ -37,66 +35,42 @@ class Net(nn.Module):
 
 def test_parameters_share_the_model_s_memory_and_its_graph() -> None:
     net = Net()
-    for replica in replicate(net, [CPU] * 3):
-        assert [p.data_ptr() for p in replica.module.parameters()] == [p.data_ptr() for p in net.parameters()]
-        assert [p.requires_grad for p in replica.module.parameters()] == [p.requires_grad for p in net.parameters()]
-        assert not {id(p) for p in replica.module.parameters()} & {id(p) for p in net.parameters()}
-        assert dict(replica.module.named_parameters()).keys() == dict(net.named_parameters()).keys()
-        replica.module(torch.randn(4, 3)).sum().backward(retain_graph=True)
+    first, *others = replicate(net, [CPU] * 3)
+    assert first is net and len(others) == 2
+    for replica in others:
+        assert [p.data_ptr() for p in replica.parameters()] == [p.data_ptr() for p in net.parameters()]
+        assert [p.requires_grad for p in replica.parameters()] == [p.requires_grad for p in net.parameters()]
+        assert not {id(p) for p in replica.parameters()} & {id(p) for p in net.parameters()}
+        assert dict(replica.named_parameters()).keys() == dict(net.named_parameters()).keys()
+        replica(torch.randn(4, 3)).sum().backward(retain_graph=True)
     assert all((p.grad is not None) == p.requires_grad for p in net.parameters())
 
 
 def test_what_is_shared_in_the_model_is_shared_in_the_replica() -> None:
-    (replica,) = replicate(Net(), [CPU])
-    assert replica.module.first is replica.module.again
-    assert replica.module.first.weight is replica.module.tied.weight
-    assert len([*replica.module.parameters()]) == len([*Net().parameters()])
+    _, replica = replicate(Net(), [CPU] * 2)
+    assert replica.first is replica.again
+    assert replica.first.weight is replica.tied.weight
+    assert len([*replica.parameters()]) == len([*Net().parameters()])
 
 
 def test_the_model_keeps_what_replica_0_changes() -> None:
     net = Net()
     first, second = replicate(net, [CPU] * 2)
     batches = [torch.randn(8, 3), torch.randn(8, 3) + 5]
-    first.module(batches[0])
-    second.module(batches[1])
-    second.module(batches[1])
+    first(batches[0])
+    second(batches[1])
+    second(batches[1])
     expected = nn.BatchNorm1d(3)
     expected(net.first(batches[0]))
-    first.keep()
     assert net.calls == 1 and net.count == 1 and net.norm.num_batches_tracked == 1
     assert torch.allclose(net.norm.running_mean, expected.running_mean)
-    assert second.module.norm.num_batches_tracked == 2
-
-
-def test_attributes_that_a_replica_is_given_do_not_reach_the_model() -> None:
-    net = Net()
-    (replica,) = replicate(net, [CPU])
-    replica.copied[0].set("log", print)
-    assert replica.module.log is print
-    before = set(vars(net))
-    replica.keep()
-    assert set(vars(net)) == before
+    assert second.norm.num_batches_tracked == 2
 
 
 def test_without_gradients_replicas_have_none() -> None:
     with torch.no_grad():
-        (replica,) = replicate(Net(), [CPU])
-    assert not any(p.requires_grad for p in replica.module.parameters())
-
-
-def test_a_stand_in_takes_a_module_s_place_and_its_parts_are_left() -> None:
-    net = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.ReLU()))
-    stand_in = object()
-    seen: list[Any] = []
-
-    def choose(module: nn.Module, number: int) -> Any:
-        seen.append((module, number))
-        return stand_in if module is net[1] else None
-
-    replicas = replicate(net, [CPU] * 2, choose)
-    assert all(replica.module._modules["1"] is stand_in for replica in replicas)
-    assert [number for module, number in seen if module is net[1]] == [0, 1]
-    assert not any(module is net[1][0] for module, _ in seen)
+        _, replica = replicate(Net(), [CPU] * 2)
+    assert not any(p.requires_grad for p in replica.parameters())
 
 
 def test_parametrized_modules_are_replicated() -> None:
@@ -106,17 +80,17 @@ def test_parametrized_modules_are_replicated() -> None:
 
     layer = nn.Linear(2, 2)
     parametrize.register_parametrization(layer, "weight", Doubled())
-    (replica,) = replicate(layer, [CPU])
+    _, replica = replicate(layer, [CPU] * 2)
     x = torch.randn(3, 2)
-    assert torch.equal(replica.module(x), layer(x))
-    replica.module(x).sum().backward()
+    assert torch.equal(replica(x), layer(x))
+    replica(x).sum().backward()
     assert layer.parametrizations.weight.original.grad is not None
 
 
 def test_attributes_of_parameters_come_along() -> None:
     net = nn.Linear(1, 1)
     net.weight.decay = 0.1
-    assert replicate(net, [CPU])[0].module.weight.decay == 0.1
+    assert replicate(net, [CPU] * 2)[1].weight.decay == 0.1
 
 
 @pytest.mark.parametrize(("model", "words"), [
@@ -148,7 +122,7 @@ def test_gpus_get_copies_and_give_gradients_back() -> None:
     net = Net().to(devices[0])
     replicas = replicate(net, devices)
     for replica, device in zip(replicas, devices, strict=True):
-        assert {tensor.device for tensor in (*replica.module.parameters(), *replica.module.buffers())} == {device}
+        assert {tensor.device for tensor in (*replica.parameters(), *replica.buffers())} == {device}
     ones = [torch.ones(2, device=device) for device in devices]
     total = added(ones, devices[0])
     assert total is not None and total.tolist() == [len(devices)] * 2 and total.device == devices[0]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutput
 
-from lightning_parallel.threaded_replicas.join import joined as joined_on
+from lightning_parallel.local_replicas.join import joined as joined_on
 
 CPU = torch.device("cpu")
 Point = namedtuple("Point", "x y")
