@@ -161,19 +161,18 @@ def decided_by_first(group: Group, decide: Callable[[], T]) -> T:
     if not dist.is_initialized():
         return decide()
     error: Exception | None = None
-    answer: Any = None
+    boxed: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
-            answer = (None, decide())
+            boxed = [(None, decide())]
         except Exception as caught:  # any: it is raised below, when the other ranks know
-            error, answer = caught, ((isinstance(caught, ValueError), _words(caught)), None)
-    boxed = [answer]
+            error, boxed = caught, [(_report(caught), None)]
     guarded(dist.broadcast_object_list, boxed, group=group, group_src=0)
     if error is not None:
         raise error
-    failure, result = boxed[0]
-    if failure is not None:
-        raise (ValueError if failure[0] else RuntimeError)(f"rank 0: {failure[1]}")
+    report, result = boxed[0]
+    if report is not None:
+        raise report[0](report[1])
     return result
 
 
@@ -188,6 +187,8 @@ def together(group: Group, action: Callable[[], T]) -> T:
         ValueError: on the other ranks, if the one that failed raised a ValueError.
         RuntimeError: on the other ranks, if it raised something else.
     """
+    if not dist.is_initialized():
+        return action()
     error: Exception | None = None
     try:
         result = action()
@@ -197,23 +198,24 @@ def together(group: Group, action: Callable[[], T]) -> T:
         error = caught
     if not _any(error is not None, group):
         return result
-    reports = gather_objects(None if error is None else (isinstance(error, ValueError), _words(error)), group)
+    reports = gather_objects(None if error is None else _report(error), group)
     if error is not None:
         raise error
-    rank, (is_value_error, message) = next((rank, report) for rank, report in enumerate(reports) if report)
-    raise (ValueError if is_value_error else RuntimeError)(f"rank {rank}: {message}")
+    kind, message = next(report for report in reports if report is not None)
+    raise kind(message)
 
 
-def _words(error: Exception) -> str:
-    """The text of an error. Errors of the usual kinds speak for themselves; of others the kind is named too."""
-    return str(error) if type(error) in (ValueError, RuntimeError) else f"{type(error).__name__}: {error}"
+def _report(error: Exception) -> tuple[type[Exception], str]:
+    """What the other ranks raise for an error of this rank, which they name by its global rank. Errors of the usual
+    kinds speak for themselves; of others the kind is named too."""
+    words = str(error) if type(error) in (ValueError, RuntimeError) else f"{type(error).__name__}: {error}"
+    kind = ValueError if isinstance(error, ValueError) else RuntimeError
+    return kind, f"rank {dist.get_rank()}: {words}"
 
 
 def _any(vote: bool, group: Group) -> bool:
     """Is ``vote`` true on any rank? Each rank sends one number; objects exchanged between all ranks would grow with the
     square of their number."""
-    if not dist.is_initialized():
-        return vote
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     votes = torch.tensor(int(vote), device=device)
     guarded(dist.all_reduce, votes, dist.ReduceOp.MAX, group=group)

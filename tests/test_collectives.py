@@ -105,6 +105,29 @@ def test_the_first_rank_s_failure_is_everyone_s(pool: WorkerPool, error: type[Ex
     assert all(said in text for text in errors[1:])
 
 
+def fail_in_a_group(last: bool) -> None:
+    """The ranks but the first are a group, and one of them fails."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return
+
+    def action() -> None:
+        if dist.get_rank() == (2 if last else 1):
+            raise ValueError("no luck")
+
+    if last:
+        together(group, action)
+    else:
+        decided_by_first(group, action)
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["together", "decided-by-first"])
+def test_the_rank_that_failed_is_named_by_its_global_rank(pool: WorkerPool, last: bool) -> None:
+    failed, told = (2, 1) if last else (1, 2)
+    errors = pool.run(fail_in_a_group, 3, last, expect_errors=True)
+    assert f"ValueError: rank {failed}: no luck" in errors[told]
+
+
 def exchanged() -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.group.WORLD
     assert world is not None

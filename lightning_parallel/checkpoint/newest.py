@@ -17,9 +17,11 @@ def is_whole(path: PathLike) -> bool:
     found = directory.find(Path(path))
     if found is None:
         return Path(path).is_file() and zipfile.is_zipfile(path)
-    contents, wrong = verified(found)
-    files = ((found / name, size) for name, size in contents["bytes"].items())
-    long_enough = all(file.is_file() and file.stat().st_size >= size for file, size in files)
+    try:
+        contents, wrong = verified(found)
+        long_enough = all((found / name).stat().st_size >= size for name, size in contents["bytes"].items())
+    except FileNotFoundError:  # such as one that another process is deleting
+        return False
     # trainer.pt is written after contents.json, which hasn't its size.
     return wrong is None and long_enough and zipfile.is_zipfile(found / TRAINER)
 
@@ -50,5 +52,8 @@ def found_in(folders: Collection[PathLike]) -> set[Path]:
 
 
 def saved_at(path: Path) -> int:
-    """When a checkpoint was saved: nanoseconds since the epoch."""
-    return (directory.find(path) or path).stat().st_mtime_ns
+    """When a checkpoint was saved: nanoseconds since the epoch, 0 if it has been deleted."""
+    try:
+        return (directory.find(path) or path).stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0

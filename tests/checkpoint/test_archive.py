@@ -11,7 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_parallel.checkpoint import OptimizerState, is_whole, load, newest_in, read_full, read_plain, save
+from lightning_parallel.checkpoint import (
+    OptimizerState,
+    directory,
+    is_whole,
+    load,
+    newest,
+    newest_in,
+    read_full,
+    read_plain,
+    save,
+)
 from lightning_parallel.checkpoint.archive import check_archive
 from lightning_parallel.checkpoint.contents import CONTENTS
 from lightning_parallel.checkpoint.directory import METADATA, TRAINER
@@ -115,6 +125,32 @@ def test_a_directory_cut_short_is_not_whole(checkpoint: Path, file: str) -> None
     if file != CONTENTS:
         (checkpoint / file).unlink()
         assert not is_whole(checkpoint)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_one_that_is_deleted_while_it_is_looked_at_leaves_the_next_one(
+    checkpoint: Path, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(checkpoint.with_name("new.ckpt"))
+    os.utime(checkpoint, (1000, 1000))
+    find = directory.find
+
+    def delete_what_is_found(path: Path) -> Path | None:
+        found = find(path)
+        if path.name == "new.ckpt":
+            (path / file).unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(directory, "find", delete_what_is_found)
+    whole = [checkpoint] if file != CONTENTS else [checkpoint, checkpoint.with_name("new.ckpt")]
+    assert newest_in([checkpoint.parent]) in whole
+
+
+def test_one_that_is_gone_when_it_is_looked_at_leaves_the_next_one(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(newest, "found_in", lambda _: {checkpoint, checkpoint.with_name("gone.ckpt")})
+    assert newest_in([checkpoint.parent], since=0) == checkpoint
 
 
 def test_checkpoints_of_earlier_versions_have_no_contents_file(checkpoint: Path) -> None:
