@@ -49,7 +49,17 @@ def convert(source: PathLike, target: PathLike, *, save_weights_only: bool = Fal
         with directory.replacing(target) as new:
             safetensors_file.write(new, tensors, aliases)
     elif source.is_file():
-        _write_directory(target, source, plain, tensors, aliases, extra_state)
+        left_out = ("state_dict", "optimizer_states", OPTIMIZER_NAMES)
+        format.save(
+            target,
+            model=tensors,
+            optimizers=_named(source, plain, aliases),
+            trainer={key: value for key, value in plain.items() if key not in left_out},
+            rank_state={},  # those of all replicas are in the trainer's part
+            coordinate=Layout.resolve(1).coordinate,
+            aliases=aliases,
+            extra_state=extra_state,
+        )
     else:
         with directory.replacing(target) as new:
             torch.save(plain, new)
@@ -70,27 +80,6 @@ def _each_once(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[s
         else:
             aliases[name] = held
     return tensors, aliases, {name: each for name, each in state_dict.items() if not isinstance(each, Tensor)}
-
-
-def _write_directory(
-    target: Path,
-    source: Path,
-    plain: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    aliases: Mapping[str, str],
-    extra_state: Mapping[str, Any],
-) -> None:
-    left_out = ("state_dict", "optimizer_states", OPTIMIZER_NAMES)
-    format.save(
-        target,
-        model=tensors,
-        optimizers=_named(source, plain, aliases),
-        trainer={key: value for key, value in plain.items() if key not in left_out},
-        rank_state={},  # those of all replicas are in the trainer's part
-        coordinate=Layout.resolve(1).coordinate,
-        aliases=aliases,
-        extra_state=extra_state,
-    )
 
 
 def _named(source: Path, plain: Mapping[str, Any], aliases: Mapping[str, str]) -> list[OptimizerState]:

@@ -6,7 +6,7 @@ place. All ranks of one replica load the same batches, so their generators are e
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -31,13 +31,16 @@ def empty_rank_state(found: Found, coordinate: str) -> dict[str, Tensor]:
     return {key.removeprefix(prefix): empty(found, key) for key in found if key.startswith(prefix)}
 
 
-def nearest(coordinate: str, saved: Collection[str]) -> str | None:
+def nearest(coordinate: str, saved: Sequence[str]) -> str | None:
     """The place itself, or else the first one of the same replica; None if there is neither."""
-    if coordinate in saved:
-        return coordinate
-    return next((other for other in saved if replica_of(other) == replica_of(coordinate)), None)
+    return coordinate if coordinate in saved else of_replicas(saved).get(_replica_of(coordinate))
 
 
-def replica_of(coordinate: str) -> str:
+def of_replicas(saved: Sequence[str]) -> dict[str, str]:
+    """The first place of each replica, by the replica's part of the coordinate."""
+    return {_replica_of(place): place for place in reversed(saved)}
+
+
+def _replica_of(coordinate: str) -> str:
     """The coordinate's part along the data axis, such as ``dp0``; the whole coordinate if it has none."""
     return next((part for part in coordinate.split(".") if part.startswith("dp")), coordinate)

@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_parallel.checkpoint import safetensors_file
 from lightning_parallel.checkpoint.directory import PathLike
 from lightning_parallel.checkpoint.optimizers import parts_of
-from lightning_parallel.checkpoint.places import coordinates, empty_rank_state, key_in, replica_of
+from lightning_parallel.checkpoint.places import coordinates, empty_rank_state, key_in, of_replicas
 from lightning_parallel.checkpoint.reading import (
     MODEL,
     check_tensors,
@@ -52,8 +52,8 @@ def read_plain(path: PathLike, weights_only: bool = True) -> dict[str, Any]:
         return read_file(Path(path), Path(path), weights_only)
     reader, found, contents = open_directory(Path(path))
     saved = read_trainer(Path(reader.path), weights_only)
-    of_replicas = {replica_of(place): place for place in reversed(coordinates(found))}
-    states = {place: empty_rank_state(found, place) for place in of_replicas.values()}
+    places = of_replicas(coordinates(found))
+    states = {place: empty_rank_state(found, place) for place in places.values()}
     wanted = {key: empty(found, key) for key in found if key.startswith(MODEL) or parts_of(key)}
     generators = {key_in(place, name): tensor for place, state in states.items() for name, tensor in state.items()}
     check_tensors(reader, wanted | generators)
@@ -73,8 +73,8 @@ def read_plain(path: PathLike, weights_only: bool = True) -> dict[str, Any]:
         plain["optimizer_states"] = [_numbered(state, groups) for state, groups in pairs]
         plain[OPTIMIZER_NAMES] = [[[*group["params"]] for group in groups] for groups in saved["param_groups"]]
     if states:
-        replicas = sorted(of_replicas, key=lambda replica: (len(replica), replica))  # dp2 before dp10
-        plain[RANDOM_STATES] = [states[of_replicas[replica]] for replica in replicas]
+        replicas = sorted(places, key=lambda replica: (len(replica), replica))  # dp2 before dp10
+        plain[RANDOM_STATES] = [states[places[replica]] for replica in replicas]
     return plain
 
 
