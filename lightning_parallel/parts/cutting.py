@@ -15,7 +15,7 @@ from lightning_parallel.batch import batch_size, rebuilt, split
 from lightning_parallel.collectives import broadcast_object, gather_if_different, together
 from lightning_parallel.layout import Layout, Placement
 from lightning_parallel.parts.batch_watch import BatchWatch
-from lightning_parallel.parts.first_batch import STEPS, as_in, first_step
+from lightning_parallel.parts.first_batch import as_in, first_step
 from lightning_parallel.parts.logs import trial
 from lightning_parallel.parts.options import StagedOptions
 from lightning_parallel.parts.step_hooks import StepHooks
@@ -51,12 +51,30 @@ def agreed_partition(
         return split(batch, count)[0]
 
     def look() -> Partition:
-        assert trainer.state.fn is not None
-        fitting = STEPS[trainer.state.fn] == "training_step"
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        balance = options.balance
+        if balance == "time" and layout.rank > 0:  # only the first rank's partition counts
+            balance = "parameters"
         step = first_step(trainer, module, first_microbatch if fitting else lambda batch: batch)
         try:
             with as_in(trainer, module), trial(trainer, module):
-                return _cut(trainer, module, options, layout, step, placement)
+                # On copies of the batch's tensors: an iterator's first batch is put back.
+                own = partial(step.func, *rebuilt(step.args, torch.clone))
+                hooks = StepHooks(trainer, module, own) if fitting else None
+                found = partition(
+                    module,
+                    partial(BatchWatch().look, step.func, *step.args),
+                    layout.stages,
+                    options.layers,
+                    balance,
+                    trainer.strategy.root_device,
+                    placement=placement,
+                    hooks=hooks,
+                    recompute=options.activation_checkpointing and fitting,
+                )
+                if hooks is not None:
+                    hooks.check(found, layout.stage)
+                return found
         except AbsentValueError as error:
             error.add_note(
                 "The step asks for a value between the layers, which only one stage has. Ask for it inside a layer's "
@@ -79,36 +97,6 @@ def agreed_partition(
         check_equal(mine, model_group)
     # Replicas see batches of their own, perhaps of other shapes: the first one decides.
     return broadcast_object(mine, 0, world, trainer.strategy.root_device)
-
-
-def _cut(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    options: StagedOptions,
-    layout: Layout,
-    step: partial[Any],
-    placement: Placement,
-) -> Partition:
-    """Cut a module by traces of its step, on copies of the batch's tensors: an iterator's first batch is put back."""
-    fitting = trainer.state.fn == TrainerFn.FITTING
-    balance = options.balance
-    if balance == "time" and layout.rank > 0:  # only the first rank's partition counts
-        balance = "parameters"
-    hooks = StepHooks(trainer, module, partial(step.func, *rebuilt(step.args, torch.clone))) if fitting else None
-    found = partition(
-        module,
-        partial(BatchWatch().look, step.func, *step.args),
-        layout.stages,
-        options.layers,
-        balance,
-        trainer.strategy.root_device,
-        placement=placement,
-        hooks=hooks,
-        recompute=options.activation_checkpointing and fitting,
-    )
-    if hooks is not None:
-        hooks.check(found, layout.stage)
-    return found
 
 
 def check_equal(mine: Partition, group: dist.ProcessGroup) -> None:

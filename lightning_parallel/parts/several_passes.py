@@ -48,9 +48,7 @@ def run_in_passes(
     """
     lengths = sizes(batch_size(batch), min(stages, batch_size(batch)))
     parts = split(batch, len(lengths)) if len(lengths) > 1 else [batch]
-    turns: deque[tuple[int, Passes, bool]] = deque()
-    for number, part in enumerate(parts):
-        turns.append((number, generator(part, *arguments), False))
+    turns = deque((number, generator(part, *arguments), False) for number, part in enumerate(parts))
     results: dict[int, Any] = {}
     while turns:
         number, passes, has_begun = turns.popleft()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
 
 from lightning_parallel.collectives import broadcast_tensors
 from lightning_parallel.fully_sharded.layers import FullyShardedLayers
@@ -38,9 +39,8 @@ class Stages:
         self.fully_sharded: FullyShardedLayers | None = None
         self._options = options
         self._stage: Stage | None = None
-        # Of stages that share parameters: their group, the group of their hosts, and the parameters' names.
-        self._shared: list[tuple[dist.ProcessGroup, dist.ProcessGroup, list[str]]] = []
-        self._local: LocalModel | None = None
+        # Of stages that share parameters: their group, the group of their hosts, and the parameters.
+        self._shared: list[tuple[dist.ProcessGroup, dist.ProcessGroup, dict[str, nn.Parameter]]] = []
 
     @property
     def stage(self) -> Stage:
@@ -107,7 +107,7 @@ class Stages:
     def join_shared(self, local: LocalModel, layout: Layout, groups: Groups) -> None:
         """Make parameters that several stages hold equal on them, as the first of these stages has them. All ranks call
         it."""
-        self._local, self._shared = local, []
+        self._shared = []
         by_stages: dict[tuple[int, ...], list[str]] = {}
         for name, stages in self.stage.partition.shared().items():
             by_stages.setdefault(stages, []).append(name)
@@ -115,17 +115,15 @@ class Stages:
             if layout.stage in stages:
                 ranks = [layout.rank_at(pipeline=stage) for stage in stages]
                 group = groups.joining(ranks)
-                self._shared.append((group, groups.on_host(ranks), names))
-                first = layout.rank_at(pipeline=stages[0])
-                broadcast_tensors((local.parameters[name] for name in names), first, group)
+                parameters = {name: local.parameters[name] for name in names}
+                self._shared.append((group, groups.on_host(ranks), parameters))
+                broadcast_tensors(parameters.values(), layout.rank_at(pipeline=stages[0]), group)
 
     def summed_shared(self, gradients: Gradients) -> Gradients:
         """The gradients, those of shared parameters summed over the stages that hold them. A parameter that got a
         gradient on no stage keeps none, as in a single process, where the optimizer skips it."""
-        for group, host_group, names in self._shared:
-            assert self._local is not None
-            parameters = self._local.parameters
-            trained = [name for name in names if parameters[name].requires_grad]
+        for group, host_group, parameters in self._shared:
+            trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
             gradients = {**gradients, **summed_over(group, trained, parameters, gradients, host_group)}
         return gradients
 

@@ -3,8 +3,8 @@ one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +15,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_parallel.pipeline.absent import AbsentValueError
 from lightning_parallel.pipeline.origins import parameter_of
 from lightning_parallel.pipeline.partition import Partition
-
-_HOOKS = ("on_train_batch_start", "optimizer_step", "on_before_zero_grad", "on_train_batch_end")
 
 
 class StepHooks:
@@ -29,7 +27,8 @@ class StepHooks:
         self._asked: dict[str, str] = {}  # parameters and buffers whose values a hook has asked for, with the hook
 
     def __call__(self, output: Any) -> None:
-        optimizer = SimpleNamespace(step=lambda *args, **kwargs: None, param_groups=[_Options()], state={})
+        options: dict[str, float] = defaultdict(lambda: 1.0)  # the learning rate, and so on
+        optimizer = SimpleNamespace(step=lambda *args, **kwargs: None, param_groups=[options], state={})
         outputs = output if isinstance(output, Mapping) else {"loss": output}  # as Lightning passes it
         arguments: dict[str, tuple[Any, ...]] = {
             "on_train_batch_start": (self._batch, 0),
@@ -37,10 +36,13 @@ class StepHooks:
             "on_before_zero_grad": (optimizer,),
             "on_train_batch_end": (outputs, self._batch, 0),
         }
-        with _only_read(self._trainer, self._module):
-            for name in _HOOKS:
+        self._module.trainer = _Numbers(self._trainer)  # type: ignore[assignment]
+        try:
+            for name, given in arguments.items():
                 if is_overridden(name, self._module):
-                    self._run(name, arguments[name])
+                    self._run(name, given)
+        finally:
+            self._module.trainer = self._trainer
 
     def _run(self, name: str, arguments: tuple[Any, ...]) -> None:
         try:
@@ -65,17 +67,6 @@ class StepHooks:
                 )
 
 
-class _Options(dict[str, float]):
-    """The options of an optimizer's group, such as its learning rate."""
-
-    def __missing__(self, key: str) -> float:
-        return 1.0
-
-
-class _NotYetError(RuntimeError):
-    """A hook needs more of a Trainer than a number or a text."""
-
-
 class _Numbers:
     """Gives a Trainer's numbers and texts, such as ``global_step``, and nothing else."""
 
@@ -86,13 +77,4 @@ class _Numbers:
         value = getattr(self._trainer, name)
         if value is None or isinstance(value, int | float | str):
             return value
-        raise _NotYetError(f"trainer.{name} can't be used in the look at the first step.")
-
-
-@contextmanager
-def _only_read(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
-    module.trainer = _Numbers(trainer)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        module.trainer = trainer
+        raise RuntimeError(f"trainer.{name} can't be used in the look at the first step.")

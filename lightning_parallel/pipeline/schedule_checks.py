@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 from lightning_parallel.layout import Placement
 from lightning_parallel.pipeline.actions import (
@@ -36,13 +36,13 @@ def of_one_update(generator: Generator, stages: int, microbatches: int) -> Sched
         if len(made) != stages:
             raise ValueError(f"there are {len(made)} lists for {stages} stages.")
         validate(made)
+        first = made[placement(made)[0]]  # all chunks have the same order
+        numbers = [action.microbatch for action in first if isinstance(action, Forward) and action.chunk == 0]
+        if numbers != list(range(microbatches)):
+            raise ValueError(
+                f"chunk 0: the forwards are of {numbers}, not of microbatches 0 to {microbatches - 1} in this order."
+            )
         for stage, actions in enumerate(made):
-            for chunk, numbers in _forwards(actions).items():
-                if numbers != list(range(microbatches)):
-                    raise ValueError(
-                        f"chunk {chunk}: the forwards are of {numbers}, not of microbatches 0 to {microbatches - 1} in "
-                        f"this order."
-                    )
             if sum(isinstance(action, Step) for action in actions) != 1 or not isinstance(actions[-1], Step):
                 raise ValueError(f"stage {stage}: an update has one Step, at its end.")
     except ValueError as error:
@@ -78,10 +78,13 @@ def validate(schedule: Schedule) -> None:
         raise ValueError("The schedule has no stages.")
     for stage, actions in enumerate(schedule):
         _validate_stage(stage, actions)
-    places = placement(schedule)
-    orders = [_Orders(chunk, schedule[stage]) for chunk, stage in enumerate(places)]
-    for before, here in zip(orders, orders[1:], strict=False):
-        here.compare(before)
+    orders = [_orders(chunk, schedule[stage]) for chunk, stage in enumerate(placement(schedule))]
+    kinds = ("forward of microbatch", "backward of microbatch", "update by microbatches")
+    for chunk, (before, here) in enumerate(pairwise(orders), start=1):
+        for kind, own, others in zip(kinds, here, before, strict=True):
+            for mine, theirs in zip_longest(own, others, fillvalue="none"):
+                if mine != theirs:
+                    raise ValueError(f"chunk {chunk}: {kind} {mine} comes where chunk {chunk - 1} has {theirs}.")
     for _ in dependency_order(schedule):
         pass
 
@@ -124,58 +127,33 @@ def _validate_stage(stage: int, actions: Sequence[Action]) -> None:
         raise ValueError(f"stage {stage}: after {actions[-1] if actions else 'no action'} a Step is missing.")
 
 
-class _Orders:
+def _orders(chunk: int, actions: Sequence[Action]) -> tuple[Sequence[object], ...]:
     """What the chunks must agree on: the orders of forwards and of backwards, and the microbatches of each update."""
-
-    def __init__(self, chunk: int, actions: Sequence[Action]) -> None:
-        self._chunk = chunk
-        self._forwards: list[int] = []
-        self._backwards: list[int] = []
-        self._updates: list[list[int]] = []
-        second_halves: list[int] = []
-        completed: list[int] = []  # since the last step
-        for action in actions:
-            if isinstance(action, Step):
-                self._updates.append(sorted(completed))
-                completed.clear()
-            elif action.chunk == chunk:
-                if isinstance(action, Forward):
-                    self._forwards.append(action.microbatch)
-                if isinstance(action, Backward | BackwardInput):
-                    self._backwards.append(action.microbatch)
-                if isinstance(action, BackwardWeight):
-                    second_halves.append(action.microbatch)
-                if isinstance(action, Backward | BackwardWeight):
-                    completed.append(action.microbatch)
-        if self._forwards != self._backwards:
-            raise ValueError(f"chunk {chunk}: backwards run in the order {self._backwards}, forwards {self._forwards}.")
-        if second_halves != [number for number in self._backwards if number in set(second_halves)]:
-            raise ValueError(
-                f"chunk {chunk}: second halves of backwards run in the order {second_halves}, first halves "
-                f"{self._backwards}."
-            )
-
-    def compare(self, before: _Orders) -> None:
-        """Refuse a chunk that has another order than the chunk before it."""
-        kinds = ("forward of microbatch", "backward of microbatch", "update by microbatches")
-        for kind, here, there in zip(kinds, self._all(), before._all(), strict=True):
-            for mine, theirs in zip_longest(here, there, fillvalue="none"):
-                if mine != theirs:
-                    raise ValueError(
-                        f"chunk {self._chunk}: {kind} {mine} comes where chunk {before._chunk} has {theirs}."
-                    )
-
-    def _all(self) -> tuple[Sequence[object], ...]:
-        return self._forwards, self._backwards, self._updates
-
-
-def _forwards(actions: Sequence[Action]) -> dict[int, list[int]]:
-    """By chunk, the microbatches of a stage's forwards in their order."""
-    found: dict[int, list[int]] = {}
+    forwards: list[int] = []
+    backwards: list[int] = []
+    second_halves: list[int] = []
+    updates: list[list[int]] = []
+    completed: list[int] = []  # since the last step
     for action in actions:
-        if isinstance(action, Forward):
-            found.setdefault(action.chunk, []).append(action.microbatch)
-    return found
+        if isinstance(action, Step):
+            updates.append(sorted(completed))
+            completed.clear()
+        elif action.chunk == chunk:
+            if isinstance(action, Forward):
+                forwards.append(action.microbatch)
+            if isinstance(action, Backward | BackwardInput):
+                backwards.append(action.microbatch)
+            if isinstance(action, BackwardWeight):
+                second_halves.append(action.microbatch)
+            if isinstance(action, Backward | BackwardWeight):
+                completed.append(action.microbatch)
+    if forwards != backwards:
+        raise ValueError(f"chunk {chunk}: backwards run in the order {backwards}, forwards {forwards}.")
+    if second_halves != [number for number in backwards if number in set(second_halves)]:
+        raise ValueError(
+            f"chunk {chunk}: second halves of backwards run in the order {second_halves}, first halves {backwards}."
+        )
+    return forwards, backwards, updates
 
 
 def dependency_order(schedule: Schedule) -> Iterator[Action]:

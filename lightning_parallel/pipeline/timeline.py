@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -107,7 +106,7 @@ class Timeline:
         self._first: list[_Marked] = []
         self._last: deque[_Marked] = deque(maxlen=limit)
         self._omitted_from: Any = None
-        self._recorded = 0
+        self.recorded = 0  # the number of spans so far, omitted ones too
 
     def span(
         self, kind: str, microbatch: int, version: int | None = None, *, chunk: int = 0
@@ -123,11 +122,6 @@ class Timeline:
             return [*first, *last]
         return [*first, Span("omitted", -1, self._clock.seconds(self._omitted_from), last[0].start), *last]
 
-    @property
-    def recorded(self) -> int:
-        """The number of spans so far, omitted ones too."""
-        return self._recorded
-
     def newest(self, count: int) -> list[Span]:
         """The last spans, as many of them as are kept. On a GPU the host waits for their ends."""
         kept = [*self._first, *self._last] if self._omitted_from is None else [*self._last]
@@ -138,7 +132,7 @@ class Timeline:
         return Span(kind, microbatch, self._clock.seconds(start), self._clock.seconds(end), version, chunk)
 
     def _add(self, marked: _Marked) -> None:
-        self._recorded += 1
+        self.recorded += 1
         if len(self._first) < self._limit:
             self._first.append(marked)
             return
@@ -159,9 +153,7 @@ class _Recording:
     def __enter__(self) -> None:
         self._start = self._timeline._clock.now()
 
-    def __exit__(
-        self, error: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         end = self._timeline._clock.now()
         self._timeline._add((self._kind, self._microbatch, self._start, end, self._version, self._chunk))
 
