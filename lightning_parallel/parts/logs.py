@@ -141,7 +141,7 @@ class LogRecorder:
             known = rules or {}
             rule = known.get(name)
             if loss is not None and (rule is Rule.COUNTS or (name not in known and loss.are(entry.values))):
-                counts = loss.in_order()
+                counts = loss.weights
                 weights = counts if len(counts) == len(entry.values) else weights
                 rule = Rule.SUM if loss.is_sum else Rule.COUNTS
             log(name, self._joined(name, entry, weights, rule), batch_size=size, **entry.options)
