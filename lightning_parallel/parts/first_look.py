@@ -19,7 +19,7 @@ from lightning_parallel.checkpoint.agreement import first_few
 from lightning_parallel.collectives import gather_objects, together
 from lightning_parallel.parts.last_stage import LastStage
 from lightning_parallel.parts.log_joins import depends_on_layers
-from lightning_parallel.parts.logs import logged_values, logging_trial
+from lightning_parallel.parts.logs import logging_trial
 from lightning_parallel.parts.stages import Stages
 from lightning_parallel.pipeline.absent import AbsentTensor
 from lightning_parallel.pipeline.flow import Flow, tensors_of
@@ -101,7 +101,7 @@ class FirstLook:
                     counts.append(len(logged))
 
             flow = self._stages.stage.survey(counted, logged)
-        return flow, logged_values(logged[: counts[0]])
+        return flow, {call["name"]: call["value"] for call in logged[: counts[0]]}
 
     def known(self, kind: str) -> Container[str]:
         """The names whose values in steps of this kind :meth:`logged` gives."""

@@ -27,8 +27,13 @@ from lightning_parallel.pipeline.loss_graph import Number
 from lightning_parallel.pipeline.normaliser import Rule
 from lightning_parallel.pipeline.origins import parameter_of
 
-# What reduce_fx may be, as a name or as a function.
-_HINTS = {"sum": ("sum", sum, torch.sum), "max": ("max", max, torch.max), "min": ("min", min, torch.min)}
+# What reduce_fx may be, besides a name: a function of numbers, or of a tensor.
+_FUNCTIONS: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "sum": (sum, torch.sum),
+    "max": (max, torch.max),
+    "min": (min, torch.min),
+}
+_WAYS = ("mean", *_FUNCTIONS)  # the first that fits is taken where nothing hints at another one
 _TOLERANCE = 1e-5
 _CHECKED = 5  # batches; the host waits for a GPU to look at numbers
 
@@ -58,19 +63,19 @@ class LogJoins:
             rule: the way that a trial has found; None if it isn't known.
             whole: what the whole batch logs, by name, as far as it depends on no layer; None where that isn't known.
         """
-        hint = hint_of(reduce_fx)
+        hint = _hint_of(reduce_fx)
         if len(values) == 1:
             return values[0]
         # A trial has found the rule. Only counts are trusted where the whole batch's value can be compared as well.
         if rule is not None and (whole is None or rule is Rule.COUNTS):
             if rule is Rule.SAMPLES:  # counts that happened to be 0 fit this rule too, so the mean is checked
                 return self._by_hint(name, values, weights, "mean")
-            return _WAYS["sum" if rule is Rule.SUM else "mean"](values, weights)
+            return _joined("sum" if rule is Rule.SUM else "mean", values, weights)
         # Nothing to compare with.
         if whole is None or name in self._ways and not self._ways[name]:
             return self._by_hint(name, values, weights, hint)
         # Keep the ways that agree with the whole batch's value. It is computed only if they differ.
-        joined = {way: _WAYS[way](values, weights) for way in self._ways.get(name, _WAYS)}
+        joined = {way: _joined(way, values, weights) for way in self._ways.get(name, _WAYS)}
         numbers = [float(each) for each in joined.values()] if len(joined) > 1 else []
         if all(_are_close(each, numbers[0]) for each in numbers):
             return joined.get(hint, next(iter(joined.values())))
@@ -79,7 +84,7 @@ class LogJoins:
             expected = None
         if isinstance(expected, AbsentTensor) and len({float(value) for value in values}) == 1:
             self._ways[name] = ["mean"]  # of parameters
-            return _mean(values, weights)
+            return _joined("mean", values, weights)
         if expected is None or isinstance(expected, AbsentTensor):
             self._ways[name] = ()
             return self._by_hint(name, values, weights, hint)
@@ -103,7 +108,7 @@ class LogJoins:
                     f"batch would log isn't known. The {hint} of these is taken. If that is "
                     f"wrong, log an object of torchmetrics, or use microbatches=1."
                 )
-        return _WAYS[hint](values, weights)
+        return _joined(hint, values, weights)
 
 
 def depends_on_layers(value: AbsentTensor) -> bool:
@@ -121,33 +126,21 @@ def _is_doubtful(numbers: Sequence[float], hint: str) -> bool:
     return counts or (hint != "mean" and not equal)
 
 
-def hint_of(reduce_fx: Any) -> str:
+def _hint_of(reduce_fx: Any) -> str:
     """The way of joining that is most like this ``reduce_fx``."""
     reduce_fx = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
-    return next((way for way, names in _HINTS.items() if reduce_fx in names), "mean")
+    return next((way for way, functions in _FUNCTIONS.items() if reduce_fx in (way, *functions)), "mean")
 
 
-def _stacked(values: Sequence[Any], function: Callable[[Tensor], Tensor], plain: Callable[[Sequence[Any]], Any]) -> Any:
+def _joined(way: str, values: Sequence[Any], weights: Sequence[Number]) -> Any:
     device = next((value.device for value in values if isinstance(value, Tensor)), None)
-    if device is None:
-        return plain(values)
-    return function(torch.stack([torch.as_tensor(value, device=device).reshape(()) for value in values]))
-
-
-def _mean(values: Sequence[Any], weights: Sequence[Number]) -> Any:
-    device = next((value.device for value in values if isinstance(value, Tensor)), None)
-    if device is None:
+    tensors = [] if device is None else [torch.as_tensor(value, device=device).reshape(()) for value in values]
+    if way == "mean" and tensors:
+        return weighted_mean(tensors, weights)
+    if way == "mean":
         return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
-    return weighted_mean([torch.as_tensor(value, device=device).reshape(()) for value in values], weights)
-
-
-# The first that fits is taken where nothing hints at another one.
-_WAYS: Mapping[str, Callable[[Sequence[Any], Sequence[Number]], Any]] = {
-    "mean": _mean,
-    "sum": lambda values, weights: _stacked(values, torch.sum, sum),
-    "max": lambda values, weights: _stacked(values, torch.max, max),
-    "min": lambda values, weights: _stacked(values, torch.min, min),
-}
+    of_numbers, of_a_tensor = _FUNCTIONS[way]
+    return of_a_tensor(torch.stack(tensors)) if tensors else of_numbers(values)
 
 
 def _are_close(one: float, other: float) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
@@ -19,22 +20,39 @@ from lightning_parallel.pipeline.loss_graph import Number
 from lightning_parallel.pipeline.normaliser import BatchLoss, Rule
 
 
-@dataclass(slots=True)
-class _Entry:
-    """The calls of ``self.log`` with one name. Lists have an item for each microbatch.
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of ``self.log``.
 
     Attributes:
-        options: the arguments of the first call.
-        values: as they were logged.
-        step_values: what the last forward of a metric object returned.
+        value: as it was logged.
+        step_value: what the last forward of a metric object returned.
+        weight: the size of the microbatch.
         given: the user's ``batch_size=``.
     """
 
+    value: Any
+    step_value: Any
+    weight: int
+    given: int | None
+
+
+@dataclass(slots=True)
+class _Entry:
+    """The calls with one name, one for each microbatch, and the other arguments of the first."""
+
     options: dict[str, Any]
-    values: list[Any] = field(default_factory=list)
-    step_values: list[Any] = field(default_factory=list)
-    weights: list[int] = field(default_factory=list)
-    given: list[int | None] = field(default_factory=list)
+    calls: list[_Call] = field(default_factory=list)
+
+
+_LOG = inspect.signature(pl.LightningModule.log)
+
+
+def _arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call of ``self.log``, by name."""
+    bound = _LOG.bind(None, *args, **kwargs)
+    bound.apply_defaults()
+    return {name: value for name, value in bound.arguments.items() if name != "self"}
 
 
 class LogRecorder:
@@ -70,46 +88,13 @@ class LogRecorder:
         batch logs, for the names in ``known``."""
         self._joins, self._whole, self._known = joins, whole, known
 
-    def log(
-        self,
-        name: str,
-        value: Any,
-        prog_bar: bool = False,
-        logger: bool | None = None,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        reduce_fx: str | Callable[[Any], Any] = "mean",
-        enable_graph: bool = False,
-        sync_dist: bool = False,
-        sync_dist_group: Any | None = None,
-        add_dataloader_idx: bool = True,
-        batch_size: int | None = None,
-        metric_attribute: str | None = None,
-        rank_zero_only: bool = False,
-    ) -> None:
+    def log(self, *args: Any, **kwargs: Any) -> None:
         """Record one value of the current microbatch. It takes the parameters of ``LightningModule.log``."""
-        entry = self._entries.get(name)
-        if entry is None:
-            entry = self._entries[name] = _Entry(
-                {
-                    "prog_bar": prog_bar,
-                    "logger": logger,
-                    "on_step": on_step,
-                    "on_epoch": on_epoch,
-                    "reduce_fx": reduce_fx,
-                    "enable_graph": enable_graph,
-                    "sync_dist": sync_dist,
-                    "sync_dist_group": sync_dist_group,
-                    "add_dataloader_idx": add_dataloader_idx,
-                    "metric_attribute": metric_attribute,
-                    "rank_zero_only": rank_zero_only,
-                }
-            )
+        options = _arguments(*args, **kwargs)
+        name, value, given = (options.pop(each) for each in ("name", "value", "batch_size"))
         # A copy, as Lightning makes: the step may change the tensor afterwards. Detached, or graphs would pile up.
-        entry.values.append(value.detach().clone() if isinstance(value, Tensor) else value)
-        entry.step_values.append(step_value(value))
-        entry.weights.append(self.weight)
-        entry.given.append(batch_size)
+        kept = value.detach().clone() if isinstance(value, Tensor) else value
+        self._entries.setdefault(name, _Entry(options)).calls.append(_Call(kept, step_value(value), self.weight, given))
 
     def replay(
         self, log: Callable[..., None], loss: BatchLoss | None = None, rules: Mapping[str, Rule | None] | None = None
@@ -122,28 +107,28 @@ class LogRecorder:
             rules: by name, the ways in which values follow from those of microbatches, as far as they are known.
         """
         entries, self._entries = self._entries, {}
+        known = rules or {}
         for name, entry in entries.items():
-            weights: Sequence[Number] = entry.weights
-            size = sum(entry.weights)
-            if None not in entry.given:
-                given = [size for size in entry.given if size is not None]
-                # One number for microbatches of different sizes is a setting, not a count of what is in each.
-                if len(set(given)) > 1 or len(set(weights)) == 1:
-                    weights, size = given, sum(given)
-            known = rules or {}
+            values = [call.value for call in entry.calls]
+            weights: Sequence[Number] = [call.weight for call in entry.calls]
+            given = [call.given for call in entry.calls if call.given is not None]
+            # One number for microbatches of different sizes is a setting, not a count of what is in each.
+            if len(given) == len(values) and (len(set(given)) > 1 or len(set(weights)) == 1):
+                weights = given
+            size = sum(weights)
             rule = known.get(name)
-            if loss is not None and (rule is Rule.COUNTS or (name not in known and loss.are(entry.values))):
-                counts = loss.in_order()
-                weights = counts if len(counts) == len(entry.values) else weights
+            if loss is not None and (rule is Rule.COUNTS or (name not in known and loss.are(values))):
+                weights = loss.weights if len(loss.weights) == len(values) else weights
                 rule = Rule.SUM if loss.is_sum else Rule.COUNTS
             log(name, self._joined(name, entry, weights, rule), batch_size=size, **entry.options)
 
     def _joined(self, name: str, entry: _Entry, weights: Sequence[Number], rule: Rule | None) -> Any:
-        values = entry.values
+        values = [call.value for call in entry.calls]
         if not all(isinstance(value, Tensor | Real) for value in values):
-            if all(isinstance(value, Tensor) and value.numel() == 1 for value in entry.step_values):
+            step_values = [call.step_value for call in entry.calls]
+            if all(isinstance(value, Tensor) and value.numel() == 1 for value in step_values):
                 # The metric's forward kept the value of the last microbatch.
-                set_step_value(values[-1], weighted_mean(entry.step_values, weights))
+                set_step_value(values[-1], weighted_mean(step_values, weights))
             return values[-1]
         if not all(isinstance(value, Real) or value.numel() == 1 for value in values):
             return values[-1]  # which Lightning refuses, in its own words
@@ -181,21 +166,8 @@ def trial(
 
 
 @contextmanager
-def logging_trial(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[list[tuple[Any, ...]]]:
-    """A :func:`trial` that gives a list, and appends to it each call of ``self.log``."""
-    logged: list[tuple[Any, ...]] = []
-
-    def keep(*args: Any, **kwargs: Any) -> None:
-        logged.append((args, kwargs))
-
-    with trial(trainer, module, keep):
+def logging_trial(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[list[dict[str, Any]]]:
+    """A :func:`trial` that gives a list, and appends to it the arguments of each call of ``self.log``, by name."""
+    logged: list[dict[str, Any]] = []
+    with trial(trainer, module, lambda *args, **kwargs: logged.append(_arguments(*args, **kwargs))):
         yield logged
-
-
-def logged_values(logged: Iterable[tuple[Any, ...]]) -> dict[str, Any]:
-    """The values in the list of :func:`logging_trial`, by name."""
-    return dict(_name_and_value(*args, **kwargs) for args, kwargs in logged)
-
-
-def _name_and_value(name: str, value: Any, *args: Any, **kwargs: Any) -> tuple[str, Any]:
-    return name, value

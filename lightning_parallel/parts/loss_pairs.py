@@ -186,7 +186,7 @@ class LossPairs:
         return replace(found, logs=logs, lines=again_whole.lines or whole.lines)
 
     @contextmanager
-    def _without_effect(self, seed: int) -> Iterator[list[tuple[Any, ...]]]:
+    def _without_effect(self, seed: int) -> Iterator[list[dict[str, Any]]]:
         """Inside, a step doesn't count, and layers draw nothing. It gives the calls of ``self.log``."""
         others = [part for part in self._module.modules() if part is not self._module and part.training]
         with ExitStack() as kept:
@@ -202,11 +202,12 @@ class LossPairs:
                     part.training = True
 
 
-def _numbers(logged: Sequence[tuple[Any, ...]]) -> dict[str, float]:
+def _numbers(logged: Sequence[dict[str, Any]]) -> dict[str, float]:
     """What a step has logged as the mean of numbers, by name."""
     found: dict[str, float] = {}
-    for (name, value, *_), options in logged:
+    for call in logged:
+        value = call["value"]
         scalar = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
-        if scalar and options.get("reduce_fx", "mean") == "mean" and options.get("batch_size") is None:
-            found[name] = float(value)
+        if scalar and call["reduce_fx"] == "mean" and call["batch_size"] is None:
+            found[call["name"]] = float(value)
     return found

@@ -34,27 +34,31 @@ class Term:
     """A part of a loss, which is added to the others.
 
     Attributes:
-        key: the names of the operations between the sum and the loss, by which it is known in other microbatches.
         edge: where the graph of the term begins, below its divisions: 0 / 0 in them spoils no gradient.
         above: by what the loss divides the term, up to ``edge``.
         below: by what the graph below ``edge`` divides.
-        averages: is it divided at all? Otherwise it may be a sum.
-        guarded: does it come from a division, whose number may be a stand-in for 0, as of ``clamp(min=1)``?
-        node: that divides it.
+        nodes: the operations that divide the term, the outermost first; without any it may be a sum.
     """
 
-    key: str
     edge: GradientEdge
     above: Number = 1.0
     below: Number = 1.0
-    averages: bool = False
-    guarded: bool = False
-    node: Node | None = None
+    nodes: tuple[Node, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """By which the term is known in other microbatches."""
+        return " ".join(node.name() for node in self.nodes)
 
     @property
     def count(self) -> Number:
         """What the term averages over, in all."""
         return self.above * self.below
+
+    @property
+    def is_guarded(self) -> bool:
+        """May the number that divides the term be a stand-in for 0, as of ``clamp(min=1)``?"""
+        return not self.nodes or any(node.name() in _DIVISIONS for node in self.nodes)
 
 
 def terms_of(loss: Tensor) -> list[Term]:
@@ -67,97 +71,104 @@ def terms_of(loss: Tensor) -> list[Term]:
         return []
     edge = get_gradient_edge(loss)
     found: list[Term] = []
-    waiting = [(Term("", edge), edge, True)]
+    waiting: list[_Step] = [(Term(edge), edge)]
     for _ in range(_MOST):
         if not waiting:
             break
-        term, (node, *_), moves = waiting.pop()
-        following = [*_read(term, node, moves)]
+        term, reached = waiting.pop()
+        following = [*_read(term, reached)]
         waiting += reversed(following)
         if not following:
             found.append(term)
-    found += [term for term, _, _ in waiting]
+    found += [term for term, _ in waiting]
     return [term for term in found if not (isinstance(term.above, float) and isinf(term.above))]  # times 0
 
 
-_Step = tuple[Term, GradientEdge, bool]  # a term, how far it has been read, and does its edge move on with that?
+# A term, and how far it has been read. That is its edge as long as a backward may begin there.
+_Step = tuple[Term, GradientEdge]
 
 
-def _read(term: Term, node: Node, moves: bool) -> Iterator[_Step]:
+def _read(term: Term, reached: GradientEdge) -> Iterator[_Step]:
     """Read one node: what the term is below it, or the terms; nothing if the sum is reached."""
+    node = reached.node
     name = node.name()
     if name in _LINEAR:
-        edge = _operands(node)[0]
-        yield _divided(term, -1.0 if name in _NEGATIONS else 1.0, moves, edge), edge, moves
-    elif name in _ADDITIONS:
-        yield from _branches(term, node) if moves else ()
+        yield _moved(term, reached, _operand(node), -1.0 if name in _NEGATIONS else 1.0)
+    elif name in _ADDITIONS and reached is term.edge:
+        for edge, factor in zip(_operands(node).values(), _factors(node), strict=True):
+            yield _moved(term, reached, edge, _inverse(factor))
     elif name in _MEANS:
         count = _MEANS[name](node)
         if count is not None:
-            yield from _reduction(replace(_named(term, node), averages=True, node=node), node, count, moves)
+            yield _reduction(replace(term, nodes=(*term.nodes, node)), reached, count)
     elif name in _SUMS:
-        yield from _reduction(term, node, 1.0, moves)
-    elif name in _DIVISIONS:
-        yield from _scaled(term, node, moves, divides=True)
-    elif name in _PRODUCTS:
-        yield from _scaled(term, node, moves, divides=False)
+        yield _reduction(term, reached, 1.0)
+    elif name in _DIVISIONS or name in _PRODUCTS:
+        yield from _scaled(term, reached)
 
 
-def _named(term: Term, node: Node) -> Term:
-    return replace(term, key=f"{term.key} {node.name()}")
+def _operands(node: Node) -> dict[int, GradientEdge]:
+    """The operands that need a gradient, by their index."""
+    edges = enumerate(node.next_functions)
+    return {i: GradientEdge(each, number) for i, (each, number) in edges if each is not None}
 
 
-def _operands(node: Node) -> list[GradientEdge]:
-    return [GradientEdge(each, number) for each, number in node.next_functions if each is not None]
+def _operand(node: Node) -> GradientEdge:
+    return next(iter(_operands(node).values()))
 
 
-def _branches(term: Term, node: Node) -> Iterator[_Step]:
-    """The terms of a sum. Each has a beginning of its own."""
+def _moved(term: Term, reached: GradientEdge, edge: GradientEdge, divisor: Number, *, stays: bool = False) -> _Step:
+    """A term that has been read on to an edge.
+
+    Args:
+        divisor: of what is below.
+        stays: the term's own edge stays where it is.
+    """
+    if stays or reached is not term.edge:
+        return replace(term, below=term.below * divisor), edge
+    return replace(term, above=term.above * divisor, edge=edge), edge
+
+
+def _inverse(number: Number) -> Number:
+    return inf if isinstance(number, float) and number == 0 else 1 / number
+
+
+def _factors(node: Node) -> list[float]:
+    """By what an addition multiplies the operands that need a gradient."""
     operands = _operands(node)
-    factors = [1.0] * len(operands)
-    if node.name() in _SIGNS and len(node.next_functions) == 2:
-        signs = _SIGNS[node.name()](float(saved_value(node, "alpha")))
-        factors = [sign for sign, (each, _) in zip(signs, node.next_functions, strict=True) if each is not None]
-    for edge, factor in zip(operands, factors, strict=True):
-        yield _divided(term, 1 / factor if factor else inf, True, edge), edge, True
+    if node.name() not in _SIGNS or len(node.next_functions) != 2:
+        return [1.0] * len(operands)
+    signs = _SIGNS[node.name()](float(saved_value(node, "alpha")))
+    return [signs[i] for i in operands]
 
 
-def _divided(term: Term, number: Number, moves: bool, edge: GradientEdge) -> Term:
-    if moves:
-        return replace(term, above=term.above * number, edge=edge)
-    return replace(term, below=term.below * number)
-
-
-def _reduction(term: Term, node: Node, count: Number, moves: bool) -> Iterator[_Step]:
+def _reduction(term: Term, reached: GradientEdge, count: Number) -> _Step:
     """A sum or a mean. Of what has been joined for it, each begins by itself; what has been divided, below that."""
-    edge = _operands(node)[0]
-    if moves and edge.node.name() in ("StackBackward0", "CatBackward0", *_DIVISIONS):
-        yield _divided(term, count, True, edge), edge, True
-    else:
-        yield replace(term, below=term.below * count), edge, False
+    edge = _operand(reached.node)
+    goes_on = edge.node.name() in ("StackBackward0", "CatBackward0", *_DIVISIONS)
+    return _moved(term, reached, edge, count, stays=not goes_on)
 
 
-def _scaled(term: Term, node: Node, moves: bool, *, divides: bool) -> Iterator[_Step]:
+def _scaled(term: Term, reached: GradientEdge) -> Iterator[_Step]:
     """A division by a number, or a product with one."""
-    operands = [i for i, (each, _) in enumerate(node.next_functions) if each is not None]
-    learned = [i for i in operands if _is_learned(node, i)]
-    summed = [i for i in operands if i not in learned]
+    node = reached.node
+    divides = node.name() in _DIVISIONS
+    operands = _operands(node)
+    summed = [i for i, edge in operands.items() if not _is_learned(edge.node)]
     if len(summed) != 1 or (divides and summed != [0]):
         return  # of two sums: no mean
-    number = _factor(node, 1 - summed[0])
+    number = _number_beside(node, 1 - summed[0])
     if number is None:
         return
-    edge = _operands(node)[operands.index(summed[0])]
-    moves = moves and not learned  # what is learned gets its own gradient from this node
     if divides:
-        term = replace(_named(term, node), averages=True, guarded=True, node=node)
-    else:
-        number = inf if isinstance(number, float) and not number else 1 / number
-    yield _divided(term, number, moves, edge), edge, moves
+        term = replace(term, nodes=(*term.nodes, node))
+    # What is learned gets its own gradient from this node.
+    is_learned = len(operands) > len(summed)
+    yield _moved(term, reached, operands[summed[0]], number if divides else _inverse(number), stays=is_learned)
 
 
-def _factor(node: Node, operand: int) -> Number | None:
-    """The number that is no sum, of a product or a division; None if it is more than one number."""
+def _number_beside(node: Node, operand: int) -> Number | None:
+    """The operand of a product or a division that is no sum; None if it is more than one number."""
     saved: Tensor | float | None
     if node.name() in ("MulBackward1", "DivBackward1"):
         saved = saved_value(node, "other")
@@ -168,20 +179,17 @@ def _factor(node: Node, operand: int) -> Number | None:
     return None if saved is None else float(saved)
 
 
-def _is_learned(node: Node, operand: int) -> bool:
-    """Is an operand a number that is computed from parameters of one element, such as a temperature?"""
-    waiting = [node.next_functions[operand][0]]
+def _is_learned(node: Node) -> bool:
+    """Does a node give a number that is computed from parameters of one element, such as a temperature?"""
+    waiting = [node]
     for _ in range(20):
         if not waiting:
             return True
         each = waiting.pop()
-        if each is None:
-            continue
-        variable = getattr(each, "variable", None)
-        size = variable.numel() if isinstance(variable, Tensor) else prod(shape_of_result(each))
-        if size != 1 or (variable is None and not each.next_functions):
+        is_parameter = hasattr(each, "variable")
+        if prod(shape_of_result(each)) != 1 or not (is_parameter or each.next_functions):
             return False
-        waiting += [following for following, _ in each.next_functions]
+        waiting += [edge.node for edge in _operands(each).values()]
     return False
 
 
@@ -189,46 +197,39 @@ def has_kink(term: Term) -> bool:
     """Is a term a mean that has been bent at a value: ``relu(mean - 1)``, ``mean.clamp(min=0.5)``, ``mean.abs()``? As
     long as all microbatches are on one side of it, nothing else tells that it is no mean."""
     node = term.edge.node
-    operands = [i for i, (each, _) in enumerate(node.next_functions) if each is not None]
-    return (
-        node.name() in _KINKED
-        and prod(shape_of_result(node)) == 1
-        and all(prod(shape_of_operand(node, i) or ()) == 1 for i in operands)
-        and not all(_is_learned(node, i) for i in operands)
-    )
+    operands = _operands(node)
+    shapes = [shape_of_result(node), *(shape_of_operand(node, i) or () for i in operands)]
+    is_learned = all(_is_learned(edge.node) for edge in operands.values())
+    return node.name() in _KINKED and all(prod(shape) == 1 for shape in shapes) and not is_learned
 
 
 def anything_counts(term: Term) -> bool | Tensor | None:
     """Does any element count in a term's sum? None if its graph doesn't tell."""
-    node: Node | None = term.edge.node
+    node = term.edge.node
     for _ in range(8):
-        if node is None:
-            return None
         name = node.name()
         if name in ("IndexBackward0", "MaskedSelectBackward0"):
             return prod(shape_of_result(node)) > 0
-        masks = [saved_tensor(node, _MASKS[name][0])] if name in _MASKS else _constants(node, name)
-        for mask in masks:
+        for mask in _masks(node):
             if mask is not None and mask.numel() > 1:
-                found = (~mask if name == "MaskedFillBackward0" else mask != 0).any()
+                found = (mask != 0).any()
                 return bool(found) if found.device.type == "cpu" else found
-        node = next((each for each, _ in node.next_functions if each is not None), None)
-        if name not in _LINEAR | _SUMS and name not in _PRODUCTS | _DIVISIONS:
+        if name not in _LINEAR | _SUMS | _PRODUCTS | _DIVISIONS or not _operands(node):
             return None
+        node = _operand(node).node
     return None
 
 
-_MASKS = MappingProxyType({"MaskedFillBackward0": ("mask",), "WhereBackward0": ("condition",)})
-
-
-def _constants(node: Node, name: str) -> list[Tensor | None]:
-    """What a product multiplies with, and needs no gradient."""
+def _masks(node: Node) -> list[Tensor | None]:
+    """What is 0 where an operand of a node doesn't count. A product has one that needs no gradient."""
+    name = node.name()
+    if name == "MaskedFillBackward0":
+        filled = saved_tensor(node, "mask")
+        return [None if filled is None else ~filled]
+    if name == "WhereBackward0":
+        return [saved_tensor(node, "condition")]
     names = {"MulBackward0": ("self", "other"), "DotBackward0": ("self", "tensor")}.get(name, ())
-    return [
-        saved_tensor(node, names[1 - i])
-        for i, (each, _) in enumerate(node.next_functions[: len(names)])
-        if each is not None and node.next_functions[1 - i][0] is None
-    ]
+    return [saved_tensor(node, names[1 - i]) for i in _operands(node)] if len(names) > len(_operands(node)) else []
 
 
 def number_of(value: Tensor) -> Number:

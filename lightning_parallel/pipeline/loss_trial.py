@@ -86,7 +86,7 @@ def outcome(step: Callable[[], tuple[Tensor, dict[str, float]]], size: int, *, t
         torch.autograd.set_detect_anomaly(*anomalies)
     terms = terms_of(loss)
     kinks = [term.edge.node for term in terms if has_kink(term)]
-    nodes = kinks or [term.node for term in terms if term.node is not None]
+    nodes = kinks or [term.nodes[-1] for term in terms if term.nodes]
     nodes = nodes or ([] if loss.grad_fn is None else [loss.grad_fn])
     return Outcome(
         float(loss.detach()),

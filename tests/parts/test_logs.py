@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import MagicMock
 
 import lightning.pytorch as L
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import Accuracy, MeanMetric
 
 from lightning_parallel.batch import batch_size, sizes, split
-from lightning_parallel.parts.logs import LogRecorder
+from lightning_parallel.parts.logs import LogRecorder, logging_trial
 from lightning_parallel.pipeline.normaliser import BatchLoss, Rule
 
 
@@ -210,3 +211,13 @@ def test_what_equals_the_loss_is_weighted_as_the_loss() -> None:
     calls: dict[str, float] = {}
     recorder.replay(lambda name, value, **_: calls.update({name: float(value)}), batch, {"tried": Rule.COUNTS})
     assert calls == {"loss": 2.0, "number": 2.0, "other": 6.0, "tried": 4.0}
+
+
+def test_a_trial_gives_arguments_by_name_however_they_are_passed() -> None:
+    module = Logging()
+    with logging_trial(MagicMock(), module) as logged:
+        module.log("one", 1.0, reduce_fx="sum")
+        module.log_dict({"two": 2.0})
+    assert [(call["name"], call["value"], call["reduce_fx"]) for call in logged] == [
+        ("one", 1.0, "sum"), ("two", 2.0, "mean")
+    ]  # fmt: skip

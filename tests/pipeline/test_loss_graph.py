@@ -51,6 +51,15 @@ def test_nothing_is_read_from_a_device() -> None:
     assert len(edges) == len(seeds) == 2 and isinstance(batch.factor, Tensor)
 
 
+def test_a_device_weighs_a_loss_of_0_itself() -> None:
+    """What nothing counts in weighs nothing, as on a CPU, though the host doesn't know the loss."""
+    z = torch.empty(6, 3, device="meta", requires_grad=True)
+    batch = BatchLoss([6, 6], Rule.COUNTS)
+    for place, loss in enumerate((z.sum() * 0, z.sum() / 1)):
+        batch.add(place, loss)
+    assert all(isinstance(weight, Tensor) for weight in batch.weights)
+
+
 def gradients(rule: Rule, change: Rule | None, loss: Callable[[Tensor], Tensor], rows: list[Tensor]) -> Tensor:
     """The gradient of a weight by a batch's microbatches, each backward right after its forward."""
     weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
