@@ -51,6 +51,7 @@ __all__ = [
     "group_by_name",
     "group_of_members",
     "has_full_backward_hooks",
+    "has_gradient_hooks",
     "has_hooks",
     "hooks_beside",
     "is_bound_to_device",
@@ -350,6 +351,11 @@ def move_forward_hooks(old: nn.Module, new: nn.Module) -> None:
 def has_full_backward_hooks(module: nn.Module) -> bool:
     """Does a hook see, and perhaps change, the gradients of this module's inputs and outputs?"""
     return bool(module._backward_hooks)
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Does a hook see, and perhaps change, the gradient of this parameter? torch has no public way to ask."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:

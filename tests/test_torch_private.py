@@ -135,6 +135,16 @@ def test_version_of_counts_changes_in_place_and_full_backward_hooks_are_told() -
     assert torch_private.has_full_backward_hooks(module)
 
 
+def test_hooks_on_the_gradient_of_a_parameter_are_found() -> None:
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        parameter = nn.Parameter(torch.ones(1))
+        assert not torch_private.has_gradient_hooks(parameter)
+        handle = getattr(parameter, register)(lambda *_: None)
+        assert torch_private.has_gradient_hooks(parameter)
+        handle.remove()
+        assert not torch_private.has_gradient_hooks(parameter)
+
+
 def test_forward_hooks_are_counted() -> None:
     module = nn.Linear(1, 1)
     assert torch_private.forward_hooks(module) == 0

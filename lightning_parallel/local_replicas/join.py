@@ -25,14 +25,20 @@ def joined(outputs: Sequence[Any], samples: Sequence[int], device: torch.device)
     element. Of anything else, what replica 0 returned is taken.
 
     Args:
-        outputs: one for each replica, of one structure. None is left out.
+        outputs: one for each replica, of one structure. None of all of them is None.
         samples: the number of samples of each replica.
         device: where the result is wanted.
 
     Raises:
-        ValueError: a tensor has dimensions, but not as many rows as its replica had samples.
+        ValueError: a tensor has dimensions, but not as many rows as its replica had samples; or some are None.
     """
     present = [k for k, output in enumerate(outputs) if output is not None]
+    if 0 < len(present) < len(outputs):
+        raise ValueError(
+            f"The step returned None for the share of {len(outputs) - len(present)} of {len(outputs)} replicas, so it "
+            f"would skip a part of the batch. Decide by the whole batch: return None in all of them, or use "
+            f"loss_on='output_device'."
+        )
     moved = [mapped(outputs[k], lambda tensor: tensor.to(device)) for k in present]
     return _joined(moved, [samples[k] for k in present], "the output") if present else None
 

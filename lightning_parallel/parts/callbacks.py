@@ -7,6 +7,7 @@ one process.
     WeightAveraging, EMAWeightAveraging refused                    as in one process
     StochasticWeightAveraging           refused                    as in one process
     BatchSizeFinder                     refused                    as in one process
+    ModelPruning                        refused                    as in one process
     LearningRateFinder                  refused if asynchronous    as in one process
 """
 
@@ -19,6 +20,7 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     Callback,
     LearningRateFinder,
+    ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -42,6 +44,11 @@ IN_PARTS: Reasons = (
         BatchSizeFinder,
         "it goes on after one rank has run out of memory, while the other ranks wait for that one. Set the batch size "
         "by hand",
+    ),
+    (
+        ModelPruning,
+        "it ranks the values of whole parameters, of which a rank holds a part. Prune a checkpoint after training, or "
+        "use DataParallelStrategy or strategy='ddp'",
     ),
 )
 ASYNCHRONOUS: Reasons = (

@@ -9,6 +9,9 @@ group, over which the collectives run that a step calls. ``local_rank`` stays wh
     trainer.global_rank                   0, 1 | 2, 3            0, 1 | 0, 1
     dist.all_reduce(x)                    over all               over the replicas of this stage
 
+The hooks that set up data and make loaders see these ranks, too: a batch size is divided by the number of replicas.
+There all ranks may wait for each other, so collectives are over all of them.
+
 Outside, decisions, barriers and broadcasts are for all ranks; ``self.all_gather`` and ``sync_dist=True`` always run
 over the data axis.
 """
@@ -40,7 +43,22 @@ class Collectives:
         self._groups = groups
         self._device = device
         self._is_look = False
+        self._is_data_hook = False
         self.inside: str | None = None
+
+    @property
+    def counts_replicas(self) -> bool:
+        """Does the user's code that is running see the ranks of the data axis?"""
+        return self.inside is not None or self._is_data_hook
+
+    @contextmanager
+    def inside_data_hook(self) -> Iterator[None]:
+        """Inside, the ranks are those of the data axis, and collectives are over all ranks."""
+        before, self._is_data_hook = self._is_data_hook, True
+        try:
+            yield
+        finally:
+            self._is_data_hook = before
 
     @contextmanager
     def inside_step(self, name: str) -> Iterator[None]:

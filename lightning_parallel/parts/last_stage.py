@@ -8,6 +8,8 @@ there. What they and the steps log is sent to the other stages (``metric_board.p
     on_validation_batch_end, ...         last stage    what the step returned
     on_train_batch_end                   all stages    perhaps the weights: a moving average
 
+What an epoch's end sets, such as a learning rate, is set on the other stages too (``hook_changes.py``).
+
 The other stages get the loss (``late_values.py``), but nothing else that ``training_step`` returned. Collectives of
 code that runs on one stage only are over its replicas. A save of a checkpoint there is refused: all ranks take part.
 """
@@ -23,10 +25,13 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_parallel.collectives import broadcast_object
 from lightning_parallel.groups import Groups
 from lightning_parallel.layout import Layout
 from lightning_parallel.lightning_private import callbacks_of, reads_training_metric, time_without_broadcasts
+from lightning_parallel.parts import hook_changes
 from lightning_parallel.parts.collectives import Collectives
 from lightning_parallel.parts.common_stop import common_stop
 from lightning_parallel.parts.late_values import outcomes
@@ -67,7 +72,9 @@ class LastStage:
         self._trainer, self._module, self._layout = trainer, module, layout
         self._seed = seed
         self._collectives = collectives
+        self._groups, self._device = groups, device
         self._before_meeting = before_meeting
+        self._spreading = {name for name in EPOCH_END_HOOKS if is_overridden(name, module)}
         self._generators = TorchGenerators(device)
         last = layout.rank_at(pipeline=layout.stages - 1)
         self._board = MetricBoard(trainer, groups.along("pipeline"), last, device)
@@ -117,11 +124,21 @@ class LastStage:
             self._stop.agree()
             self.outcomes.take(keep=self._ahead())
             return
+        spreads = name in self._spreading and self._trainer.state.fn == TrainerFn.FITTING
+        changes: hook_changes.Settings = {}
         if self._layout.is_last_stage:
+            before = hook_changes.settings_of(self._module, self._trainer.optimizers) if spreads else {}
             with self.alone(name):
                 hook(*args)
+            after = hook_changes.settings_of(self._module, self._trainer.optimizers) if spreads else {}
+            changes = hook_changes.changed(before, after)
         if name not in OUTPUT_HOOKS:
             self._publish(name)
+        if spreads:
+            last = self._layout.rank_at(pipeline=self._layout.stages - 1)
+            changes = broadcast_object(changes, last, self._groups.along("pipeline"), self._device)
+            if not self._layout.is_last_stage:
+                hook_changes.make(changes, self._module, self._trainer.optimizers)
 
     # -- metrics -------------------------------------------------------------------------------------------------
 

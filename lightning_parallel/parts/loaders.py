@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial, wraps
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
@@ -16,6 +19,36 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_parallel.batch import fingerprint
 from lightning_parallel.collectives import guarded
 from lightning_parallel.layout import Layout
+
+_DATA_HOOKS = ("setup", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+
+
+def data_hooks_inside(
+    owners: Sequence[pl.LightningModule | pl.LightningDataModule | None],
+    context: Callable[[], AbstractContextManager[None]],
+) -> Callable[[], None]:
+    """Have the owners' own hooks that set up data and make loaders run inside a context. Returns a function that ends
+    this."""
+    before: list[tuple[Any, str, Any]] = []
+    for owner in owners:
+        for name in _DATA_HOOKS if owner is not None else ():
+            hook = getattr(owner, name)
+
+            def inside(*args: Any, hook: Callable[..., Any] = hook, **kwargs: Any) -> Any:
+                with context():
+                    return hook(*args, **kwargs)
+
+            before.append((owner, name, vars(owner).get(name)))
+            # `wraps` lets Lightning see whether the user has overridden the hook.
+            setattr(owner, name, wraps(hook)(inside))
+
+    def end() -> None:
+        for owner, name, own in before:
+            vars(owner).pop(name, None)
+            if own is not None:
+                setattr(owner, name, own)
+
+    return end
 
 
 def prepare(dataloader: object, layout: Layout) -> object:

@@ -54,7 +54,7 @@ from lightning_parallel.parts.options import ProcessOptions
 from lightning_parallel.parts.predictions import share_predictions
 from lightning_parallel.parts.replicas import Replicas
 from lightning_parallel.parts.start_table import Holding, StartTable
-from lightning_parallel.torch_private import group_of_members
+from lightning_parallel.torch_private import group_of_members, has_gradient_hooks
 
 T = TypeVar("T")
 
@@ -91,6 +91,7 @@ class LayoutStrategy(ParallelStrategy):
         self._equal_steps: EqualSteps | None = None
         self._group_names: list[list[list[str]]] = []
         self._start_table = StartTable()
+        self._end_data_hooks: Callable[[], None] = lambda: None
         self._watch: GradientWatch | None = None  # where ranks hold parts of the model
         self._metric_sync = MetricSync()
 
@@ -107,18 +108,26 @@ class LayoutStrategy(ParallelStrategy):
     @property
     @override
     def global_rank(self) -> int:
-        """This rank; inside a step, its place on the data axis (:mod:`lightning_parallel.parts.collectives`)."""
-        return super().global_rank if self._inside is None else self.layout.index("data")
+        """This rank; in a step, or a hook that makes loaders, its place on the data axis
+        (:mod:`lightning_parallel.parts.collectives`)."""
+        return self.layout.index("data") if self._counts_replicas else super().global_rank
 
     @property
     @override
     def world_size(self) -> int:
-        """The number of ranks; inside a step, of those on the data axis."""
-        return super().world_size if self._inside is None else self.layout.size("data")
+        """The number of ranks; in a step, or a hook that makes loaders, of those on the data axis."""
+        return self.layout.size("data") if self._counts_replicas else super().world_size
 
     @property
-    def _inside(self) -> str | None:
-        return None if self._collectives is None else self._collectives.inside
+    @override
+    def is_global_zero(self) -> bool:
+        """Is this the first rank? In a step, the first of the data axis."""
+        inside_step = self._collectives is not None and self._collectives.inside is not None
+        return self.global_rank == 0 if inside_step else super().global_rank == 0
+
+    @property
+    def _counts_replicas(self) -> bool:
+        return self._collectives is not None and self._collectives.counts_replicas
 
     @property
     def groups(self) -> Groups:
@@ -205,6 +214,10 @@ class LayoutStrategy(ParallelStrategy):
             everyone = range(self.layout.world_size)
             self._background = BackgroundSave(group_of_members(everyone, timeout, "gloo", "saves"))
         self._collectives = Collectives(self.layout, self._groups, device)
+        self._end_data_hooks = loaders.data_hooks_inside(
+            (self.lightning_module, getattr(self.lightning_module.trainer, "datamodule", None)),
+            self._collectives.inside_data_hook,
+        )
         self._seed = process_group.agree_on_seed(self.layout)
         self._checkpoints = None  # those of an earlier run, which may have failed
 
@@ -227,6 +240,8 @@ class LayoutStrategy(ParallelStrategy):
         """Begin a run: the accelerator, the precision, metrics. Returns the module, whole and unmoved."""
         assert self.accelerator is not None and self.lightning_module is not None
         refuse_callbacks(callbacks_of(trainer), self.refused_callbacks, type(self).__name__)
+        if trainer.state.fn == TrainerFn.FITTING:
+            _refuse_hooks_of_parameters(self.lightning_module)
         if self.layout.size("data") == 1:
             # The warning is right for several replicas. With one, what is logged is already the whole.
             warnings.filterwarnings("ignore", message=r".*self\.log\(.*sync_dist=True")
@@ -545,9 +560,23 @@ class LayoutStrategy(ParallelStrategy):
         """Make the module as it was before the run, except that each rank has its part only. Every strategy's
         ``teardown`` calls it."""
         self.end_watch()
+        self._end_data_hooks()
+        self._end_data_hooks = lambda: None
         self._metric_sync.end()
         if self.lightning_module is not None and (trainer := trainer_of(self.lightning_module)) is not None:
             take_back_loaders(trainer)
         if self._replicas is not None:  # set-up may have failed
             self._replicas.end()
         self.finish_save()
+
+
+def _refuse_hooks_of_parameters(module: pl.LightningModule) -> None:
+    """Refuse hooks of the user's on parameters. A part of a parameter has none of them, and those on a whole one would
+    see the gradients of microbatches or replicas, before they are summed."""
+    for name, parameter in module.named_parameters():
+        if has_gradient_hooks(parameter):
+            raise ValueError(
+                f"'{name}' has a hook on its gradient (register_hook or register_post_accumulate_grad_hook), which "
+                f"would see the gradient of a part of the batch or of the model. Change gradients in "
+                f"on_before_optimizer_step, which sees them complete."
+            )

@@ -57,9 +57,10 @@ def test_lists_of_layers_are_not_taken_for_lists_of_samples() -> None:
     assert [each.shape for each in joined_on(layers, [2, 2], CPU)] == [(4, 3), (4, 3)]
 
 
-def test_none_is_left_out_and_other_things_are_those_of_replica_0() -> None:
+def test_none_is_joined_with_none_alone_and_other_things_are_those_of_replica_0() -> None:
     assert joined(None, None) is None
-    assert joined(None, torch.tensor(2.0)) == 2
+    with pytest.raises(ValueError, match="1 of 2 replicas"):
+        joined(None, torch.tensor(2.0))
     things = [object(), object()]
     assert joined({"cache": things[0]}, {"cache": things[1]})["cache"] is things[0]
 

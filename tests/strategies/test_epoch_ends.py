@@ -1,0 +1,134 @@
+"""What the end of an epoch sets, where it runs on one stage, and what else steps and hooks read: equal to one process.
+
+Whatever is set there is read later by all stages: an option of an optimizer, a number, a buffer, what is trained.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.pool import WorkerPool
+from tests.strategies.failures import assert_refused
+from tests.strategies.harness import Report, complete, here, joined, largest_difference, make_trainer
+from tests.strategies.observed import Net, loader
+
+
+class Scaled(Net):
+    """Reads a number and a buffer before its first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+        self.register_buffer("shift", torch.zeros(6))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, labels = batch
+        loss = F.cross_entropy(self.net(self.factor * inputs + self.shift), labels)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val", self.logits_and_loss(batch)[1])
+
+    def configure_optimizers(self) -> Any:
+        self.by_hand = torch.optim.lr_scheduler.ExponentialLR(torch.optim.SGD(self.parameters(), lr=0.2), 0.5)
+        return self.by_hand.optimizer
+
+
+class SetsAnOption(Scaled):
+    def on_train_epoch_end(self) -> None:
+        self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
+
+
+class StepsAScheduler(Scaled):
+    def on_train_epoch_end(self) -> None:
+        self.by_hand.step()
+
+
+class SetsAnOptionAfterValidation(Scaled):
+    def on_validation_epoch_end(self) -> None:
+        self.trainer.optimizers[0].param_groups[0]["momentum"] = 0.5
+
+
+class SetsANumber(Scaled):
+    def on_train_epoch_end(self) -> None:
+        self.factor = min(self.factor, float(self.trainer.callback_metrics["loss"]))
+
+
+class SetsABuffer(Scaled):
+    def on_train_epoch_end(self) -> None:
+        self.shift += 0.25
+
+
+class Unfreezes(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def on_train_epoch_end(self) -> None:
+        self.net[0].requires_grad_(True)
+
+
+class DividesByTheWorld(Scaled):
+    """The size of batches, as in DataModules: for each of the processes that get different ones."""
+
+    def train_dataloader(self) -> Any:
+        return loader(12, 4 // self.trainer.world_size)
+
+    def val_dataloader(self) -> Any:
+        return loader(8, 4, 5)
+
+
+class Hooked(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
+class Outside(Scaled):
+    """An optimizer has a parameter that isn't the module's."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), torch.nn.Parameter(torch.ones(2))], lr=0.2)
+
+
+KINDS = (
+    SetsAnOption, StepsAScheduler, SetsAnOptionAfterValidation, SetsANumber, SetsABuffer, Unfreezes, DividesByTheWorld,
+)  # fmt: skip
+MODULES = {kind.__name__: kind for kind in (*KINDS, Hooked, Outside)}
+
+
+def train(kind: str, strategy: str, options: dict[str, Any]) -> tuple[Report, bool]:
+    torch.set_default_dtype(torch.float64)
+    module = MODULES[kind]()
+    trainer = make_trainer(strategy, [], options, max_epochs=2, use_distributed_sampler=False)
+    given = () if kind == "DividesByTheWorld" else (loader(12, 4), loader(8, 4, 5))
+    trainer.fit(module, *given)
+    report = Report(weights={name: complete(p.detach()) for name, p in here(module).items()})
+    return report, "train_dataloader" in vars(module)
+
+
+@pytest.mark.parametrize("options", [{"microbatches": 2}, {"microbatches": 2, "schedule": "zbv"}], ids=["1f1b", "zbv"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_an_epoch_s_end_sets_is_set_on_all_stages(pool: WorkerPool, kind: Any, options: dict[str, Any]) -> None:
+    (expected, _) = pool.run(train, 1, kind.__name__, "single", {}, init=False)[0]
+    reports = pool.run(train, 2, kind.__name__, "sync", options, init=False)
+    weights = joined([report for report, _ in reports], "weights")
+    assert largest_difference(weights, expected.weights) < 1e-12
+    assert not any(left for _, left in reports)
+
+
+@pytest.mark.parametrize("strategy", ["sync", "tensor", "fsdp"])
+def test_hooks_on_gradients_of_parameters_are_refused(pool: WorkerPool, strategy: str) -> None:
+    options = {"tensor": {"plan": {"net.2": "column", "net.4": "row"}}}.get(strategy, {})
+    failures = pool.run(train, 2, "Hooked", strategy, options, init=False, expect_errors=True)
+    assert_refused(failures, "ValueError", ["net.2.weight", "on_before_optimizer_step"])
+
+
+def test_parameters_that_the_module_lacks_are_refused(pool: WorkerPool) -> None:
+    failures = pool.run(train, 2, "Outside", "sync", {"microbatches": 2}, init=False, expect_errors=True)
+    assert_refused(failures, "ValueError", ["SGD", "shape (2,)"])
