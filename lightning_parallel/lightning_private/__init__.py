@@ -52,6 +52,7 @@ from lightning_parallel.lightning_private.metrics import (
     step_metrics,
     step_value,
 )
+from lightning_parallel.lightning_private.replaced import replaced
 from lightning_parallel.lightning_private.signals import requeue_by_slurm, say_terminated, take_signals
 
 __all__ = [
@@ -83,6 +84,7 @@ __all__ = [
     "open_directories",
     "reads_training_metric",
     "replace_metric_places",
+    "replaced",
     "requeue_by_slurm",
     "restart_nothing",
     "restore_metrics",

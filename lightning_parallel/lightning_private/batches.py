@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,39 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_parallel.lightning_private.launching import callbacks_of
-
-
-class _Instead:
-    """A function in the place of an object's method. ``before`` is what stood in the instance's dictionary: another
-    function, or None for the method of its class."""
-
-    def __init__(self, function: Callable[..., None], before: Any) -> None:
-        self._function, self.before = function, before
-
-    def __call__(self, *args: Any) -> None:
-        self._function(*args)
-
-
-def _replaced(owner: Any, name: str, function: Callable[..., None]) -> Callable[[], None]:
-    """Put a function in the place of an object's method. Returns a function that puts back what was there."""
-    mine = _Instead(function, vars(owner).get(name))
-    setattr(owner, name, mine)
-    return partial(_put_back, owner, name, mine)
-
-
-def _put_back(owner: Any, name: str, mine: _Instead) -> None:
-    """End one replacement, unless it has ended. Replacements made after it stay."""
-    above, found = None, vars(owner).get(name)
-    while isinstance(found, _Instead) and found is not mine:
-        above, found = found, found.before
-    if found is not mine:
-        return
-    if above is not None:
-        above.before = mine.before
-    elif mine.before is None:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, mine.before)
+from lightning_parallel.lightning_private.replaced import Instead, end_replacement, replaced
 
 
 def end_replacements(trainer: pl.Trainer) -> None:
@@ -53,8 +20,8 @@ def end_replacements(trainer: pl.Trainer) -> None:
     come."""
     for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop):
         for name in [*vars(loop)]:
-            while isinstance(found := vars(loop).get(name), _Instead):
-                _put_back(loop, name, found)
+            while isinstance(found := vars(loop).get(name), Instead):
+                end_replacement(loop, name, found)
 
 
 def before_each_batch(trainer: pl.Trainer, call: Callable[[], None]) -> Callable[[], None]:
@@ -67,7 +34,7 @@ def before_each_batch(trainer: pl.Trainer, call: Callable[[], None]) -> Callable
         call()
         type(loop).advance(loop, fetcher)
 
-    both = _replaced(loop, "advance", advance), _replaced(loop, "_broadcast_sigterm_tensor", lambda: None)
+    both = replaced(loop, "advance", advance), replaced(loop, "_broadcast_sigterm_tensor", lambda: None)
 
     def put_back() -> None:
         for each in both:
@@ -86,7 +53,7 @@ def around_step_hooks(plugin: Precision, begin: Callable[[], None], end: Callabl
         type(plugin)._after_closure(plugin, module, optimizer)
         end()
 
-    return _replaced(plugin, "_after_closure", hooks)
+    return replaced(plugin, "_after_closure", hooks)
 
 
 def before_first_batch(trainer: pl.Trainer, call: Callable[[], None]) -> None:
@@ -98,7 +65,7 @@ def before_first_batch(trainer: pl.Trainer, call: Callable[[], None]) -> None:
         loop.on_run_start(fetcher)
         call()
 
-    put_back = _replaced(loop, "on_run_start", once)
+    put_back = replaced(loop, "on_run_start", once)
 
 
 def before_loaders_begin(trainer: pl.Trainer, call: Callable[[], None]) -> None:
@@ -110,7 +77,7 @@ def before_loaders_begin(trainer: pl.Trainer, call: Callable[[], None]) -> None:
         fit._load_combined_loader_states()
         call()
 
-    put_back = _replaced(fit, "_load_combined_loader_states", once)
+    put_back = replaced(fit, "_load_combined_loader_states", once)
 
 
 def restart_nothing(trainer: pl.Trainer) -> None:
@@ -133,7 +100,7 @@ def begin_batch_again(trainer: pl.Trainer, *, should_stop: bool) -> None:
         trainer.should_stop |= should_stop  # not before, or the batch would be left out
         loop.advance(fetcher)
 
-    put_back = _replaced(loop, "advance", advance)
+    put_back = replaced(loop, "advance", advance)
 
 
 def finish_batch(trainer: pl.Trainer, *, validated: bool, should_stop: bool = False) -> None:
@@ -153,7 +120,7 @@ def finish_batch(trainer: pl.Trainer, *, validated: bool, should_stop: bool = Fa
         trainer.should_stop |= should_stop
         # No batch is trained. What Lightning does after one finishes the last one.
 
-    put_back = _replaced(loop, "advance", advance)
+    put_back = replaced(loop, "advance", advance)
 
 
 def let_the_last_step_finish(trainer: pl.Trainer) -> None:
@@ -174,13 +141,13 @@ def let_the_last_step_finish(trainer: pl.Trainer) -> None:
             loop.on_run_start(fetcher)
 
         loop.max_steps = steps + 1
-        put_back_start = _replaced(loop, "on_run_start", on_run_start)
+        put_back_start = replaced(loop, "on_run_start", on_run_start)
         try:
             fit.run()
         finally:
             loop.max_steps = steps
 
-    put_back = _replaced(fit, "run", run)
+    put_back = replaced(fit, "run", run)
 
 
 def finish_epoch(trainer: pl.Trainer, *, stepped: bool) -> None:
@@ -227,7 +194,7 @@ def time_without_broadcasts(trainer: pl.Trainer) -> Callable[[], None]:
                     told.append(True)
                 trainer.should_stop = True
 
-        return _replaced(timer, "on_train_batch_end", on_train_batch_end)
+        return replaced(timer, "on_train_batch_end", on_train_batch_end)
 
     timers = [watch(callback) for callback in callbacks_of(trainer) if isinstance(callback, Timer)]
 

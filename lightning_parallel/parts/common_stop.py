@@ -29,8 +29,7 @@ class CommonStop:
 
     Args:
         trainer: whose it is.
-        to: the links on the deciding stage to each other one; on the others to it.
-        of: the links from the same stages.
+        links: on the deciding stage to each other one; on the others to it.
         decides: is this rank's stage the deciding one?
         peers: on that stage, the ranks of all copies of it; None if there is one.
         ahead: how many batches stages may be ahead of each other.
@@ -39,15 +38,14 @@ class CommonStop:
     def __init__(
         self,
         trainer: pl.Trainer,
-        to: Sequence[FlagLink],
-        of: Sequence[FlagLink],
+        links: Sequence[FlagLink],
         *,
         decides: bool,
         peers: dist.ProcessGroup | None,
         ahead: Callable[[], int],
     ) -> None:
         self._trainer = trainer
-        self._to, self._of = to, of
+        self._links = links
         self._decides, self._peers, self._ahead = decides, peers, ahead
         self._unread = 0  # batches whose messages to the deciding stage haven't been read
 
@@ -74,11 +72,11 @@ class CommonStop:
             self._send(mine)
             self._trainer.should_stop = self._taken()
         if meet:
-            for link in self._to:
+            for link in self._links:
                 link.flush()
 
     def _send(self, stop: bool) -> None:
-        for link in self._to:
+        for link in self._links:
             link.flush(keep=self._ahead() + 1)  # older ones are known to have been read
             link.send(stop)
 
@@ -92,7 +90,7 @@ class CommonStop:
 
     def _taken(self) -> bool:
         """The next message of each of the others: does one of them say stop?"""
-        flags = [link.take() for link in self._of]
+        flags = [link.take() for link in self._links]
         return any(flags)
 
 
@@ -111,11 +109,9 @@ def common_stop(
     decides = layout.stage == deciding
     copies = [each.rank for each in layout.everyone() if each.stage == deciding]
     stages = range(layout.stages) if decides else [deciding]
-    wants, answers = (SideLinks(layout, groups, kind, torch.device("cpu")) for kind in (1, 2))
     return CommonStop(
         trainer,
-        (answers if decides else wants).flags(stages),
-        (wants if decides else answers).flags(stages),
+        SideLinks(layout, groups, 1, torch.device("cpu")).flags(stages),
         decides=decides,
         peers=groups.on_host(copies) if decides and len(copies) > 1 else None,
         ahead=ahead,

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_parallel.lightning_private import around_step_hooks, callbacks_of
 from lightning_parallel.local_model import local_part
-from lightning_parallel.torch_private import tensors_in
+from lightning_parallel.torch_private import has_gradient_hooks, tensors_in
 
 _SET_GRADIENT = Tensor.grad.__set__  # type: ignore[union-attr]
 _ASKS = ("__bool__", "equal", "allclose")  # what branches are decided by
@@ -139,6 +139,18 @@ class GradientWatch(TorchFunctionMode):
     def _is_of_gradients(self, tensor: Tensor) -> bool:
         known = self._made.get(id(tensor))
         return (known is not None and known[0]() is tensor) or _memory(tensor) in self._memories
+
+
+def refuse_hooks_of_parameters(module: pl.LightningModule) -> None:
+    """Refuse hooks of the user's on parameters. A part of a parameter has none of them, and those on a whole one would
+    see the gradients of microbatches or replicas, before they are summed."""
+    for name, parameter in module.named_parameters():
+        if has_gradient_hooks(parameter):
+            raise ValueError(
+                f"'{name}' has a hook on its gradient (register_hook or register_post_accumulate_grad_hook), which "
+                f"would see the gradient of a part of the batch or of the model. Change gradients in "
+                f"on_before_optimizer_step, which sees them complete."
+            )
 
 
 def _sees_gradients(module: pl.LightningModule) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,7 +30,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_parallel.collectives import broadcast_object
 from lightning_parallel.groups import Groups
 from lightning_parallel.layout import Layout
-from lightning_parallel.lightning_private import callbacks_of, reads_training_metric, time_without_broadcasts
+from lightning_parallel.lightning_private import callbacks_of, reads_training_metric, replaced, time_without_broadcasts
 from lightning_parallel.parts import hook_changes
 from lightning_parallel.parts.collectives import Collectives
 from lightning_parallel.parts.common_stop import common_stop
@@ -81,20 +81,21 @@ class LastStage:
         self._ahead = ahead
         self.outcomes = outcomes(trainer, layout, groups, device, ahead)
         self._stop = common_stop(trainer, layout, groups, deciding, ahead)
-        self._put_back_timers = time_without_broadcasts(trainer)
+        self._put_back = ExitStack()
+        self._put_back.callback(time_without_broadcasts(trainer))
         self._publisher = _PublishMetrics(self._publish, failed)
         if layout.stages > 1:
-            _wrap_hooks(module, self._run_hook)
+            for name in WRAPPED_HOOKS:
+                run = functools.partial(self._run_hook, name, getattr(module, name))
+                self._put_back.callback(replaced(module, name, run))
             callbacks_of(trainer).insert(0, self._publisher)
         if not layout.is_last_stage:
-            module.log = _discard  # type: ignore[method-assign]  # until the end
+            self._put_back.callback(replaced(module, "log", _discard))
 
     def end(self) -> None:
         """Give the module back its own hooks and its ``log``."""
-        self._put_back_timers()
+        self._put_back.close()
         self.outcomes.end()
-        for name in (*WRAPPED_HOOKS, "log"):
-            vars(self._module).pop(name, None)
         if self._publisher in callbacks_of(self._trainer):
             callbacks_of(self._trainer).remove(self._publisher)
 
@@ -124,21 +125,21 @@ class LastStage:
             self._stop.agree()
             self.outcomes.take(keep=self._ahead())
             return
+        module, optimizers = self._module, self._trainer.optimizers
         spreads = name in self._spreading and self._trainer.state.fn == TrainerFn.FITTING
         changes: hook_changes.Settings = {}
         if self._layout.is_last_stage:
-            before = hook_changes.settings_of(self._module, self._trainer.optimizers) if spreads else {}
+            before = hook_changes.settings_of(module, optimizers) if spreads else {}
             with self.alone(name):
                 hook(*args)
-            after = hook_changes.settings_of(self._module, self._trainer.optimizers) if spreads else {}
-            changes = hook_changes.changed(before, after)
+            changes = hook_changes.changed(before, hook_changes.settings_of(module, optimizers)) if spreads else {}
         if name not in OUTPUT_HOOKS:
             self._publish(name)
         if spreads:
             last = self._layout.rank_at(pipeline=self._layout.stages - 1)
             changes = broadcast_object(changes, last, self._groups.along("pipeline"), self._device)
             if not self._layout.is_last_stage:
-                hook_changes.make(changes, self._module, self._trainer.optimizers)
+                hook_changes.make(changes, module, optimizers)
 
     # -- metrics -------------------------------------------------------------------------------------------------
 
@@ -210,15 +211,3 @@ class _LossOnly(dict[str, Any]):
 def _discard(*args: Any, **kwargs: Any) -> None:
     """Replaces ``self.log`` on all stages but the last, which logs for all. A step doesn't reach its end on these
     stages, and a value that a hook computes on them (a norm of gradients) may differ from the last stage's."""
-
-
-def _wrap_hooks(module: pl.LightningModule, wrapper: Callable[..., None]) -> None:
-    """Have ``wrapper(name, hook, *args)`` called in the place of the module's hooks on the results of its steps."""
-    for name in WRAPPED_HOOKS:
-        hook = getattr(module, name)
-
-        def wrapped(*args: Any, name: str = name, hook: Callable[..., Any] = hook) -> None:
-            wrapper(name, hook, *args)
-
-        # `wraps` lets Lightning see whether the user has overridden the hook, and which arguments it takes.
-        setattr(module, name, functools.wraps(hook)(wrapped))

@@ -219,7 +219,7 @@ class Outcomes:
             )
 
     def end(self) -> None:
-        """Leave plain metrics behind. Outcomes that haven't come after an error won't come."""
+        """Make the metrics plain dictionaries again. Outcomes that an error has kept from arriving are dropped."""
         self._pending.clear()
         if isinstance(metric_places(self._trainer)[0], LateMetrics):
             replace_metric_places(self._trainer, dict)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import partial, wraps
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,6 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_parallel.batch import fingerprint
 from lightning_parallel.collectives import guarded
 from lightning_parallel.layout import Layout
+from lightning_parallel.lightning_private import replaced
 
 _DATA_HOOKS = ("setup", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
 
@@ -29,26 +31,15 @@ def data_hooks_inside(
 ) -> Callable[[], None]:
     """Have the owners' own hooks that set up data and make loaders run inside a context. Returns a function that ends
     this."""
-    before: list[tuple[Any, str, Any]] = []
-    for owner in owners:
-        for name in _DATA_HOOKS if owner is not None else ():
-            hook = getattr(owner, name)
+    put_back = ExitStack()
 
-            def inside(*args: Any, hook: Callable[..., Any] = hook, **kwargs: Any) -> Any:
-                with context():
-                    return hook(*args, **kwargs)
+    def inside(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with context():
+            return hook(*args, **kwargs)
 
-            before.append((owner, name, vars(owner).get(name)))
-            # `wraps` lets Lightning see whether the user has overridden the hook.
-            setattr(owner, name, wraps(hook)(inside))
-
-    def end() -> None:
-        for owner, name, own in before:
-            vars(owner).pop(name, None)
-            if own is not None:
-                setattr(owner, name, own)
-
-    return end
+    for owner, name in product(filter(None, owners), _DATA_HOOKS):
+        put_back.callback(replaced(owner, name, partial(inside, getattr(owner, name))))
+    return put_back.close
 
 
 def prepare(dataloader: object, layout: Layout) -> object:

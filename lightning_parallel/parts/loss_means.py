@@ -60,7 +60,6 @@ class LossMeans:
         self._rule = Rule.COUNTS
         self._rules = frozenset(Rule)  # of which it is one
         self._rules_of_logs: dict[str, frozenset[Rule]] = {}
-        self._batches = 0  # of several microbatches
         self._differs: bool | Tensor = False  # did the last batch's terms?
         self._fixed: frozenset[str] = frozenset()
         self._lines: Sequence[str] = ()
@@ -103,8 +102,7 @@ class LossMeans:
         if len(loss.sizes) == 1 or self._wanted is not None:
             return
         self._pairs.end_batch()
-        self._batches += 1
-        if self._batches == _UNTRIED and not self._pairs.has_tried:
+        if self._pairs.batches == _UNTRIED and not self._pairs.has_tried:
             self._warn(
                 "untried",
                 "It could not be tried whether the loss of a batch follows from those of its microbatches: "

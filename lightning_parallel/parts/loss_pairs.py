@@ -68,6 +68,7 @@ class LossPairs:
         take: is called with what a trial has found. It returns whether several rules are still possible.
 
     Attributes:
+        batches: how many have run.
         has_tried: has a trial shown anything?
     """
 
@@ -79,7 +80,7 @@ class LossPairs:
         take: Callable[[Findings, BatchLoss], bool],
     ) -> None:
         self._trainer, self._module, self._last_stage, self._take = trainer, module, last_stage, take
-        self._batches = 0
+        self.batches = 0
         self._makes: set[frozenset[str]] = set()  # of losses that have been tried
         self._shares: set[float | None] = set()
         self._is_open = True  # are several rules possible?
@@ -109,14 +110,14 @@ class LossPairs:
 
     def end_batch(self) -> None:
         """All microbatches of a batch have run."""
-        self._batches += 1
+        self.batches += 1
         self._before = None
 
     def _is_due(self, place: int, count: int) -> bool:
-        if self._batches == 0:
+        if self.batches == 0:
             return place <= _TRIALS
-        first = self._batches.bit_length() % (count - 1)
-        return self._batches.bit_count() == 1 and place in (first, first + 1)
+        first = self.batches.bit_length() % (count - 1)
+        return self.batches.bit_count() == 1 and place in (first, first + 1)
 
     def _try(
         self,

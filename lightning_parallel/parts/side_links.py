@@ -36,7 +36,7 @@ class SideLinks:
         return [Receiver(self._link(stage, cpu)) for stage in stages if stage != self._layout.stage]
 
     def flags(self, stages: Iterable[int]) -> list[FlagLink]:
-        """Links for flags to or from each of these stages but this one."""
+        """Links for flags to and from each of these stages but this one."""
         cpu = torch.device("cpu")
         return [FlagLink(self._link(stage, cpu)) for stage in stages if stage != self._layout.stage]
 
@@ -46,7 +46,7 @@ class SideLinks:
 
 
 class FlagLink:
-    """Sends or receives flags over a link, one byte each."""
+    """Sends and receives flags over a link, one byte each."""
 
     def __init__(self, link: Link) -> None:
         self._link = link

@@ -77,4 +77,4 @@ class _Numbers:
         value = getattr(self._trainer, name)
         if value is None or isinstance(value, int | float | str):
             return value
-        raise RuntimeError(f"trainer.{name} can't be used in the look at the first step.")
+        raise RuntimeError(f"trainer.{name} can't be used in the dry run of the first step.")

@@ -47,14 +47,14 @@ from lightning_parallel.parts.checkpoints import Checkpoints
 from lightning_parallel.parts.clipping import install_clipping
 from lightning_parallel.parts.collectives import Collectives
 from lightning_parallel.parts.equal_steps import EqualSteps
-from lightning_parallel.parts.gradient_watch import GradientWatch
+from lightning_parallel.parts.gradient_watch import GradientWatch, refuse_hooks_of_parameters
 from lightning_parallel.parts.metric_sync import MetricSync
 from lightning_parallel.parts.optimizer_trial import refuse_parts
 from lightning_parallel.parts.options import ProcessOptions
 from lightning_parallel.parts.predictions import share_predictions
 from lightning_parallel.parts.replicas import Replicas
 from lightning_parallel.parts.start_table import Holding, StartTable
-from lightning_parallel.torch_private import group_of_members, has_gradient_hooks
+from lightning_parallel.torch_private import group_of_members
 
 T = TypeVar("T")
 
@@ -241,7 +241,7 @@ class LayoutStrategy(ParallelStrategy):
         assert self.accelerator is not None and self.lightning_module is not None
         refuse_callbacks(callbacks_of(trainer), self.refused_callbacks, type(self).__name__)
         if trainer.state.fn == TrainerFn.FITTING:
-            _refuse_hooks_of_parameters(self.lightning_module)
+            refuse_hooks_of_parameters(self.lightning_module)
         if self.layout.size("data") == 1:
             # The warning is right for several replicas. With one, what is logged is already the whole.
             warnings.filterwarnings("ignore", message=r".*self\.log\(.*sync_dist=True")
@@ -568,15 +568,3 @@ class LayoutStrategy(ParallelStrategy):
         if self._replicas is not None:  # set-up may have failed
             self._replicas.end()
         self.finish_save()
-
-
-def _refuse_hooks_of_parameters(module: pl.LightningModule) -> None:
-    """Refuse hooks of the user's on parameters. A part of a parameter has none of them, and those on a whole one would
-    see the gradients of microbatches or replicas, before they are summed."""
-    for name, parameter in module.named_parameters():
-        if has_gradient_hooks(parameter):
-            raise ValueError(
-                f"'{name}' has a hook on its gradient (register_hook or register_post_accumulate_grad_hook), which "
-                f"would see the gradient of a part of the batch or of the model. Change gradients in "
-                f"on_before_optimizer_step, which sees them complete."
-            )
