@@ -14,18 +14,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.precision import Precision
 
 from lightning_parallel.collectives import broadcast_tensors, guarded
 from lightning_parallel.gradients.swapping import Gradients, swap_gradients
-from lightning_parallel.groups import Groups
-from lightning_parallel.layout import Layout
 from lightning_parallel.local_model import LocalModel
 from lightning_parallel.parts.late_gradients import LateGradients
 from lightning_parallel.parts.optimizer_options import OptimizerOptions, Options
+from lightning_parallel.parts.run import Run
 from lightning_parallel.pipeline.actions import Action
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.partition import Partition
@@ -49,36 +46,28 @@ class AsynchronousTraining:
         late: the settings about late gradients.
         partition: tells which parameters are loose.
         versions: the versions of the weights that are in use.
-        precision: the plugin that steps the optimizer.
         completed: given an update's gradients, returns those of all replicas and shards.
         written: the options that the optimizer is known to write itself. It is added to.
     """
 
     def __init__(
         self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
+        run: Run,
         late: LateGradients,
         *,
-        layout: Layout,
-        groups: Groups,
         local: LocalModel,
         partition: Partition,
         versions: WeightVersions,
-        precision: Precision,
         completed: Callable[[Gradients], Gradients],
         written: set[str],
-        device: torch.device,
     ) -> None:
-        self._trainer, self._module = trainer, module
-        self._late, self._layout = late, layout
-        self._pipeline_group, self._device = groups.along("pipeline"), device
+        self._run, self._late, self._layout = run, late, run.layout
         self._local, self.versions = local, versions
-        self._precision, self._completed = precision, completed
-        self._list = late.actions(layout.stages, layout.stage)
+        self._completed = completed
+        self._list = late.actions(run.layout.stages, run.layout.stage)
         self._written = written
         self._known_options: OptimizerOptions | None = None
-        self._loose = _LooseParameters(sorted(partition.loose), local, layout, self._pipeline_group, device)
+        self._loose = _LooseParameters(sorted(partition.loose), local, run)
         self._owed: deque[_Owed] = deque()  # updates under way, the oldest first
         self.fed = 0  # microbatches so far
         self.begun = 0  # updates whose last batch has been fed
@@ -88,7 +77,7 @@ class AsynchronousTraining:
     @property
     def _options(self) -> OptimizerOptions:
         """The options of the Trainer's optimizer. A hook may replace the optimizer during training."""
-        (optimizer,) = self._trainer.optimizers
+        (optimizer,) = self._run.trainer.optimizers
         if self._known_options is None or self._known_options.optimizer is not optimizer:
             self._known_options = OptimizerOptions(optimizer, self._written)
         return self._known_options
@@ -99,7 +88,7 @@ class AsynchronousTraining:
         """Register a batch of ``count`` microbatches before it runs, and give the actions that fall due. If it
         ``ends_update``, an update follows it."""
         if not self.fed:
-            self._late.check(self._layout.stages, count * self._trainer.accumulate_grad_batches)
+            self._late.check(self._layout.stages, count * self._run.trainer.accumulate_grad_batches)
         if self._late.weights == "2bw" and 0 < self._last < self._late.ahead(self._layout.stages, 0):
             self.drain(engine)  # this batch would ask the first stage for a version that it hasn't made yet
         self.versions.begin(self.begun)
@@ -107,7 +96,7 @@ class AsynchronousTraining:
         self._fed_to_next += count
         if ends_update:
             stages, stage = self._layout.stages, self._layout.stage
-            factor = self._late.rate_factor(stages, stage, self._fed_to_next, self._trainer.global_step)
+            factor = self._late.rate_factor(stages, stage, self._fed_to_next, self._run.trainer.global_step)
             self._owed.append(_Owed(self._options.now(factor), self._fed_to_next))
             self.begun += 1
             self._last, self._fed_to_next = self._fed_to_next, 0
@@ -120,14 +109,15 @@ class AsynchronousTraining:
         gradients = self._completed({**self.versions.take_gradients()})
         self._loose.note(gradients)
 
-        def step() -> None:
+        def update() -> None:
             swap_gradients(self._local.parameters, gradients)
             with options.restored(owed.options):
-                self._precision.optimizer_step(options.optimizer, model=self._module, closure=_nothing)  # type: ignore[arg-type]
+                step = self._run.precision.optimizer_step
+                step(options.optimizer, model=self._run.module, closure=_nothing)  # type: ignore[arg-type]
             swap_gradients(self._local.parameters, {})
 
         weight = self._late.correction_factor(self._layout.stages, self._layout.stage, owed.microbatches)
-        self.versions.update(step, weight, is_second_order(self._late.correction, weight))
+        self.versions.update(update, weight, is_second_order(self._late.correction, weight))
 
     # -- where the stages meet -----------------------------------------------------------------------------------
 
@@ -150,11 +140,10 @@ class _LooseParameters:
     strategy has refused those that the traced step reads on several stages.
     """
 
-    def __init__(
-        self, names: list[str], local: LocalModel, layout: Layout, group: dist.ProcessGroup, device: torch.device
-    ) -> None:
-        self._names = names if layout.stages > 1 else []
-        self._local, self._layout, self._group, self._device = local, layout, group, device
+    def __init__(self, names: list[str], local: LocalModel, run: Run) -> None:
+        self._names = names if run.layout.stages > 1 else []
+        self._local, self._layout, self._device = local, run.layout, run.device
+        self._group = run.groups.along("pipeline")
         self._trained: set[str] = set()  # those that got a gradient on this stage
 
     def note(self, gradients: Gradients) -> None:

@@ -12,41 +12,29 @@ If the first stage sets it, too, by a value that all have read, they stop after 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
 from lightning_parallel.collectives import guarded
-from lightning_parallel.groups import Groups
-from lightning_parallel.layout import Layout
-from lightning_parallel.parts.side_links import FlagLink, SideLinks
+from lightning_parallel.parts.run import Run
+from lightning_parallel.parts.side_links import SideLinks
 
 
 class CommonStop:
     """``trainer.should_stop``, the same on all ranks between two batches.
 
     Args:
-        trainer: whose it is.
-        links: on the deciding stage to each other one; on the others to it.
-        decides: is this rank's stage the deciding one?
-        peers: on that stage, the ranks of all copies of it; None if there is one.
-        ahead: how many batches stages may be ahead of each other.
+        deciding: the stage that decides.
     """
 
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        links: Sequence[FlagLink],
-        *,
-        decides: bool,
-        peers: dist.ProcessGroup | None,
-        ahead: Callable[[], int],
-    ) -> None:
-        self._trainer = trainer
-        self._links = links
-        self._decides, self._peers, self._ahead = decides, peers, ahead
+    def __init__(self, run: Run, deciding: int) -> None:
+        layout = run.layout
+        self._run, self._decides = run, layout.stage == deciding
+        stages = range(layout.stages) if self._decides else [deciding]
+        self._links = SideLinks(run, 1).flags(stages)
+        # On the deciding stage, the ranks of all copies of it.
+        copies = [each.rank for each in layout.everyone() if each.stage == deciding]
+        self._peers = run.groups.on_host(copies) if self._decides and len(copies) > 1 else None
         self._unread = 0  # batches whose messages to the deciding stage haven't been read
 
     def agree(self, *, meet: bool = False) -> None:
@@ -58,26 +46,26 @@ class CommonStop:
         Raises:
             PeerLostError: a stage has stopped.
         """
-        mine = self._trainer.should_stop
+        mine = self._run.trainer.should_stop
         if self._decides:
             self._unread += 1
-            stop = self._read(keep=0 if meet else self._ahead()) or mine
+            stop = self._read(keep=0 if meet else self._run.ahead()) or mine
             if self._peers is not None:
                 agreed = torch.tensor(stop)
                 guarded(dist.all_reduce, agreed, dist.ReduceOp.MAX, self._peers)
                 stop = bool(agreed)
             self._send(stop)
-            self._trainer.should_stop = stop
+            self._run.trainer.should_stop = stop
         else:
             self._send(mine)
-            self._trainer.should_stop = self._taken()
+            self._run.trainer.should_stop = self._taken()
         if meet:
             for link in self._links:
                 link.flush()
 
     def _send(self, stop: bool) -> None:
         for link in self._links:
-            link.flush(keep=self._ahead() + 1)  # older ones are known to have been read
+            link.flush(keep=self._run.ahead() + 1)  # older ones are known to have been read
             link.send(stop)
 
     def _read(self, keep: int) -> bool:
@@ -94,25 +82,3 @@ class CommonStop:
         return any(flags)
 
 
-def common_stop(
-    trainer: pl.Trainer, layout: Layout, groups: Groups, deciding: int, ahead: Callable[[], int]
-) -> CommonStop:
-    """That of a run (:class:`CommonStop`).
-
-    Args:
-        trainer: of the run.
-        layout: which stage this rank is.
-        groups: of the pipeline.
-        deciding: the stage that decides.
-        ahead: how many batches stages may be ahead of each other.
-    """
-    decides = layout.stage == deciding
-    copies = [each.rank for each in layout.everyone() if each.stage == deciding]
-    stages = range(layout.stages) if decides else [deciding]
-    return CommonStop(
-        trainer,
-        SideLinks(layout, groups, 1, torch.device("cpu")).flags(stages),
-        decides=decides,
-        peers=groups.on_host(copies) if decides and len(copies) > 1 else None,
-        ahead=ahead,
-    )

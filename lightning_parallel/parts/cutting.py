@@ -6,18 +6,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_parallel.batch import batch_size, rebuilt, split
 from lightning_parallel.collectives import broadcast_object, gather_if_different, together
-from lightning_parallel.layout import Layout, Placement
+from lightning_parallel.layout import Placement
 from lightning_parallel.parts.batch_watch import BatchWatch
 from lightning_parallel.parts.first_batch import as_in, first_step
 from lightning_parallel.parts.logs import trial
 from lightning_parallel.parts.options import StagedOptions
+from lightning_parallel.parts.run import Run
 from lightning_parallel.parts.step_hooks import StepHooks
 from lightning_parallel.pipeline.absent import AbsentValueError
 from lightning_parallel.pipeline.partition import Partition
@@ -25,18 +24,11 @@ from lightning_parallel.pipeline.partitioning import partition
 
 
 def agreed_partition(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    options: StagedOptions,
-    layout: Layout,
-    model_group: dist.ProcessGroup,
-    automatic_microbatches: Callable[[int], int],
-    placement: Placement,
+    run: Run, options: StagedOptions, automatic_microbatches: Callable[[int], int], placement: Placement
 ) -> Partition:
     """The partition of a module, the same on all ranks.
 
     Args:
-        model_group: the ranks that hold one copy of the model together.
         automatic_microbatches: their number, given a batch's size.
         placement: the stage of each chunk.
 
@@ -44,6 +36,7 @@ def agreed_partition(
         ValueError: the module can't be cut like this.
         RuntimeError: ranks that get the same batch see different calls.
     """
+    trainer, module, layout = run.trainer, run.module, run.layout
 
     def first_microbatch(batch: Any) -> Any:
         size = batch_size(batch)
@@ -51,26 +44,25 @@ def agreed_partition(
         return split(batch, count)[0]
 
     def look() -> Partition:
-        fitting = trainer.state.fn == TrainerFn.FITTING
         balance = options.balance
         if balance == "time" and layout.rank > 0:  # only the first rank's partition counts
             balance = "parameters"
-        step = first_step(trainer, module, first_microbatch if fitting else lambda batch: batch)
+        step = first_step(trainer, module, first_microbatch if run.trains else lambda batch: batch)
         try:
             with as_in(trainer, module), trial(trainer, module):
                 # On copies of the batch's tensors: an iterator's first batch is put back.
                 own = partial(step.func, *rebuilt(step.args, torch.clone))
-                hooks = StepHooks(trainer, module, own) if fitting else None
+                hooks = StepHooks(trainer, module, own) if run.trains else None
                 found = partition(
                     module,
                     partial(BatchWatch().look, step.func, *step.args),
                     layout.stages,
                     options.layers,
                     balance,
-                    trainer.strategy.root_device,
+                    run.device,
                     placement=placement,
                     hooks=hooks,
-                    recompute=options.activation_checkpointing and fitting,
+                    recompute=options.activation_checkpointing and run.trains,
                 )
                 if hooks is not None:
                     hooks.check(found, layout.stage)
@@ -94,9 +86,9 @@ def agreed_partition(
     assert world is not None, "the ranks have met"
     mine = together(world, look)
     if options.balance != "time":
-        check_equal(mine, model_group)
+        check_equal(mine, run.groups.model)
     # Replicas see batches of their own, perhaps of other shapes: the first one decides.
-    return broadcast_object(mine, 0, world, trainer.strategy.root_device)
+    return broadcast_object(mine, 0, world, run.device)
 
 
 def check_equal(mine: Partition, group: dist.ProcessGroup) -> None:

@@ -13,12 +13,12 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_parallel.collectives import guarded
+from lightning_parallel.parts.run import Run
 from lightning_parallel.pipeline.kept_state import StateKept
 from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_kept
 
@@ -26,27 +26,25 @@ T = TypeVar("T")
 
 
 class EqualSteps:
-    """The prediction steps of this replica. All ranks of ``replicas`` make one before they predict: the Trainer's loop
-    knows by then how many batches each loader has.
+    """The prediction steps of this replica. All replicas make one before they predict: the Trainer's loop knows by then
+    how many batches each loader has.
 
     Raises:
         ValueError: on all ranks, if a replica has no batch of a loader of which others have some, or the step takes its
             batches itself.
     """
 
-    def __init__(
-        self, trainer: pl.Trainer, module: pl.LightningModule, replicas: dist.ProcessGroup, device: torch.device
-    ) -> None:
-        if is_param_in_hook_signature(module.predict_step, "dataloader_iter", explicit=True):
+    def __init__(self, run: Run) -> None:
+        if is_param_in_hook_signature(run.module.predict_step, "dataloader_iter", explicit=True):
             raise ValueError(
                 "predict_step(dataloader_iter): fully sharded replicas have to take as many steps each, so they take "
                 "predict_step(batch, batch_idx)."
             )
-        self._module = module
-        self._generators = TorchGenerators(device)
-        own = [float(count) for count in trainer.predict_loop.max_batches]  # infinite where a loader doesn't know
-        extremes = torch.tensor([*own, *(-count for count in own)], dtype=torch.float64, device=device)
-        guarded(dist.all_reduce, extremes, dist.ReduceOp.MAX, group=replicas)
+        self._module = run.module
+        self._generators = TorchGenerators(run.device)
+        own = [float(count) for count in run.trainer.predict_loop.max_batches]  # infinite where a loader doesn't know
+        extremes = torch.tensor([*own, *(-count for count in own)], dtype=torch.float64, device=run.device)
+        guarded(dist.all_reduce, extremes, dist.ReduceOp.MAX, group=run.groups.along("data"))
         most, least = extremes[: len(own)].tolist(), (-extremes[len(own) :]).tolist()
         for loader, (high, low) in enumerate(zip(most, least, strict=True)):
             if low == 0 < high:

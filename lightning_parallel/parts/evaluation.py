@@ -16,6 +16,7 @@ from lightning_parallel.parts.batch_watch import BatchWatch
 from lightning_parallel.parts.earlier_chunks import EarlierChunks
 from lightning_parallel.parts.first_look import FirstLook
 from lightning_parallel.parts.last_stage import LastStage
+from lightning_parallel.parts.run import Run
 from lightning_parallel.parts.several_passes import Relay, run_in_passes
 from lightning_parallel.parts.stages import Stages
 from lightning_parallel.parts.tensor_shards import TensorShards
@@ -31,25 +32,21 @@ class Evaluation:
         last_stage: runs the end of the steps.
         shards: compares the losses of tensor ranks.
         earlier: drops what runs for earlier chunks log.
-        relay: sends on what the passes of a step return.
     """
 
     def __init__(
         self,
+        run: Run,
         engine: Engine,
         stages: Stages,
         look: FirstLook,
         last_stage: LastStage,
         shards: TensorShards,
         earlier: EarlierChunks,
-        relay: Relay,
     ) -> None:
-        self._engine = engine
-        self._stages = stages
-        self._look = look
-        self._last_stage = last_stage
-        self._shards, self._earlier = shards, earlier
-        self._relay = relay
+        self._engine, self._stages, self._shards, self._earlier = engine, stages, shards, earlier
+        self._look, self._last_stage = look, last_stage
+        self._relay = Relay(run)
         self._watch = BatchWatch()
         self._batches = 0
 

@@ -11,8 +11,6 @@ from collections.abc import Callable, Container
 from contextlib import nullcontext
 from typing import Any
 
-import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_parallel.checkpoint.agreement import first_few
@@ -20,6 +18,7 @@ from lightning_parallel.collectives import gather_objects, together
 from lightning_parallel.parts.last_stage import LastStage
 from lightning_parallel.parts.log_joins import depends_on_layers
 from lightning_parallel.parts.logs import logging_trial
+from lightning_parallel.parts.run import Run
 from lightning_parallel.parts.stages import Stages
 from lightning_parallel.pipeline.absent import AbsentTensor
 from lightning_parallel.pipeline.flow import Flow, tensors_of
@@ -32,24 +31,12 @@ class FirstLook:
 
     Args:
         last_stage: runs the end of the steps.
-        group: the ranks of this pipeline.
         late: backwards read weights of their own versions.
     """
 
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        stages: Stages,
-        last_stage: LastStage,
-        group: dist.ProcessGroup,
-        *,
-        late: bool,
-    ) -> None:
-        self._trainer, self._module = trainer, module
-        self._stages = stages
-        self._last_stage = last_stage
-        self._group = group
+    def __init__(self, run: Run, stages: Stages, last_stage: LastStage, *, late: bool) -> None:
+        self._run, self._stages, self._last_stage = run, stages, last_stage
+        self._group = run.groups.along("pipeline")
         self._late = late
         self._flows: dict[str, Flow] = {}  # by the kind of step
         self._known: dict[str, set[str]] = {}  # the names logged in it, of values that depend on no layer
@@ -92,7 +79,7 @@ class FirstLook:
         """What the dry run found, and what was logged until the step needed a value: from there on values are
         guesses."""
         counts: list[int] = []
-        with logging_trial(self._trainer, self._module) as logged, self._last_stage.alone(kind.split()[0]):
+        with logging_trial(self._run.trainer, self._run.module) as logged, self._last_stage.alone(kind.split()[0]):
 
             def counted() -> Any:
                 try:

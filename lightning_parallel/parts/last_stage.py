@@ -22,20 +22,16 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_parallel.collectives import broadcast_object
-from lightning_parallel.groups import Groups
-from lightning_parallel.layout import Layout
 from lightning_parallel.lightning_private import callbacks_of, reads_training_metric, replaced, time_without_broadcasts
 from lightning_parallel.parts import hook_changes
-from lightning_parallel.parts.collectives import Collectives
-from lightning_parallel.parts.common_stop import common_stop
-from lightning_parallel.parts.late_values import outcomes
+from lightning_parallel.parts.common_stop import CommonStop
+from lightning_parallel.parts.late_values import Outcomes
 from lightning_parallel.parts.metric_board import MetricBoard
+from lightning_parallel.parts.run import Run
 from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_kept, mix, seed_host_generators
 
 EPOCH_END_HOOKS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end")
@@ -47,50 +43,36 @@ class LastStage:
     """The last stage of a pipeline, as this rank sees it.
 
     Args:
-        collectives: runs collectives over the replicas, in steps and where code runs on the last stage only.
         deciding: the stage with the step's first chunk.
-        ahead: gives how many batches stages may be ahead of each other.
         before_meeting: called with the name of a hook at whose end all stages meet.
         failed: called with an exception, before other callbacks see it.
     """
 
     def __init__(
         self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        layout: Layout,
-        groups: Groups,
-        device: torch.device,
-        seed: int,
-        collectives: Collectives,
+        run: Run,
         *,
         deciding: int,
-        ahead: Callable[[], int],
         before_meeting: Callable[[str], None],
         failed: Callable[[BaseException], None],
     ) -> None:
-        self._trainer, self._module, self._layout = trainer, module, layout
-        self._seed = seed
-        self._collectives = collectives
-        self._groups, self._device = groups, device
+        self._run, self._trainer, self._layout = run, run.trainer, run.layout
         self._before_meeting = before_meeting
-        self._spreading = {name for name in EPOCH_END_HOOKS if is_overridden(name, module)}
-        self._generators = TorchGenerators(device)
-        last = layout.rank_at(pipeline=layout.stages - 1)
-        self._board = MetricBoard(trainer, groups.along("pipeline"), last, device)
-        self._ahead = ahead
-        self.outcomes = outcomes(trainer, layout, groups, device, ahead)
-        self._stop = common_stop(trainer, layout, groups, deciding, ahead)
+        self._spreading = {name for name in EPOCH_END_HOOKS if is_overridden(name, run.module)}
+        self._generators = TorchGenerators(run.device)
+        self._board = MetricBoard(run)
+        self.outcomes = Outcomes(run)
+        self._stop = CommonStop(run, deciding)
         self._put_back = ExitStack()
-        self._put_back.callback(time_without_broadcasts(trainer))
+        self._put_back.callback(time_without_broadcasts(run.trainer))
         self._publisher = _PublishMetrics(self._publish, failed)
-        if layout.stages > 1:
+        if run.layout.stages > 1:
             for name in WRAPPED_HOOKS:
-                run = functools.partial(self._run_hook, name, getattr(module, name))
-                self._put_back.callback(replaced(module, name, run))
-            callbacks_of(trainer).insert(0, self._publisher)
-        if not layout.is_last_stage:
-            self._put_back.callback(replaced(module, "log", _discard))
+                hook = functools.partial(self._run_hook, name, getattr(run.module, name))
+                self._put_back.callback(replaced(run.module, name, hook))
+            callbacks_of(run.trainer).insert(0, self._publisher)
+        if not run.layout.is_last_stage:
+            self._put_back.callback(replaced(run.module, "log", _discard))
 
     def end(self) -> None:
         """Give the module back its own hooks and its ``log``."""
@@ -105,7 +87,7 @@ class LastStage:
     def alone(self, name: str, *indices: int) -> Iterator[None]:
         """Inside, the user's code may run on the last stage only, and draws random numbers of its own. They depend on
         the run, the replica, the update and ``indices``. ``name`` is that of the hook or step, for errors."""
-        seed = mix(self._seed, self._layout.index("data"), self._trainer.global_step, *indices)
+        seed = mix(self._run.seed, self._layout.index("data"), self._trainer.global_step, *indices)
         with self.apart(name), self._generators.seeded(seed):
             seed_host_generators(seed)
             yield
@@ -114,7 +96,7 @@ class LastStage:
     def apart(self, name: str) -> Iterator[None]:
         """Inside, the user's code sees the ranks of the data axis, and random numbers that it draws on the host don't
         change the generators that the data loaders use."""
-        with self._collectives.inside_step(name), host_generators_kept():
+        with self._run.collectives.inside_step(name), host_generators_kept():
             yield
 
     def _run_hook(self, name: str, hook: Callable[..., Any], *args: Any) -> None:
@@ -123,10 +105,10 @@ class LastStage:
             outputs, *rest = args
             hook(outputs if self._layout.is_last_stage else _LossOnly(outputs or {}), *rest)
             self._stop.agree()
-            self.outcomes.take(keep=self._ahead())
+            self.outcomes.take(keep=self._run.ahead())
             return
-        module, optimizers = self._module, self._trainer.optimizers
-        spreads = name in self._spreading and self._trainer.state.fn == TrainerFn.FITTING
+        module, optimizers = self._run.module, self._trainer.optimizers
+        spreads = name in self._spreading and self._run.trains
         changes: hook_changes.Settings = {}
         if self._layout.is_last_stage:
             before = hook_changes.settings_of(module, optimizers) if spreads else {}
@@ -136,8 +118,8 @@ class LastStage:
         if name not in OUTPUT_HOOKS:
             self._publish(name)
         if spreads:
-            last = self._layout.rank_at(pipeline=self._layout.stages - 1)
-            changes = broadcast_object(changes, last, self._groups.along("pipeline"), self._device)
+            group = self._run.groups.along("pipeline")
+            changes = broadcast_object(changes, self._run.last_rank, group, self._run.device)
             if not self._layout.is_last_stage:
                 hook_changes.make(changes, module, optimizers)
 
@@ -161,7 +143,7 @@ class LastStage:
         if hook == "on_train_batch_end" and not self._is_read_now():
             return
         self._before_meeting(hook)
-        if self._trainer.state.fn == TrainerFn.FITTING:
+        if self._run.trains:
             self.settle()
         if hook in ("on_train_batch_end", "on_train_epoch_end"):
             self._board.publish()

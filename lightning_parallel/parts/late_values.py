@@ -20,15 +20,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_parallel.groups import Groups
-from lightning_parallel.layout import Layout
 from lightning_parallel.lightning_private import metric_places, replace_metric_places, step_metrics
+from lightning_parallel.parts.run import Run
 from lightning_parallel.parts.side_links import SideLinks
-from lightning_parallel.pipeline.channel import Receiver, Sender
 from lightning_parallel.torch_private import subclass_functions_disabled, tree_map
 
 _BETWEEN = ("lightning_parallel.", "torch.", "copy.")  # modules between the reader and a value
@@ -109,45 +106,24 @@ class _Outcome:
     loss: Tensor | None = None
 
 
-def outcomes(
-    trainer: pl.Trainer, layout: Layout, groups: Groups, device: torch.device, ahead: Callable[[], int]
-) -> Outcomes:
-    """The outcomes of a run, as this rank sees them."""
-    last = layout.stages - 1
-    senders = SideLinks(layout, groups, 0, device).senders(range(last) if layout.is_last_stage else ())
-    receivers = SideLinks(layout, groups, 0, device).receivers([last])
-    return Outcomes(trainer, senders, receivers, device, ahead)
-
-
 class Outcomes:
     """The results of the last stage's steps, on all stages of a pipeline.
-
-    Args:
-        senders: to the other stages; on the last stage only.
-        receivers: from the last stage; on the others only.
-        device: the device of the loss and the metrics.
-        ahead: gives how many batches stages may be ahead of each other.
 
     Attributes:
         awaited: how many times somebody read a value that had not been received.
     """
 
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        senders: Sequence[Sender],
-        receivers: Sequence[Receiver],
-        device: torch.device,
-        ahead: Callable[[], int],
-    ) -> None:
+    def __init__(self, run: Run) -> None:
         self.awaited = 0
-        self._trainer, self._device, self._ahead = trainer, device, ahead
-        self._senders, self._receivers = senders, receivers
+        self._run = run
+        last, links = run.layout.stages - 1, SideLinks(run, 0)
+        self._senders = links.senders(range(last) if run.layout.is_last_stage else ())
+        self._receivers = links.receivers([last])
         self._pending: deque[_Outcome] = deque()
 
     def send(self, loss: Tensor) -> None:
         """Send a step's outcome from the last stage. It waits for nothing, not even for a GPU."""
-        places = step_metrics(self._trainer)
+        places = step_metrics(self._run.trainer)
         values = {id(value): value for place in places for value in place.values()}
         index = {key: i for i, key in enumerate(values)}
         names = [{name: index[id(value)] for name, value in place.items()} for place in places]
@@ -159,11 +135,11 @@ class Outcomes:
 
     def coming(self) -> LateLoss:
         """The loss of the step that has just run, on the other stages."""
-        if not isinstance(metric_places(self._trainer)[0], LateMetrics):
-            replace_metric_places(self._trainer, self._late_metrics)
+        if not isinstance(metric_places(self._run.trainer)[0], LateMetrics):
+            replace_metric_places(self._run.trainer, self._late_metrics)
         outcome = _Outcome()
         self._pending.append(outcome)
-        return LateLoss.on(self._device, lambda: self._loss_of(outcome))
+        return LateLoss.on(self._run.device, lambda: self._loss_of(outcome))
 
     def _late_metrics(self, metrics: Mapping[str, Any]) -> LateMetrics:
         late = LateMetrics(metrics)
@@ -201,16 +177,16 @@ class Outcomes:
         head, loss, *values = arrival.receive()
         names = json.loads(head.numpy().tobytes())
         # Copies: no metric is a view of the message.
-        self._pending.popleft().loss = loss.to(self._device, copy=True)
-        own = [value.to(self._device, copy=True) for value in values]
-        callback, logged, shown = metric_places(self._trainer)
+        self._pending.popleft().loss = loss.to(self._run.device, copy=True)
+        own = [value.to(self._run.device, copy=True) for value in values]
+        callback, logged, shown = metric_places(self._run.trainer)
         callback.update({name: own[i] for name, i in names[0].items()})
         logged.update({name: own[i] for name, i in names[1].items()})
         shown.update({name: values[i].item() for name, i in names[2].items()})
 
     def _note_wait(self) -> None:
         self.awaited += 1
-        if self.awaited == 1 and self._ahead():
+        if self.awaited == 1 and self._run.ahead():
             warnings.warn(
                 f"{_reader()} reads the loss or a metric of a step, so this pipeline stage waits for the last one "
                 f"there. To keep the stages from waiting for each other, read them once in a while, or under "
@@ -221,8 +197,8 @@ class Outcomes:
     def end(self) -> None:
         """Make the metrics plain dictionaries again. Outcomes that an error has kept from arriving are dropped."""
         self._pending.clear()
-        if isinstance(metric_places(self._trainer)[0], LateMetrics):
-            replace_metric_places(self._trainer, dict)
+        if isinstance(metric_places(self._run.trainer)[0], LateMetrics):
+            replace_metric_places(self._run.trainer, dict)
 
 
 def _reader() -> str:

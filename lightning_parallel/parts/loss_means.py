@@ -10,13 +10,13 @@ import math
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_parallel.checkpoint.agreement import first_few
 from lightning_parallel.parts.last_stage import LastStage
 from lightning_parallel.parts.loss_pairs import LossPairs, Step
+from lightning_parallel.parts.run import Run
 from lightning_parallel.pipeline.chunk import Trial
 from lightning_parallel.pipeline.loss_trial import Findings
 from lightning_parallel.pipeline.normaliser import BatchLoss, Rule
@@ -29,12 +29,9 @@ class LossMeans:
     """The losses of batches.
 
     Args:
-        trainer: of the run.
-        module: whose loss it is.
         wanted: the setting ``microbatch_weight``.
         last_stage: in whose name steps run that don't count.
         known: gives the names whose value for the whole batch is known without the layers.
-        is_last_stage: losses are computed here.
 
     Attributes:
         logs: rules for what steps log, by name, as far as they are known.
@@ -42,19 +39,13 @@ class LossMeans:
 
     def __init__(
         self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
+        run: Run,
         wanted: Callable[[Any], float] | None,
         last_stage: LastStage,
-        *,
         known: Callable[[], Container[str]],
-        is_last_stage: bool,
     ) -> None:
-        self._trainer, self._module = trainer, module
-        self._wanted = wanted
-        self._known = known
-        self._is_last_stage = is_last_stage
-        self._pairs = LossPairs(trainer, module, last_stage, self._take)
+        self._run, self._wanted, self._known = run, wanted, known
+        self._pairs = LossPairs(run, last_stage, self._take)
         self._warned: set[str] = set()
         self._is_first_batch = True
         self._rule = Rule.COUNTS
@@ -76,7 +67,7 @@ class LossMeans:
             ValueError: ``microbatch_weight`` returned something else than a number of at least 0.
         """
         first, self._is_first_batch = self._is_first_batch, False
-        batches = self._trainer.accumulate_grad_batches
+        batches = self._run.trainer.accumulate_grad_batches
         if len(parts) == 1:
             return BatchLoss(sizes, batches=batches)
         if first:
@@ -84,12 +75,12 @@ class LossMeans:
         if self._wanted is None:
             return BatchLoss(sizes, self._rule, batches=batches)
         # In the first batch on all stages, so that an error is raised on all.
-        given = self._by_function(self._wanted, parts) if first or self._is_last_stage else None
+        given = self._by_function(self._wanted, parts) if first or self._run.layout.is_last_stage else None
         return BatchLoss(sizes, given=given, batches=batches)
 
     def trial(self, step: Step, batch: Any, sizes: Sequence[int], place: int, batch_loss: BatchLoss) -> Trial | None:
         """What a microbatch is tried with (:meth:`.LossPairs.trial`)."""
-        if len(sizes) == 1 or self._wanted is not None or not self._is_last_stage or "loss" in self._warned:
+        if len(sizes) == 1 or self._wanted is not None or not self._run.layout.is_last_stage or "loss" in self._warned:
             return None
         return self._pairs.trial(step, batch, sizes, place, batch_loss)
 
@@ -171,7 +162,7 @@ class LossMeans:
             rank_zero_warn(words)
 
     def _warn_of_batch_norm(self, sizes: Sequence[int]) -> None:
-        for name, part in self._module.named_modules():
+        for name, part in self._run.module.named_modules():
             if isinstance(part, _NORMALISE_OVER_SAMPLES) and part.training:
                 self._warn(
                     "batch norm",

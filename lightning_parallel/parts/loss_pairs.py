@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
 from lightning_parallel.batch import split_into
 from lightning_parallel.parts.last_stage import LastStage
 from lightning_parallel.parts.logs import logging_trial
+from lightning_parallel.parts.run import Run
 from lightning_parallel.pipeline.chunk import Again, Trial
 from lightning_parallel.pipeline.kept_state import StateKept
 from lightning_parallel.pipeline.loss_graph import Term, terms_of
@@ -40,21 +40,23 @@ class _Tried:
     """A microbatch, to be tried with the one after it.
 
     Attributes:
+        step: makes the user's step of a part of the batch.
         batch: the batch that it is of.
         sizes: of the batch's microbatches.
         place: its index there.
-        arrived: its activations.
+        arrived: its activations; empty until its forward has run, as what follows is unknown.
         make: of its loss.
         share: what a sample's loss averages over.
-        outcome: of its step alone, once that is known.
+        outcome: of its step alone.
     """
 
+    step: Step
     batch: Any
     sizes: Sequence[int]
     place: int
-    arrived: list[Tensor]
-    make: frozenset[str]
-    share: float | None
+    arrived: Sequence[Tensor] = ()
+    make: frozenset[str] = frozenset()
+    share: float | None = None
     outcome: Outcome | None = None
 
 
@@ -62,8 +64,6 @@ class LossPairs:
     """The trials of a run, on the last stage.
 
     Args:
-        trainer: of the run.
-        module: whose loss it is.
         last_stage: in whose name steps run that don't count.
         take: is called with what a trial has found. It returns whether several rules are still possible.
 
@@ -72,14 +72,8 @@ class LossPairs:
         has_tried: has a trial shown anything?
     """
 
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        last_stage: LastStage,
-        take: Callable[[Findings, BatchLoss], bool],
-    ) -> None:
-        self._trainer, self._module, self._last_stage, self._take = trainer, module, last_stage, take
+    def __init__(self, run: Run, last_stage: LastStage, take: Callable[[Findings, BatchLoss], bool]) -> None:
+        self._run, self._last_stage, self._take = run, last_stage, take
         self.batches = 0
         self._makes: set[frozenset[str]] = set()  # of losses that have been tried
         self._shares: set[float | None] = set()
@@ -105,8 +99,8 @@ class LossPairs:
         due = self._is_due(place, len(sizes))
         if not due and not self._left:
             return None
-        run = partial(self._try, step, batch, sizes, place, batch_loss, due)
-        return Trial(lambda: due or self._wants_next, run)
+        this = _Tried(step, batch, sizes, place)
+        return Trial(lambda: due or self._wants_next, partial(self._try, this, batch_loss, due))
 
     def end_batch(self) -> None:
         """All microbatches of a batch have run."""
@@ -120,39 +114,31 @@ class LossPairs:
         return self.batches.bit_count() == 1 and place in (first, first + 1)
 
     def _try(
-        self,
-        step: Step,
-        batch: Any,
-        sizes: Sequence[int],
-        place: int,
-        batch_loss: BatchLoss,
-        due: bool,
-        loss: Tensor,
-        terms: list[Term],
-        again: Again,
+        self, this: _Tried, batch_loss: BatchLoss, due: bool, loss: Tensor, terms: list[Term], again: Again
     ) -> None:
         terms = terms or terms_of(loss)
-        count = count_of(terms, loss, float(sizes[place]))
-        make = kinds_of(terms, count)
-        share = count / sizes[place] if isinstance(count, float) else None
+        size = this.sizes[this.place]
+        count = count_of(terms, loss, float(size))
+        this.make = kinds_of(terms, count)
+        this.share = count / size if isinstance(count, float) else None
         before, self._before = self._before, None
-        is_new = make not in self._makes or (self._is_open and share not in self._shares)
+        is_new = this.make not in self._makes or (self._is_open and this.share not in self._shares)
         if again.arrived is None:
             self._wants_next |= is_new
             return
-        this = self._before = _Tried(batch, sizes, place, again.arrived, make, share)
-        if before is None or before.batch is not batch or before.place != place - 1:
+        this.arrived, self._before = again.arrived, this
+        if before is None or before.batch is not this.batch or before.place != this.place - 1:
             return
         self._left -= not due
-        found = self._found(step, before, this, again)
+        found = self._found(before, this, again)
         if found is None:
             return
-        self._makes |= {before.make, make}
-        self._shares |= {before.share, share}
+        self._makes |= {before.make, this.make}
+        self._shares |= {before.share, this.share}
         self._wants_next = False
         self._is_open = self._take(found, batch_loss)
 
-    def _found(self, step: Step, one: _Tried, other: _Tried, again: Again) -> Findings | None:
+    def _found(self, one: _Tried, other: _Tried, again: Again) -> Findings | None:
         """What follows from two neighbours; None if nothing does."""
         first, pair = one.place, (one.sizes[one.place], one.sizes[other.place])
         arrived = [joined(*tensors, pair) for tensors in zip(one.arrived, other.arrived, strict=True)]
@@ -166,8 +152,8 @@ class LossPairs:
         ) -> Outcome:
             part = split_into(one.batch, lengths)[place]
             with self._without_effect(seed) as logged:
-                its_step = step(part)
-                return outcome(lambda: (again.run(its_step, tensors), _numbers(logged)), lengths[place], traced=traced)
+                step = other.step(part)
+                return outcome(lambda: (again.run(step, tensors), _numbers(logged)), lengths[place], traced=traced)
 
         try:
             one.outcome = one.outcome or run(one.sizes, one.arrived)
@@ -189,10 +175,10 @@ class LossPairs:
     @contextmanager
     def _without_effect(self, seed: int) -> Iterator[list[dict[str, Any]]]:
         """Inside, a step doesn't count, and layers draw nothing. It gives the calls of ``self.log``."""
-        others = [part for part in self._module.modules() if part is not self._module and part.training]
+        others = [part for part in self._run.module.modules() if part is not self._run.module and part.training]
         with ExitStack() as kept:
-            kept.enter_context(StateKept(self._module, parameters=False))
-            logged = kept.enter_context(logging_trial(self._trainer, self._module))
+            kept.enter_context(StateKept(self._run.module, parameters=False))
+            logged = kept.enter_context(logging_trial(self._run.trainer, self._run.module))
             kept.enter_context(self._last_stage.alone("training_step", seed))
             for part in others:
                 part.training = False

@@ -20,34 +20,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel.collectives import broadcast_object
 from lightning_parallel.lightning_private import evaluation_outputs, metrics_of_no_loader
+from lightning_parallel.parts.run import Run
 
 
 class MetricBoard:
-    """Publishes the last stage's metrics to the other stages of a pipeline. Its methods are collectives.
+    """Publishes the last stage's metrics to the other stages of a pipeline. Its methods are collectives."""
 
-    Args:
-        group: the ranks of this pipeline.
-        source: the last stage's global rank.
-        device: the device that the backend wants for tensors of a broadcast over ``group``.
-    """
-
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        group: dist.ProcessGroup,
-        source: int,
-        device: torch.device,
-    ) -> None:
-        self._trainer = trainer
-        self._group, self._source, self._device = group, source, device
-        self._is_source = dist.get_rank() == source
+    def __init__(self, run: Run) -> None:
+        self._run = run
 
     def publish(self) -> None:
         """Publish all metrics that the trainer has, at a point where all stages meet."""
@@ -55,22 +40,23 @@ class MetricBoard:
 
     def publish_evaluation(self) -> None:
         """Publish them at the end of an evaluation, with what ``trainer.validate()`` is going to return."""
-        outputs = evaluation_outputs(self._trainer)
-        if self._is_source:
-            rest = metrics_of_no_loader(self._trainer)
+        outputs = evaluation_outputs(self._run.trainer)
+        if self._run.layout.is_last_stage:
+            rest = metrics_of_no_loader(self._run.trainer)
             outputs = [{**output, **rest} for output in outputs]
         self._publish(outputs)
 
     def _publish(self, outputs: list[dict[str, Any]]) -> None:
-        trainer = self._trainer
+        trainer, is_source = self._run.trainer, self._run.layout.is_last_stage
         own: list[dict[str, Any]] = [trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics]
         places = [*own, *outputs]
-        sent = ([_detached(place) for place in places], trainer.should_stop) if self._is_source else None
-        metrics, stop = broadcast_object(sent, self._source, self._group, self._device)
-        if self._is_source:
+        sent = ([_detached(place) for place in places], trainer.should_stop) if is_source else None
+        group = self._run.groups.along("pipeline")
+        metrics, stop = broadcast_object(sent, self._run.last_rank, group, self._run.device)
+        if is_source:
             return
         for place, values in zip(places, metrics, strict=True):
-            place.update({name: _moved(value, self._device) for name, value in values.items()})
+            place.update({name: _moved(value, self._run.device) for name, value in values.items()})
         trainer.should_stop = trainer.should_stop or stop
 
 

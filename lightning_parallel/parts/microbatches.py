@@ -15,14 +15,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 
 from lightning_parallel.batch import batch_size, join_outputs, sizes, split
-from lightning_parallel.layout import Layout
 from lightning_parallel.parts.batch_watch import BatchWatch
 from lightning_parallel.parts.earlier_chunks import EarlierChunks
 from lightning_parallel.parts.first_look import FirstLook
@@ -32,6 +29,7 @@ from lightning_parallel.parts.log_joins import LogJoins
 from lightning_parallel.parts.logs import LogRecorder, logging_through
 from lightning_parallel.parts.loss_means import LossMeans
 from lightning_parallel.parts.once_a_batch import OnceABatch
+from lightning_parallel.parts.run import Run
 from lightning_parallel.parts.tensor_shards import TensorShards
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.normaliser import BatchLoss
@@ -44,21 +42,14 @@ class Microbatches:
     """Splits batches into microbatches, and joins what these return.
 
     Args:
-        trainer: of the run.
-        module: whose ``training_step`` runs.
         wanted: the setting ``microbatches``.
         automatic: the number for ``"auto"``, given a batch's size.
-        layout: which stage this rank is.
-        seed: of the run.
-        precision: in whose context steps run.
         shards: whose region a step leaves at its end.
         look: at the first step.
         means: weigh the microbatches.
         last_stage: runs the end of the steps.
         earlier: drops what runs for earlier chunks log.
         stage: of this rank.
-        model_group: the ranks that hold one copy of the model together.
-        device: of this rank.
 
     Attributes:
         once: puts back what steps change themselves.
@@ -67,33 +58,23 @@ class Microbatches:
 
     def __init__(
         self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
+        run: Run,
         wanted: Count | Auto,
         automatic: Callable[[int], int],
         *,
-        layout: Layout,
-        seed: int,
-        precision: Precision,
         shards: TensorShards,
         look: FirstLook,
         means: LossMeans,
         last_stage: LastStage,
         earlier: EarlierChunks,
         stage: Stage,
-        model_group: dist.ProcessGroup,
-        device: torch.device,
     ) -> None:
-        self._trainer, self._module = trainer, module
-        self._wanted, self._automatic = wanted, automatic
-        self._layout, self._seed = layout, seed
-        self._precision, self._shards = precision, shards
+        self._run, self._wanted, self._automatic = run, wanted, automatic
+        self._shards, self._earlier, self._stage = shards, earlier, stage
         self._look, self._means, self._last_stage = look, means, last_stage
-        self._earlier, self._stage = earlier, stage
         self._watch = BatchWatch()
-        self._model_group, self._device = model_group, device
         self._joins = LogJoins()
-        self.once = OnceABatch(module)
+        self.once = OnceABatch(run.module)
         self.count = 0
         self._is_first_batch = True
 
@@ -124,20 +105,20 @@ class Microbatches:
                     f"microbatches={wanted}, but the first batch has only {size} samples: use at most {size} "
                     f"microbatches, or a larger batch_size in the DataLoader."
                 )
-            check_same_batch(batch, self._model_group, self._device)
+            check_same_batch(batch, self._run.groups.model, self._run.device)
         self.count = min(wanted, size)
         counts = sizes(size, self.count)  # the last batch of an epoch may be smaller
         # Numbered through the whole run, so a resumed run draws the same random numbers.
-        number = self._trainer.fit_loop.total_batch_idx
+        number = self._run.trainer.fit_loop.total_batch_idx
         work: dict[int, Microbatch] = {}
         parts = split(batch, len(counts))
         loss = self._means.of(parts, counts)
 
         def step(part: Any, seed: int, size: int, kind: str | None) -> Callable[[], Any]:
-            return partial(self._run, (part, *rest), recorder, size, seed, kind)
+            return partial(self._step, (part, *rest), recorder, size, seed, kind)
 
         for k, part in enumerate(parts):
-            seed = mix(self._seed, self._layout.index("data"), number, k)
+            seed = mix(self._run.seed, self._run.layout.index("data"), number, k)
             work[first + k] = Microbatch(
                 step=step(part, seed, counts[k], "training_step"),
                 scale=scale,
@@ -154,32 +135,27 @@ class Microbatches:
         self._is_first_batch = False
         if self.once.names:  # a trial would change them once more, before the backward
             work = {k: replace(each, trial=None) for k, each in work.items()}
-        whole = partial(self._look.logged, "training_step", step(batch, mix(self._seed, number), size, None))
+        whole = partial(self._look.logged, "training_step", step(batch, mix(self._run.seed, number), size, None))
         recorder.tell(self._joins, whole, self._look.known("training_step"))
         return work, loss
 
-    def _run(
-        self,
-        arguments: tuple[Any, ...],
-        recorder: LogRecorder,
-        size: int,
-        seed: int,
-        kind: str | None,
+    def _step(
+        self, arguments: tuple[Any, ...], recorder: LogRecorder, size: int, seed: int, kind: str | None
     ) -> Any:
         """The user's step on one microbatch; ``kind=None`` for a look at it."""
         recorder.weight = size
         seed_host_generators(seed)
-        step = self._module.training_step
+        step = self._run.module.training_step
         if kind is None:
-            with self._precision.train_step_context():
+            with self._run.precision.train_step_context():
                 return self._watch.look(step, *arguments)
-        with self._precision.train_step_context(), self.once.run():
+        with self._run.precision.train_step_context(), self.once.run():
             return self._shards.run(partial(self._earlier.run, step, *arguments), kind)
 
     @contextmanager
     def recorded(self, recorder: LogRecorder) -> Iterator[None]:
         """Around the engine's run: the recorder keeps what steps log on the last stage. It is dropped on the others."""
-        log = logging_through(self._module, recorder.log) if self._layout.is_last_stage else nullcontext()
+        log = logging_through(self._run.module, recorder.log) if self._run.layout.is_last_stage else nullcontext()
         with log, self._last_stage.apart("training_step"):
             yield
 
@@ -187,7 +163,7 @@ class Microbatches:
         """On the last stage: log what the batch would have logged, and return what its step would have returned,
         detached."""
         self._means.check(loss)
-        recorder.replay(self._module.log, loss, self._means.logs)
+        recorder.replay(self._run.module.log, loss, self._means.logs)
         output = join_outputs(outputs, loss.sizes)
         return {**output, "loss": loss.loss()} if isinstance(output, Mapping) else loss.loss()
 

@@ -13,16 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_parallel.batch import members, rebuild
 from lightning_parallel.collectives import broadcast_object, gather_objects
-from lightning_parallel.groups import Groups
-from lightning_parallel.layout import Layout
 from lightning_parallel.lightning_private import samples_predicted
+from lightning_parallel.parts.run import Run
 
 
 class _NotBySampleError(ValueError):
@@ -43,8 +41,9 @@ class _Share:
     batch_size: int | None
 
 
-def share_predictions(trainer: pl.Trainer, layout: Layout, groups: Groups, device: torch.device) -> None:
+def share_predictions(run: Run) -> None:
     """Replace the lists that ``trainer.predict`` is about to return. All ranks call it."""
+    trainer, layout, groups = run.trainer, run.layout, run.groups
     loop = trainer.predict_loop
     if not loop.return_predictions:
         return
@@ -56,7 +55,7 @@ def share_predictions(trainer: pl.Trainer, layout: Layout, groups: Groups, devic
         replicas = gather_objects(shares, groups.along("data"))
         limit = trainer.limit_predict_batches if isinstance(trainer.limit_predict_batches, int) else None
         everything = [_of_one_process(of_replicas)[:limit] for of_replicas in zip(*replicas, strict=True)]
-    everything = broadcast_object(everything, maker, groups.model, device)
+    everything = broadcast_object(everything, maker, groups.model, run.device)
     for own, whole in zip(of_loaders, everything, strict=True):
         own[:] = whole
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lightning_parallel.batch import batch_size, join_outputs, sizes, split
 from lightning_parallel.collectives import guarded
+from lightning_parallel.parts.run import Run
 from lightning_parallel.passes import Passes
 
 _DTYPES = (torch.int64, torch.int32, torch.bool, torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -63,11 +64,10 @@ def run_in_passes(
 
 
 class Relay:
-    """Sends tensors from the last stage, which has global rank ``source``, to all, in order. The last stage doesn't
-    wait for the others. ``group`` is the pipeline's, for tensors in host memory."""
+    """Sends tensors from the last stage to all, in order. The last stage doesn't wait for the others."""
 
-    def __init__(self, group: dist.ProcessGroup, source: int, device: torch.device) -> None:
-        self._group, self._source, self._device = group, source, device
+    def __init__(self, run: Run) -> None:
+        self._group, self._source, self._device = run.groups.host_group, run.last_rank, run.device
         self._mine: deque[tuple[Tensor, list[tuple[Any, Tensor]]]] = deque()  # on the source, with what is on its way
 
     def hand_on(self, value: Tensor | None) -> None:

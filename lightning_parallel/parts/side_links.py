@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.groups import Groups, Wire
-from lightning_parallel.layout import Layout
+from lightning_parallel.groups import Wire
+from lightning_parallel.parts.run import Run
 from lightning_parallel.pipeline.channel import Link, Receiver, Sender
 from lightning_parallel.pipeline.posting import PostsDirectly
 
@@ -18,12 +18,12 @@ _FIRST_TAG = 1 << 20  # a schedule's links count their tags from 0
 
 
 class SideLinks:
-    """Links from and to this rank's stage for one kind of message, of number ``kind``. ``device`` is that of the
-    tensors that this rank sends; a send waits for no GPU."""
+    """Links from and to this rank's stage for one kind of message, of number ``kind``. This rank may send tensors on
+    its device; a send waits for no GPU."""
 
-    def __init__(self, layout: Layout, groups: Groups, kind: int, device: torch.device) -> None:
-        self._layout, self._device = layout, device
-        self._wire = Wire(groups.host_group, _FIRST_TAG + kind)
+    def __init__(self, run: Run, kind: int) -> None:
+        self._layout, self._device = run.layout, run.device
+        self._wire = Wire(run.groups.host_group, _FIRST_TAG + kind)
 
     def senders(self, stages: Iterable[int]) -> list[Sender]:
         """Senders to each of these stages but this one."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -20,11 +19,10 @@ from lightning_parallel.fully_sharded.layers import FullyShardedLayers
 from lightning_parallel.fully_sharded.units import untied
 from lightning_parallel.gradients.summing import summed_over
 from lightning_parallel.gradients.swapping import Gradients
-from lightning_parallel.groups import Groups
-from lightning_parallel.layout import Layout
 from lightning_parallel.local_model import LocalModel
 from lightning_parallel.parts.options import StagedOptions
 from lightning_parallel.parts.own_part import configure_part
+from lightning_parallel.parts.run import Run
 from lightning_parallel.pipeline.absent import AbsentTensor
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.stage import Stage
@@ -50,14 +48,11 @@ class Stages:
 
     def take(
         self,
-        module: pl.LightningModule,
-        layout: Layout,
-        device: torch.device,
+        run: Run,
         *,
         cut: Callable[[], Partition],
         check: Callable[[Partition], None],
         divide: Callable[[], None],
-        replicas: dist.ProcessGroup,
     ) -> None:
         """Make this rank's stage of the module, once for a module, and hook it.
 
@@ -66,12 +61,12 @@ class Stages:
             check: refuses a partition that the schedule can't train.
             divide: replaces layers by this rank's shards. It is called after the partition, which weighs whole layers,
                 and before the other stages' layers are dropped.
-            replicas: the ranks that hold the same stage.
 
         Raises:
             ValueError: the module can't be cut like this.
             RuntimeError: another Trainer has cut it.
         """
+        module, replicas = run.module, run.groups.along("data")
         if self._stage is None or self._stage.module is not module:
             if any(isinstance(p, AbsentTensor) for p in module.parameters()):
                 raise RuntimeError(
@@ -81,12 +76,12 @@ class Stages:
             parts = cut()
             check(parts)
             divide()
-            self._stage = Stage(module, parts, layout.stage, device)
+            self._stage = Stage(module, parts, run.layout.stage, run.device)
             configure_part(module)
             if self._options.data_parallel_kind == "fully_shard" and replicas.size() > 1:
                 # Before the stage's hooks: after its last layer they leave the step, and torch's have to run by then.
                 layers = untied(module, self._stage.layers)
-                self.fully_sharded = FullyShardedLayers(layers, replicas, device)
+                self.fully_sharded = FullyShardedLayers(layers, replicas, run.device)
         self.stage.install(recompute=self._options.activation_checkpointing)
 
     @property
@@ -104,10 +99,11 @@ class Stages:
 
     # -- tied and loose parameters -------------------------------------------------------------------------------
 
-    def join_shared(self, local: LocalModel, layout: Layout, groups: Groups) -> None:
+    def join_shared(self, local: LocalModel, run: Run) -> None:
         """Make parameters that several stages hold equal on them, as the first of these stages has them. All ranks call
         it."""
         self._shared = []
+        layout, groups = run.layout, run.groups
         by_stages: dict[tuple[int, ...], list[str]] = {}
         for name, stages in self.stage.partition.shared().items():
             by_stages.setdefault(stages, []).append(name)

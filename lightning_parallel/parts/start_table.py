@@ -19,9 +19,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import optim
 
 from lightning_parallel.collectives import gather_objects_on_first
-from lightning_parallel.groups import Groups
 from lightning_parallel.layout import Layout
 from lightning_parallel.local_model import LocalModel, local_part
+from lightning_parallel.parts.run import Run
 
 _ROWS = 16  # a longer table is hard to read
 _HELD = ("layers", "parameters", "memory expected", "gradients")  # the columns that say what a rank holds
@@ -54,33 +54,24 @@ class StartTable:
         self._told: tuple[Any, bool] = (None, False)  # of which module, and whether it was to be trained
 
     def tell(
-        self,
-        module: Any,
-        holding: Callable[[], Holding],
-        layout: Layout,
-        groups: Groups,
-        device: str,
-        local: LocalModel,
-        optimizers: Sequence[optim.Optimizer] | None,
+        self, run: Run, holding: Callable[[], Holding], local: LocalModel, optimizers: Sequence[optim.Optimizer]
     ) -> None:
         """Print it, if it hasn't been. All ranks call it.
 
         Args:
-            module: that is held in parts.
             holding: says what this rank holds; in a pipeline by a simulation, which isn't asked for twice.
-            groups: of the layout's ranks.
-            layout, device, local, optimizers: see :func:`row`.
+            local: its part of the model.
+            optimizers: of a training.
         """
-        training = optimizers is not None
         told, for_training = self._told
-        if told is module and for_training >= training:
+        if told is run.module and for_training >= run.trains:
             return
-        self._told = (module, training)
-        rows = [row(holding(), layout, device, local, optimizers)]
+        self._told = (run.module, run.trains)
+        rows = [row(holding(), run.layout, str(run.device), local, optimizers if run.trains else None)]
         # Axis after axis, so that no rank receives from more ranks than there are along one of them.
-        for axis in layout.axes:
-            if layout.size(axis.name) > 1:
-                received = gather_objects_on_first(rows, groups.along(axis.name))
+        for axis in run.layout.axes:
+            if run.layout.size(axis.name) > 1:
+                received = gather_objects_on_first(rows, run.groups.along(axis.name))
                 if received is None:
                     return
                 rows = [each for part in received for each in part]

@@ -19,7 +19,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
@@ -53,6 +52,7 @@ from lightning_parallel.parts.optimizer_trial import refuse_parts
 from lightning_parallel.parts.options import ProcessOptions
 from lightning_parallel.parts.predictions import share_predictions
 from lightning_parallel.parts.replicas import Replicas
+from lightning_parallel.parts.run import Run
 from lightning_parallel.parts.start_table import Holding, StartTable
 from lightning_parallel.torch_private import group_of_members
 
@@ -84,6 +84,7 @@ class LayoutStrategy(ParallelStrategy):
         self._groups: Groups | None = None
         self._collectives: Collectives | None = None
         self._seed = 0
+        self._run: Run | None = None
         self._local: LocalModel | None = None
         self._replicas: Replicas | None = None
         self._checkpoints: Checkpoints | None = None
@@ -140,11 +141,6 @@ class LayoutStrategy(ParallelStrategy):
         """The collectives that Lightning and the user's code ask for."""
         assert self._collectives is not None, "the ranks meet from setup_environment on"
         return self._collectives
-
-    @property
-    def seed(self) -> int:
-        """The run's seed, equal on every rank."""
-        return self._seed
 
     @property
     def is_distributed(self) -> bool:
@@ -236,24 +232,40 @@ class LayoutStrategy(ParallelStrategy):
 
     # -- set-up: a strategy's `setup` calls these, in this order -------------------------------------------------
 
-    def prepare(self, trainer: pl.Trainer) -> pl.LightningModule:
-        """Begin a run: the accelerator, the precision, metrics. Returns the module, whole and unmoved."""
+    def prepare(self, trainer: pl.Trainer) -> Run:
+        """Begin a run: the accelerator, the precision, metrics. Its module is whole and unmoved."""
         assert self.accelerator is not None and self.lightning_module is not None
+        self._run = run = Run(
+            trainer,
+            self.lightning_module,
+            self.layout,
+            self.groups,
+            self.collectives,
+            self.root_device,
+            self.precision_plugin,
+            self._seed,
+            ahead=lambda: self.batches_ahead,
+        )
         refuse_callbacks(callbacks_of(trainer), self.refused_callbacks, type(self).__name__)
-        if trainer.state.fn == TrainerFn.FITTING:
-            refuse_hooks_of_parameters(self.lightning_module)
+        if run.trains:
+            refuse_hooks_of_parameters(run.module)
         if self.layout.size("data") == 1:
             # The warning is right for several replicas. With one, what is logged is already the whole.
             warnings.filterwarnings("ignore", message=r".*self\.log\(.*sync_dist=True")
         self.accelerator.setup(trainer)
-        self._metric_sync.begin(self.lightning_module, self.groups.along("data"))
+        self._metric_sync.begin(run.module, self.groups.along("data"))
         with self.disk_offload:  # it may be a copy of the whole model, in another precision
-            self.model = self.precision_plugin.convert_module(self.lightning_module)
-        return self.lightning_module
+            self.model = self.precision_plugin.convert_module(run.module)
+        return run
+
+    @property
+    def run(self) -> Run:
+        """The run, from :meth:`prepare` on."""
+        assert self._run is not None, "it begins in Trainer.fit, validate, test and predict"
+        return self._run
 
     def hold(
         self,
-        trainer: pl.Trainer,
         local: LocalModel,
         *,
         counts: Callable[[str], bool] = lambda name: True,
@@ -265,20 +277,18 @@ class LayoutStrategy(ParallelStrategy):
             counts: tells whether this rank's copy of a parameter, by name, enters the norm for clipping.
             norm_group: the ranks whose gradients make one norm; None if each rank has them all.
         """
-        self._local = local
+        run, self._local = self.run, local
         self._checkpoints = Checkpoints(local, self.layout.coordinate, self._group_names, self._background)
         self._replicas = Replicas(local, self.groups.along("data"))
-        training = trainer.state.fn == TrainerFn.FITTING
         self.model_to_device()
         self.disk_offload.load()
-        if training:
-            self.setup_optimizers(trainer)
+        if run.trains:
+            self.setup_optimizers(run.trainer)
         self.setup_precision_plugin()
-        if training:
+        if run.trains:
             move_optimizers(self.optimizers, self.root_device)
-            assert self.lightning_module is not None
             if self.groups.model.size() > 1:
-                self._watch = GradientWatch(self.lightning_module, local.parameters.values(), self.precision_plugin)
+                self._watch = GradientWatch(run.module, local.parameters.values(), self.precision_plugin)
         install_clipping(
             self.precision_plugin,
             local,
@@ -288,15 +298,7 @@ class LayoutStrategy(ParallelStrategy):
             device=self.root_device,
             watch=self._watch,
         )
-        self._start_table.tell(
-            self.lightning_module,
-            self.holding,
-            self.layout,
-            self.groups,
-            str(self.root_device),
-            local,
-            self.optimizers if training else None,
-        )
+        self._start_table.tell(run, self.holding, local, self.optimizers)
 
     def holding(self) -> Holding:
         """This rank's part of the model, as the table at the start describes it."""
@@ -312,8 +314,7 @@ class LayoutStrategy(ParallelStrategy):
         """``configure_optimizers`` sees the whole model's parameters; then those of other ranks are dropped."""
         with self.collectives.inside_step("configure_optimizers"):  # which may scale a rate by the number of replicas
             super().setup_optimizers(trainer)
-        assert self.lightning_module is not None
-        self.checkpoints.take_groups(self.lightning_module, self.optimizers)
+        self.checkpoints.take_groups(self.run.module, self.optimizers)
         together(None, self._try_optimizers)
 
     def _try_optimizers(self) -> None:
@@ -399,8 +400,7 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Lightning's backward, with :meth:`make_gradients` between its hooks."""
-        module = self.lightning_module
-        assert module is not None
+        module = self.run.module
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         self.make_gradients(partial(self.precision_plugin.backward, closure_loss, module, optimizer, *args, **kwargs))
@@ -418,10 +418,7 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def on_predict_start(self) -> None:
         self.share_buffers()
-        assert self.lightning_module is not None
-        module, replicas = self.lightning_module, self.groups.along("data")
-        together = self.local_model.is_fully_sharded
-        self._equal_steps = EqualSteps(module.trainer, module, replicas, self.root_device) if together else None
+        self._equal_steps = EqualSteps(self.run) if self.local_model.is_fully_sharded else None
 
     def predict_equally(self, step: Callable[[], T]) -> T:
         """Run ``predict_step`` on a batch; where layers are gathered together, as often as all replicas do."""
@@ -430,8 +427,7 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def on_predict_end(self) -> None:
         if self.options.share_predictions:
-            assert self.lightning_module is not None
-            share_predictions(self.lightning_module.trainer, self.layout, self.groups, self.root_device)
+            share_predictions(self.run)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -462,27 +458,23 @@ class LayoutStrategy(ParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """Write a directory with every rank's part. All ranks call it."""
-        assert self.lightning_module is not None
-        self.checkpoints.save(checkpoint, filepath, self.lightning_module, self.optimizers, storage_options)
+        self.checkpoints.save(checkpoint, filepath, self.run.module, self.optimizers, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read this rank's part of a checkpoint: of a directory written under any layout, or of a plain file."""
-        assert self.lightning_module is not None
-        return self.checkpoints.load(
-            checkpoint_path, self.lightning_module, self._optimizers_to_fill(), weights_only, self.checkpoint_io
-        )
+        optimizers = self._optimizers_to_fill()
+        return self.checkpoints.load(checkpoint_path, self.run.module, optimizers, weights_only, self.checkpoint_io)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the model after the module's ``on_load_checkpoint``, if it has one. Otherwise load_checkpoint has done
         it."""
-        assert self.lightning_module is not None and isinstance(checkpoint, dict)
-        self.checkpoints.take(checkpoint, self.lightning_module, self._optimizers_to_fill())
+        assert isinstance(checkpoint, dict)
+        self.checkpoints.take(checkpoint, self.run.module, self._optimizers_to_fill())
 
     def _optimizers_to_fill(self) -> list[Optimizer]:
-        assert self.lightning_module is not None
-        return self.optimizers if self.lightning_module.trainer.state.fn == TrainerFn.FITTING else []
+        return self.optimizers if self.run.trains else []
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

@@ -32,7 +32,6 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
@@ -130,17 +129,18 @@ class FullyShardedStrategy(LayoutStrategy):
         epochs = trainer.fit_loop.epoch_loop
         for loop in (epochs.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
-        module = self.prepare(trainer)
+        run = self.prepare(trainer)
+        module = run.module
         is_new = self._fully_sharded is not module
         if is_new:
             self._fully_shard(module)
         if self._root is not None:
             self.model = self._root
         local = LocalModel.of(module)
-        self.hold(trainer, local)
+        self.hold(local)
         if is_new:
             self.replicas.copy_buffers()
-        if trainer.state.fn == TrainerFn.FITTING:
+        if run.trains:
             self.replicas.begin(watch=False)
             self._guard.begin([] if module.automatic_optimization else local.replicated.values())
 
@@ -200,11 +200,10 @@ class FullyShardedStrategy(LayoutStrategy):
     @override
     def model_to_device(self) -> None:
         # fully_shard has moved all parameters and buffers, or left them on the CPU. Metrics hold other tensors.
-        assert self.lightning_module is not None
-        for module in self.lightning_module.modules():
+        for module in self.run.module.modules():
             if next(module.parameters(), None) is None:
                 module.to(self.root_device)
-        say_device(self.lightning_module, self.root_device)
+        say_device(self.run.module, self.root_device)
 
     # -- a batch -------------------------------------------------------------------------------------------------
 

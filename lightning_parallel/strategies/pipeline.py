@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
@@ -120,7 +119,7 @@ class PipelineStrategy(StagedStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         for count in range(self._usual_microbatches() if self._is_own else 0, 0, -1):
             self._lists(count)  # of an epoch's last batch, which may be smaller
-        self._goes_on = False
+        self._goes_on = False  # of the run before
         self.set_up(
             trainer,
             automatic_microbatches=self._automatic_microbatches,
@@ -131,8 +130,7 @@ class PipelineStrategy(StagedStrategy):
             factor=lambda: self._loss.factor,
         )
         self._alone_in = {chunk: self.stage.used_only_in(chunk) for chunk in self.stage.chunks}
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._goes_on = self._decide_to_go_on(trainer)
+        self._goes_on = self.run.trains and self._decide_to_go_on()
 
     def _lists(self, microbatches: int) -> Schedule:
         """The schedule's lists."""
@@ -141,17 +139,16 @@ class PipelineStrategy(StagedStrategy):
             self._made[key] = of_one_update(self._generator, *key)
         return self._made[key]
 
-    def _decide_to_go_on(self, trainer: pl.Trainer) -> bool:
+    def _decide_to_go_on(self) -> bool:
         """Decide whether stages go on to the next batch without waiting for each other. If not, the banner gives the
         reason."""
         gain = gained(self._lists(self._usual_microbatches()))
-        module = self.lightning_module
-        assert module is not None
+        module = self.run.module
         if not gain:
             return False
         trained = {name for name, p in module.named_parameters() if p.requires_grad}
         shared = [name for name in self.stage.partition.shared() if name in trained]
-        reasons = list(reasons_to_wait(trainer, module, self.precision_plugin, shared))
+        reasons = list(reasons_to_wait(self.run.trainer, module, self.precision_plugin, shared))
         if reasons:
             more = f" and {len(reasons) - 1} more" if len(reasons) > 1 else ""
             rank_zero_info(
@@ -187,7 +184,7 @@ class PipelineStrategy(StagedStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._microbatches is not None and self.lightning_module is not None
+        assert self._microbatches is not None
         parameters, layout = self.local_model.parameters, self.layout
         recorder = LogRecorder()
         scale = loss_scale(self.precision_plugin)
@@ -198,7 +195,7 @@ class PipelineStrategy(StagedStrategy):
             check_placement(lists, self.stage.partition.placement, f"schedule={self._schedule_name}")
         actions = lists[layout.stage]
 
-        earlier = earlier_gradients(self.lightning_module, parameters)
+        earlier = earlier_gradients(self.run.module, parameters)
         if self._stages.fully_sharded is not None:
             self._stages.fully_sharded.hold_back()
             own = {*self.stage.chunks}

@@ -149,8 +149,7 @@ class AsyncPipelineStrategy(StagedStrategy):
 
     @property
     def _accumulation(self) -> int:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer.accumulate_grad_batches
+        return self.run.trainer.accumulate_grad_batches
 
     @override
     def holding(self) -> Holding:
@@ -168,28 +167,22 @@ class AsyncPipelineStrategy(StagedStrategy):
 
     def _make_versions(self) -> WeightVersions:
         """Make the versions of the weights, and the updates that create them."""
-        module, layout = self.lightning_module, self.layout
-        assert module is not None
+        layout = self.layout
         versions = WeightVersions(
-            module,
+            self.run.module,
             self.local_model.parameters,
             self._late.weights,
             corrected=self._late.correction_factor(layout.stages, layout.stage, 1) > 0,
             grown=self._gradient_grown if self.replicas.averages else None,
         )
         self._training = AsynchronousTraining(
-            module.trainer,
-            module,
+            self.run,
             self._late,
-            layout=layout,
-            groups=self.groups,
             local=self.local_model,
             partition=self.stage.partition,
             versions=versions,
-            precision=self.precision_plugin,
             completed=self._completed,
             written=self.checkpoints.written_options,
-            device=self.root_device,
         )
         return versions
 

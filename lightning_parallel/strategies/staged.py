@@ -24,7 +24,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -44,7 +43,6 @@ from lightning_parallel.parts.manual import SEVERAL_OPTIMIZERS, refuse_manual_op
 from lightning_parallel.parts.microbatches import Microbatches, loss_of
 from lightning_parallel.parts.options import StagedOptions
 from lightning_parallel.parts.performance import StageFigures
-from lightning_parallel.parts.several_passes import Relay
 from lightning_parallel.parts.stages import Stages, refuse_evaluation, refuse_training
 from lightning_parallel.parts.start_table import Holding
 from lightning_parallel.parts.tensor_shards import TensorShards
@@ -127,76 +125,56 @@ class StagedStrategy(LayoutStrategy):
             gradients_on_parameters: backwards add to ``p.grad``.
             factor: gives the number by which the gradients that a batch's backwards have added up are multiplied.
         """
-        layout, groups, device = self.layout, self.groups, self.root_device
-        training = trainer.state.fn == TrainerFn.FITTING
         self._part.end()
-        module = self.prepare(trainer)
+        run = self.prepare(trainer)
+        module, groups = run.module, run.groups
 
         # The module in parts, before it takes memory on the device.
-        if training:
+        if run.trains:
             refuse_manual_optimization(module)
             refuse_training(module)
         refuse_evaluation(module)
 
+        places = placement or tuple(range(run.layout.stages))
         self._stages.take(
-            module,
-            layout,
-            device,
-            cut=lambda: agreed_partition(
-                trainer,
-                module,
-                self.options,
-                layout,
-                groups.model,
-                automatic_microbatches,
-                placement or tuple(range(layout.stages)),
-            ),
+            run,
+            cut=lambda: agreed_partition(run, self.options, automatic_microbatches, places),
             check=check,
             divide=lambda: self._shards.divide(
-                module, groups.along("tensor"), device, partial(trial_of, trainer, module)
+                module, groups.along("tensor"), run.device, partial(trial_of, trainer, module)
             ),
-            replicas=groups.along("data"),
         )
         local = self._stages.local_model(self._shards.shards)
-        self.hold(trainer, local, counts=counts, norm_group=norm_group)
+        self.hold(local, counts=counts, norm_group=norm_group)
         _refuse_strange_parameters(module, self.optimizers)
-        share_overflows(self.precision_plugin, device)
+        share_overflows(self.precision_plugin, run.device)
 
         # Make equal what several ranks hold.
         self.replicas.copy_parameters()
         self._shards.begin(local, groups.along("tensor"))
-        self._stages.join_shared(local, layout, groups)
-        if training:
+        self._stages.join_shared(local, run)
+        if run.trains:
             self.replicas.begin(watch=gradients_on_parameters, factor=factor)
             if self._stages.fully_sharded is not None:
                 self._stages.fully_sharded.multiply_by(factor)
 
         # What runs a batch.
-        self._timeline = Timeline(enabled=self._timeline.enabled, device=device)  # of this run alone
-        if self._timeline.enabled and training:
+        self._timeline = Timeline(enabled=self._timeline.enabled, device=run.device)  # of this run alone
+        if self._timeline.enabled and run.trains:
             warn_without_pictures()
         self._last_stage = LastStage(
-            trainer,
-            module,
-            layout,
-            groups,
-            device,
-            self.seed,
-            self.collectives,
+            run,
             deciding=self.stage.partition.placement[0],
-            ahead=lambda: self.batches_ahead,
             before_meeting=self._before_meeting,
             failed=self.on_exception,
         )
         versions = weights()
-        look = FirstLook(
-            trainer, module, self._stages, self._last_stage, groups.along("pipeline"), late=versions is not None
-        )
+        look = FirstLook(run, self._stages, self._last_stage, late=versions is not None)
         self._engine = Engine(
             self.stage,
-            layout,
+            run.layout,
             groups.links(self.stage.partition.placement),
-            device,
+            run.device,
             loss_of=loss_of,
             weights=versions,
             timeline=self._timeline,
@@ -205,32 +183,19 @@ class StagedStrategy(LayoutStrategy):
             completing=completing,
         )
         earlier = EarlierChunks(module, self.stage)
-        relay = Relay(groups.host_group, layout.rank_at(pipeline=layout.stages - 1), device)
-        self._evaluation = Evaluation(self._engine, self._stages, look, self._last_stage, self._shards, earlier, relay)
-        means = LossMeans(
-            trainer,
-            module,
-            self.options.microbatch_weight,
-            self._last_stage,
-            known=partial(look.known, "training_step"),
-            is_last_stage=layout.is_last_stage,
-        )
+        self._evaluation = Evaluation(run, self._engine, self._stages, look, self._last_stage, self._shards, earlier)
+        known = partial(look.known, "training_step")
+        means = LossMeans(run, self.options.microbatch_weight, self._last_stage, known)
         self._microbatches = Microbatches(
-            trainer,
-            module,
+            run,
             self.options.microbatches,
             automatic_microbatches,
-            layout=layout,
-            seed=self.seed,
-            precision=self.precision_plugin,
             shards=self._shards,
             look=look,
             means=means,
             last_stage=self._last_stage,
             earlier=earlier,
             stage=self.stage,
-            model_group=groups.model,
-            device=device,
         )
 
     @override
@@ -277,22 +242,22 @@ class StagedStrategy(LayoutStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._evaluation is not None and self.lightning_module is not None
+        assert self._evaluation is not None
         with self.precision_plugin.val_step_context():
-            return self._evaluation.run(self.lightning_module.validation_step, *args, **kwargs)
+            return self._evaluation.run(self.run.module.validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._evaluation is not None and self.lightning_module is not None
+        assert self._evaluation is not None
         with self.precision_plugin.test_step_context():
-            return self._evaluation.run(self.lightning_module.test_step, *args, **kwargs)
+            return self._evaluation.run(self.run.module.test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._evaluation is not None and self.lightning_module is not None
-        step = self.lightning_module.predict_step
+        assert self._evaluation is not None
+        step = partial(self._evaluation.run, self.run.module.predict_step, *args, **kwargs)
         with self.precision_plugin.predict_step_context():
-            return self.predict_equally(partial(self._evaluation.run, step, *args, **kwargs))
+            return self.predict_equally(step)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -314,8 +279,7 @@ class StagedStrategy(LayoutStrategy):
     def write_timeline(self, title: str, theory: float, staleness: dict[int, int] | None = None) -> None:
         """Write the timeline at the end of training, if it is on. All ranks call it."""
         if self._timeline.enabled:
-            assert self.lightning_module is not None
-            trainer = self.lightning_module.trainer
+            trainer = self.run.trainer
             directory = Path(trainer.log_dir or trainer.default_root_dir)
             write_timeline(
                 self._timeline,

@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
@@ -87,16 +86,16 @@ class TensorParallelStrategy(LayoutStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        groups, device = self.groups, self.root_device
-        module = self.prepare(trainer)
-        self._shards.divide(module, groups.along("tensor"), device, partial(trial_of, trainer, module))
+        run = self.prepare(trainer)
+        module, groups = run.module, run.groups
+        self._shards.divide(module, groups.along("tensor"), run.device, partial(trial_of, trainer, module))
         configure_part(module)
         local = LocalModel.of(module, self._shards.shards)
-        self.hold(trainer, local, counts=self._shards.counts, norm_group=groups.model)
-        share_overflows(self.precision_plugin, device)
+        self.hold(local, counts=self._shards.counts, norm_group=groups.model)
+        share_overflows(self.precision_plugin, run.device)
         self.replicas.copy_parameters()
         self._shards.begin(local, groups.along("tensor"), automatic=module.automatic_optimization)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if run.trains:
             self.replicas.begin(watch=True)
             self._guard.begin([] if module.automatic_optimization else local.parameters.values())
 
@@ -110,9 +109,8 @@ class TensorParallelStrategy(LayoutStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         if self._shards.is_first_update:
             check_same_batch((*args, *kwargs.values())[0], self.groups.model, self.root_device)
-        assert self.lightning_module is not None
         output = super().training_step(*args, **kwargs)
-        if not self.lightning_module.automatic_optimization:
+        if not self.run.module.automatic_optimization:
             self._shards.end_step()
         return output
 
@@ -123,8 +121,7 @@ class TensorParallelStrategy(LayoutStrategy):
 
     @override
     def make_gradients(self, backward: Callable[[], None]) -> None:
-        module, parameters = self.lightning_module, self.local_model.parameters
-        assert module is not None
+        module, parameters = self.run.module, self.local_model.parameters
         earlier = swap_gradients(parameters, {})  # of batches or backwards before: complete already
         self.replicas.begin_last_backward()
         with self._guard.open(), self.collectives.inside_step("the backward"):
