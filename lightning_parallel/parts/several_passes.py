@@ -17,17 +17,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel.batch import batch_size, join_outputs, sizes, split
-from lightning_parallel.collectives import guarded
 from lightning_parallel.parts.run import Run
+from lightning_parallel.parts.side_links import SideLinks
 from lightning_parallel.passes import Passes
-
-_DTYPES = (torch.int64, torch.int32, torch.bool, torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_MOST_DIMS = 6
 
 
 def run_in_passes(
@@ -67,45 +62,39 @@ class Relay:
     """Sends tensors from the last stage to all, in order. The last stage doesn't wait for the others."""
 
     def __init__(self, run: Run) -> None:
-        self._group, self._source, self._device = run.groups.host_group, run.last_rank, run.device
-        self._mine: deque[tuple[Tensor, list[tuple[Any, Tensor]]]] = deque()  # on the source, with what is on its way
+        last, links = run.layout.stages - 1, SideLinks(run, 2)
+        self._is_source, self._device = run.layout.is_last_stage, run.device
+        self._senders = links.senders(range(last) if self._is_source else ())
+        self._receivers = links.receivers([last])
+        self._mine: deque[Tensor] = deque()  # on the source
 
     def hand_on(self, value: Tensor | None) -> None:
         """Send a tensor from the last stage. On the others this does nothing.
 
         Raises:
-            TypeError: it is no tensor that can be sent.
+            TypeError: it is no tensor.
         """
-        if dist.get_rank() != self._source:
+        if not self._is_source:
             return
-        if not isinstance(value, Tensor) or value.dtype not in _DTYPES or value.dim() > _MOST_DIMS:
+        if not isinstance(value, Tensor):
             raise TypeError(
-                f"A pass of predict_step returned {_described(value)}: what the other stages hear of it has to be a "
-                f"tensor of at most {_MOST_DIMS} dimensions, and of a dtype among {', '.join(map(str, _DTYPES))}."
+                f"A pass of predict_step returned a {type(value).__name__}: what the other stages hear of it has to be "
+                f"a tensor."
             )
-        # Dtype, number of dimensions, shape.
-        head = torch.zeros(_MOST_DIMS + 2, dtype=torch.int64)
-        head[: value.dim() + 2] = torch.tensor([_DTYPES.index(value.dtype), value.dim(), *value.shape])
-        content = value.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-        self._mine.append((value.detach(), [(self._begun(each), each) for each in (head, content)]))
+        for sender in self._senders:
+            sender.send([value.detach()], place=0)
+        self._mine.append(value.detach())
 
     def take(self) -> Tensor:
         """Receive the next tensor."""
-        if dist.get_rank() == self._source:
-            value, messages = self._mine.popleft()
-            for work, _ in messages:
-                guarded(work.wait)
+        if self._is_source:
+            value = self._mine.popleft()
+            for sender in self._senders:
+                sender.flush(keep=len(self._mine))
             return value
-        head = torch.empty(_MOST_DIMS + 2, dtype=torch.int64)
-        guarded(self._begun(head).wait)
-        kind, dims, *shape = head.tolist()
-        value = torch.empty(shape[:dims], dtype=_DTYPES[kind])
-        guarded(self._begun(value.reshape(-1).view(torch.uint8)).wait)
-        return value.to(self._device)
-
-    def _begun(self, tensor: Tensor) -> Any:
-        return guarded(dist.broadcast, tensor, self._source, self._group, True)
-
-
-def _described(value: object) -> str:
-    return f"a {value.dtype} of shape {[*value.shape]}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        (receiver,) = self._receivers
+        receiver.post(0)
+        arrival = receiver.take()
+        assert arrival is not None, "the tensors of passes have no end of stream"
+        (value,) = arrival.receive()
+        return value.to(self._device, copy=True)
