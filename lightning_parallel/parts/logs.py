@@ -46,13 +46,13 @@ class _Entry:
 
 
 _LOG = inspect.signature(pl.LightningModule.log)
+_DEFAULTS = {name: parameter.default for name, parameter in _LOG.parameters.items() if name != "self"}
 
 
 def _arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call of ``self.log``, by name."""
-    bound = _LOG.bind(None, *args, **kwargs)
-    bound.apply_defaults()
-    return {name: value for name, value in bound.arguments.items() if name != "self"}
+    """The arguments of a call of ``self.log``, by name. The dry run has checked them: ``bind`` takes ten times as
+    long."""
+    return {**_DEFAULTS, **dict(zip(_DEFAULTS, args, strict=False)), **kwargs}
 
 
 class LogRecorder:
@@ -169,5 +169,10 @@ def trial(
 def logging_trial(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[list[dict[str, Any]]]:
     """A :func:`trial` that gives a list, and appends to it the arguments of each call of ``self.log``, by name."""
     logged: list[dict[str, Any]] = []
-    with trial(trainer, module, lambda *args, **kwargs: logged.append(_arguments(*args, **kwargs))):
+
+    def note(*args: Any, **kwargs: Any) -> None:
+        _LOG.bind(module, *args, **kwargs)
+        logged.append(_arguments(*args, **kwargs))
+
+    with trial(trainer, module, note):
         yield logged
