@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -16,6 +17,13 @@ def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor that may be fully sharded: the same memory, without autograd."""
     here = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return here.detach()
+
+
+def memory_of(tensor: Tensor) -> int:
+    """The address of a tensor's memory; 0 if it has none, as absent tensors and the pending result of a collective."""
+    local = local_part(tensor)
+    has_memory = type(local) in (Tensor, nn.Parameter) and local.layout is torch.strided and local.numel() > 0
+    return local.untyped_storage().data_ptr() if has_memory else 0
 
 
 @dataclass(frozen=True)

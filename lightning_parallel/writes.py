@@ -9,11 +9,14 @@ weights that are masked already, until the optimizer has changed them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_parallel.collectives import Group, gather_objects
+from lightning_parallel.local_model import memory_of
+from lightning_parallel.torch_private import TorchDispatchMode, tensors_in, written_arguments
 
 _STEPS = 2  # that are watched
 
@@ -63,6 +66,20 @@ class Writes:
         found = sorted(set().union(*gather_objects(self._found, self._group)))
         if found:
             raise ValueError(self._explain(found[0]))
+
+
+class WritesRefused(TorchDispatchMode):
+    """Inside, a write to one of these tensors raises a RuntimeError before it is made."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._memories = {memory_of(tensor) for tensor in tensors} - {0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        written = tensors_in([*written_arguments(func, args, kwargs or {})])
+        if any(memory_of(tensor) in self._memories for tensor in written):
+            raise RuntimeError(f"{func} writes to what a trial must not change.")
+        return func(*args, **(kwargs or {}))
 
 
 def _state_of(tensor: Tensor) -> tuple[int, Tensor]:

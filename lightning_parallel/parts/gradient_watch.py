@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_parallel.lightning_private import around_step_hooks, callbacks_of
-from lightning_parallel.local_model import local_part
+from lightning_parallel.local_model import memory_of
 from lightning_parallel.torch_private import has_gradient_hooks, tensors_in
 
 _SET_GRADIENT = Tensor.grad.__set__  # type: ignore[union-attr]
@@ -57,7 +56,7 @@ class GradientWatch(TorchFunctionMode):
         if self._is_open or not self._is_needed:
             return
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        self._memories = {_memory(gradient) for gradient in gradients} - {0}
+        self._memories = {memory_of(gradient) for gradient in gradients} - {0}
         self._is_open = True
         self.__enter__()
 
@@ -112,7 +111,7 @@ class GradientWatch(TorchFunctionMode):
             return True
         in_place = name == "__setitem__" or (name.startswith("__i") and name.endswith("__"))
         in_place |= name.endswith("_") and not name.endswith("__") and not name.startswith("_amp_")  # a loss scaler's
-        return in_place and any(_memory(tensor) in self._memories for tensor in tensors_in(args[:1]))
+        return in_place and any(memory_of(tensor) in self._memories for tensor in tensors_in(args[:1]))
 
     def _note(self, given: list[Tensor], made: Iterable[Tensor], name: str) -> None:
         size = max(tensor.numel() for tensor in given)
@@ -120,7 +119,7 @@ class GradientWatch(TorchFunctionMode):
         if name in _NUMBERS and size > 1:
             self._found_number(name)
         for tensor in made:
-            if _memory(tensor) in self._memories:
+            if memory_of(tensor) in self._memories:
                 continue
             is_number = from_numbers or tensor.numel() < size
             self._made[id(tensor)] = weakref.ref(tensor), is_number
@@ -138,7 +137,7 @@ class GradientWatch(TorchFunctionMode):
 
     def _is_of_gradients(self, tensor: Tensor) -> bool:
         known = self._made.get(id(tensor))
-        return (known is not None and known[0]() is tensor) or _memory(tensor) in self._memories
+        return (known is not None and known[0]() is tensor) or memory_of(tensor) in self._memories
 
 
 def refuse_hooks_of_parameters(module: pl.LightningModule) -> None:
@@ -162,13 +161,6 @@ def _sees_gradients(module: pl.LightningModule) -> bool:
     if any(is_overridden(hook, module) for hook in own):
         return True
     return any(is_overridden(hook, each, Callback) for each in callbacks_of(module.trainer) for hook in seen)
-
-
-def _memory(tensor: Tensor) -> int:
-    """The address of a tensor's memory; 0 if it has none, as absent tensors and the pending result of a collective."""
-    local = local_part(tensor)
-    has_memory = type(local) in (Tensor, nn.Parameter) and local.layout is torch.strided and local.numel() > 0
-    return local.untyped_storage().data_ptr() if has_memory else 0
 
 
 def _line() -> str:

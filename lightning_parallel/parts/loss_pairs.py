@@ -28,6 +28,7 @@ from lightning_parallel.pipeline.kept_state import StateKept
 from lightning_parallel.pipeline.loss_graph import Term, terms_of
 from lightning_parallel.pipeline.loss_trial import Findings, Outcome, find, joined, kinds_of, outcome
 from lightning_parallel.pipeline.normaliser import BatchLoss, count_of
+from lightning_parallel.writes import WritesRefused
 
 _TRIALS = 8  # at most in the first batch, and at most of losses of a new make: a step may make ever new ones
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4}
@@ -180,6 +181,7 @@ class LossPairs:
             kept.enter_context(StateKept(self._run.module, parameters=False))
             logged = kept.enter_context(logging_trial(self._run.trainer, self._run.module))
             kept.enter_context(self._last_stage.alone("training_step", seed))
+            kept.enter_context(WritesRefused(self._run.module.parameters()))  # rwkv's layers scale theirs to evaluate
             for part in others:
                 part.training = False
             try:

@@ -59,6 +59,11 @@ class BackwardGuard:
         self.end()
         self._hooks = [p.register_post_accumulate_grad_hook(self._grown) for p in parameters if p.requires_grad]
 
+    @property
+    def is_open(self) -> bool:
+        """Is a backward running that may make gradients?"""
+        return self._inside
+
     @contextmanager
     def open(self) -> Iterator[None]:
         """Inside, gradients may grow."""

@@ -6,7 +6,7 @@ stages hold, tied and loose ones, are made equal on them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -123,11 +123,11 @@ class Stages:
             gradients = {**gradients, **summed_over(group, trained, parameters, gradients, host_group)}
         return gradients
 
-    def refuse_own_updates(self, names: Collection[str], count: int, *, late: bool) -> None:
-        """Refuse layers that change their parameters (``names``) in place where the result would differ from one
-        process.
+    def refuse_own_updates(self, updates: Mapping[str, bool], count: int, *, late: bool) -> None:
+        """Refuse layers that change their parameters in place where the result would differ from one process.
 
         Args:
+            updates: by the names of these parameters, whether another forward leaves them as they are then.
             count: the number of forwards in a batch.
             late: backwards read weights of their own versions.
 
@@ -144,7 +144,8 @@ class Stages:
             why = "with activation_checkpointing=True it would do so twice"
         else:
             return
-        for name in sorted(names):
+        harmless = {name for name, settles in updates.items() if settles and self.fully_sharded is None and not late}
+        for name in sorted(updates.keys() - harmless):
             raise ValueError(
                 f"A layer changes its parameter '{name}' in place in its forward: {why}. Compute with another tensor, "
                 f"as in F.linear(x, self.weight * self.mask), or change it in on_train_batch_start."

@@ -84,7 +84,8 @@ class AbsentMemory:
     Attributes:
         origins: what the tensor was computed from, in words that an error can show: "the output of 'blocks.1'".
         copy_of: the memory of the input of which this is a copy, while a module runs on copies (``absent_forward.py``).
-        listeners: functions that are called after each write.
+        listeners: functions that are called after each write, with whether it is one that changes nothing when it is
+            made again, such as a clamp.
     """
 
     __slots__ = ("copy_of", "listeners", "origins")
@@ -92,12 +93,12 @@ class AbsentMemory:
     def __init__(self, origins: frozenset[str], copy_of: AbsentMemory | None = None) -> None:
         self.origins = origins
         self.copy_of = copy_of
-        self.listeners: tuple[Callable[[], None], ...] = ()
+        self.listeners: tuple[Callable[[bool], None], ...] = ()
 
-    def write(self, origins: frozenset[str]) -> None:
+    def write(self, origins: frozenset[str], *, settles: bool = False) -> None:
         self.origins = origins
         for listener in self.listeners:
-            listener()
+            listener(settles)
 
 
 class AbsentTensor(Tensor):
@@ -167,7 +168,9 @@ class AbsentTensor(Tensor):
         with subclass_functions_disabled():
             output = func(*args, **(kwargs or {}))
         if func == _SET_DATA and isinstance(args[0], AbsentTensor):  # nothing is dispatched
-            args[0].memory.write(args[1].origins if isinstance(args[1], AbsentTensor) else frozenset())
+            given = args[1].memory if isinstance(args[1], AbsentTensor) else AbsentMemory(frozenset())
+            if given is not args[0].memory:  # module.to(dtype) gives a parameter its own data again
+                args[0].memory.write(given.origins)
         return output
 
     @classmethod
@@ -221,7 +224,7 @@ class AbsentTensor(Tensor):
             if isinstance(value, Argument):  # in place: the same object
                 same = flat[value.index]
                 if isinstance(same, AbsentTensor):
-                    same.memory.write(origins)
+                    same.memory.write(origins, settles=func.overloadpacket in _SETTLE)
                 return same
             memory = absent[0].memory if kind.is_view else AbsentMemory(origins)
             return AbsentTensor(value, device, memory) if isinstance(value, Tensor) else value
@@ -347,6 +350,9 @@ _FILLED: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten.new_full.default: lambda like, size, value: value,
 }
 
+
+# Operations in place that change nothing when they are done again.
+_SETTLE = (torch.ops.aten.clamp_, torch.ops.aten.clamp_min_, torch.ops.aten.clamp_max_, torch.ops.aten.nan_to_num_)
 
 # Operations that only read the shape of their input, and draw what fills the result.
 _DRAWN_BY_SHAPE = (torch.ops.aten.rand_like, torch.ops.aten.randn_like, torch.ops.aten.randint_like)

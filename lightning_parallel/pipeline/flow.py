@@ -21,7 +21,7 @@ the hooks inside fire, and the modules inside that the value comes from answer w
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_parallel.layout import Placement
 from lightning_parallel.pipeline.traced import Call
@@ -47,7 +47,7 @@ class Flow:
         transparent: units whose own code runs where they are absent, for values that escape from them.
         inside: the modules inside transparent units whose outputs cross.
         updated: the parameters that the step's own code changes, from parameters alone: a teacher's, by the student's.
-        own_updates: the parameters that units change in place themselves.
+        own_updates: the parameters that units change in place themselves (:attr:`.Trace.own_updates`).
         carried: other values that the step's own code changes from step to step.
     """
 
@@ -57,7 +57,7 @@ class Flow:
     inside: frozenset[str] = frozenset()
     updated: frozenset[str] = frozenset()
     carried: frozenset[str] = frozenset()
-    own_updates: frozenset[str] = frozenset()
+    own_updates: dict[str, bool] = field(default_factory=dict)
 
     def into(self, chunk: int) -> tuple[Cargo, ...]:
         return self.cuts[chunk - 1] if chunk > 0 else ()

@@ -151,7 +151,7 @@ class _Scene:
                 writes=dict(tracer.writes),
                 overwriting=frozenset(tracer.overwriting),
                 updates=(),
-                own_updates=frozenset(tracer.own_updates),
+                own_updates=dict(tracer.own_updates),
                 draws=tuple(map(tuple, tracer.draws.values())),
                 plain_reads=(),
                 carried=(),

@@ -145,6 +145,7 @@ class Trace:
         overwriting: the indices of calls that change in place a tensor that isn't absent, such as one of the batch.
         updates: the updates of parameters and buffers by the code around the units.
         own_updates: the parameters that units change in place themselves, as a masked convolution does in its forward.
+            True for those that another forward leaves as they are then, such as clamped ones.
         draws: for each of the module's own generators that was drawn from, the places where it was.
         plain_reads, carried: found only with ``plain_values``.
         unrepeatable: of the units in question, the calls that did something else when they ran again.
@@ -159,7 +160,7 @@ class Trace:
     writes: dict[str, int]
     overwriting: frozenset[int]
     updates: tuple[Update, ...]
-    own_updates: frozenset[str]
+    own_updates: dict[str, bool]
     draws: tuple[tuple[Place, ...], ...]
     plain_reads: tuple[PlainRead, ...]
     carried: tuple[Carried, ...]

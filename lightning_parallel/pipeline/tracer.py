@@ -72,7 +72,7 @@ class Tracer:
         self.writes: dict[str, int] = {}
         self.overwriting: set[int] = set()
         self.updates: list[Update] = []
-        self.own_updates: set[str] = set()
+        self.own_updates: dict[str, bool] = {}
         self.draws: dict[int, list[Place]] = {}
         self.unrepeatable: set[Call] = set()
         self.stored_after: set[Call | None] = set()
@@ -285,12 +285,14 @@ class Tracer:
         self.writes[origin] = index
         return frozenset([origin])
 
-    def _updated(self, name: str, memory: AbsentMemory, own: frozenset[str], is_parameter: bool) -> None:
+    def _updated(
+        self, name: str, memory: AbsentMemory, own: frozenset[str], is_parameter: bool, settles: bool
+    ) -> None:
         if self._depth == 0:
             place = self.place if self._in_step else None
             self.updates.append(Update(name, place, memory.origins - own))
         elif is_parameter:
-            self.own_updates.add(name)
+            self.own_updates[name] = settles and self.own_updates.get(name, True)
 
     def _relabelled(self, output: Any, call: Call) -> Any:
         """The output as the code around the unit gets it. Tensors that share memory on the unit's own stage cross a cut
@@ -310,7 +312,7 @@ class Tracer:
             return AbsentTensor(leaf, leaf.device, memory)
 
         def listen(memory: AbsentMemory, others: list[AbsentMemory]) -> None:
-            def written() -> None:
+            def written(settles: bool) -> None:
                 for other in others:
                     other.origins = self._write(changed, index)
 

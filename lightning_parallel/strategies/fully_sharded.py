@@ -210,7 +210,7 @@ class FullyShardedStrategy(LayoutStrategy):
     def _gathered(self, module: nn.Module, unit: nn.Module, args: Any) -> None:
         """Begin to watch a unit's parameters for writes. They are whole now, and its forward is about to run."""
         writes = self._writes[torch.is_grad_enabled()]
-        if writes.is_on:
+        if writes.is_on and not self._guard.is_open:  # in a backward a unit runs again, perhaps not to its end
             own = {id(p) for p in unit.parameters() if not isinstance(p, DTensor)}
             whole = {id(p) for p in self.local_model.replicated.values()}
             named = module.named_parameters()

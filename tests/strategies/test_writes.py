@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tests.pool import WorkerPool
 from tests.strategies.failures import LIMIT, assert_lost, assert_refused
@@ -34,6 +35,27 @@ class Masked(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         self.weight.data = self.weight.data.tril()
         return super().forward(x)
+
+
+class Clamped(nn.Linear):
+    """Clamps its weight, and gives it the dtype that it has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.clamp_(-0.1, 0.1)
+        return F.linear(x, self.to(self.bias.dtype).weight, self.bias)
+
+
+class ScaledToEvaluate(nn.Linear):
+    """Divides its weight when it is evaluated first, and multiplies it when it trains again, as RWKV's layers do."""
+
+    is_scaled = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_scaled is self.training:
+            with torch.no_grad():
+                self.weight.mul_(2.0 if self.is_scaled else 0.5)
+            self.is_scaled = not self.is_scaled
+        return F.linear(x, self.weight * (2.0 if self.is_scaled else 1.0), self.bias)
 
 
 class Normalised(Net):
@@ -82,6 +104,29 @@ class MaskedNet(HalvingNet):
     layer = Masked
 
 
+class ClampedNet(HalvingNet):
+    layer = Clamped
+
+
+class ScaledNet(HalvingNet):
+    """The layer is on the last stage, which tries losses in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2] = nn.Linear(8, 8)
+        self.net[4] = ScaledToEvaluate(8, CLASSES)
+
+
+class Checkpointed(Net):
+    """Its units run again in the backward, and not to their ends."""
+
+    def logits_and_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
+        x = batch[0]
+        for layer in self.net:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x, F.cross_entropy(x, batch[1])
+
+
 class HalvingInValidation(Net):
     """Trains as usual, and evaluates by a layer that changes."""
 
@@ -95,8 +140,13 @@ class HalvingInValidation(Net):
 
 MODELS: dict[str, type[Net]] = {
     "step": Normalised, "layer": HalvingNet, "mask": MaskedNet, "teacher": Teaching, "validation": HalvingInValidation,
+    "clamp": ClampedNet, "scaled": ScaledNet, "checkpoint": Checkpointed,
 }  # fmt: skip
-NAMES = {"step": "prototypes.weight", "layer": "net.2.weight", "mask": "net.2.weight", "validation": "other.0.weight"}
+NAMES = {
+    **dict.fromkeys(("layer", "mask", "clamp"), "net.2.weight"),
+    "step": "prototypes.weight",
+    "validation": "other.0.weight",
+}
 PLAN = {"net.4": "row_split", "teacher": "row_split"}
 SHARDED = {"stages": 2, "data_parallel": 2, "data_parallel_kind": "fully_shard", "microbatches": 1}
 STAGES_OF_TWO = {"stages": 2, "tensor_parallel": 2, "plan": {"prototypes": "row_split"}, "microbatches": 1}
@@ -120,6 +170,8 @@ def fit(model: str, strategy: str, options: dict[str, Any]) -> list[float]:
     ("layer", "sync", {"microbatches": 2}, 2),
     ("layer", "sync", {"microbatches": 1, "activation_checkpointing": True}, 2),
     ("mask", "async", {"microbatches": 1}, 2),
+    ("clamp", "async", {"microbatches": 2}, 2),
+    ("clamp", "sync", SHARDED, 4),
     ("step", "tensor", {"plan": {"prototypes": "row_split"}}, 2),
 ])  # fmt: skip
 def test_a_write_that_would_be_lost_or_repeated_is_refused_by_name(
@@ -140,6 +192,9 @@ def test_the_stage_that_writes_into_parts_names_them(pool: WorkerPool) -> None:
     ("layer", "sync", {"microbatches": 1}, 2),
     ("mask", "sync", {"microbatches": 1}, 2),
     ("validation", "sync", {"microbatches": 2}, 2),
+    ("clamp", "sync", {"microbatches": 4, "activation_checkpointing": True}, 2),
+    ("scaled", "sync", {"microbatches": 4}, 2),
+    ("checkpoint", "fsdp", {}, 2),
     ("teacher", "tensor", {"plan": PLAN}, 2),
 ])  # fmt: skip
 def test_other_writes_are_as_in_one_process(
