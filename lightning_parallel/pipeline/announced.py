@@ -109,9 +109,6 @@ class AnnouncedReceiver(Receiver):
             announcement = torch.empty(2, dtype=torch.int64)
             self._coming = self._by_host.irecv(announcement), announcement, place
 
-    def expected(self) -> Arrival | None:
-        return None
-
     def take(self, then: Hashable = None) -> Arrival | None:
         status, place = self._announced()
         if status > 0:

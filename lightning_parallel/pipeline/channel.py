@@ -14,9 +14,8 @@ after it::
 
 Gradients need no words: both sides know their format, which follows from that of the activations. In each direction
 only one receive is posted ahead, since a format is known only once the message before it has been read. It is in flight
-while the stage computes, which hides its latency. Waiting holds up this stage and all later ones, so as much as
-possible is done before: the message's tensors are handed out before their values have come (:meth:`Receiver.expected`),
-and the buffer of the next message is allocated.
+while the stage computes, which hides its latency. Waiting holds up this stage and all later ones, so the buffer of the
+next message is allocated before.
 
 gloo can't tell whether a send is done except by waiting for it. So a sender keeps a buffer until something proves that
 its message arrived (:meth:`Sender.confirm`). The gradient of a microbatch proves that its activation arrived. The
@@ -206,13 +205,11 @@ class _Posted:
 
     Attributes:
         place: the message's place in the schedule; None for gradients.
-        arrival: the object that :meth:`Receiver.expected` has returned for it.
     """
 
     work: dist.Work
     packet: Packet
     place: Hashable
-    arrival: Arrival | None = None
 
 
 class Receiver:
@@ -232,15 +229,6 @@ class Receiver:
         if self._posted is None:
             self._begin(self._packet(self._formats.get(place, ()), trailer=True), place)
 
-    def expected(self) -> Arrival | None:
-        """The very object that :meth:`take` is going to return if the message is as expected, before its values have
-        come. None if that can't be known. Of several calls, the last one counts."""
-        assert self._posted is not None, "post before you expect"
-        packet = self._posted.packet
-        if packet.format and not self._link.through_host:
-            self._posted.arrival = Arrival(packet.tensors, packet.format)
-        return self._posted.arrival
-
     def take(self, then: Hashable = None) -> Arrival | None:
         """Wait for the posted message, read it, and post the receive of the next one, that of place ``then`` (None:
         post nothing). Returns what arrived; None if the sender ended the stream."""
@@ -249,7 +237,7 @@ class Receiver:
         status, self.acknowledged = posted.packet.words()
         arrival: Arrival | None = None
         if status == 0:
-            arrival = posted.arrival or Arrival(self._on_device(posted.packet), posted.packet.format)
+            arrival = Arrival(self._on_device(posted.packet), posted.packet.format)
         elif status != END:
             arrival = self._take_described(status, posted.place)
         if following is not None:

@@ -3,21 +3,16 @@
 ::
 
     chunk c, 1F1B:      F(k)                                B(k - w)
-                        begin the user's step               set up the weights
                         take activation k      <-- c-1      take gradient k - w          <-- c+1
                         post activation k + 1               post gradient k - w + 1
                         run this chunk's layers             run autograd
                         send the output        --> c+1      send the input's gradient    --> c-1
-
-A forward waits inside the user's step, at the first absent layer whose output the message holds. The code before that
-layer runs while the message is on its way: in a deep model, a millisecond for the absent layers.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -203,36 +198,24 @@ class Chunk:
     ) -> tuple[Any, Arrival | None, list[Tensor] | None]:
         """Run a step. Returns the output, the arrival, and copies of the arrived tensors (None if they weren't kept,
         empty in the first chunk)."""
-        span, receiver = self._span, self._ends.activations_in
+        receiver = self._ends.activations_in
+        arrival: Arrival | None = None
+        copies: list[Tensor] | None = []
+        if receiver is not None:
+            with self._span("receive", number):
+                arrival = receiver.take(then=next_place)
+            assert arrival is not None, "a stream ends between batches"
+            copies = arrival.copies() if keeps else None
         version = self._weights.reading if kind == "forward" else None
-        if receiver is None:
-            with span(kind, number, version):
-                return self._stage.run(step, None, chunk=self._index), None, []
-        arrived: list[Arrival] = []
-        copies: list[Tensor] | None = None
-        with ExitStack() as recording:
-            recording.enter_context(span("begin" if kind == "forward" else kind, number))
-
-            def arrive() -> Arrival:
-                nonlocal copies
-                recording.close()
-                with span("receive", number):
-                    arrival = receiver.take(then=next_place)
-                assert arrival is not None, "a stream ends between batches"
-                arrived.append(arrival)
-                copies = arrival.copies() if keeps else None
-                recording.enter_context(span(kind, number, version))
-                return arrival
-
-            output = self._stage.run(step, arrive, None if keeps else receiver.expected, self._index)
-        return output, arrived[0], copies
+        with self._span(kind, number, version):
+            return self._stage.run(step, arrival, self._index), arrival, copies
 
     def _run_again(self, step: Callable[[], Any], tensors: Sequence[Tensor]) -> Tensor:
         """Run a step on given activations, and return its loss."""
         format = tuple((tuple(tensor.shape), tensor.dtype, tensor.is_floating_point()) for tensor in tensors)
-        arrive = None if self._ends.activations_in is None else lambda: Arrival([*tensors], format)
+        arrival = None if self._ends.activations_in is None else Arrival([*tensors], format)
         with self._generators.kept():
-            return self._loss_of(self._stage.run(step, arrive, chunk=self._index))
+            return self._loss_of(self._stage.run(step, arrival, self._index))
 
     def evaluate(self, step: Callable[[], Any], number: int) -> Any:
         """Run a forward only, with one message a batch. It returns when the output has arrived: messages of a process

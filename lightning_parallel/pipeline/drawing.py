@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette: readers with any kind of colour vision can tell the colours apart.
 _LOOKS: dict[str, dict[str, Any]] = {
-    "begin": {"facecolor": "#0072B2"},
     "forward": {"facecolor": "#0072B2", "edgecolor": "white", "linewidth": 0.4},
     "backward": {"facecolor": "#E69F00", "edgecolor": "white", "linewidth": 0.4},
     "backward input": {"facecolor": "#D55E00", "edgecolor": "white", "linewidth": 0.4},
@@ -81,7 +80,7 @@ def write_png(
     legend = [
         Patch(label="waiting for a message" if kind == "receive" else kind, **look)
         for kind, look in _LOOKS.items()
-        if kind in drawn and kind != "begin"  # it is part of a forward, and has its colour
+        if kind in drawn
     ]
     figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), frameon=False)
     figure.draw_without_rendering()  # lays out, so that a box's width is known

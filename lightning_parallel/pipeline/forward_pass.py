@@ -1,17 +1,15 @@
 """One forward pass of the user's step through a chunk: which units are called, what arrives, what departs.
 
 A stage's hooks (``stage.py``) report each call to it. It knows for which calls the previous chunk has sent the output,
-waits for the message at the first of them, and keeps what later chunks need.
+and keeps what later chunks need.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_parallel.pipeline.absent import first_absent
@@ -21,11 +19,6 @@ from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.seeding import TorchGenerators, seed_host_generators
 from lightning_parallel.pipeline.traced import Call
 from lightning_parallel.torch_private import tensors_in
-
-
-class ArrivalFailedError(BaseException):
-    """The message that the user's step waits for did not come. The cause says why. It is a BaseException, so that
-    ``except Exception`` in the user's code doesn't catch it."""
 
 
 @dataclass(frozen=True)
@@ -93,34 +86,17 @@ class Underway:
 
 
 class ForwardPass:
-    """A forward pass. It begins with the gradient and inference modes that hold when it is made.
+    """A forward pass. ``arrival`` is what the previous chunk sent; None for the first chunk. It is shared out now, in
+    the gradient and inference modes in which the step begins, whatever the user's code switches later."""
 
-    Args:
-        arrive: returns what the previous chunk sent; called once. None for the first chunk.
-        expect: returns what ``arrive`` will most likely return, before its values have come; or None.
-
-    Attributes:
-        grad: whether the pass began with gradients on.
-        lost: the error with which the wait for the message ended, if it failed.
-    """
-
-    def __init__(
-        self, cuts: Cuts, arrive: Callable[[], Arrival] | None, expect: Callable[[], Arrival | None] | None = None
-    ) -> None:
-        self.grad = torch.is_grad_enabled()
-        self.lost: BaseException | None = None
-        self._inference = torch.is_inference_mode_enabled()
+    def __init__(self, cuts: Cuts, arrival: Arrival | None) -> None:
         self.cuts = cuts
         self._reached = 0  # the latest chunk of which a call has been made
         self._calls: Counter[str] = Counter()
-        self._arrive = arrive  # None once it has given what it gives
-        self._unloaded: Arrival | None = None
         self._arrived: dict[Call, list[Tensor]] = {}
         self._kept: dict[Call, list[Tensor]] = {}
-        # What is expected is shared out now, unless it has to be copied, for which its values must be there.
-        expected = None if expect is None or cuts.due & cuts.wanted else expect()
-        if expected is not None and len(expected.format) == tensors_of(cuts.cargo_in):
-            self._unload(expected)  # with another number it would be that of another step, with another flow
+        if arrival is not None:
+            self._unload(arrival)
 
     def runs_here(self, name: str) -> bool:
         """Does the chunk run the next call of a unit?"""
@@ -140,30 +116,8 @@ class ForwardPass:
     # -- what arrives --------------------------------------------------------------------------------------------
 
     def arrived(self, call: Call) -> list[Tensor] | None:
-        """The output of a call as the previous chunk sent it, or None if it sent none. The first call with such an
-        output waits for the message."""
-        if call not in self.cuts.due:
-            return None
-        self.wait()
-        return self._arrived[call]
-
-    def wait(self) -> None:
-        """Wait for the message, unless that has been done."""
-        if self._arrive is None:
-            return
-        arrive, self._arrive = self._arrive, None
-        # In the modes in which the step began, whatever the user's code has switched: a message holds more than
-        # one call's output.
-        with torch.inference_mode(self._inference), torch.set_grad_enabled(self.grad):
-            try:
-                arrival = arrive()
-                if arrival is not self._unloaded:
-                    self._unload(arrival)
-            except BaseException as error:  # Ctrl-C too: what was expected has no values
-                self.lost, self._arrived = error, {}
-                if isinstance(error, Exception):
-                    raise ArrivalFailedError from error
-                raise
+        """The output of a call as the previous chunk sent it, or None if it sent none."""
+        return self._arrived.get(call)
 
     def _unload(self, arrival: Arrival) -> None:
         """Divide the arrived tensors among the calls that they are outputs of."""
@@ -180,7 +134,7 @@ class ForwardPass:
         for call in live.keys() & cuts.wanted:  # it goes further on as it came, whatever this stage does to it
             self._kept[call] = live[call]
             live[call] = [t.clone() for t in live[call]]
-        self._unloaded, self._arrived = arrival, live
+        self._arrived = live
 
     # -- what departs --------------------------------------------------------------------------------------------
 

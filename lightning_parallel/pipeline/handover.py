@@ -41,10 +41,6 @@ class Handover:
     def post(self, place: Hashable) -> None:
         """Nothing: there is no receive to post."""
 
-    def expected(self) -> Arrival | None:
-        """The arrival that :meth:`take` is going to return."""
-        return self._activations[0]
-
     def take(self, then: Hashable = None) -> Arrival:
         """The oldest message that hasn't been taken."""
         return self._activations.popleft()

@@ -284,17 +284,14 @@ class Stage:
     def run(
         self,
         step: Callable[[], Any],
-        arrive: Callable[[], Arrival] | None,
-        expect: Callable[[], Arrival | None] | None = None,
+        arrival: Arrival | None,
         chunk: int | None = None,
     ) -> Any:
         """Run a chunk of ``step``.
 
         Args:
             step: the user's step with its arguments bound.
-            arrive: returns what the previous chunk sent; called once, when the step needs it. None for the first chunk.
-            expect: returns what ``arrive`` will most likely return, if that is known already; its values may still be
-                on their way.
+            arrival: what the previous chunk sent; None for the first chunk.
             chunk: the chunk to run; None for the only one of this stage.
 
         Returns:
@@ -305,30 +302,14 @@ class Stage:
                 what the step makes here depends on a value that only another stage has.
         """
         chunk = self.chunks[0] if chunk is None else chunk
-        assert (arrive is None) == (chunk == 0)
-        self._underway.forward = forward = ForwardPass(self._cuts[chunk], arrive, expect)
-        left = False
+        assert (arrival is None) == (chunk == 0)
+        self._underway.forward = forward = ForwardPass(self._cuts[chunk], arrival)
         try:
-            try:
-                output = step()
-            except LeaveStep:
-                left = True
-            forward.wait()  # perhaps nothing of what arrives was needed
-            if left:
-                output = forward.departure() if forward.lost is None else None
-        except BaseException:
-            if forward.lost is None:
-                raise
+            output = step()
+        except LeaveStep:
+            return forward.departure()
         finally:
             self._underway.forward = None
-            lost, forward.lost = forward.lost, None
-        if lost is not None:  # whatever the step made of it
-            try:
-                raise lost
-            finally:
-                del lost  # or its traceback would hold this frame, and this frame the links of the stage
-        if left:
-            return output
         if chunk < self.partition.chunks - 1:
             raise RuntimeError(
                 f"The step has ended on {self.partition.name_of(chunk)} of {self.partition.stages}, before it called "

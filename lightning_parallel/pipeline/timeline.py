@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 PASSES = frozenset({"forward", "backward", "backward input", "backward weight"})
-COMPUTE = PASSES | {"begin", "step"}
+COMPUTE = PASSES | {"step"}
 _NOTHING = nullcontext()
 
 
@@ -29,9 +29,9 @@ class Span:
     Computing spans of a row don't overlap.
 
     Attributes:
-        kind: "forward", "backward", "backward input" and "backward weight" (its halves) or "step" (computing); "begin"
-            (the part of a forward before it needs a message); "receive" (waiting for a message); "evaluate"
-            (validation, test, prediction); or "omitted" (recording that was dropped).
+        kind: "forward", "backward", "backward input" and "backward weight" (its halves) or "step" (computing);
+            "receive" (waiting for a message); "evaluate" (validation, test, prediction); or "omitted" (recording that
+            was dropped).
         microbatch: its number; for a step, that of the update.
         start: the time in seconds.
         end: the time in seconds.

@@ -43,8 +43,8 @@ class Result:
         return self.stages[0].partition
 
 
-def forward(stages: list[Stage], step: Step, expected: bool = False) -> tuple[Any, list[Departure], list[Arrival]]:
-    """The last stage's output, and what passed each cut. Expected: stages know what will come, but for its values."""
+def forward(stages: list[Stage], step: Step) -> tuple[Any, list[Departure], list[Arrival]]:
+    """The last stage's output, and what passed each cut."""
     departures: list[Departure] = []
     arrivals: list[Arrival] = []
     output: Any = None
@@ -53,21 +53,13 @@ def forward(stages: list[Stage], step: Step, expected: bool = False) -> tuple[An
         if 0 in stage.chunks:
             output = stage.run(bound, None)
         else:
-            values = [t.detach() for t in departures[-1].tensors]
-            buffers = [torch.zeros_like(t) if expected else t.clone() for t in values]
-            arrivals.append(Arrival(buffers, format_of(departures[-1].tensors)))
-            arrive = partial(_come, arrivals[-1], buffers, values)
-            output = stage.run(bound, arrive, partial(arrivals.__getitem__, -1) if expected else None)
+            values = [t.detach().clone() for t in departures[-1].tensors]
+            arrivals.append(Arrival(values, format_of(departures[-1].tensors)))
+            output = stage.run(bound, arrivals[-1])
         if not stage.has_last_chunk:
             assert isinstance(output, Departure)
             departures.append(output)
     return output, departures, arrivals
-
-
-def _come(arrival: Arrival, buffers: list[Tensor], values: list[Tensor]) -> Arrival:
-    for buffer, value in zip(buffers, values, strict=True):
-        buffer.copy_(value)
-    return arrival
 
 
 def backward(stages: list[Stage], loss: Tensor, departures: list[Departure], arrivals: list[Arrival]) -> None:
@@ -100,10 +92,10 @@ def gradients_of(stages: list[Stage]) -> dict[str, Tensor]:
     return total
 
 
-def run(model: nn.Module, step: Step, stages: int, expected: bool = False, **options: Any) -> Result:
+def run(model: nn.Module, step: Step, stages: int, **options: Any) -> Result:
     """One forward and backward through all stages."""
     made = stages_of(model, step, stages, **options)
-    output, departures, arrivals = forward(made, step, expected)
+    output, departures, arrivals = forward(made, step)
     backward(made, output, departures, arrivals)
     return Result(output, gradients_of(made), made)
 

@@ -255,42 +255,6 @@ def test_packets_of_messages_that_arrived_are_used_again(pool: WorkerPool) -> No
     assert [alive for _, alive, _ in found] == [5] * 9
 
 
-def expects() -> list[tuple[bool, bool]] | None:
-    """Was anything expected, and was it this very arrival that came? The values are looked at too."""
-    messages = [[tensor(0, 2)], [tensor(1, 2)], [tensor(2, 3)], [tensor(3, 3)], None, [tensor(4, 3)], [], []]
-    if dist.get_rank() == 0:
-        sender = Sender(link())
-        for message in messages:
-            if message is None:
-                sender.end(0)
-            else:
-                sender.send(message, 0)
-        sender.flush()
-        return None
-    receiver = Receiver(link())
-    found = []
-    for message in messages:
-        receiver.post(0)
-        if len(found) == 1:
-            forgotten = receiver.expected()  # by a step that failed before it needed it
-            assert forgotten is not None and forgotten.receive()
-        expected = receiver.expected()
-        live = expected.receive() if expected is not None else []
-        arrival = receiver.take()
-        found.append((expected is not None, arrival is expected))
-        if arrival is not None:
-            live = live if arrival is expected else arrival.receive()
-            assert described(live) == described(message or [])
-    return found
-
-
-def test_what_is_expected_is_what_comes_unless_it_is_of_another_format(pool: WorkerPool) -> None:
-    found = pool.run(expects, 2)[1]
-    nothing, other, same = (False, False), (True, False), (True, True)
-    # The last message but one has another format, that of nothing; so has the last, and then None is what is expected.
-    assert found == [nothing, same, other, same, other, same, other, nothing]
-
-
 def takes_with_the_next_posted() -> list[tuple[int, list[Any]]] | None:
     """Packets made in all, and what came, after each message."""
     messages = [[tensor(0, 2)], [tensor(1, 2)], [tensor(2, 2)], [tensor(3, 3)]]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.collectives import PeerLostError
 from lightning_parallel.pipeline.arrival import Arrival
 from lightning_parallel.pipeline.flow import Cargo, Flow
-from lightning_parallel.pipeline.forward_pass import ArrivalFailedError, Cuts, ForwardPass
+from lightning_parallel.pipeline.forward_pass import Cuts, ForwardPass
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.partitioning import partition
 
@@ -37,31 +34,23 @@ def begun(
     parts: Partition,
     flow: Flow,
     stage: int,
-    arrive: Callable[[], Arrival] | None,
-    expect: Callable[[], Arrival | None] | None = None,
+    arrived: Arrival | None,
 ) -> ForwardPass:
-    return ForwardPass(Cuts.of(flow, parts, stage), arrive, expect)
+    return ForwardPass(Cuts.of(flow, parts, stage), arrived)
 
 
 def values(tensors: list[Tensor] | None) -> list[float] | None:
     return None if tensors is None else [tensor.item() for tensor in tensors]
 
 
-def test_the_first_call_that_something_comes_of_waits_and_no_other() -> None:
-    waits: list[int] = []
-
-    def arrive() -> Arrival:
-        waits.append(1)
-        return arrival(1.0, 2.0, 3.0)
-
-    forward = begun(PARTS, FLOW, 2, arrive)
-    assert forward.arrived(("1", 1)) is None and forward.arrived(("2", 0)) is None and not waits
+def test_what_arrived_is_shared_out_among_its_calls() -> None:
+    forward = begun(PARTS, FLOW, 2, arrival(1.0, 2.0, 3.0))
+    assert forward.arrived(("1", 1)) is None and forward.arrived(("2", 0)) is None
     assert values(forward.arrived(("1", 0))) == [3.0]  # the layer before the cut
     assert values(forward.arrived(("0", 0))) == [1.0, 2.0]
-    assert len(waits) == 1
 
 
-def test_the_first_stage_waits_for_nothing() -> None:
+def test_nothing_arrives_on_the_first_stage() -> None:
     assert begun(PARTS, FLOW, 0, None).arrived(("0", 0)) is None
 
 
@@ -71,8 +60,7 @@ def test_what_passes_through_is_handed_on_as_it_came() -> None:
         chain(4),
         Flow((skip, skip, skip), (*LAST, ("3", 0))),
         2,
-        lambda: arrival(1.0),
-        lambda: pytest.fail("its values are to be copied"),
+        arrival(1.0),
     )
     (mine,) = forward.arrived(("0", 0)) or []
     with torch.no_grad():
@@ -110,36 +98,8 @@ def test_cargo_that_is_missing_or_of_another_number_is_refused(keep: Tensor | No
 
 
 def test_an_arrival_of_another_number_of_tensors_is_refused() -> None:
-    forward = begun(PARTS, CHAIN, 2, lambda: arrival(1.0, 2.0))
-    with pytest.raises(ArrivalFailedError) as failure:
-        forward.arrived(("1", 0))
-    assert "2 tensors arrived on stage 2, but 1 were due, the outputs of '1'" in str(failure.value.__cause__)
-
-
-@pytest.mark.parametrize("expected", [lambda: None, lambda: arrival(7.0), lambda: arrival(7.0, 7.0, 7.0)])
-def test_what_came_counts_whatever_was_expected(expected: Callable[[], Arrival | None]) -> None:
-    forward = begun(PARTS, FLOW, 2, lambda: arrival(1.0, 2.0, 3.0), expected)
-    assert values(forward.arrived(("1", 0))) == [3.0]
-
-
-def test_an_arrival_that_is_expected_is_shared_out_once() -> None:
-    expected = arrival(0.0)
-    forward = begun(PARTS, CHAIN, 2, lambda: expected, lambda: expected)
-    assert values(forward.arrived(("1", 0))) == [0.0] == values(forward.arrived(("1", 0)))
-
-
-def test_after_a_failed_arrival_there_is_nothing_to_go_on_with() -> None:
-    error = PeerLostError("the link broke")
-
-    def arrive() -> Arrival:
-        raise error
-
-    forward = begun(PARTS, CHAIN, 2, arrive, lambda: arrival(0.0))
-    with pytest.raises(ArrivalFailedError):
-        forward.arrived(("1", 0))
-    assert forward.lost is error
-    with pytest.raises(KeyError):
-        forward.arrived(("1", 0))
+    with pytest.raises(RuntimeError, match="2 tensors arrived on stage 2, but 1 were due, the outputs of '1'"):
+        begun(PARTS, CHAIN, 2, arrival(1.0, 2.0))
 
 
 def test_calls_are_numbered_and_run_where_they_were_planned() -> None:

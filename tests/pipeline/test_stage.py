@@ -5,7 +5,6 @@ No processes here: what a stage sends is handed to the next (by_hand.py).
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import random
@@ -33,11 +32,8 @@ from transformers import (
     ResNetForImageClassification,
 )
 
-from lightning_parallel.collectives import PeerLostError
 from lightning_parallel.pipeline.absent import AbsentTensor, AbsentValueError
 from lightning_parallel.pipeline.arrival import Arrival, Departure
-from lightning_parallel.pipeline.interception import LeaveStep
-from lightning_parallel.pipeline.message import format_of
 from lightning_parallel.pipeline.partitioning import partition
 from lightning_parallel.pipeline.stage import Stage
 from tests.pipeline import by_hand
@@ -102,11 +98,10 @@ def assert_equal_to_the_whole(model: nn.Module, step: by_hand.Step, stages: int,
     return result
 
 
-@pytest.mark.parametrize("expected", [False, True])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", NETS)
-def test_loss_and_gradients_equal_the_whole_models(kind: type[Net], stages: int, expected: bool) -> None:
-    assert_equal_to_the_whole(kind(), step, stages, **BLOCKS, balance=kind.balance(stages), expected=expected)
+def test_loss_and_gradients_equal_the_whole_models(kind: type[Net], stages: int) -> None:
+    assert_equal_to_the_whole(kind(), step, stages, **BLOCKS, balance=kind.balance(stages))
 
 
 @pytest.mark.parametrize("kind", [Glue, UNet, Mixed])
@@ -385,7 +380,7 @@ def test_a_value_of_another_stage_cannot_be_looked_at() -> None:
     model = stage.module
     model.asks = True
     with pytest.raises(AbsentValueError, match="the output of 'stem', which lives on another pipeline stage"):
-        stage.run(lambda: step(model), lambda: arrived([torch.ones(5, 6)], [True]))
+        stage.run(lambda: step(model), arrived([torch.ones(5, 6)], [True]))
 
 
 # -- calls in any order, any number of times ---------------------------------------------------------------------------
@@ -547,74 +542,6 @@ def test_an_error_of_the_users_passes_unchanged_and_the_next_step_runs() -> None
     assert isinstance(made[0].run(lambda: step(made[0].module), None), Departure)
 
 
-def test_a_stage_waits_for_what_arrives_where_its_step_needs_it() -> None:
-    events: list[str] = []
-
-    def watched(model: Any) -> Tensor:
-        x = X
-        for i, layer in enumerate(model):
-            events.append(f"calls {i}")
-            x = layer(x)
-        return x.sum()
-
-    def arrive() -> Arrival:
-        events.append("arrives")
-        return arrived([torch.ones(5, 3, dtype=torch.float64)], [True])
-
-    stage = stages_of(nn.Sequential(*(nn.Linear(3, 3) for _ in range(3))), watched, 3)[2]
-    events.clear()
-    stage.run(lambda: watched(stage.module), arrive)
-    assert events == ["calls 0", "calls 1", "arrives", "calls 2"]
-
-
-@pytest.mark.parametrize(
-    "expected",
-    [
-        lambda: arrived([torch.zeros(5, 6)], [True]),  # of the right format, and not what came
-        lambda: arrived([torch.zeros(2, 6)], [False]),
-        lambda: arrived([torch.zeros(5, 6), torch.zeros(1)], [True, True]),
-        lambda: arrived([], []),
-    ],
-)
-@pytest.mark.parametrize("kind", [Net, UNet])
-def test_what_comes_counts_whatever_was_expected(kind: type[Net], expected: Callable[[], Arrival]) -> None:
-    model = kind()
-    made = stages_of(model, step, 2, **BLOCKS)
-    last = made[1].run
-    made[1].run = lambda bound, arrive, _: last(bound, arrive, expected)  # type: ignore[assignment, misc]
-    result, departures, arrivals = forward(made, step)
-    backward(made, result, departures, arrivals)
-    loss, gradients = by_hand.plain(model, step)
-    torch.testing.assert_close(result.detach(), loss, rtol=0, atol=1e-12)
-    torch.testing.assert_close(by_hand.gradients_of(made), gradients, rtol=0, atol=1e-12)
-
-
-def test_an_expected_arrival_is_shared_out_before_the_step_begins() -> None:
-    events: list[str] = []
-
-    class Watched(Arrival):
-        def receive(self) -> list[Tensor]:
-            events.append("shared out")
-            return super().receive()
-
-    def watched(model: Any) -> Tensor:
-        events.append("begins")
-        return model(X).sum()
-
-    def arrive() -> Arrival:
-        events.append("arrives")
-        buffer.fill_(2.0)
-        return expected
-
-    stage = stages_of(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), watched, 2)[1]
-    buffer = torch.zeros(5, 3)
-    expected = Watched([buffer], format_of([buffer.clone().requires_grad_()]))
-    events.clear()
-    found = stage.run(lambda: watched(stage.module), arrive, lambda: expected)
-    assert events == ["shared out", "begins", "arrives"]
-    assert torch.equal(found, stage.module[1](torch.full((5, 3), 2.0)).sum())  # type: ignore[index]
-
-
 class FrozenInside(Net):
     """A first layer that is frozen and called without gradients, and needed after the layers that have some."""
 
@@ -637,70 +564,6 @@ def test_what_arrives_keeps_its_gradients_wherever_the_step_asks_for_it(stages: 
     assert_equal_to_the_whole(FrozenInside(), lambda model: model.step(X, without), stages, **BLOCKS, balance="layers")
 
 
-def test_user_code_does_not_catch_that_nothing_arrived() -> None:
-    def arrive() -> Arrival:
-        raise PeerLostError("the link broke") from ConnectionError("reset")
-
-    stage = stages_of(CatchesEverything(), step, 2, **BLOCKS)[1]
-    with pytest.raises(PeerLostError, match="the link broke") as lost:
-        stage.run(lambda: step(stage.module), arrive)
-    assert isinstance(lost.value.__cause__, ConnectionError)
-
-
-class Stubborn(Net):
-    """Goes on whatever happens, or gives up in a way of its own; with or without a skip connection over all cuts."""
-
-    skips = False
-    gives_up = False
-
-    def step(self, x: Tensor) -> Tensor:
-        skip = x = self.anyway(self.stem, x)
-        for block in self.blocks:
-            x = self.anyway(block, x)
-        return self.head(x + skip if self.skips else x).square().mean()
-
-    def anyway(self, layer: nn.Module, x: Tensor) -> Any:
-        try:
-            return layer(x)
-        except LeaveStep:
-            raise
-        except BaseException:
-            if self.gives_up:
-                raise SystemExit from None
-            return torch.ones(5, self.width)
-
-
-@pytest.mark.usefixtures("without_garbage_collection")
-@pytest.mark.parametrize("error", [PeerLostError, KeyboardInterrupt])
-@pytest.mark.parametrize("index", [1, 2])
-@pytest.mark.parametrize("gives_up", [False, True])
-@pytest.mark.parametrize("skips", [False, True])
-def test_a_lost_arrival_ends_the_step_whatever_it_makes_of_it(
-    skips: bool, gives_up: bool, index: int, error: type[BaseException]
-) -> None:
-    class Link:
-        def arrive(self) -> Arrival:
-            raise error
-
-    model = Stubborn()
-    model.skips, model.gives_up = skips, gives_up
-    stage = stages_of(model, step, 3, **BLOCKS)[index]
-    link = Link()
-    held = weakref.ref(link)
-    with pytest.raises(error) as lost:
-        stage.run(lambda: step(stage.module), link.arrive, lambda: arrived([torch.zeros(5, 6)] * 2, [True] * 2))
-    del link, lost
-    assert held() is None
-
-
-def test_nothing_is_expected_where_the_values_of_what_comes_are_copied() -> None:
-    model = UNet()
-    made = stages_of(model, step, 3, **BLOCKS)
-    middle = made[1].run
-    made[1].run = lambda bound, arrive, _: middle(bound, arrive, lambda: pytest.fail("its memory would be held"))  # type: ignore[assignment, misc]
-    assert torch.isfinite(forward(made, step)[0])
-
-
 def test_a_failure_before_the_step_leaves_the_hooks_at_rest() -> None:
     class Full(Arrival):
         def receive(self) -> list[Tensor]:
@@ -708,23 +571,8 @@ def test_a_failure_before_the_step_leaves_the_hooks_at_rest() -> None:
 
     stage = stages_of(Net(), step, 2, **BLOCKS)[1]
     with pytest.raises(MemoryError):
-        stage.run(lambda: step(stage.module), pytest.fail, lambda: Full([torch.ones(5, 6)], [True]))
+        stage.run(lambda: step(stage.module), Full([torch.ones(5, 6)], (((5, 6), torch.float64, True),)))
     stage.module.blocks[3](torch.ones(1, 6))  # type: ignore[index, operator, union-attr]  # out of order
-
-
-@pytest.mark.usefixtures("without_garbage_collection")
-def test_nothing_holds_the_links_of_a_stage_whose_peer_is_lost() -> None:
-    class Link:
-        def arrive(self) -> Arrival:
-            raise PeerLostError("the link broke")
-
-    stage = stages_of(Net(), step, 2, **BLOCKS)[1]
-    link = Link()
-    held = weakref.ref(link)
-    with contextlib.suppress(PeerLostError):
-        stage.run(lambda: step(stage.module), link.arrive)
-    del link
-    assert held() is None
 
 
 def test_outside_a_step_the_hooks_do_nothing() -> None:

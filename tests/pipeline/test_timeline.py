@@ -108,12 +108,6 @@ def test_step_counts_as_busy_between_first_forward_and_last_backward() -> None:
     assert measured_bubble(rows) == pytest.approx(1 / 4)
 
 
-def test_what_a_step_does_before_it_waits_counts_as_busy_from_the_first_forward_on() -> None:
-    first = [Span("forward", 0, 1.0, 3.0), Span("backward", 0, 4.0, 5.0)]
-    second = [Span("begin", 0, 0.0, 2.0), Span("forward", 0, 3.0, 4.0)]
-    assert measured_bubble([first, second]) == pytest.approx(1 - (3 + 2) / 8)
-
-
 def test_waiting_counts_whether_recorded_or_not() -> None:
     rows = rows_of(gpipe(3, 4))
     silent = [[span for span in row if span.kind != "receive"] for row in rows]
