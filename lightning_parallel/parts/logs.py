@@ -48,7 +48,7 @@ class _Entry:
 _LOG = inspect.signature(pl.LightningModule.log)
 
 
-def _arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
+def log_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
     """The arguments of a call of ``self.log``, by name."""
     bound = _LOG.bind(None, *args, **kwargs)
     bound.apply_defaults()
@@ -90,7 +90,7 @@ class LogRecorder:
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Record one value of the current microbatch. It takes the parameters of ``LightningModule.log``."""
-        options = _arguments(*args, **kwargs)
+        options = log_arguments(*args, **kwargs)
         name, value, given = (options.pop(each) for each in ("name", "value", "batch_size"))
         # A copy, as Lightning makes: the step may change the tensor afterwards. Detached, or graphs would pile up.
         kept = value.detach().clone() if isinstance(value, Tensor) else value
@@ -169,5 +169,5 @@ def trial(
 def logging_trial(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[list[dict[str, Any]]]:
     """A :func:`trial` that gives a list, and appends to it the arguments of each call of ``self.log``, by name."""
     logged: list[dict[str, Any]] = []
-    with trial(trainer, module, lambda *args, **kwargs: logged.append(_arguments(*args, **kwargs))):
+    with trial(trainer, module, lambda *args, **kwargs: logged.append(log_arguments(*args, **kwargs))):
         yield logged

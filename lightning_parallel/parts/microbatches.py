@@ -22,6 +22,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 
 from lightning_parallel.batch import batch_size, join_outputs, sizes, split
+from lightning_parallel.collectives import together
 from lightning_parallel.layout import Layout
 from lightning_parallel.parts.batch_watch import BatchWatch
 from lightning_parallel.parts.earlier_chunks import EarlierChunks
@@ -32,6 +33,7 @@ from lightning_parallel.parts.log_joins import LogJoins
 from lightning_parallel.parts.logs import LogRecorder, logging_through
 from lightning_parallel.parts.loss_means import LossMeans
 from lightning_parallel.parts.once_a_batch import OnceABatch
+from lightning_parallel.parts.step_effects import StepEffects
 from lightning_parallel.parts.tensor_shards import TensorShards
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.normaliser import BatchLoss
@@ -93,6 +95,7 @@ class Microbatches:
         self._watch = BatchWatch()
         self._model_group, self._device = model_group, device
         self._joins = LogJoins()
+        self._effects = StepEffects(trainer, module)
         self.once = OnceABatch(module)
         self.count = 0
         self._is_first_batch = True
@@ -150,6 +153,8 @@ class Microbatches:
         trace = step(parts[0], work[first].seed, counts[0], None)
         flow = self._look.follow("training_step", trace, len(counts))
         self._watch.check("training_step", self._stage.partition)
+        if self._is_first_batch:
+            together(None, self._effects.check)
         self.once.follow(() if flow is None else flow.updated, len(counts) * len(self._stage.chunks))
         self._is_first_batch = False
         if self.once.names:  # a trial would change them once more, before the backward
@@ -170,10 +175,11 @@ class Microbatches:
         recorder.weight = size
         seed_host_generators(seed)
         step = self._module.training_step
+        effects = self._effects.run(counts=kind is not None) if self._layout.is_last_stage else nullcontext()
         if kind is None:
-            with self._precision.train_step_context():
+            with self._precision.train_step_context(), effects:
                 return self._watch.look(step, *arguments)
-        with self._precision.train_step_context(), self.once.run():
+        with self._precision.train_step_context(), self.once.run(), effects:
             return self._shards.run(partial(self._earlier.run, step, *arguments), kind)
 
     @contextmanager
@@ -186,6 +192,7 @@ class Microbatches:
     def joined(self, outputs: list[Any], loss: BatchLoss, recorder: LogRecorder) -> Any:
         """On the last stage: log what the batch would have logged, and return what its step would have returned,
         detached."""
+        self._effects.end_batch()
         self._means.check(loss)
         recorder.replay(self._module.log, loss, self._means.logs)
         output = join_outputs(outputs, loss.sizes)
