@@ -8,6 +8,7 @@ one process.
     StochasticWeightAveraging           refused                    as in one process
     BatchSizeFinder                     refused                    as in one process
     ModelPruning                        refused                    as in one process
+    BaseFinetuning                      refused under pipelines    as in one process
     LearningRateFinder                  refused if asynchronous    as in one process
 """
 
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Sequence
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     BatchSizeFinder,
     Callback,
     LearningRateFinder,
@@ -51,7 +53,16 @@ IN_PARTS: Reasons = (
         "use DataParallelStrategy or strategy='ddp'",
     ),
 )
+IN_STAGES: Reasons = (
+    *IN_PARTS,
+    (
+        BaseFinetuning,
+        "it gives the optimizer parameters of all stages, of which a rank holds those of one. Give the optimizer all "
+        "parameters from the start, and call requires_grad_ in on_train_epoch_start",
+    ),
+)
 ASYNCHRONOUS: Reasons = (
+    *IN_STAGES,
     (
         LearningRateFinder,
         "it acts on the loss of every batch, for which the stages of an asynchronous pipeline would wait. Find the "

@@ -74,9 +74,10 @@ def _read(arguments: Any) -> Any:
 
 
 class LateMetrics(dict[str, Any]):
-    """Metrics that are brought up to date before they are read. Writing to them doesn't wait."""
+    """Metrics that are brought up to date before they are read. ``update_first`` gets the key, if one is read. Writing
+    doesn't wait."""
 
-    update_first: Callable[[], None] = staticmethod(lambda: None)
+    update_first: Callable[..., None] = staticmethod(lambda *keys: None)
 
     def __reduce__(self) -> Any:  # copies are plain
         self.update_first()
@@ -87,7 +88,7 @@ def _reading(name: str) -> Callable[..., Any]:
     read = getattr(dict, name)
 
     def reading(self: LateMetrics, *args: Any) -> Any:
-        self.update_first()
+        self.update_first(*args[:1])
         return read(self, *args)
 
     return reading
@@ -157,7 +158,7 @@ class Outcomes:
             self._take()
         return outcome.loss
 
-    def _await_all(self) -> None:
+    def _await_all(self, *keys: Any) -> None:
         if self._pending:
             self._note_wait()
             self.take(keep=0)

@@ -49,7 +49,7 @@ _LOG = inspect.signature(pl.LightningModule.log)
 _DEFAULTS = {name: parameter.default for name, parameter in _LOG.parameters.items() if name != "self"}
 
 
-def _arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
+def log_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
     """The arguments of a call of ``self.log``, by name. The dry run has checked them: ``bind`` takes ten times as
     long."""
     return {**_DEFAULTS, **dict(zip(_DEFAULTS, args, strict=False)), **kwargs}
@@ -90,7 +90,7 @@ class LogRecorder:
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Record one value of the current microbatch. It takes the parameters of ``LightningModule.log``."""
-        options = _arguments(*args, **kwargs)
+        options = log_arguments(*args, **kwargs)
         name, value, given = (options.pop(each) for each in ("name", "value", "batch_size"))
         # A copy, as Lightning makes: the step may change the tensor afterwards. Detached, or graphs would pile up.
         kept = value.detach().clone() if isinstance(value, Tensor) else value
@@ -172,7 +172,7 @@ def logging_trial(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[l
 
     def note(*args: Any, **kwargs: Any) -> None:
         _LOG.bind(module, *args, **kwargs)
-        logged.append(_arguments(*args, **kwargs))
+        logged.append(log_arguments(*args, **kwargs))
 
     with trial(trainer, module, note):
         yield logged

@@ -20,6 +20,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 
 from lightning_parallel.batch import batch_size, join_outputs, sizes, split
+from lightning_parallel.collectives import together
 from lightning_parallel.parts.batch_watch import BatchWatch
 from lightning_parallel.parts.earlier_chunks import EarlierChunks
 from lightning_parallel.parts.first_look import FirstLook
@@ -30,6 +31,7 @@ from lightning_parallel.parts.logs import LogRecorder, logging_through
 from lightning_parallel.parts.loss_means import LossMeans
 from lightning_parallel.parts.once_a_batch import OnceABatch
 from lightning_parallel.parts.run import Run
+from lightning_parallel.parts.step_effects import StepEffects
 from lightning_parallel.parts.tensor_shards import TensorShards
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.normaliser import BatchLoss
@@ -74,6 +76,7 @@ class Microbatches:
         self._look, self._means, self._last_stage = look, means, last_stage
         self._watch = BatchWatch()
         self._joins = LogJoins()
+        self._effects = StepEffects(run)
         self.once = OnceABatch(run.module)
         self.count = 0
         self._is_first_batch = True
@@ -131,6 +134,8 @@ class Microbatches:
         trace = step(parts[0], work[first].seed, counts[0], None)
         flow = self._look.follow("training_step", trace, len(counts))
         self._watch.check("training_step", self._stage.partition)
+        if self._is_first_batch:
+            together(None, self._effects.check)
         self.once.follow(() if flow is None else flow.updated, len(counts) * len(self._stage.chunks))
         self._is_first_batch = False
         if self.once.names:  # a trial would change them once more, before the backward
@@ -146,10 +151,13 @@ class Microbatches:
         recorder.weight = size
         seed_host_generators(seed)
         step = self._run.module.training_step
+        is_one = self._run.layout.stages == self.count == 1  # then it is called as in one process
+        watched = self._run.layout.is_last_stage and not is_one
+        effects = self._effects.around(counts=kind is not None) if watched else nullcontext()
         if kind is None:
-            with self._run.precision.train_step_context():
+            with self._run.precision.train_step_context(), effects:
                 return self._watch.look(step, *arguments)
-        with self._run.precision.train_step_context(), self.once.run():
+        with self._run.precision.train_step_context(), self.once.run(), effects:
             return self._shards.run(partial(self._earlier.run, step, *arguments), kind)
 
     @contextmanager
@@ -162,6 +170,7 @@ class Microbatches:
     def joined(self, outputs: list[Any], loss: BatchLoss, recorder: LogRecorder) -> Any:
         """On the last stage: log what the batch would have logged, and return what its step would have returned,
         detached."""
+        self._effects.end_batch()
         self._means.check(loss)
         recorder.replay(self._run.module.log, loss, self._means.logs)
         output = join_outputs(outputs, loss.sizes)

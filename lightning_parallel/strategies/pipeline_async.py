@@ -34,7 +34,7 @@ from typing_extensions import override
 from lightning_parallel.gradients.swapping import Gradients
 from lightning_parallel.lightning_private import callbacks_of
 from lightning_parallel.parts.asynchronous import AsynchronousTraining
-from lightning_parallel.parts.callbacks import ASYNCHRONOUS, IN_PARTS
+from lightning_parallel.parts.callbacks import ASYNCHRONOUS
 from lightning_parallel.parts.late_gradients import LateGradients
 from lightning_parallel.parts.logs import LogRecorder
 from lightning_parallel.parts.options import StagedOptions
@@ -94,7 +94,7 @@ class AsyncPipelineStrategy(StagedStrategy):
     stages would make them wait for each other.
     """
 
-    refused_callbacks = (*IN_PARTS, *ASYNCHRONOUS)
+    refused_callbacks = ASYNCHRONOUS
 
     @takes(AsyncPipelineOptions)
     def __init__(self, options: AsyncPipelineOptions) -> None:

@@ -31,6 +31,7 @@ from typing_extensions import override
 from lightning_parallel.layout import Placement
 from lightning_parallel.lightning_private import trainer_of
 from lightning_parallel.parts.afterwards import PartOfModel
+from lightning_parallel.parts.callbacks import IN_STAGES
 from lightning_parallel.parts.clipping import share_overflows
 from lightning_parallel.parts.cutting import agreed_partition
 from lightning_parallel.parts.earlier_chunks import EarlierChunks
@@ -61,6 +62,7 @@ class StagedStrategy(LayoutStrategy):
     """Base of the synchronous and the asynchronous pipeline."""
 
     options: StagedOptions
+    refused_callbacks = IN_STAGES
     calls_configure_part = True
 
     def __init__(self, options: StagedOptions) -> None:
