@@ -344,7 +344,6 @@ def test_before_each_batch_calls_between_batches_and_no_batch_waits_for_rank_0()
     class Hooks(Callback):
         def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             self.end = lightning_private.before_each_batch(trainer, lambda: seen.append(0))
-            lightning_private.before_first_batch(trainer, lambda: seen.append(1))
 
         def on_train_batch_end(self, *args: Any) -> None:
             seen.append(2)
@@ -356,38 +355,9 @@ def test_before_each_batch_calls_between_batches_and_no_batch_waits_for_rank_0()
     made = trainer(hooks, limit_train_batches=2, val_check_interval=1, num_sanity_val_steps=0)
     before = dict(vars(made.fit_loop.epoch_loop))
     made.fit(Net(), *2 * [torch.utils.data.DataLoader(torch.ones(2, 1))])
-    assert seen == [1, 0, 2, 3, 0, 2, 3]
+    assert seen == [0, 2, 3, 0, 2, 3]
     hooks.end()
     assert vars(made.fit_loop.epoch_loop).keys() == before.keys()
-
-
-def test_what_runs_before_a_batch_ends_in_any_order() -> None:
-    """Otherwise what a failed run hasn't come to would happen in the Trainer's next one."""
-    seen: list[int] = []
-
-    class Fails(Callback):
-        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            ends = [lightning_private.before_each_batch(trainer, partial(seen.append, each)) for each in range(3)]
-            for each in (1, 0, 1):
-                ends[each]()
-            self.end = ends[2]
-            lightning_private.before_first_batch(trainer, lambda: seen.append(3))
-
-        def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            if len(seen) == 0:
-                seen.append(9)
-                raise ValueError("no luck")
-
-    hooks = Fails()
-    made = trainer(hooks, limit_train_batches=1, max_steps=1)
-    before = set(vars(made.fit_loop.epoch_loop)), set(vars(made.fit_loop))
-    with pytest.raises(ValueError, match="no luck"):
-        made.fit(Net(), torch.utils.data.DataLoader(torch.ones(2, 1)))
-    lightning_private.end_replacements(made)
-    hooks.end()
-    assert (set(vars(made.fit_loop.epoch_loop)), set(vars(made.fit_loop))) == before
-    made.fit(Net(), torch.utils.data.DataLoader(torch.ones(2, 1)))
-    assert seen == [9, 3, 2]
 
 
 def test_take_signals_gets_them_in_the_place_of_lightning_s_handler() -> None:
@@ -443,24 +413,9 @@ def test_save_last_saves_whatever_the_triggers_say(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["last.ckpt"] and checkpoint.save_last is None
 
 
-def test_begin_batch_again_trains_a_batch_of_a_run_that_is_to_stop() -> None:
-    """Otherwise a run that was saved inside its last batch ends without it, or doesn't end after it."""
-
-    class Begins(Callback):
-        def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-            lightning_private.before_first_batch(
-                trainer, lambda: lightning_private.begin_batch_again(trainer, should_stop=True)
-            )
-
-    made = trainer(Begins(), max_steps=5)
-    made.fit(Net(), DataLoader(torch.ones(6, 1)))
-    assert made.global_step == 1 and "advance" not in vars(made.fit_loop.epoch_loop)
-
-
 @pytest.mark.parametrize("validated", [False, True])
-def test_finish_batch_validates_after_the_last_step_if_that_is_due(tmp_path: Path, validated: bool) -> None:
-    """Otherwise a run that was saved in its last step leaves its validation out, and ends at once, without
-    ``let_the_last_step_finish``."""
+def test_continue_epoch_validates_after_the_last_step_if_that_is_due(tmp_path: Path, validated: bool) -> None:
+    """Otherwise a run that was saved in its last step leaves its validation out, and ends at once."""
     seen: list[Any] = []
 
     class Saves(Callback):
@@ -472,12 +427,8 @@ def test_finish_batch_validates_after_the_last_step_if_that_is_due(tmp_path: Pat
             batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
             for counters in (batches["total"], batches["current"]):
                 counters["completed"] += 1
-            lightning_private.let_the_last_step_finish(trainer)
-
-        def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-            lightning_private.before_first_batch(
-                trainer, lambda: lightning_private.finish_batch(trainer, validated=validated)
-            )
+            begin = partial(seen.append, "begin")
+            lightning_private.continue_epoch(trainer, begin, finish=True, validated=validated, should_stop=False)
 
         def on_train_batch_start(self, *_: Any) -> None:
             seen.append("batch")
@@ -493,9 +444,43 @@ def test_finish_batch_validates_after_the_last_step_if_that_is_due(tmp_path: Pat
     made = trainer(Resumes(), num_sanity_val_steps=0, **options)
     before = set(vars(made.fit_loop.epoch_loop)), set(vars(made.fit_loop))
     made.fit(Net(), loader, loader, ckpt_path=tmp_path / "end.ckpt")
-    assert seen == ([2] if validated else ["validation", 2])
+    assert seen == (["begin", 2] if validated else ["begin", "validation", 2])
     assert (set(vars(made.fit_loop.epoch_loop)), set(vars(made.fit_loop))) == before
     assert made.fit_loop.epoch_loop._batches_that_stepped == 2
+
+
+def test_continue_epoch_ends_where_the_run_does_not_come_to_it() -> None:
+    """Otherwise what a failed run hasn't come to would happen in the Trainer's next one."""
+    made = trainer()
+    before = set(vars(made.fit_loop.epoch_loop)), set(vars(made.fit_loop))
+    end = lightning_private.continue_epoch(made, lambda: None, finish=True, validated=False, should_stop=False)
+    end()
+    end()
+    assert (set(vars(made.fit_loop.epoch_loop)), set(vars(made.fit_loop))) == before
+
+
+def test_validation_has_ended_in_the_hooks_after_it() -> None:
+    """Otherwise a resumed run would validate once more, or leave a validation out."""
+    seen: list[tuple[str, bool]] = []
+
+    class Looks(Callback):
+        def __getattribute__(self, name: str) -> Any:
+            if name.startswith("on_validation") and name != "on_validation_model_zero_grad":
+                return lambda trainer, *_, **__: seen.append((name, lightning_private.validation_has_ended(trainer)))
+            return super().__getattribute__(name)
+
+    loader = torch.utils.data.DataLoader(torch.ones(2, 1))
+    for loaders in (loader, [loader, loader]):
+        seen.clear()
+        made = trainer(Looks(), num_sanity_val_steps=0, val_check_interval=1)
+        made.fit(TwoLoaders() if isinstance(loaders, list) else Net(), loader, loaders)
+        assert {name for name, ended in seen if ended} == {"on_validation_end"}
+        assert sum(ended for _, ended in seen) == 2 and ("on_validation_end", False) not in seen
+
+
+class TwoLoaders(Net):
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int) -> None:  # type: ignore[override]
+        super().validation_step(batch, batch_idx)
 
 
 def test_around_step_hooks_begins_with_complete_gradients_and_ends_before_the_optimizer() -> None:
@@ -530,7 +515,7 @@ def test_around_step_hooks_begins_with_complete_gradients_and_ends_before_the_op
     assert "_after_closure" not in vars(made.precision_plugin)
 
 
-def test_finish_epoch_steps_plateau_schedulers_of_that_epoch(tmp_path: Path) -> None:
+def test_continue_after_epoch_steps_plateau_schedulers_of_that_epoch(tmp_path: Path) -> None:
     """Otherwise the run that goes on after it has a step less: Lightning saves before."""
     metrics: list[float] = []
 
@@ -546,9 +531,8 @@ def test_finish_epoch_steps_plateau_schedulers_of_that_epoch(tmp_path: Path) -> 
         def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
             trainer.callback_metrics["it"] = torch.tensor(7.0)
             if trainer.current_epoch == 1:
-                lightning_private.restore_metrics(trainer, {"it": torch.tensor(7.0)})
                 trainer.fit_loop.epoch_progress.current.completed += 1  # as it is loaded
-                lightning_private.finish_epoch(trainer, stepped=False)
+                lightning_private.continue_after_epoch(trainer, lambda: None, stepped=False)()
                 trainer.fit_loop.epoch_progress.current.completed -= 1
 
     loader = torch.utils.data.DataLoader(torch.ones(2, 1))
@@ -558,8 +542,7 @@ def test_finish_epoch_steps_plateau_schedulers_of_that_epoch(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("batches_left", [0, 1])
 def test_epoch_sums_go_into_the_rest_of_the_epoch(batches_left: int) -> None:
-    """Otherwise the metrics of a resumed epoch cover only the rest of it. At its end ContinuedSums puts back the method
-    that it has replaced."""
+    """Otherwise the metrics of a resumed epoch cover only the rest of it."""
     sums: dict[str, Any] = {}
 
     class Logs(Net):
@@ -581,11 +564,8 @@ def test_epoch_sums_go_into_the_rest_of_the_epoch(batches_left: int) -> None:
             sums.update(lightning_private.epoch_sums(trainer))
 
     class Continues(Callback):
-        def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-            self.sums = lightning_private.ContinuedSums(trainer, sums)
-
-        def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            self.sums.end(logs=True)
+        def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            lightning_private.continue_sums(trainer, sums)
 
     loader = torch.utils.data.DataLoader(torch.ones(2, 1))
     trainer(Takes()).fit(Logs([1.0, 3.0]), loader)
@@ -595,65 +575,19 @@ def test_epoch_sums_go_into_the_rest_of_the_epoch(batches_left: int) -> None:
     metrics = {name: made.callback_metrics[name].item() for name in ("it_epoch", "least", "object")}
     mean = 3.0 if batches_left else 2.0
     assert metrics == {"it_epoch": mean, "least": 1.0, "object": mean}
-    assert "log" not in vars(made.fit_loop.epoch_loop._results)
 
 
-def test_before_loaders_begin_comes_between_the_module_s_hook_and_the_first_order() -> None:
-    """Otherwise a split that the hook draws is another one in a resumed run."""
-    seen: list[str] = []
-
-    class Loader(torch.utils.data.DataLoader):
-        def __iter__(self) -> Any:
-            seen.append("order")
-            return super().__iter__()
-
-    class Loads(Net):
-        def train_dataloader(self) -> Any:
-            seen.append("hook")
-            return Loader(torch.ones(2, 1))
-
-    class Hooks(Callback):
-        def setup(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-            lightning_private.before_loaders_begin(trainer, lambda: seen.append("call"))
-
-    made = trainer(Hooks())
-    made.fit(Loads())
-    assert seen == ["hook", "call", "order"] and "_load_combined_loader_states" not in vars(made.fit_loop)
-
-
-def test_restart_nothing_leaves_the_validation_of_the_last_batch_alone(tmp_path: Path) -> None:
-    """Otherwise plateau schedulers and loggers would step once more in a run that was stopped between two batches.
-    ``in_mid_epoch`` and ``ends_update`` tell where it was."""
-    found: list[Any] = []
+def test_ends_update_after_the_last_batch_of_an_update_and_of_an_epoch() -> None:
+    """Otherwise a run that is stopped would be saved without the gradients of an update."""
+    found: list[bool] = []
 
     class Looks(Callback):
-        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            found.append(lightning_private.in_mid_epoch(trainer))
-            if found == [False]:
-                end = lightning_private.before_each_batch(trainer, lambda: look(trainer))
-                found.append(end)
-            else:
-                lightning_private.before_first_batch(trainer, lambda: lightning_private.restart_nothing(trainer))
-                lightning_private.before_first_batch(trainer, lambda: found.append(trainer.fit_loop.restarting))
-                stepped.append(trainer.fit_loop.epoch_loop._batches_that_stepped)
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            found.append(lightning_private.ends_update(trainer))
 
-        def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
-            stepped.append(trainer.fit_loop.epoch_loop._batches_that_stepped)
-            lightning_private.restore_metrics(trainer, {"before": torch.ones(())})
-            assert trainer.callback_metrics["before"] == 1
-
-    def look(trainer: L.Trainer) -> None:
-        found.append(lightning_private.ends_update(trainer))
-        if trainer.fit_loop.total_batch_idx == 1:
-            trainer.save_checkpoint(tmp_path / "between.ckpt")
-
-    loader, stepped = torch.utils.data.DataLoader(torch.ones(4, 1)), []
-    options: dict[str, Any] = {"val_check_interval": 2, "accumulate_grad_batches": 2}
-    trainer(Looks(), **options).fit(Net(), loader, loader)
-    assert [each for each in found if isinstance(each, bool)] == [False, True, False, True, False]
-    stepped.clear()
-    trainer(Looks(), **options, max_epochs=2).fit(Net(), loader, loader, ckpt_path=tmp_path / "between.ckpt")
-    assert found[-2:] == [True, False] and stepped[:2] == [1, 1]
+    made = trainer(Looks(), max_steps=-1, max_epochs=1, accumulate_grad_batches=2)
+    made.fit(Net(), torch.utils.data.DataLoader(torch.ones(3, 1)))
+    assert found == [False, True, True]
 
 
 def test_open_directories_is_asked_where_lightning_opens_and_writes_a_file(tmp_path: Path) -> None:

@@ -7,18 +7,11 @@ and says what depends on it. Nothing else in the package imports or reads a priv
 from lightning_parallel.lightning_private.batches import (
     around_step_hooks,
     before_each_batch,
-    before_first_batch,
-    before_loaders_begin,
-    begin_batch_again,
-    end_replacements,
+    continue_after_epoch,
+    continue_epoch,
     ends_update,
-    finish_batch,
-    finish_epoch,
-    in_mid_epoch,
-    let_the_last_step_finish,
-    restart_nothing,
-    restore_metrics,
     time_without_broadcasts,
+    validation_has_ended,
 )
 from lightning_parallel.lightning_private.checkpoints import open_directories, save_last
 from lightning_parallel.lightning_private.data import (
@@ -28,7 +21,7 @@ from lightning_parallel.lightning_private.data import (
     samples_predicted,
     take_back_loaders,
 )
-from lightning_parallel.lightning_private.epoch_sums import ContinuedSums, epoch_sums
+from lightning_parallel.lightning_private.epoch_sums import continue_sums, epoch_sums
 from lightning_parallel.lightning_private.launching import (
     callbacks_of,
     init_process_group,
@@ -56,25 +49,19 @@ from lightning_parallel.lightning_private.replaced import replaced
 from lightning_parallel.lightning_private.signals import requeue_by_slurm, say_terminated, take_signals
 
 __all__ = [
-    "ContinuedSums",
     "around_step_hooks",
     "before_batch_transfer",
     "before_each_batch",
-    "before_first_batch",
-    "before_loaders_begin",
-    "begin_batch_again",
     "callbacks_of",
-    "end_replacements",
+    "continue_after_epoch",
+    "continue_epoch",
+    "continue_sums",
     "ends_update",
     "epoch_sums",
     "evaluation_outputs",
-    "finish_batch",
-    "finish_epoch",
-    "in_mid_epoch",
     "init_process_group",
     "launched_by_make_launcher",
     "layer_sync_of",
-    "let_the_last_step_finish",
     "loader_source",
     "logged_step",
     "metric_places",
@@ -86,8 +73,6 @@ __all__ = [
     "replace_metric_places",
     "replaced",
     "requeue_by_slurm",
-    "restart_nothing",
-    "restore_metrics",
     "samples_predicted",
     "save_last",
     "say_device",
@@ -102,4 +87,5 @@ __all__ = [
     "set_device",
     "time_without_broadcasts",
     "trainer_of",
+    "validation_has_ended",
 ]

@@ -225,6 +225,19 @@ def test_the_run_may_draw_where_it_likes(tmp_path: Path, hook: str) -> None:
     equal_from_each_save(tmp_path, hook, {"val_check_interval": 4, "kind": DrawsInHooks})
 
 
+class AsksForItsLength(Scheduled):
+    """Lightning makes the loaders for it, before the checkpoint's places are known."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches == 18
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
+def test_the_optimizers_may_ask_for_the_run_s_length(tmp_path: Path, hook: str) -> None:
+    equal_from_each_save(tmp_path, hook, {"val_check_interval": 4, "kind": AsksForItsLength})
+
+
 class SkipsTheRest(Scheduled):
     """Leaves out the rest of an epoch."""
 
