@@ -57,7 +57,7 @@ def continue_sums(trainer: pl.Trainer, sums: Mapping[str, Mapping[str, Any]]) ->
         value: Any = torch.zeros((), device=device)
         if not saved["is_tensor"]:
             value = modules.get(saved["how"]["metric_attribute"])
-        if value is None:  # the module has no such metric any more
+        if not isinstance(value, torch.Tensor | Metric):  # the module has no such metric any more
             continue
         results.log(value=value, batch_size=0, sync_dist_fn=trainer.strategy.reduce, **saved["how"])
         results[key]._forward_cache = None  # of no step yet
