@@ -54,14 +54,13 @@ def continue_sums(trainer: pl.Trainer, sums: Mapping[str, Mapping[str, Any]]) ->
     trainer._logger_connector._first_loop_iter = False  # the first batch of an epoch would reset what was logged
     modules = dict(trainer.lightning_module.named_modules())
     for key, saved in sums.items():
-        value: Any = torch.zeros((), device=device)
-        if not saved["is_tensor"]:
-            value = modules.get(saved["how"]["metric_attribute"])
-        if not isinstance(value, torch.Tensor | Metric):  # the module has no such metric any more
+        is_tensor, how = saved["is_tensor"], saved["how"]
+        value: Any = torch.zeros((), device=device) if is_tensor else modules.get(how["metric_attribute"])
+        if not is_tensor and not isinstance(value, Metric):  # the module has no such metric any more
             continue
-        results.log(value=value, batch_size=0, sync_dist_fn=trainer.strategy.reduce, **saved["how"])
+        results.log(value=value, batch_size=0, sync_dist_fn=trainer.strategy.reduce, **how)
         results[key]._forward_cache = None  # of no step yet
-        parts = dict((results[key] if saved["is_tensor"] else value).named_modules())
+        parts = dict((results[key] if is_tensor else value).named_modules())
         for name in saved["states"].keys() & parts.keys():
             for attribute, content in _on(device, saved["states"][name]).items():
                 setattr(parts[name], attribute, content)

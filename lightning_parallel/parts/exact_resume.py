@@ -32,13 +32,9 @@ from lightning_parallel.checkpoint.plain import OPTIMIZER_NAMES, RANDOM_STATES
 from lightning_parallel.checkpoint.random_state import RANDOM_STATE, random_state, restore_random_state
 from lightning_parallel.collectives import gather_objects_on_first
 from lightning_parallel.layout import Layout
-from lightning_parallel.lightning_private import (
-    callbacks_of,
-    continue_after_epoch,
-    continue_epoch,
-    continue_sums,
-    epoch_sums,
-)
+from lightning_parallel.lightning_private.batches import continue_after_epoch, continue_epoch
+from lightning_parallel.lightning_private.epoch_sums import continue_sums, epoch_sums
+from lightning_parallel.lightning_private.launching import callbacks_of
 from lightning_parallel.parts.saved_moment import SavedMoment, is_in_step, is_to_stop, warn_of_what_is_lost
 from lightning_parallel.resumable_loader import ResumableDataLoader
 from lightning_parallel.torch_private import tree_leaves

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_parallel.groups import Groups
 from lightning_parallel.layout import Layout
-from lightning_parallel.lightning_private import metric_places, replace_metric_places, step_metrics
+from lightning_parallel.lightning_private.metrics import metric_places, replace_metric_places, step_metrics
 from lightning_parallel.parts.side_links import SideLinks
 from lightning_parallel.pipeline.channel import Receiver, Sender
 from lightning_parallel.torch_private import subclass_functions_disabled, tree_map

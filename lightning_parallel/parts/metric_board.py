@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel.collectives import broadcast_object
-from lightning_parallel.lightning_private import evaluation_outputs, metrics_of_no_loader
+from lightning_parallel.lightning_private.metrics import evaluation_outputs, metrics_of_no_loader
 
 
 class MetricBoard:

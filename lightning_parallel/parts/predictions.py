@@ -22,7 +22,7 @@ from lightning_parallel.batch import members, rebuild
 from lightning_parallel.collectives import broadcast_object, gather_objects
 from lightning_parallel.groups import Groups
 from lightning_parallel.layout import Layout
-from lightning_parallel.lightning_private import samples_predicted
+from lightning_parallel.lightning_private.data import samples_predicted
 
 
 class _NotBySampleError(ValueError):

@@ -24,14 +24,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_parallel.lightning_private import (
-    before_each_batch,
-    ends_update,
-    requeue_by_slurm,
-    save_last,
-    say_terminated,
-    take_signals,
-)
+from lightning_parallel.lightning_private.batches import before_each_batch, ends_update
+from lightning_parallel.lightning_private.checkpoints import save_last
+from lightning_parallel.lightning_private.signals import requeue_by_slurm, say_terminated, take_signals
 from lightning_parallel.parts.meeting import Meeting
 from lightning_parallel.parts.notice import Notice
 

@@ -10,7 +10,8 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_parallel.lightning_private import callbacks_of, ends_update, validation_has_ended
+from lightning_parallel.lightning_private.batches import ends_update, validation_has_ended
+from lightning_parallel.lightning_private.launching import callbacks_of
 
 
 class SavedMoment(StrEnum):
