@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_parallel.checkpoint import is_checkpoint, read_plain
 from lightning_parallel.checkpoint.directory import replacing
-from lightning_parallel.lightning_private import open_directories
+from lightning_parallel.lightning_private.checkpoints import open_directories
 from lightning_parallel.parts.exact_resume import ExactResume
 from lightning_parallel.parts.finite_loss import FiniteLoss
 from lightning_parallel.parts.memory_snapshot import MemorySnapshot

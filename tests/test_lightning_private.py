@@ -5,6 +5,7 @@ What to do then: find what replaces the name, in Lightning's changelog or source
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import signal
@@ -31,7 +32,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel import lightning_private
-from tests.test_house import modules
+from tests.test_house import is_private, modules
 
 
 class Net(L.LightningModule):
@@ -59,7 +60,8 @@ def trainer(*callbacks: Callback, **given: Any) -> L.Trainer:
 def test_every_function_is_used_and_pinned_here() -> None:
     here, private = Path(__file__), Path(lightning_private.__file__).parent
     others = [file.read_text() for file in modules(private.parent) if file.parent != private]
-    for name in lightning_private.__all__:
+    own = [node for file in modules(private) for node in ast.parse(file.read_text()).body]
+    for name in [node.name for node in own if isinstance(node, ast.FunctionDef) and not is_private(node.name)]:
         assert any(name in text for text in others), f"{name} is not used"
         assert name in here.read_text().replace("def test_", ""), f"{name} is not pinned"
 
@@ -71,19 +73,19 @@ def test_launched_by_make_launcher_is_called_once_while_a_trainer_is_made() -> N
     """Otherwise no process would be launched, and nothing refused before training."""
     calls: list[str] = []
 
-    @lightning_private.launched_by_make_launcher
+    @lightning_private.launching.launched_by_make_launcher
     class Spy(SingleDeviceStrategy):
         def make_launcher(self) -> None:
-            calls.append(type(lightning_private.layer_sync_of(self)).__name__)
+            calls.append(type(lightning_private.launching.layer_sync_of(self)).__name__)
 
     trainer(strategy=Spy(torch.device("cpu")), sync_batchnorm=True)
     assert calls == ["TorchSyncBatchNorm"]
-    assert lightning_private.layer_sync_of(SingleDeviceStrategy()) is None
+    assert lightning_private.launching.layer_sync_of(SingleDeviceStrategy()) is None
 
 
 def test_script_launcher_starts_processes_by_script() -> None:
     """Otherwise a user's script would not be started for each device."""
-    launcher = lightning_private.script_launcher(LightningEnvironment(), 3, 2)
+    launcher = lightning_private.launching.script_launcher(LightningEnvironment(), 3, 2)
     assert (launcher.num_processes, launcher.num_nodes, launcher.is_interactive_compatible) == (3, 2, False)
 
 
@@ -93,7 +95,7 @@ def test_init_process_group_takes_what_it_is_given() -> None:
     taken = list(inspect.signature(distributed._init_dist_connection).parameters)
     assert taken == ["cluster_environment", "torch_distributed_backend", "global_rank", "world_size", "kwargs"]
     assert "init_process_group" in inspect.getsource(distributed._init_dist_connection)
-    assert "init_process_group" in inspect.getsource(lightning_private.init_process_group)
+    assert "init_process_group" in inspect.getsource(lightning_private.launching.init_process_group)
 
 
 # -- the strategy's tools ------------------------------------------------------------------------------------
@@ -105,14 +107,14 @@ def test_move_optimizers_moves_their_state() -> None:
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
     parameter.grad = torch.ones(2)
     optimizer.step()
-    lightning_private.move_optimizers([optimizer], torch.device("meta"))
+    lightning_private.launching.move_optimizers([optimizer], torch.device("meta"))
     assert optimizer.state[parameter]["momentum_buffer"].device.type == "meta"
 
 
 def test_say_device_changes_what_a_module_says_and_moves_nothing() -> None:
     """Otherwise ``self.device`` would be the CPU in a fully sharded module."""
     module = Net()
-    lightning_private.say_device(module, torch.device("meta"))
+    lightning_private.launching.say_device(module, torch.device("meta"))
     assert module.device.type == "meta"
     assert module.layer.weight.device.type == "cpu"
 
@@ -120,9 +122,9 @@ def test_say_device_changes_what_a_module_says_and_moves_nothing() -> None:
 def test_trainer_of_a_module_without_one_is_none() -> None:
     """Otherwise a pipeline's end would raise where the module is in no Trainer any more."""
     module = Net()
-    assert lightning_private.trainer_of(module) is None
+    assert lightning_private.launching.trainer_of(module) is None
     module.trainer = trainer()
-    assert lightning_private.trainer_of(module) is module.trainer
+    assert lightning_private.launching.trainer_of(module) is module.trainer
 
 
 def test_callbacks_of_a_trainer_are_the_list_that_it_calls() -> None:
@@ -134,7 +136,7 @@ def test_callbacks_of_a_trainer_are_the_list_that_it_calls() -> None:
             called.append("added")
 
     made = trainer(max_steps=1)
-    lightning_private.callbacks_of(made).insert(0, Added())
+    lightning_private.launching.callbacks_of(made).insert(0, Added())
     made.fit(Net(), torch.utils.data.DataLoader(torch.ones(2, 1)))
     assert called == ["added"]
 
@@ -153,7 +155,7 @@ def test_loader_source_gives_loaders_and_takes_them_back_once() -> None:
 
     class Looks(SingleDeviceStrategy):
         def setup(self, trainer: L.Trainer) -> None:
-            source = lightning_private.loader_source(trainer)
+            source = lightning_private.data.loader_source(trainer)
             assert len(source.get()) == 3
             source.hand_over(DataLoader(torch.ones(1, 1)))
             super().setup(trainer)
@@ -165,9 +167,9 @@ def test_loader_source_gives_loaders_and_takes_them_back_once() -> None:
 
     class Fails(Looks):
         def setup(self, trainer: L.Trainer) -> None:
-            source = lightning_private.loader_source(trainer)
+            source = lightning_private.data.loader_source(trainer)
             source.hand_over([])
-            lightning_private.take_back_loaders(trainer)
+            lightning_private.data.take_back_loaders(trainer)
             late.extend(source.get())
             super().setup(trainer)
 
@@ -176,7 +178,7 @@ def test_loader_source_gives_loaders_and_takes_them_back_once() -> None:
 
 
 def test_mode_of_a_combined_loader() -> None:
-    assert lightning_private.mode_of(CombinedLoader([[1]], "min_size")) == "min_size"
+    assert lightning_private.data.mode_of(CombinedLoader([[1]], "min_size")) == "min_size"
 
 
 def test_before_batch_transfer_calls_the_users_hook() -> None:
@@ -188,7 +190,7 @@ def test_before_batch_transfer_calls_the_users_hook() -> None:
 
     class Looks(SingleDeviceStrategy):
         def setup(self, trainer: L.Trainer) -> None:
-            found.append(lightning_private.before_batch_transfer(trainer.lightning_module, 3))
+            found.append(lightning_private.data.before_batch_transfer(trainer.lightning_module, 3))
             super().setup(trainer)
 
     trainer(strategy=Looks(torch.device("cpu"))).fit(Doubles(), DataLoader(torch.ones(1, 1)))
@@ -201,7 +203,7 @@ def test_samples_predicted_are_those_of_each_batch() -> None:
 
     class Looks(Callback):
         def on_predict_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-            found.append(lightning_private.samples_predicted(trainer))
+            found.append(lightning_private.data.samples_predicted(trainer))
 
     class Predicts(Net):
         def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -229,10 +231,12 @@ def test_samples_predicted_are_those_of_each_batch() -> None:
 )
 def test_reads_training_metric(given: dict[str, Any], reads: bool) -> None:
     """Otherwise a stage that doesn't have the metric would choose other checkpoints than the last stage."""
-    assert lightning_private.reads_training_metric(ModelCheckpoint(monitor="loss", **given), 6) is reads
+    assert lightning_private.metrics.reads_training_metric(ModelCheckpoint(monitor="loss", **given), 6) is reads
     named = ModelCheckpoint(filename="{epoch}-{loss:.2f}", **given)
-    assert lightning_private.reads_training_metric(named, 6) is reads
-    assert lightning_private.reads_training_metric(ModelCheckpoint(filename="{epoch}-{step}", **given), 6) is False
+    assert lightning_private.metrics.reads_training_metric(named, 6) is reads
+    assert (
+        lightning_private.metrics.reads_training_metric(ModelCheckpoint(filename="{epoch}-{step}", **given), 6) is False
+    )
 
 
 def test_step_metrics_are_all_of_a_step_and_read_none_for_the_progress_bar() -> None:
@@ -248,7 +252,7 @@ def test_step_metrics_are_all_of_a_step_and_read_none_for_the_progress_bar() -> 
     class Looks(Callback):
         def on_before_zero_grad(self, trainer: L.Trainer, *args: Any) -> None:
             with patch.object(Tensor, "item", side_effect=AssertionError("the host waits")):
-                metrics = [{*place} for place in lightning_private.step_metrics(trainer)]
+                metrics = [{*place} for place in lightning_private.metrics.step_metrics(trainer)]
             places = (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)
             found.append((metrics, [{*place} for place in places]))
 
@@ -264,16 +268,16 @@ def test_replace_metric_places_replaces_what_the_trainer_shows() -> None:
         pass
 
     run = trainer()
-    lightning_private.replace_metric_places(run, Places)
+    lightning_private.metrics.replace_metric_places(run, Places)
     shown = (run.callback_metrics, run.logged_metrics, run.progress_bar_metrics)
-    for place, metrics in zip(lightning_private.metric_places(run), shown, strict=True):
+    for place, metrics in zip(lightning_private.metrics.metric_places(run), shown, strict=True):
         assert isinstance(place, Places) and metrics is place
 
 
 def test_time_without_broadcasts_ends_a_run_by_its_own_clock() -> None:
     """Otherwise all stages of a pipeline would wait for rank 0 after each batch."""
     run = trainer(max_time={"seconds": 0.2}, max_steps=-1, max_epochs=-1)
-    put_back = lightning_private.time_without_broadcasts(run)
+    put_back = lightning_private.batches.time_without_broadcasts(run)
     with patch.object(type(run.strategy), "broadcast", side_effect=lambda value, src=0: value) as broadcast:
         run.fit(Net(), DataLoader(torch.ones(8, 1)))
         begun = broadcast.call_count  # Lightning's own, at the start
@@ -289,7 +293,7 @@ def test_show_in_progress_bar_shows_texts_beside_what_is_logged() -> None:
 
     class Shows(Callback):
         def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-            lightning_private.show_in_progress_bar(trainer, {"memory": "1 GiB"})
+            lightning_private.metrics.show_in_progress_bar(trainer, {"memory": "1 GiB"})
             assert isinstance(trainer.progress_bar_callback, ProgressBar)
             shown.append(trainer.progress_bar_callback.get_metrics(trainer, trainer.lightning_module))
 
@@ -304,7 +308,7 @@ def test_logged_step_is_that_of_what_the_batch_logs() -> None:
 
     class Looks(Callback):
         def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-            steps.append(lightning_private.logged_step(trainer))
+            steps.append(lightning_private.metrics.logged_step(trainer))
 
     class Keeps(DummyLogger):
         def log_metrics(self, metrics: Any, step: int | None = None) -> None:
@@ -322,14 +326,14 @@ def test_evaluation_outputs_and_metrics_of_no_loader_become_what_validate_return
     class Looks(Callback):
         def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             pl_module.log("end", 2.0)
-            found.append([*lightning_private.evaluation_outputs(trainer)])
-            found.append({**lightning_private.metrics_of_no_loader(trainer)})
+            found.append([*lightning_private.metrics.evaluation_outputs(trainer)])
+            found.append({**lightning_private.metrics.metrics_of_no_loader(trainer)})
 
     returned = trainer(Looks()).validate(Net(), torch.utils.data.DataLoader(torch.ones(2, 1)), verbose=False)
     outputs, of_no_loader = found
     assert [{**output, **of_no_loader} for output in outputs] == returned
     assert {"val", "end"} == set(returned[0])
-    assert lightning_private.metrics_of_no_loader(trainer()) == {}
+    assert lightning_private.metrics.metrics_of_no_loader(trainer()) == {}
 
 
 def test_before_each_batch_calls_between_batches_and_no_batch_waits_for_rank_0() -> None:
@@ -343,8 +347,7 @@ def test_before_each_batch_calls_between_batches_and_no_batch_waits_for_rank_0()
 
     class Hooks(Callback):
         def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            self.end = lightning_private.before_each_batch(trainer, lambda: seen.append(0))
-            lightning_private.before_first_batch(trainer, lambda: seen.append(1))
+            self.end = lightning_private.batches.before_each_batch(trainer, lambda: seen.append(0))
 
         def on_train_batch_end(self, *args: Any) -> None:
             seen.append(2)
@@ -356,38 +359,9 @@ def test_before_each_batch_calls_between_batches_and_no_batch_waits_for_rank_0()
     made = trainer(hooks, limit_train_batches=2, val_check_interval=1, num_sanity_val_steps=0)
     before = dict(vars(made.fit_loop.epoch_loop))
     made.fit(Net(), *2 * [torch.utils.data.DataLoader(torch.ones(2, 1))])
-    assert seen == [1, 0, 2, 3, 0, 2, 3]
+    assert seen == [0, 2, 3, 0, 2, 3]
     hooks.end()
     assert vars(made.fit_loop.epoch_loop).keys() == before.keys()
-
-
-def test_what_runs_before_a_batch_ends_in_any_order() -> None:
-    """Otherwise what a failed run hasn't come to would happen in the Trainer's next one."""
-    seen: list[int] = []
-
-    class Fails(Callback):
-        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            ends = [lightning_private.before_each_batch(trainer, partial(seen.append, each)) for each in range(3)]
-            for each in (1, 0, 1):
-                ends[each]()
-            self.end = ends[2]
-            lightning_private.before_first_batch(trainer, lambda: seen.append(3))
-
-        def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            if len(seen) == 0:
-                seen.append(9)
-                raise ValueError("no luck")
-
-    hooks = Fails()
-    made = trainer(hooks, limit_train_batches=1, max_steps=1)
-    before = set(vars(made.fit_loop.epoch_loop)), set(vars(made.fit_loop))
-    with pytest.raises(ValueError, match="no luck"):
-        made.fit(Net(), torch.utils.data.DataLoader(torch.ones(2, 1)))
-    lightning_private.end_replacements(made)
-    hooks.end()
-    assert (set(vars(made.fit_loop.epoch_loop)), set(vars(made.fit_loop))) == before
-    made.fit(Net(), torch.utils.data.DataLoader(torch.ones(2, 1)))
-    assert seen == [9, 3, 2]
 
 
 def test_take_signals_gets_them_in_the_place_of_lightning_s_handler() -> None:
@@ -396,7 +370,7 @@ def test_take_signals_gets_them_in_the_place_of_lightning_s_handler() -> None:
 
     class Raises(Callback):
         def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-            lightning_private.take_signals(
+            lightning_private.signals.take_signals(
                 trainer, [signal.SIGTERM, signal.SIGUSR1], lambda number, frame: got.append(number)
             )
 
@@ -411,7 +385,7 @@ def test_take_signals_gets_them_in_the_place_of_lightning_s_handler() -> None:
     after = [signal.signal(number, handler) for number, handler in zip(numbers, before, strict=True)]
     assert got == [signal.SIGTERM, signal.SIGUSR1] and after == [signal.SIG_DFL, signal.SIG_DFL]
     assert not made.received_sigterm
-    lightning_private.say_terminated(made)
+    lightning_private.signals.say_terminated(made)
     assert made.received_sigterm
 
 
@@ -425,11 +399,11 @@ def test_requeue_by_slurm_saves_and_requeues_at_its_signal_only(
     monkeypatch.setattr(signal_connector, "call", lambda command: called.append(command) or 0)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     made = trainer(default_root_dir=tmp_path)
-    assert not lightning_private.requeue_by_slurm(made, signal.SIGUSR1)
+    assert not lightning_private.signals.requeue_by_slurm(made, signal.SIGUSR1)
     made._accelerator_connector.cluster_environment = SLURMEnvironment()
-    assert not lightning_private.requeue_by_slurm(made, signal.SIGTERM)
+    assert not lightning_private.signals.requeue_by_slurm(made, signal.SIGTERM)
     monkeypatch.setattr(made, "save_checkpoint", lambda path: called.append([Path(path).name]))
-    assert lightning_private.requeue_by_slurm(made, signal.SIGUSR1)
+    assert lightning_private.signals.requeue_by_slurm(made, signal.SIGUSR1)
     assert called == [["hpc_ckpt_1.ckpt"], ["scontrol", "requeue", "7"]]
 
 
@@ -439,28 +413,13 @@ def test_save_last_saves_whatever_the_triggers_say(tmp_path: Path) -> None:
     made = trainer(checkpoint, enable_checkpointing=True, limit_train_batches=3)
     made.fit(Net(), torch.utils.data.DataLoader(torch.ones(3, 1)))
     assert os.listdir(tmp_path) == []
-    assert lightning_private.save_last(checkpoint, made) == str(tmp_path / "last.ckpt")
+    assert lightning_private.checkpoints.save_last(checkpoint, made) == str(tmp_path / "last.ckpt")
     assert os.listdir(tmp_path) == ["last.ckpt"] and checkpoint.save_last is None
 
 
-def test_begin_batch_again_trains_a_batch_of_a_run_that_is_to_stop() -> None:
-    """Otherwise a run that was saved inside its last batch ends without it, or doesn't end after it."""
-
-    class Begins(Callback):
-        def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-            lightning_private.before_first_batch(
-                trainer, lambda: lightning_private.begin_batch_again(trainer, should_stop=True)
-            )
-
-    made = trainer(Begins(), max_steps=5)
-    made.fit(Net(), DataLoader(torch.ones(6, 1)))
-    assert made.global_step == 1 and "advance" not in vars(made.fit_loop.epoch_loop)
-
-
 @pytest.mark.parametrize("validated", [False, True])
-def test_finish_batch_validates_after_the_last_step_if_that_is_due(tmp_path: Path, validated: bool) -> None:
-    """Otherwise a run that was saved in its last step leaves its validation out, and ends at once, without
-    ``let_the_last_step_finish``."""
+def test_continue_epoch_validates_after_the_last_step_if_that_is_due(tmp_path: Path, validated: bool) -> None:
+    """Otherwise a run that was saved in its last step leaves its validation out, and ends at once."""
     seen: list[Any] = []
 
     class Saves(Callback):
@@ -472,11 +431,9 @@ def test_finish_batch_validates_after_the_last_step_if_that_is_due(tmp_path: Pat
             batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
             for counters in (batches["total"], batches["current"]):
                 counters["completed"] += 1
-            lightning_private.let_the_last_step_finish(trainer)
-
-        def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-            lightning_private.before_first_batch(
-                trainer, lambda: lightning_private.finish_batch(trainer, validated=validated)
+            begin = partial(seen.append, "begin")
+            lightning_private.batches.continue_epoch(
+                trainer, begin, finish=True, validated=validated, should_stop=False
             )
 
         def on_train_batch_start(self, *_: Any) -> None:
@@ -493,9 +450,45 @@ def test_finish_batch_validates_after_the_last_step_if_that_is_due(tmp_path: Pat
     made = trainer(Resumes(), num_sanity_val_steps=0, **options)
     before = set(vars(made.fit_loop.epoch_loop)), set(vars(made.fit_loop))
     made.fit(Net(), loader, loader, ckpt_path=tmp_path / "end.ckpt")
-    assert seen == ([2] if validated else ["validation", 2])
+    assert seen == (["begin", 2] if validated else ["begin", "validation", 2])
     assert (set(vars(made.fit_loop.epoch_loop)), set(vars(made.fit_loop))) == before
     assert made.fit_loop.epoch_loop._batches_that_stepped == 2
+
+
+def test_continue_epoch_ends_where_the_run_does_not_come_to_it() -> None:
+    """Otherwise what a failed run hasn't come to would happen in the Trainer's next one."""
+    made = trainer()
+    before = set(vars(made.fit_loop.epoch_loop)), set(vars(made.fit_loop))
+    end = lightning_private.batches.continue_epoch(made, lambda: None, finish=True, validated=False, should_stop=False)
+    end()
+    end()
+    assert (set(vars(made.fit_loop.epoch_loop)), set(vars(made.fit_loop))) == before
+
+
+def test_validation_has_ended_in_the_hooks_after_it() -> None:
+    """Otherwise a resumed run would validate once more, or leave a validation out."""
+    seen: list[tuple[str, bool]] = []
+
+    class Looks(Callback):
+        def __getattribute__(self, name: str) -> Any:
+            if name.startswith("on_validation") and name != "on_validation_model_zero_grad":
+                return lambda trainer, *_, **__: seen.append(
+                    (name, lightning_private.batches.validation_has_ended(trainer))
+                )
+            return super().__getattribute__(name)
+
+    loader = torch.utils.data.DataLoader(torch.ones(2, 1))
+    for loaders in (loader, [loader, loader]):
+        seen.clear()
+        made = trainer(Looks(), num_sanity_val_steps=0, val_check_interval=1)
+        made.fit(TwoLoaders() if isinstance(loaders, list) else Net(), loader, loaders)
+        assert {name for name, ended in seen if ended} == {"on_validation_end"}
+        assert sum(ended for _, ended in seen) == 2 and ("on_validation_end", False) not in seen
+
+
+class TwoLoaders(Net):
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int) -> None:  # type: ignore[override]
+        super().validation_step(batch, batch_idx)
 
 
 def test_around_step_hooks_begins_with_complete_gradients_and_ends_before_the_optimizer() -> None:
@@ -521,7 +514,7 @@ def test_around_step_hooks_begins_with_complete_gradients_and_ends_before_the_op
             return Optimizer(self.parameters(), lr=0.1)
 
     made = trainer(max_steps=1)
-    put_back = lightning_private.around_step_hooks(
+    put_back = lightning_private.batches.around_step_hooks(
         made.precision_plugin, lambda: seen.append("begin"), lambda: seen.append("end")
     )
     made.fit(Hooks(), torch.utils.data.DataLoader(torch.ones(2, 1)))
@@ -530,7 +523,7 @@ def test_around_step_hooks_begins_with_complete_gradients_and_ends_before_the_op
     assert "_after_closure" not in vars(made.precision_plugin)
 
 
-def test_finish_epoch_steps_plateau_schedulers_of_that_epoch(tmp_path: Path) -> None:
+def test_continue_after_epoch_steps_plateau_schedulers_of_that_epoch(tmp_path: Path) -> None:
     """Otherwise the run that goes on after it has a step less: Lightning saves before."""
     metrics: list[float] = []
 
@@ -546,9 +539,8 @@ def test_finish_epoch_steps_plateau_schedulers_of_that_epoch(tmp_path: Path) -> 
         def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
             trainer.callback_metrics["it"] = torch.tensor(7.0)
             if trainer.current_epoch == 1:
-                lightning_private.restore_metrics(trainer, {"it": torch.tensor(7.0)})
                 trainer.fit_loop.epoch_progress.current.completed += 1  # as it is loaded
-                lightning_private.finish_epoch(trainer, stepped=False)
+                lightning_private.batches.continue_after_epoch(trainer, lambda: None, stepped=False)()
                 trainer.fit_loop.epoch_progress.current.completed -= 1
 
     loader = torch.utils.data.DataLoader(torch.ones(2, 1))
@@ -558,8 +550,7 @@ def test_finish_epoch_steps_plateau_schedulers_of_that_epoch(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("batches_left", [0, 1])
 def test_epoch_sums_go_into_the_rest_of_the_epoch(batches_left: int) -> None:
-    """Otherwise the metrics of a resumed epoch cover only the rest of it. At its end ContinuedSums puts back the method
-    that it has replaced."""
+    """Otherwise the metrics of a resumed epoch cover only the rest of it."""
     sums: dict[str, Any] = {}
 
     class Logs(Net):
@@ -578,14 +569,11 @@ def test_epoch_sums_go_into_the_rest_of_the_epoch(batches_left: int) -> None:
 
     class Takes(Callback):
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            sums.update(lightning_private.epoch_sums(trainer))
+            sums.update(lightning_private.epoch_sums.epoch_sums(trainer))
 
     class Continues(Callback):
-        def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-            self.sums = lightning_private.ContinuedSums(trainer, sums)
-
-        def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            self.sums.end(logs=True)
+        def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            lightning_private.epoch_sums.continue_sums(trainer, sums)
 
     loader = torch.utils.data.DataLoader(torch.ones(2, 1))
     trainer(Takes()).fit(Logs([1.0, 3.0]), loader)
@@ -595,65 +583,19 @@ def test_epoch_sums_go_into_the_rest_of_the_epoch(batches_left: int) -> None:
     metrics = {name: made.callback_metrics[name].item() for name in ("it_epoch", "least", "object")}
     mean = 3.0 if batches_left else 2.0
     assert metrics == {"it_epoch": mean, "least": 1.0, "object": mean}
-    assert "log" not in vars(made.fit_loop.epoch_loop._results)
 
 
-def test_before_loaders_begin_comes_between_the_module_s_hook_and_the_first_order() -> None:
-    """Otherwise a split that the hook draws is another one in a resumed run."""
-    seen: list[str] = []
-
-    class Loader(torch.utils.data.DataLoader):
-        def __iter__(self) -> Any:
-            seen.append("order")
-            return super().__iter__()
-
-    class Loads(Net):
-        def train_dataloader(self) -> Any:
-            seen.append("hook")
-            return Loader(torch.ones(2, 1))
-
-    class Hooks(Callback):
-        def setup(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-            lightning_private.before_loaders_begin(trainer, lambda: seen.append("call"))
-
-    made = trainer(Hooks())
-    made.fit(Loads())
-    assert seen == ["hook", "call", "order"] and "_load_combined_loader_states" not in vars(made.fit_loop)
-
-
-def test_restart_nothing_leaves_the_validation_of_the_last_batch_alone(tmp_path: Path) -> None:
-    """Otherwise plateau schedulers and loggers would step once more in a run that was stopped between two batches.
-    ``in_mid_epoch`` and ``ends_update`` tell where it was."""
-    found: list[Any] = []
+def test_ends_update_after_the_last_batch_of_an_update_and_of_an_epoch() -> None:
+    """Otherwise a run that is stopped would be saved without the gradients of an update."""
+    found: list[bool] = []
 
     class Looks(Callback):
-        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            found.append(lightning_private.in_mid_epoch(trainer))
-            if found == [False]:
-                end = lightning_private.before_each_batch(trainer, lambda: look(trainer))
-                found.append(end)
-            else:
-                lightning_private.before_first_batch(trainer, lambda: lightning_private.restart_nothing(trainer))
-                lightning_private.before_first_batch(trainer, lambda: found.append(trainer.fit_loop.restarting))
-                stepped.append(trainer.fit_loop.epoch_loop._batches_that_stepped)
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            found.append(lightning_private.batches.ends_update(trainer))
 
-        def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
-            stepped.append(trainer.fit_loop.epoch_loop._batches_that_stepped)
-            lightning_private.restore_metrics(trainer, {"before": torch.ones(())})
-            assert trainer.callback_metrics["before"] == 1
-
-    def look(trainer: L.Trainer) -> None:
-        found.append(lightning_private.ends_update(trainer))
-        if trainer.fit_loop.total_batch_idx == 1:
-            trainer.save_checkpoint(tmp_path / "between.ckpt")
-
-    loader, stepped = torch.utils.data.DataLoader(torch.ones(4, 1)), []
-    options: dict[str, Any] = {"val_check_interval": 2, "accumulate_grad_batches": 2}
-    trainer(Looks(), **options).fit(Net(), loader, loader)
-    assert [each for each in found if isinstance(each, bool)] == [False, True, False, True, False]
-    stepped.clear()
-    trainer(Looks(), **options, max_epochs=2).fit(Net(), loader, loader, ckpt_path=tmp_path / "between.ckpt")
-    assert found[-2:] == [True, False] and stepped[:2] == [1, 1]
+    made = trainer(Looks(), max_steps=-1, max_epochs=1, accumulate_grad_batches=2)
+    made.fit(Net(), torch.utils.data.DataLoader(torch.ones(3, 1)))
+    assert found == [False, True, True]
 
 
 def test_open_directories_is_asked_where_lightning_opens_and_writes_a_file(tmp_path: Path) -> None:
@@ -675,9 +617,9 @@ def test_step_value_of_a_metric_is_what_lightning_logs() -> None:
 
     metric = MeanMetric()
     metric(torch.tensor(1.0))
-    assert lightning_private.step_value(metric) == 1
-    assert lightning_private.step_value(3.0) is None
-    lightning_private.set_step_value(metric, torch.tensor(5.0))
+    assert lightning_private.metrics.step_value(metric) == 1
+    assert lightning_private.metrics.step_value(3.0) is None
+    lightning_private.metrics.set_step_value(metric, torch.tensor(5.0))
     results = trainer().fit_loop.epoch_loop._results
     results.log("training_step", "mean", metric, on_step=True, on_epoch=False, metric_attribute="mean")
     assert results.metrics(on_step=True)["callback"]["mean"] == 5
@@ -686,10 +628,10 @@ def test_step_value_of_a_metric_is_what_lightning_logs() -> None:
 def test_set_device_reaches_the_attribute_that_a_module_reads() -> None:
     """Otherwise ``self.device`` would be the first device in every replica."""
     module = Net()
-    lightning_private.set_device(module, torch.device("meta"))
+    lightning_private.metrics.set_device(module, torch.device("meta"))
     assert module.device.type == "meta"
     plain = torch.nn.Linear(1, 1)
-    lightning_private.set_device(plain, torch.device("meta"))
+    lightning_private.metrics.set_device(plain, torch.device("meta"))
     assert "_device" not in vars(plain)
 
 

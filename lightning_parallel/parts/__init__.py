@@ -27,6 +27,5 @@ end of their own.
     late_values.py     awaited when they are read              common_stop.py   all stop after the same batch
     side_links.py      for small messages between stages
     optimizer_trial.py is one the same on parts?
-    searches.py        refused in a resumed run                by_replica.py    gathered for a file
     metric_sync.py     over which ranks metrics gather
 """

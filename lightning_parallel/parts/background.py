@@ -33,8 +33,7 @@ class BackgroundSave:
         self._error: Exception | None = None
         self._open = False  # a save is on its way, and actions can wait for it
         self._after: list[Callable[[], None]] = []
-        self._state = threading.Lock()
-        self._gate = threading.Lock()  # closed while the threads agree
+        self._gate = threading.Lock()  # for what follows a save; closed while the threads agree
         self._batch = 0  # that this rank has begun
         self._stop = 0  # the batch before which a failure ends the run
 
@@ -52,7 +51,7 @@ class BackgroundSave:
 
     def after(self, action: Callable[[], None]) -> None:
         """Run ``action`` when the save under way has succeeded; now if none is under way."""
-        with self._state:
+        with self._gate:
             if self._open:
                 self._after.append(action)
                 return
@@ -84,12 +83,9 @@ class BackgroundSave:
             failure = RuntimeError(f"The checkpoint {path} could not be saved in the background: {error}")
             failure.__cause__ = error
             with self._gate:
-                self._stop = self._agreed()
-                self._error = failure
-            with self._state:
-                self._open = False
+                self._stop, self._error, self._open = self._agreed(), failure, False
             return
-        with self._state:
+        with self._gate:
             self._open = False
         for action in self._after:
             try:

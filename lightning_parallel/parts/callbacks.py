@@ -27,7 +27,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 
-from lightning_parallel.lightning_private import callbacks_of
+from lightning_parallel.lightning_private.launching import callbacks_of
 from lightning_parallel.parts.exact_resume import ExactResume
 from lightning_parallel.parts.finite_loss import FiniteLoss
 from lightning_parallel.parts.preemption import Preemption

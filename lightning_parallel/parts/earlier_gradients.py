@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_parallel.gradients.swapping import Gradients, swap_gradients
-from lightning_parallel.lightning_private import callbacks_of
+from lightning_parallel.lightning_private.launching import callbacks_of
 
 
 def earlier_gradients(module: pl.LightningModule, parameters: Mapping[str, nn.Parameter]) -> Gradients:

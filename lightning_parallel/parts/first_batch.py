@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_parallel.batch import batch_size, split
-from lightning_parallel.lightning_private import before_batch_transfer, loader_source, mode_of
+from lightning_parallel.lightning_private.data import before_batch_transfer, loader_source, mode_of
 from lightning_parallel.parts.logs import trial
 from lightning_parallel.passes import first_pass
 from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_kept

@@ -26,7 +26,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_parallel.lightning_private import around_step_hooks, callbacks_of
+from lightning_parallel.lightning_private.batches import around_step_hooks
+from lightning_parallel.lightning_private.launching import callbacks_of
 from lightning_parallel.local_model import memory_of
 from lightning_parallel.torch_private import has_gradient_hooks, tensors_in
 

@@ -26,7 +26,10 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_parallel.collectives import broadcast_object
-from lightning_parallel.lightning_private import callbacks_of, reads_training_metric, replaced, time_without_broadcasts
+from lightning_parallel.lightning_private.batches import time_without_broadcasts
+from lightning_parallel.lightning_private.launching import callbacks_of
+from lightning_parallel.lightning_private.metrics import reads_training_metric
+from lightning_parallel.lightning_private.replaced import replaced
 from lightning_parallel.parts import hook_changes
 from lightning_parallel.parts.common_stop import CommonStop
 from lightning_parallel.parts.late_values import Outcomes

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.lightning_private import metric_places, replace_metric_places, step_metrics
+from lightning_parallel.lightning_private.metrics import metric_places, replace_metric_places, step_metrics
 from lightning_parallel.parts.run import Run
 from lightning_parallel.parts.side_links import SideLinks
 from lightning_parallel.torch_private import subclass_functions_disabled, tree_map

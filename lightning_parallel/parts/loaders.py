@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_parallel.batch import fingerprint
 from lightning_parallel.collectives import guarded
 from lightning_parallel.layout import Layout
-from lightning_parallel.lightning_private import replaced
+from lightning_parallel.lightning_private.replaced import replaced
 
 _DATA_HOOKS = ("setup", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
 

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from lightning_parallel.batch import weighted_mean
-from lightning_parallel.lightning_private import set_step_value, step_value
+from lightning_parallel.lightning_private.metrics import set_step_value, step_value
 from lightning_parallel.parts.collectives import Collectives
 from lightning_parallel.parts.log_joins import LogJoins
 from lightning_parallel.pipeline.loss_graph import Number

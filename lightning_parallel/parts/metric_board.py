@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.collectives import broadcast_object
-from lightning_parallel.lightning_private import evaluation_outputs, metrics_of_no_loader
+from lightning_parallel.lightning_private.metrics import evaluation_outputs, metrics_of_no_loader
 from lightning_parallel.parts.run import Run
 
 

@@ -17,7 +17,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_parallel.lightning_private import ends_update, logged_step, show_in_progress_bar
+from lightning_parallel.lightning_private.batches import ends_update
+from lightning_parallel.lightning_private.metrics import logged_step, show_in_progress_bar
 from lightning_parallel.parts.graph_flops import ForwardFlops
 from lightning_parallel.parts.performance import Noticeboard, StageFigures, content, memory_in_use, peak_of
 from lightning_parallel.pipeline.timeline import COMPUTE

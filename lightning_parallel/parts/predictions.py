@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_parallel.batch import members, rebuild
 from lightning_parallel.collectives import broadcast_object, gather_objects
-from lightning_parallel.lightning_private import samples_predicted
+from lightning_parallel.lightning_private.data import samples_predicted
 from lightning_parallel.parts.run import Run
 
 

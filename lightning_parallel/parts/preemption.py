@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,14 +24,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_parallel.lightning_private import (
-    before_each_batch,
-    ends_update,
-    requeue_by_slurm,
-    save_last,
-    say_terminated,
-    take_signals,
-)
+from lightning_parallel.lightning_private.batches import before_each_batch, ends_update
+from lightning_parallel.lightning_private.checkpoints import save_last
+from lightning_parallel.lightning_private.signals import requeue_by_slurm, say_terminated, take_signals
 from lightning_parallel.parts.meeting import Meeting
 from lightning_parallel.parts.notice import Notice
 
@@ -59,16 +55,15 @@ class Preemption(Callback):
         self._meeting: Meeting | None = None
         self._notice: Notice | None = None
         self._put_back: Callable[[], None] | None = None
-        self._has_failed = False  # the run ends, with its error: a signal must not take its place
         self._begun_at = 0  # batch
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._has_failed = False
-        take_signals(trainer, _SIGNALS, self._received)
+        take_signals(trainer, _SIGNALS, partial(self._received, trainer))
 
-    def _received(self, number: int, frame: Any) -> None:
-        if self._put_back is None and not self._has_failed:
+    def _received(self, trainer: pl.Trainer, number: int, frame: Any) -> None:
+        # A run that has failed ends with its error: a signal must not take its place.
+        if self._put_back is None and not trainer.interrupted:
             raise SIGTERMException
         self._signal = max(self._signal, 1 + _SIGNALS.index(number))
 
@@ -90,19 +85,21 @@ class Preemption(Callback):
         number = self._notice.at(batch, self._signal) if self._notice else self._meeting.highest(self._signal)
         if number and ends_update(trainer):
             self._meeting.highest(number)  # a rank that is ahead stays until its messages have been read
-            self._save(trainer, number)
-            self._leave(trainer)
+            self._save_and_leave(trainer, number)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Handle a signal that came in the last batches or after them. A run resumed from there has no batch left."""
         last = self._meeting.highest(self._signal) if self._meeting is not None else 0
         if last:
-            self._save(trainer, last)
-            self._leave(trainer)
+            self._save_and_leave(trainer, last)
 
-    def _save(self, trainer: pl.Trainer, which: int) -> None:
-        number = _SIGNALS[which - 1]
+    def _save_and_leave(self, trainer: pl.Trainer, which: int) -> None:
+        self._save(trainer, _SIGNALS[which - 1])
+        say_terminated(trainer)
+        raise SIGTERMException
+
+    def _save(self, trainer: pl.Trainer, number: signal.Signals) -> None:
         name, step = number.name, trainer.global_step
         if trainer.fit_loop.total_batch_idx == self._begun_at:
             rank_zero_info(f"{name} before the first batch: there is nothing to save.")
@@ -115,20 +112,12 @@ class Preemption(Callback):
                 return
         rank_zero_warn(f"{name} after step {step}: not saved, since no ModelCheckpoint saves whole checkpoints.")
 
-    def _leave(self, trainer: pl.Trainer) -> None:
-        say_terminated(trainer)
-        raise SIGTERMException
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._end()
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._has_failed = True
-        self._end()
-
-    def _end(self) -> None:
         if self._put_back is not None:
             self._put_back()
         self._put_back = self._meeting = self._notice = None

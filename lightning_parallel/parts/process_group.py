@@ -18,7 +18,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_parallel.collectives import gather_if_different
 from lightning_parallel.layout import Layout
-from lightning_parallel.lightning_private import init_process_group
+from lightning_parallel.lightning_private.launching import init_process_group
 from lightning_parallel.parts import rendezvous
 from lightning_parallel.torch_private import abort_groups, forget_meshes, is_bound_to_device
 

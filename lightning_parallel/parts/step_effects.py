@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_parallel.lightning_private import metric_places, replace_metric_places
+from lightning_parallel.lightning_private.metrics import metric_places, replace_metric_places
 from lightning_parallel.parts.late_values import LateMetrics
 from lightning_parallel.parts.logs import log_arguments, logging_through
 from lightning_parallel.parts.run import Run

@@ -29,13 +29,13 @@ from lightning_parallel.collectives import together
 from lightning_parallel.disk_offload import DiskOffload
 from lightning_parallel.groups import Groups
 from lightning_parallel.layout import Layout, Size
-from lightning_parallel.lightning_private import (
+from lightning_parallel.lightning_private.data import take_back_loaders
+from lightning_parallel.lightning_private.launching import (
     callbacks_of,
     launched_by_make_launcher,
     layer_sync_of,
     move_optimizers,
     script_launcher,
-    take_back_loaders,
     trainer_of,
 )
 from lightning_parallel.local_model import LocalModel

@@ -30,7 +30,8 @@ from typing_extensions import override
 
 from lightning_parallel.batch import batch_size
 from lightning_parallel.checkpoint.agreement import first_few
-from lightning_parallel.lightning_private import launched_by_make_launcher, layer_sync_of, set_device
+from lightning_parallel.lightning_private.launching import launched_by_make_launcher, layer_sync_of
+from lightning_parallel.lightning_private.metrics import set_device
 from lightning_parallel.local_replicas.data_parallel import Share, on_replicas
 from lightning_parallel.local_replicas.replicate import set_apart
 from lightning_parallel.parts.callbacks import bring_along

@@ -43,7 +43,7 @@ from lightning_parallel.collectives import broadcast_tensors
 from lightning_parallel.fully_sharded.units import check_dtypes, materialize, refuse_second_derivatives, untied
 from lightning_parallel.fully_sharded.uses import ModuleUses
 from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
-from lightning_parallel.lightning_private import say_device
+from lightning_parallel.lightning_private.launching import say_device
 from lightning_parallel.local_model import LocalModel
 from lightning_parallel.parts.afterwards import PartOfModel
 from lightning_parallel.parts.manual import BackwardGuard, networks

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel.gradients.swapping import Gradients
-from lightning_parallel.lightning_private import callbacks_of
+from lightning_parallel.lightning_private.launching import callbacks_of
 from lightning_parallel.parts.asynchronous import AsynchronousTraining
 from lightning_parallel.parts.callbacks import ASYNCHRONOUS
 from lightning_parallel.parts.late_gradients import LateGradients

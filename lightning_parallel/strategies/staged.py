@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel.layout import Placement
-from lightning_parallel.lightning_private import trainer_of
+from lightning_parallel.lightning_private.launching import trainer_of
 from lightning_parallel.parts.afterwards import PartOfModel
 from lightning_parallel.parts.callbacks import IN_STAGES
 from lightning_parallel.parts.clipping import share_overflows

@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader
@@ -150,8 +151,7 @@ class FailsOnOne(Remembers):
 
     def on_train_batch_end(self, *_: Any) -> None:
         if self.trainer.global_step == SAVED:
-            exact = next(callback for callback in self.trainer.callbacks if isinstance(callback, lp.ExactResume))  # type: ignore[attr-defined]
-            exact.on_exception(self.trainer, self, ValueError())
+            self.trainer.state.status = TrainerStatus.INTERRUPTED
             if self.trainer.global_rank == 0:
                 self.trainer.strategy.barrier = lambda name=None: None  # type: ignore[method-assign]
                 with pytest.warns(UserWarning, match="of rank 0 only"):

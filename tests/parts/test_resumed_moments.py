@@ -18,7 +18,7 @@ from torchmetrics import MeanMetric, Metric, MinMetric, SumMetric
 from torchmetrics.wrappers import LambdaInputTransformer, Running
 
 import lightning_parallel as lp
-from lightning_parallel.lightning_private import ends_update
+from lightning_parallel.lightning_private.batches import ends_update
 from tests.pool import WorkerPool
 from tests.thorough import thorough
 
@@ -223,6 +223,19 @@ class DrawsInHooks(Scheduled):
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
 def test_the_run_may_draw_where_it_likes(tmp_path: Path, hook: str) -> None:
     equal_from_each_save(tmp_path, hook, {"val_check_interval": 4, "kind": DrawsInHooks})
+
+
+class AsksForItsLength(Scheduled):
+    """Lightning makes the loaders for it, before the checkpoint's places are known."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches == 18
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
+def test_the_optimizers_may_ask_for_the_run_s_length(tmp_path: Path, hook: str) -> None:
+    equal_from_each_save(tmp_path, hook, {"val_check_interval": 4, "kind": AsksForItsLength})
 
 
 class SkipsTheRest(Scheduled):
