@@ -33,8 +33,8 @@ from lightning_parallel.layout import Layout
 from lightning_parallel.local_model import LocalModel, local_part
 from lightning_parallel.pipeline.seeding import TorchGenerators
 
-# Of the gradients of each step. Lookahead acts every fifth or sixth, SOAP every tenth. Some take a norm only where it is
-# small, or large; momentum follows the scale of the steps before.
+# Of the gradients of each step. Lookahead acts every fifth or sixth, SOAP every tenth. Some take a norm only where it
+# is small. Small ones come first, since momentum and second moments remember large ones.
 _SCALES = (1e-3,) * 6 + (1.0,) * 6
 _TOLERANCE = 1e-7  # of the largest change of a parameter: rounding makes far less, a norm of a half far more
 _LARGEST = 32  # size of a dimension in the trial: some treat matrices as such from 16 on
@@ -229,7 +229,7 @@ def _stepped(optimizer: Optimizer, pieces: Pieces) -> list[Tensor]:
             parameter.grad = (slope * parameter + pull * (1 + calls % 3)) * scale
         return torch.ones(())
 
-    for scale in _SCALES:  # which the closure reads
+    for scale in _SCALES:  # noqa: B007  the closure reads it
         type(twin).step(twin, closure=closure)  # a scheduler has replaced the method of the optimizer itself
     return [each.full_tensor() if isinstance(each, DTensor) else each.detach() for each in parameters]
 
