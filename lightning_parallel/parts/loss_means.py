@@ -134,6 +134,13 @@ class LossMeans:
                 f"What is logged as {first_few([repr(name) for name in wrong])} is the mean over microbatches, which "
                 f"differs from its value for the whole batch. Log an object of torchmetrics, or use microbatches=1.",
             )
+        if found.left:
+            self._warn(
+                "left",
+                f"training_step is called for each microbatch, and leaves other values in "
+                f"{first_few([repr(name) for name in sorted(found.left)])} than for the whole batch, such as a maximum "
+                f"or a list of numbers of microbatches. Pass what each sample has, use self.log, or use microbatches=1.",
+            )
         batch_loss.change(self._rule)
         return len(self._rules) > 1
 
