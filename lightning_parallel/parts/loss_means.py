@@ -139,7 +139,8 @@ class LossMeans:
                 "left",
                 f"training_step is called for each microbatch, and leaves other values in "
                 f"{first_few([repr(name) for name in sorted(found.left)])} than for the whole batch, such as a maximum "
-                f"or a list of numbers of microbatches. Pass what each sample has, use self.log, or use microbatches=1.",
+                f"or a list of numbers of microbatches. Pass what each sample has, use self.log, or use "
+                f"microbatches=1.",
             )
         batch_loss.change(self._rule)
         return len(self._rules) > 1

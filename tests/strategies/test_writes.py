@@ -23,6 +23,15 @@ class Halving(nn.Linear):
         return super().forward(x)
 
 
+class HalvingByValue(nn.Linear):
+    """Reads a value before it changes its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.isfinite().all():
+            self.weight.data.mul_(0.5)
+        return super().forward(x)
+
+
 class Masked(nn.Linear):
     """Zeroes a part of its weight, as a masked convolution does; nothing changes in the first step."""
 
@@ -78,6 +87,10 @@ class HalvingNet(Net):
         self.net[2] = self.layer(8, 8)
 
 
+class HalvingByValueNet(HalvingNet):
+    layer = HalvingByValue
+
+
 class MaskedNet(HalvingNet):
     layer = Masked
 
@@ -95,8 +108,12 @@ class HalvingInValidation(Net):
 
 MODELS: dict[str, type[Net]] = {
     "step": Normalised, "layer": HalvingNet, "mask": MaskedNet, "teacher": Teaching, "validation": HalvingInValidation,
+    "by value": HalvingByValueNet,
 }  # fmt: skip
-NAMES = {"step": "prototypes.weight", "layer": "net.2.weight", "mask": "net.2.weight", "validation": "other.0.weight"}
+NAMES = {
+    "step": "prototypes.weight", "layer": "net.2.weight", "by value": "net.2.weight", "mask": "net.2.weight",
+    "validation": "other.0.weight",
+}  # fmt: skip
 PLAN = {"net.4": "row_split", "teacher": "row_split"}
 SHARDED = {"stages": 2, "data_parallel": 2, "data_parallel_kind": "fully_shard", "microbatches": 1}
 STAGES_OF_TWO = {"stages": 2, "tensor_parallel": 2, "plan": {"prototypes": "row_split"}, "microbatches": 1}
@@ -118,6 +135,7 @@ def fit(model: str, strategy: str, options: dict[str, Any]) -> list[float]:
     ("validation", "fsdp", {}, 2),
     ("layer", "sync", SHARDED, 4),
     ("layer", "sync", {"microbatches": 2}, 2),
+    ("by value", "sync", {"microbatches": 2}, 2),
     ("layer", "sync", {"microbatches": 1, "activation_checkpointing": True}, 2),
     ("mask", "async", {"microbatches": 1}, 2),
     ("step", "tensor", {"plan": {"prototypes": "row_split"}}, 2),
