@@ -160,6 +160,13 @@ class NormedSGD(Short):
         p.sub_(g / self.norm * group["lr"])
 
 
+class FloorSGD(Short):
+    """Gradients of small norms are lengthened; others are as they are."""
+
+    def move(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
+        p.sub_(g / g.norm().clamp(max=1.0), alpha=group["lr"])
+
+
 class SAM(Optimizer):
     """Foret et al. 2021: around another optimizer, with the gradient of a point that all parameters go to together."""
 

@@ -7,11 +7,12 @@ Otherwise all use what the last stage has found, since it alone runs the end of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from contextlib import nullcontext
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
 
 from lightning_parallel.checkpoint.agreement import first_few
 from lightning_parallel.collectives import gather_objects, together
@@ -23,6 +24,8 @@ from lightning_parallel.parts.stages import Stages
 from lightning_parallel.pipeline.absent import AbsentTensor
 from lightning_parallel.pipeline.flow import Flow, tensors_of
 
+# They normalise over samples, also those that keep no statistics.
+_OVER_SAMPLES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 MANY = 5  # this many tensors may cross a cut without a warning: a layer's output and a U-Net's skip connections
 
 
@@ -62,9 +65,13 @@ class FirstLook:
             layers = self._stages.fully_sharded
             with layers.gathered() if layers is not None else nullcontext():  # else hooks would gather in the survey
                 flow = self._flows[kind] = self._agreed(lambda: self._look(kind, step))
-            self._stages.refuse_own_updates(flow.own_updates, count, late=self._late)
+            parameters = {name for name, _ in self._run.module.named_parameters(remove_duplicate=False)}
+            of_parameters = {name: settles for name, settles in flow.own_updates.items() if name in parameters}
+            self._stages.refuse_own_updates(of_parameters, count, late=self._late)
             self._warn_of_cargo(flow)
-            self._warn_of_carried(flow, count)
+            if count > 1:
+                advancing = {name for name, settles in flow.own_updates.items() if not settles} - parameters
+                self._warn_of_carried(flow, advancing, count)
         self._stages.stage.flow = self._flows[kind]
         return self._flows[kind]
 
@@ -105,8 +112,18 @@ class FirstLook:
         views = gather_objects((self._stages.stage.index, together(self._group, look)), self._group)
         return max(views, key=lambda view: view[0])[1]
 
-    def _warn_of_carried(self, flow: Flow, count: int) -> None:
-        if flow.carried and count > 1:
+    def _warn_of_carried(self, flow: Flow, of_layers: Iterable[str], count: int) -> None:
+        parts = dict.fromkeys(name.rpartition(".")[0] for name in sorted(of_layers))
+        named = self._run.module.named_modules()
+        parts |= dict.fromkeys(name for name, part in named if isinstance(part, _OVER_SAMPLES) and part.training)
+        if parts:
+            kinds = [f"'{name}' is a {type(self._run.module.get_submodule(name)).__name__}" for name in parts]
+            rank_zero_warn(
+                f"{first_few(kinds)}: what such a layer computes depends on how often it runs, or on which samples run "
+                f"together. It runs on each of {count} microbatches, so the loss differs from that of one process. Use "
+                f"microbatches=1, or in the place of BatchNorm GroupNorm or LayerNorm."
+            )
+        if flow.carried:
             rank_zero_warn(
                 f"training_step keeps and changes {first_few([repr(name) for name in sorted(flow.carried)])}. It is "
                 f"called for each of {count} microbatches, so they change {count} times a batch. Count batches in "

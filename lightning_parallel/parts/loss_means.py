@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_parallel.checkpoint.agreement import first_few
 from lightning_parallel.parts.last_stage import LastStage
@@ -21,7 +21,6 @@ from lightning_parallel.pipeline.chunk import Trial
 from lightning_parallel.pipeline.loss_trial import Findings
 from lightning_parallel.pipeline.normaliser import BatchLoss, Rule
 
-_NORMALISE_OVER_SAMPLES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _UNTRIED = 3  # batches without a trial that has shown anything are warned of
 
 
@@ -70,8 +69,6 @@ class LossMeans:
         batches = self._run.trainer.accumulate_grad_batches
         if len(parts) == 1:
             return BatchLoss(sizes, batches=batches)
-        if first:
-            self._warn_of_batch_norm(sizes)
         if self._wanted is None:
             return BatchLoss(sizes, self._rule, batches=batches)
         # In the first batch on all stages, so that an error is raised on all.
@@ -128,6 +125,14 @@ class LossMeans:
                 f"What is logged as {first_few([repr(name) for name in wrong])} is the mean over microbatches, which "
                 f"differs from its value for the whole batch. Log an object of torchmetrics, or use microbatches=1.",
             )
+        if found.left:
+            self._warn(
+                "left",
+                f"training_step is called for each microbatch, and leaves other values in "
+                f"{first_few([repr(name) for name in sorted(found.left)])} than for the whole batch, such as a maximum "
+                f"or a list of numbers of microbatches. Pass what each sample has, use self.log, or use "
+                f"microbatches=1.",
+            )
         batch_loss.change(self._rule)
         return len(self._rules) > 1
 
@@ -160,14 +165,3 @@ class LossMeans:
         if key not in self._warned:
             self._warned.add(key)
             rank_zero_warn(words)
-
-    def _warn_of_batch_norm(self, sizes: Sequence[int]) -> None:
-        for name, part in self._run.module.named_modules():
-            if isinstance(part, _NORMALISE_OVER_SAMPLES) and part.training:
-                self._warn(
-                    "batch norm",
-                    f"'{name}' is a {type(part).__name__}, which normalises over the {sizes[0]} samples of a "
-                    f"microbatch, not over the {sum(sizes)} of a batch: the loss differs from that of one process. Use "
-                    f"microbatches=1, or GroupNorm or LayerNorm.",
-                )
-                return

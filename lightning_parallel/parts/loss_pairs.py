@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_parallel.batch import split_into
 from lightning_parallel.parts.last_stage import LastStage
+from lightning_parallel.parts.left_by_steps import differing, left_by
 from lightning_parallel.parts.logs import logging_trial
 from lightning_parallel.parts.run import Run
 from lightning_parallel.pipeline.chunk import Again, Trial
@@ -156,6 +157,11 @@ class LossPairs:
                 step = other.step(part)
                 return outcome(lambda: (again.run(step, tensors), _numbers(logged)), lengths[place], traced=traced)
 
+        def left(*runs: tuple[Sequence[int], Sequence[Tensor], int]) -> dict[str, Tensor]:
+            with self._without_effect(seed=0):
+                steps = [(one.step(split_into(one.batch, lengths)[place]), tensors) for lengths, tensors, place in runs]
+                return left_by(self._run.module, lambda: [again.run(*each) for each in steps])
+
         try:
             one.outcome = one.outcome or run(one.sizes, one.arrived)
             other.outcome = run(one.sizes, other.arrived, first + 1)
@@ -163,9 +169,13 @@ class LossPairs:
             parts = [one.outcome, other.outcome]
             if not math.isfinite(whole.loss) or not (whole.loss or any(part.loss for part in parts)):
                 return None  # any rule would hold
-            found = find(whole, parts, pair, _TOLERANCES.get(again.dtype, 0.02))
+            tolerance = _TOLERANCES.get(again.dtype, 0.02)
+            found = find(whole, parts, pair, tolerance)
             draws = not (found.rules and all(found.logs.values()))
             again_whole = run(lengths, both, seed=1, traced=True) if draws else whole
+            if self.batches or first == 0:  # it takes as many runs as the loss
+                parted = left((one.sizes, one.arrived, first), (one.sizes, other.arrived, first + 1))
+                found = replace(found, left=differing(left((lengths, both, first)), parted, tolerance))
         except (ValueError, RuntimeError, IndexError, TypeError, AttributeError, KeyError, AssertionError):
             return None  # the step wasn't made for other sizes
         if not found.rules and again_whole.loss != whole.loss:

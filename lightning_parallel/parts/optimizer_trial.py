@@ -33,7 +33,9 @@ from lightning_parallel.layout import Layout
 from lightning_parallel.local_model import LocalModel, local_part
 from lightning_parallel.pipeline.seeding import TorchGenerators
 
-_STEPS = 12  # Lookahead acts every fifth or sixth, SOAP every tenth
+# Of the gradients of each step. Lookahead acts every fifth or sixth, SOAP every tenth. Some take a norm only where it
+# is small. Small ones come first, since momentum and second moments remember large ones.
+_SCALES = (1e-3,) * 6 + (1.0,) * 6
 _TOLERANCE = 1e-7  # of the largest change of a parameter: rounding makes far less, a norm of a half far more
 _LARGEST = 32  # size of a dimension in the trial: some treat matrices as such from 16 on
 _LARGEST_OF_MANY = 8  # of more than two dimensions
@@ -49,7 +51,7 @@ class _Trial:
         like: the parameter of that name.
         dim: the dimension along which tensor ranks divide it; None: not divided.
         value: its value before the first step.
-        slope, pull: they give the gradient ``slope * value + pull``, which changes from step to step.
+        slope, pull: they give the gradient ``slope * value + pull``, which changes from step to step, and is scaled.
     """
 
     group: int
@@ -224,10 +226,10 @@ def _stepped(optimizer: Optimizer, pieces: Pieces) -> list[Tensor]:
         nonlocal calls
         calls += 1  # some call it twice in a step, after they have moved the parameters
         for parameter, (_, slope, pull) in zip(parameters, given, strict=True):
-            parameter.grad = slope * parameter + pull * (1 + calls % 3)
+            parameter.grad = (slope * parameter + pull * (1 + calls % 3)) * scale
         return torch.ones(())
 
-    for _ in range(_STEPS):
+    for scale in _SCALES:  # noqa: B007  the closure reads it
         type(twin).step(twin, closure=closure)  # a scheduler has replaced the method of the optimizer itself
     return [each.full_tensor() if isinstance(each, DTensor) else each.detach() for each in parameters]
 

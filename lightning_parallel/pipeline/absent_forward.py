@@ -38,6 +38,7 @@ from lightning_parallel.torch_private import (
     tree_unflatten,
     version_of,
 )
+from lightning_parallel.writes import digest
 
 ANSWERS_KEPT = 32  # of one module, for the inputs that came last
 
@@ -224,10 +225,11 @@ def _absentees(tree: Any, origin: str) -> Any:
 
 @contextmanager
 def on_stand_ins(module: nn.Module, made_of: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Inside, absent parameters and buffers of the module and its parts are ordinary tensors, which ``made_of``
-    makes."""
-    kept: list[tuple[nn.Module, str, Tensor]] = []
+    """Inside, absent parameters and buffers of the module and its parts are ordinary tensors, which ``made_of`` makes.
+    What is written to these counts as written to the absent ones."""
+    kept: list[tuple[nn.Module, str, AbsentTensor]] = []
     made: dict[int, Tensor] = {}  # a parameter with two names is one tensor
+    before: dict[int, Tensor] = {}  # digests
     try:
         for part in module.modules():
             states = part.metric_state if isinstance(part, Metric) else {}
@@ -236,10 +238,14 @@ def on_stand_ins(module: nn.Module, made_of: Callable[[Tensor], Tensor]) -> Iter
                     kept.append((part, name, tensor))
                     if id(tensor) not in made:
                         made[id(tensor)] = made_of(tensor)
+                        before[id(tensor)] = digest(made[id(tensor)])
                     setattr(part, name, made[id(tensor)])  # as in make_absent
         yield
     finally:
         for part, name, tensor in kept:
+            now = getattr(part, name)
+            if now is not made[id(tensor)] or not torch.equal(digest(now), before[id(tensor)]):
+                tensor.memory.write(tensor.origins)
             setattr(part, name, tensor)
 
 

@@ -47,7 +47,7 @@ class Flow:
         transparent: units whose own code runs where they are absent, for values that escape from them.
         inside: the modules inside transparent units whose outputs cross.
         updated: the parameters that the step's own code changes, from parameters alone: a teacher's, by the student's.
-        own_updates: the parameters that units change in place themselves (:attr:`.Trace.own_updates`).
+        own_updates: the parameters, buffers and numbers that units change themselves (:attr:`.Trace.own_updates`).
         carried: other values that the step's own code changes from step to step.
     """
 

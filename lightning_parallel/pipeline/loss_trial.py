@@ -60,6 +60,7 @@ class Findings:
         lines: of the loss, if a run was traced.
         losses: the names under which the loss is logged.
         fixed: the keys of terms that average over the same number in the whole as in each part.
+        left: the names of what the parts leave on modules for later otherwise than the whole.
     """
 
     rules: frozenset[Rule]
@@ -67,6 +68,7 @@ class Findings:
     lines: Sequence[str]
     losses: frozenset[str]
     fixed: frozenset[str]
+    left: frozenset[str] = frozenset()
 
 
 def outcome(step: Callable[[], tuple[Tensor, dict[str, float]]], size: int, *, traced: bool) -> Outcome:

@@ -36,6 +36,7 @@ from lightning_parallel.pipeline.plain_values import attribute_uses
 from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_kept, seed_host_generators
 from lightning_parallel.pipeline.traced import Call, Carried, Place, PlainRead, Trace
 from lightning_parallel.pipeline.tracer import TraceOptions, Tracer, origins_in, relabelled
+from lightning_parallel.torch_private import buffers_of
 
 
 def trace(
@@ -122,6 +123,14 @@ class _Scene:
         name = self.names[id(part)]
         return f"{name}.{attribute}" if name else attribute
 
+    def _assigned(self) -> Iterator[str]:
+        """The buffers of units that have been replaced by what was computed from them, such as a running mean."""
+        buffers = ((part, *item) for unit in self.units for part in unit.modules() for item in buffers_of(part).items())
+        for part, key, buffer in buffers:
+            before = self.absent.get(self.name_of(part, key))
+            if before is not None and before is not buffer and before.origins & origins_in(buffer):
+                yield self.name_of(part, key)
+
     def metrics(self) -> Iterator[nn.Module]:
         """The metrics of units. They are computed after the step, as are those of the code around the units."""
         yield from dict.fromkeys(part for unit in self.units for part in unit.modules() if isinstance(part, Metric))
@@ -151,7 +160,7 @@ class _Scene:
                 writes=dict(tracer.writes),
                 overwriting=frozenset(tracer.overwriting),
                 updates=(),
-                own_updates=dict(tracer.own_updates),
+                own_updates=dict.fromkeys(self._assigned(), False) | tracer.own_updates,
                 draws=tuple(map(tuple, tracer.draws.values())),
                 plain_reads=(),
                 carried=(),
@@ -201,6 +210,7 @@ class _Scene:
         units = {id(inner): self.names[id(part)] for part in self.units for inner in part.modules()}
         reads: list[PlainRead] = []
         carried: list[Carried] = []
+        advancing: set[str] = set()
         uses: dict[str, list[_Use]] = {}  # of an attribute, by its name; in the run that runs
         tracer: Tracer | None = None
 
@@ -211,21 +221,23 @@ class _Scene:
 
         def told(part: nn.Module, attribute: str, assigned: bool) -> None:
             assert tracer is not None
-            if part not in of_units:
-                use = _Use(tracer.place, assigned, second.content_of(part, attribute))
-                uses.setdefault(self.name_of(part, attribute), []).append(use)
-            elif not assigned and not tracer.is_under_way(part):
+            use = _Use(tracer.place, assigned, second.content_of(part, attribute))
+            uses.setdefault(self.name_of(part, attribute), []).append(use)
+            if part in of_units and not assigned and not tracer.is_under_way(part):
                 reads.append(PlainRead(units[id(part)], self.names[id(part)], attribute, tracer.place))
 
         def end() -> None:
-            for part, attributes in around.items():
+            for part, attributes in (of_units | around).items():
                 for attribute in sorted(attributes):
                     name = self.name_of(part, attribute)
                     used, now = [*uses.get(name, [])], second.content_of(part, attribute)
                     if used and not used[0].assigns:  # it is read first: the value of the step before
                         where, changed = _reads_and_writes(used, now)
-                        if changed:
-                            carried.append(Carried(name, second.is_number(part, attribute), where, changed))
+                        is_number = second.is_number(part, attribute)
+                        if changed and part not in of_units:
+                            carried.append(Carried(name, is_number, where, changed))
+                        elif changed and is_number and not isinstance(part, Metric):
+                            advancing.add(name)
 
         with self.state.again() as second:
             with attribute_uses(of_units | around, told):
@@ -233,7 +245,8 @@ class _Scene:
         for metric in self.metrics():
             if metric in of_units and origins_in(vars(metric)) <= {METRIC_STATE}:  # it was updated with stand-ins
                 reads.append(PlainRead(units[id(metric)], self.names[id(metric)], None, Place(len(seen.calls))))
-        return replace(seen, plain_reads=tuple(reads), carried=tuple(carried))
+        own_updates = seen.own_updates | dict.fromkeys(advancing, False)
+        return replace(seen, plain_reads=tuple(reads), carried=tuple(carried), own_updates=own_updates)
 
 
 @contextmanager

@@ -144,8 +144,9 @@ class Trace:
         writes: the indices of the calls that change an input in place, by the origin that it has afterwards.
         overwriting: the indices of calls that change in place a tensor that isn't absent, such as one of the batch.
         updates: the updates of parameters and buffers by the code around the units.
-        own_updates: the parameters that units change in place themselves, as a masked convolution does in its forward.
-            True for those that another forward leaves as they are then, such as clamped ones.
+        own_updates: what units change themselves: parameters, as a masked convolution does in its forward, buffers, and
+            (only with ``plain_values``) numbers that they read first. True for those that another forward leaves as
+            they are then, such as clamped ones.
         draws: for each of the module's own generators that was drawn from, the places where it was.
         plain_reads, carried: found only with ``plain_values``.
         unrepeatable: of the units in question, the calls that did something else when they ran again.

@@ -100,8 +100,7 @@ class Tracer:
         own = {name: tensor.origins for name, tensor in absent.items()}
         try:
             for name, tensor in absent.items():
-                is_parameter = isinstance(tensor, nn.Parameter)
-                tensor.memory.listeners = (partial(self._updated, name, tensor.memory, own[name], is_parameter),)
+                tensor.memory.listeners = (partial(self._updated, name, tensor.memory, own[name]),)
             for part in parts:
                 if can_intercept(part):
                     watched.instead(part, partial(self._called, part, part.forward))
@@ -285,13 +284,11 @@ class Tracer:
         self.writes[origin] = index
         return frozenset([origin])
 
-    def _updated(
-        self, name: str, memory: AbsentMemory, own: frozenset[str], is_parameter: bool, settles: bool
-    ) -> None:
+    def _updated(self, name: str, memory: AbsentMemory, own: frozenset[str], settles: bool) -> None:
         if self._depth == 0:
             place = self.place if self._in_step else None
             self.updates.append(Update(name, place, memory.origins - own))
-        elif is_parameter:
+        else:
             self.own_updates[name] = settles and self.own_updates.get(name, True)
 
     def _relabelled(self, output: Any, call: Call) -> Any:

@@ -61,7 +61,8 @@ BY_PARAMETER: dict[str, Make] = {
     "Muon": lambda params: torch.optim.Muon([p for p in params if p.ndim == 2]),
     "Muon ": waits,
     **{kind.__name__: kind for kind in (
-        optimizers.LARS, optimizers.LAMB, optimizers.HostLAMB, optimizers.Factored, optimizers.Shampoo
+        optimizers.LARS, optimizers.LAMB, optimizers.HostLAMB, optimizers.Factored, optimizers.Shampoo,
+        optimizers.FloorSGD,
     )},
     "Lookahead": lambda params: optimizers.Lookahead(optimizers.LAMB(params)),
 }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -12,12 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchmetrics import MeanMetric
+from torch.nn.utils.parametrizations import spectral_norm
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, RunningMean, SumMetric
+from torchmetrics.classification import MulticlassAccuracy
 
 from tests.pool import WorkerPool
 from tests.strategies.failures import assert_refused
 from tests.strategies.harness import here, make_trainer
-from tests.strategies.observed import Net, loader
+from tests.strategies.observed import CLASSES, Net, loader
 
 PIPELINE = pytest.mark.parametrize("options", [
     {"stages": 2, "microbatches": 2}, {"stages": 2, "microbatches": 4, "schedule": "gpipe"},
@@ -91,7 +94,68 @@ class MetricInside(Net):
         return loss
 
 
+class Leaving(Net):
+    """Leaves on itself what depends on the number of updates, and what depends on samples alone."""
+
+    wrong = ("best", "recent", "total", "each", "mean", "losses", "centre")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.best, self.total, self.each, self.mean = MaxMetric(), SumMetric(), CatMetric(), MeanMetric()
+        self.recent = RunningMean(window=3)
+        self.accuracy, self.over_samples = MulticlassAccuracy(CLASSES), MeanMetric()
+        self.losses: list[Tensor] = []
+        self.predicted: dict[str, list[Tensor]] = {"of each sample": []}
+        self.register_buffer("centre", torch.zeros(CLASSES))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits, loss = self.logits_and_loss(batch)
+        for metric in (self.best, self.recent, self.total, self.each, self.mean):
+            metric.update(loss.detach())
+        self.accuracy.update(logits, batch[1])
+        self.over_samples.update(logits.detach().amax(1))
+        self.losses.append(loss.detach())
+        self.predicted["of each sample"].append(logits.argmax(1))
+        self.centre.lerp_(logits.detach().mean(0), 0.1)
+        return loss
+
+
+class Smoothed(nn.Module):
+    """Keeps running means of its own, or a count, in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.count, self.cache = way, 0, 0
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        if self.way == "in place":
+            self.mean.lerp_(mean, 0.1)
+        elif self.way == "assigned":
+            self.mean = self.mean * 0.9 + mean * 0.1
+        elif self.way == "by values" and mean.isfinite().all():
+            self.mean.copy_(mean)
+        elif self.way == "counts":
+            self.count += 1
+            return x / self.count
+        self.cache = len(x)  # the same in each call
+        return x - self.mean
+
+
+class Advancing(Net):
+    """Layers with a state, on both stages of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        ways = [Smoothed(way) for way in ("in place", "assigned", "by values", "counts", "none")]
+        parts = [*self.net[:2], *ways, nn.BatchNorm1d(8, track_running_stats=False), spectral_norm(nn.Linear(8, 8))]
+        self.net = nn.Sequential(*parts, nn.LayerNorm(8), nn.Linear(8, CLASSES))
+
+
 KINDS: dict[str, Callable[[], Net]] = {
+    "leaving": Leaving,
+    "advancing": Advancing,
     "teacher": Teacher,
     "annealed": Annealed,
     "metric": MetricInside,
@@ -108,7 +172,7 @@ def train(kind: str, strategy: str, options: dict[str, Any], follows: str = "in 
     trainer = make_trainer(strategy, [], options)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        trainer.fit(module, loader())
+        trainer.fit(module, loader(16, 8))
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return {n: p.detach().clone() for n, p in here(module).items()}, logged, [str(each.message) for each in told]
 
@@ -153,3 +217,32 @@ def test_a_metric_that_asks_for_values_is_refused_inside_a_layer_of_an_earlier_s
     words = ["The metric 'net.0.size' is updated inside a layer on stage 0", "nan_strategy='disable'"]
     for failure in failures:
         assert all(word in failure for word in words), failure
+
+
+@PIPELINE
+def test_what_a_step_leaves_once_for_each_microbatch_is_warned_of_by_name(
+    pool: WorkerPool, options: dict[str, Any]
+) -> None:
+    told = pool.run(train, options["stages"], "leaving", "sync", options, init=False)[0][2]
+    (text,) = [each for each in told if "is called for each microbatch" in each]
+    assert "microbatches=1" in text
+    assert named(text) == {*sorted(Leaving.wrong)[:5]} and "2 more" in text, text
+    ((_, _, told),) = pool.run(train, 1, "leaving", "sync", {"stages": 1, "microbatches": 1}, init=False)
+    assert not any("microbatch" in each for each in told), told
+
+
+@PIPELINE
+def test_layers_whose_state_advances_with_each_microbatch_are_warned_of_by_name(
+    pool: WorkerPool, options: dict[str, Any]
+) -> None:
+    told = pool.run(train, options["stages"], "advancing", "sync", options, init=False)[0][2]
+    (text,) = [each for each in told if "depends on how often it runs" in each]
+    assert "microbatches=1" in text
+    assert named(text) == {"net.2", "net.3", "net.4", "net.5", "net.8.parametrizations.weight.0"}, text
+    assert "1 more" in text  # BatchNorm
+    ((_, _, told),) = pool.run(train, 1, "advancing", "sync", {"stages": 1, "microbatches": 1}, init=False)
+    assert not any("microbatch" in each for each in told), told
+
+
+def named(text: str) -> set[str]:
+    return set(re.findall(r"'([^']*)'", text))

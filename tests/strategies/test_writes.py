@@ -24,6 +24,15 @@ class Halving(nn.Linear):
         return super().forward(x)
 
 
+class HalvingByValue(nn.Linear):
+    """Reads a value before it changes its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.isfinite().all():
+            self.weight.data.mul_(0.5)
+        return super().forward(x)
+
+
 class Masked(nn.Linear):
     """Zeroes a part of its weight, as a masked convolution does; nothing changes in the first step."""
 
@@ -100,6 +109,10 @@ class HalvingNet(Net):
         self.net[2] = self.layer(8, 8)
 
 
+class HalvingByValueNet(HalvingNet):
+    layer = HalvingByValue
+
+
 class MaskedNet(HalvingNet):
     layer = Masked
 
@@ -140,10 +153,10 @@ class HalvingInValidation(Net):
 
 MODELS: dict[str, type[Net]] = {
     "step": Normalised, "layer": HalvingNet, "mask": MaskedNet, "teacher": Teaching, "validation": HalvingInValidation,
-    "clamp": ClampedNet, "scaled": ScaledNet, "checkpoint": Checkpointed,
+    "clamp": ClampedNet, "scaled": ScaledNet, "checkpoint": Checkpointed, "by value": HalvingByValueNet,
 }  # fmt: skip
 NAMES = {
-    **dict.fromkeys(("layer", "mask", "clamp"), "net.2.weight"),
+    **dict.fromkeys(("layer", "mask", "clamp", "by value"), "net.2.weight"),
     "step": "prototypes.weight",
     "validation": "other.0.weight",
 }
@@ -168,6 +181,7 @@ def fit(model: str, strategy: str, options: dict[str, Any]) -> list[float]:
     ("validation", "fsdp", {}, 2),
     ("layer", "sync", SHARDED, 4),
     ("layer", "sync", {"microbatches": 2}, 2),
+    ("by value", "sync", {"microbatches": 2}, 2),
     ("layer", "sync", {"microbatches": 1, "activation_checkpointing": True}, 2),
     ("mask", "async", {"microbatches": 1}, 2),
     ("clamp", "async", {"microbatches": 2}, 2),
