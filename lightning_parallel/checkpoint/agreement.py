@@ -1,8 +1,11 @@
-"""What the ranks that write one checkpoint must agree on. The first rank compares what the others send it."""
+"""What ranks must agree on: those that write one checkpoint, among each other; and those that read one, with it. The
+first rank compares what the others send it."""
 
 from __future__ import annotations
 
 import hashlib
+import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -12,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_parallel.checkpoint.keys import parameter_of
 from lightning_parallel.checkpoint.slices import Boxes
-
-Shape = tuple[tuple[int, ...], torch.dtype]
 
 _PARTS = 64  # of a tensor, in its digest
 _SHOWN = 5  # names in an error message
@@ -27,13 +29,17 @@ def first_few(names: Iterable[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
+# -- ranks that save ---------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class RankSummary:
     """What the first rank has to know of a rank that saves.
 
     Attributes:
         coordinate: the rank's place in the layout, such as ``pp0.dp0.tp0``.
-        shapes: the shapes of its tensors, by key.
+        shapes: shape and dtype of each of its tensors, by key.
+        digests: what :func:`digests` returns for its model.
         scalars: for each optimizer its state that isn't a tensor, by parameter.
         param_groups: for each optimizer its groups: options, and the names of the parameters under "params".
         own_options: the options that may have other values on other ranks.
@@ -41,65 +47,36 @@ class RankSummary:
     """
 
     coordinate: str
-    shapes: dict[str, Shape]
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    digests: dict[str, bytes]
     scalars: list[dict[str, dict[str, Any]]]
     param_groups: list[list[dict[str, Any]]]
     own_options: frozenset[str]
     extra_state: dict[str, Any]
 
-    @classmethod
-    def of(
-        cls,
-        coordinate: str,
-        tensors: Mapping[str, Tensor],
-        scalars: list[dict[str, dict[str, Any]]],
-        param_groups: Sequence[Sequence[Mapping[str, Any]]],
-        own_options: Iterable[str],
-        extra_state: Mapping[str, Any],
-    ) -> RankSummary:
-        """The summary of a rank that holds these tensors."""
-        shapes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
-        groups = [[dict(options) for options in of_one] for of_one in param_groups]
-        return cls(coordinate, shapes, scalars, groups, frozenset(own_options), dict(extra_state))
 
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """The summaries of all ranks, joined.
-
-    Attributes:
-        scalars: for each optimizer the whole model's state that isn't a tensor, by parameter.
-        own_options: the options that differ between ranks and may: for each coordinate and optimizer, a dictionary for
-            each group.
-        copied: the parameters that several ranks hold.
-        extra_state: what modules keep besides parameters and buffers. If several ranks have a module, it is the lowest
-            rank's.
-    """
-
-    scalars: list[dict[str, dict[str, Any]]]
-    param_groups: list[list[dict[str, Any]]]
-    own_options: dict[str, list[list[dict[str, Any]]]]
-    copied: list[str]
-    extra_state: dict[str, Any]
-
-
-def agree(ranks: Sequence[RankSummary], order: Sequence[str]) -> Agreement:
+def agree(ranks: Sequence[RankSummary], order: Sequence[str]) -> tuple[dict[str, Any], set[str]]:
     """Join the summaries of all ranks, given in the order of ranks. Where several ranks hold one value, the lowest
     rank's is taken. ``order`` is that of the whole model's parameters; see :func:`merge_groups`.
+
+    Returns:
+        What trainer.pt says of the whole model, and the trained parameters that ranks hold as a whole. ``own_options``
+        are, for each coordinate, optimizer and group, the options that may differ.
 
     Raises:
         ValueError: two ranks share a coordinate, or disagree about a shape, the number of optimizers, or the parameter
             groups.
+        RuntimeError: copies of a parameter have drifted apart. The checkpoint would keep one of them.
     """
     twice = [place for place, count in Counter(rank.coordinate for rank in ranks).items() if count > 1]
     if twice:
         raise ValueError(f"coordinate={twice[0]!r} is given by several ranks: each needs its own.")
-    known: dict[str, Shape] = {}
+    shapes: dict[str, Any] = {}
     for rank in ranks:
         for key, shape in rank.shapes.items():
-            if known.setdefault(key, shape) != shape:
+            if shapes.setdefault(key, shape) != shape:
                 raise ValueError(
-                    f"{key} is {known[key]} on one rank and {shape} on another: a checkpoint holds one tensor of each "
+                    f"{key} is {shapes[key]} on one rank and {shape} on another: a checkpoint holds one tensor of each "
                     f"name."
                 )
     own = frozenset[str]().union(*(rank.own_options for rank in ranks))
@@ -109,27 +86,56 @@ def agree(ranks: Sequence[RankSummary], order: Sequence[str]) -> Agreement:
             f"The ranks have {counts} optimizers: configure_optimizers has to make the same on every rank."
         )
     groups = [merge_groups(list(copies), order, own) for copies in zip(*(r.param_groups for r in ranks), strict=True)]
-    own_options = {rank.coordinate: [_only(own, of_one) for of_one in rank.param_groups] for rank in ranks if own}
     names = {name for of_one in groups for group in of_one for name in group["params"]}
-    holders = Counter(name for name in names for rank in ranks if f"model/{name}" in rank.shapes)
-    scalars = [
-        {name: values for copy in reversed(copies) for name, values in copy.items()}
-        for copies in zip(*(rank.scalars for rank in ranks), strict=True)
-    ]
-    extra_state = {name: value for rank in reversed(ranks) for name, value in rank.extra_state.items()}
-    copied = [name for name, count in holders.items() if count > 1]
-    return Agreement(scalars, groups, own_options, copied, extra_state)
+    known: dict[str, bytes] = {}
+    copies = [(name, digest) for rank in ranks for name, digest in rank.digests.items() if name in names]
+    differing = [name for name, digest in copies if known.setdefault(name, digest) != digest]
+    if differing:
+        raise RuntimeError(f"Copies of one parameter differ between ranks, nothing is saved: {first_few(differing)}.")
+    joined = {
+        "optimizer_scalars": [
+            {name: values for copy in reversed(copies) for name, values in copy.items()}
+            for copies in zip(*(rank.scalars for rank in ranks), strict=True)
+        ],
+        "param_groups": groups,
+        "own_options": {
+            rank.coordinate: [
+                [{key: value for key, value in group.items() if key in own} for group in of_one]
+                for of_one in rank.param_groups
+            ]
+            for rank in ranks
+            if own
+        },
+        "extra_state": {name: value for rank in reversed(ranks) for name, value in rank.extra_state.items()},
+    }
+    return joined, set(known)
 
 
-def _only(options: Set[str], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key in options} for group in groups]
+def writers(ranks: Sequence[RankSummary], shared: Set[str]) -> dict[str, int]:
+    """Which rank writes a tensor that belongs to a ``shared`` parameter: of those that hold it, the one that has the
+    least to write so far. Others are written by every rank that holds a shard of them, or by their lowest holder.
+
+    torch's planner would share them out as well. But it would share out buffers too, whose copies may differ; and the
+    first rank would get the plans of all copies, which takes seconds with a thousand ranks.
+    """
+    holders: dict[str, list[int]] = {}
+    for number, rank in enumerate(ranks):
+        for key in rank.shapes:
+            holders.setdefault(key, []).append(number)
+    load = [0] * len(ranks)
+    chosen: dict[str, int] = {}
+    for key, numbers in sorted(holders.items(), key=lambda item: len(item[1])):  # first what one rank has alone
+        if len(numbers) == 1 or parameter_of(key) in shared:
+            chosen[key] = number = min(numbers, key=load.__getitem__)
+            shape, dtype = ranks[number].shapes[key]
+            load[number] += math.prod(shape) * dtype.itemsize
+    return chosen
 
 
-def digests(model: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, bytes]:
-    """A digest of each named tensor that this rank holds as a whole. Shards are left out: they are no copies of each
+def digests(model: Mapping[str, Tensor]) -> dict[str, bytes]:
+    """A digest of each tensor that this rank holds as a whole. Shards are left out: they are no copies of each
     other."""
-    here = ((name, model[name]) for name in names if name in model)
-    return {name: _digest(tensor) for name, tensor in here if not isinstance(tensor, (DTensor, Boxes))}
+    return {name: _digest(each) for name, each in model.items() if not isinstance(each, (DTensor, Boxes))}
 
 
 def _digest(tensor: Tensor) -> bytes:
@@ -143,19 +149,6 @@ def _digest(tensor: Tensor) -> bytes:
     sums, rest = parts.view(torch.int64).view(_PARTS, -1).sum(1), raw[_PARTS * length :]
     content = sums.cpu().numpy().tobytes() + rest.cpu().numpy().tobytes()
     return hashlib.blake2b(content, digest_size=16).digest()
-
-
-def check_copies(ranks: Sequence[Mapping[str, bytes]]) -> None:
-    """Refuse copies of a parameter that have drifted apart, since a checkpoint keeps one of them. ``ranks`` are the
-    digests of each rank.
-
-    Raises:
-        RuntimeError: it names the parameters.
-    """
-    known: dict[str, bytes] = {}
-    differing = [name for rank in ranks for name, digest in rank.items() if known.setdefault(name, digest) != digest]
-    if differing:
-        raise RuntimeError(f"Copies of one parameter differ between ranks, nothing is saved: {first_few(differing)}.")
 
 
 def merge_groups(
@@ -204,3 +197,44 @@ def _equal(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
     if isinstance(a, Tensor) or isinstance(b, Tensor):  # a learning rate for compiled or captured optimizers
         return float(a) == float(b)
     return bool(a == b)
+
+
+# -- ranks that load ---------------------------------------------------------------------------------------------
+
+Shapes = Mapping[str, Sequence[int]]  # of the model's tensors in a checkpoint, by name
+
+
+def differences(model: Mapping[str, Tensor], found: Shapes, *, strict: bool) -> list[str]:
+    """The tensors that a rank doesn't find in a checkpoint, or finds in another shape, in words.
+
+    Args:
+        model: the tensors held here, by their names in the whole model.
+        strict: every tensor in ``model`` must be in the checkpoint.
+    """
+    problems = []
+    for name, tensor in model.items():
+        shape = found.get(name)
+        if shape is None:
+            problems += [f"{name} is missing in it"] if strict else []
+        elif tuple(shape) != tuple(tensor.shape):
+            problems.append(f"{name} has shape {tuple(shape)} in it and {tuple(tensor.shape)} in the model")
+    return problems
+
+
+def refuse(path: str | os.PathLike[str], problems: Iterable[str], found: Iterable[str], held: Iterable[str]) -> None:
+    """Refuse a checkpoint if there are problems, or if it has tensors that no rank's model has.
+
+    Args:
+        problems: the :func:`differences` of all ranks.
+        found: the names in the checkpoint.
+        held: the names in the ranks' models.
+
+    Raises:
+        ValueError: it names some of them.
+    """
+    known = set(held)
+    problems = [*problems, *(f"{name} is in no rank's model" for name in found if name not in known)]
+    if problems:
+        raise ValueError(
+            f"The checkpoint {os.fspath(path)} does not fit the model: {first_few(dict.fromkeys(problems))}."
+        )

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.checkpoint import directory, format, safetensors_file
+from lightning_parallel.checkpoint import directory, format, plain
 from lightning_parallel.checkpoint.directory import PathLike
-from lightning_parallel.checkpoint.optimizers import OptimizerState
-from lightning_parallel.checkpoint.plain import OPTIMIZER_NAMES, read_full, read_plain
+from lightning_parallel.checkpoint.keys import OptimizerState
 from lightning_parallel.layout import Layout
 
 
@@ -39,22 +38,24 @@ def convert(source: PathLike, target: PathLike, *, save_weights_only: bool = Fal
             target is a folder of something else.
     """
     source, target = Path(source), Path(target)
-    weights = save_weights_only or safetensors_file.SUFFIX in (source.suffix, target.suffix)
-    plain = {"state_dict": read_full(source, weights_only)} if weights else read_plain(source, weights_only)
-    tensors, aliases, extra_state = _each_once(plain["state_dict"])
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.suffix == safetensors_file.SUFFIX:
+    weights = save_weights_only or plain.SAFETENSORS in (source.suffix, target.suffix)
+    if weights:
+        content: dict[str, Any] = {"state_dict": plain.read_full(source, weights_only)}
+    else:
+        content = plain.read_plain(source, weights_only)
+    tensors, aliases, extra_state = _each_once(content["state_dict"])
+    if target.suffix == plain.SAFETENSORS:
         if extra_state:
             raise ValueError(f"{next(iter(extra_state))} in {source} is no tensor, and safetensors hold nothing else.")
         with directory.replacing(target) as new:
-            safetensors_file.write(new, tensors, aliases)
+            plain.write_safetensors(new, tensors, aliases)
     elif source.is_file():
-        left_out = ("state_dict", "optimizer_states", OPTIMIZER_NAMES)
+        left_out = (*plain.OF_TENSORS, plain.OPTIMIZER_NAMES)
         format.save(
             target,
             model=tensors,
-            optimizers=_named(source, plain, aliases),
-            trainer={key: value for key, value in plain.items() if key not in left_out},
+            optimizers=_named(source, content, aliases),
+            trainer={key: value for key, value in content.items() if key not in left_out},
             rank_state={},  # those of all replicas are in the trainer's part
             coordinate=Layout.resolve(1).coordinate,
             aliases=aliases,
@@ -62,7 +63,7 @@ def convert(source: PathLike, target: PathLike, *, save_weights_only: bool = Fal
         )
     else:
         with directory.replacing(target) as new:
-            torch.save(plain, new)
+            torch.save(content, new)
 
 
 def _each_once(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
@@ -70,22 +71,21 @@ def _each_once(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[s
     first: dict[tuple[Any, ...], str] = {}
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    for name, tensor in state_dict.items():
-        if not isinstance(tensor, Tensor):
-            continue
+    others = {name: each for name, each in state_dict.items() if not isinstance(each, Tensor)}
+    for name, tensor in ((name, each) for name, each in state_dict.items() if name not in others):
         same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else (name,)
         held = first.setdefault(same, name)
         if held == name:
             tensors[name] = tensor
         else:
             aliases[name] = held
-    return tensors, aliases, {name: each for name, each in state_dict.items() if not isinstance(each, Tensor)}
+    return tensors, aliases, others
 
 
-def _named(source: Path, plain: Mapping[str, Any], aliases: Mapping[str, str]) -> list[OptimizerState]:
+def _named(source: Path, content: Mapping[str, Any], aliases: Mapping[str, str]) -> list[OptimizerState]:
     """The states of a plain checkpoint's optimizers, by parameter name."""
-    states = plain.get("optimizer_states", [])
-    names = plain.get(OPTIMIZER_NAMES) or [
+    states = content.get("optimizer_states", [])
+    names = content.get(plain.OPTIMIZER_NAMES) or [
         [group.get("param_names", []) for group in state["param_groups"]] for state in states
     ]
     named = []

@@ -1,6 +1,6 @@
 """Directories, and files, that are replaced as a whole: a crash at any moment leaves the old one or the new one.
 
-The new one is written to the name that :func:`beside` gives, and :func:`replace` moves it to its place. In between, the
+The new one is written to the name that :func:`begin` gives, and :func:`replace` moves it to its place. In between, the
 old one is at ``<path>.replaced``, where :func:`find` looks too.
 """
 
@@ -22,30 +22,27 @@ REPLACED = ".replaced"
 FILES = (METADATA, TRAINER)  # one that has both is finished: they are written last
 
 
-def beside(path: Path) -> Path:
-    """A fresh name next to ``path``, for a directory that is to replace it."""
-    return path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
-
-
-def begin(path: Path, new: Path) -> None:
-    """Make the empty directory ``new``, a name from :func:`beside`, and delete what crashes have left under such names.
+def begin(path: Path) -> Path:
+    """A fresh name next to ``path`` for what is to replace it. What crashes have left under such names is deleted.
 
     Raises:
-        ValueError: at ``path`` is a folder of something else.
+        ValueError: at ``path`` is a folder that is neither empty nor a checkpoint. It would be lost.
     """
-    refuse_folder(path)
+    is_folder = path.is_dir() and not path.is_symlink() and any(path.iterdir())
+    if is_folder and not any((path / name).exists() for name in FILES):
+        raise ValueError(f"{path} is a folder, and no checkpoint: it would be deleted. Give another name.")
     path.parent.mkdir(parents=True, exist_ok=True)
     _delete_unfinished(path)
-    new.mkdir()
+    return _beside(path)
 
 
 def replace(new: Path, path: Path) -> None:
     """Move a directory or a file to its place so that it survives a crash. Its content is on the disk already."""
-    sync(new)
+    _sync(new)
     if path.is_dir() or new.is_dir():
         _move_away(path)
     os.replace(new, path)  # of a file by a file: at once
-    sync(path.parent)
+    _sync(path.parent)
     delete(_old(path))
 
 
@@ -65,24 +62,12 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         ValueError: at ``path`` is a folder of something else.
     """
-    refuse_folder(path)
-    new = beside(path)
+    new = begin(path)
     try:
         yield new
         replace(new, path)
     finally:
         delete(new)
-
-
-def refuse_folder(path: Path) -> None:
-    """Refuse a path that can't be replaced without a loss.
-
-    Raises:
-        ValueError: there is a folder that is neither empty nor a checkpoint.
-    """
-    is_folder = path.is_dir() and not path.is_symlink() and any(path.iterdir())
-    if is_folder and not any((path / name).exists() for name in FILES):
-        raise ValueError(f"{path} is a folder, and no checkpoint: it would be deleted. Give another name.")
 
 
 def find(path: Path) -> Path | None:
@@ -96,7 +81,7 @@ def find(path: Path) -> Path | None:
 def remove(path: Path) -> None:
     """Delete a directory, and what crashes may have left of it. A crash never leaves half of it at ``path``."""
     if os.path.lexists(path):
-        os.rename(path, beside(path))
+        os.rename(path, _beside(path))
     delete(_old(path))
     _delete_unfinished(path)
 
@@ -109,13 +94,17 @@ def delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def sync(path: Path) -> None:
+def _sync(path: Path) -> None:
     """Write the names in a directory to disk, as fsync does with the content of a file."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
 
 
 def _old(path: Path) -> Path:

@@ -1,21 +1,16 @@
 """The format of a checkpoint: a directory with torch's distributed checkpoint and one file of plain values.
 
-Tensors are saved under names that don't depend on the layout::
-
-    model/<parameter or buffer>              as the whole model's state_dict() calls it
-    optimizer/<index>/<parameter>/<state>    for example optimizer/0/net.0.weight/exp_avg
-    rank/<coordinate>/<name>                 what belongs to one place in the layout: states of random generators
-
-All else is in trainer.pt, and in contents.json the names of tied tensors; the first rank writes both. Each rank passes
-the names it holds, and reads the names it wants. All ranks must see one file system. A crash leaves a whole checkpoint
-there, the old one or the new one.
+Tensors are saved under names that don't depend on the layout (:mod:`~lightning_parallel.checkpoint.keys`). All else is
+in trainer.pt, and in contents.json the names of tied tensors; the first rank writes both. Each rank passes the names it
+holds, and reads the names it wants. All ranks must see one file system. A crash leaves a whole checkpoint there, the
+old one or the new one.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,40 +23,15 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
-from torch.distributed.tensor import DTensor
 
 from lightning_parallel.checkpoint import directory
-from lightning_parallel.checkpoint.agreement import (
-    Agreement,
-    RankSummary,
-    agree,
-    check_copies,
-    digests,
-)
-from lightning_parallel.checkpoint.contents import CONTENTS, contents_of
+from lightning_parallel.checkpoint.agreement import RankSummary, agree, differences, digests, refuse, writers
 from lightning_parallel.checkpoint.directory import TRAINER, PathLike
-from lightning_parallel.checkpoint.fitting import differences, refuse, unknown
-from lightning_parallel.checkpoint.optimizers import OptimizerState, State, divided, parts_of
-from lightning_parallel.checkpoint.places import coordinates, empty_rank_state, key_in, nearest
-from lightning_parallel.checkpoint.reading import (
-    MODEL,
-    Found,
-    check_tensors,
-    empty,
-    open_directory,
-    plain_errors,
-    read_tensors,
-    read_trainer,
-)
-from lightning_parallel.checkpoint.sharing import parameter_of, writers
-from lightning_parallel.checkpoint.slices import Slices
-from lightning_parallel.collectives import (
-    Group,
-    decided_by_first,
-    gather_objects_on_first,
-    guarded,
-    together,
-)
+from lightning_parallel.checkpoint.keys import MODEL, OptimizerState, divided, key_in, nearest, parts_of
+from lightning_parallel.checkpoint.reading import Reader, plain_errors
+from lightning_parallel.checkpoint.slices import Slices, empty_like
+from lightning_parallel.checkpoint.whole import CONTENTS, contents_of
+from lightning_parallel.collectives import Group, decided_by_first, gather_objects_on_first, guarded, together
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,52 +97,46 @@ def save(
         RuntimeError: copies of one parameter differ, or a rank could not write. What was at ``path`` is untouched.
     """
     path = Path(path)
-    tensors, scalars = _by_key(model, [each.state for each in optimizers], rank_state, coordinate)
-    groups = [each.param_groups for each in optimizers]
-    summaries = gather_objects_on_first(
-        RankSummary.of(coordinate, tensors, scalars, groups, own_options, extra_state), group
+    tensors, scalars = divided([each.state for each in optimizers])
+    tensors |= {MODEL + name: tensor for name, tensor in model.items()}
+    tensors |= {key_in(coordinate, name): tensor for name, tensor in rank_state.items()}
+    summary = RankSummary(
+        coordinate,
+        shapes={key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()},
+        digests=digests(model) if dist.is_initialized() else {},
+        scalars=scalars,
+        param_groups=[[dict(group) for group in each.param_groups] for each in optimizers],
+        own_options=frozenset(own_options),
+        extra_state=dict(extra_state),
     )
-    agreement: Agreement | None = None
+    summaries = gather_objects_on_first(summary, group)
+    of_all: dict[str, Any] = {}  # on the first rank
 
-    def begin() -> tuple[str, list[str]]:
-        nonlocal agreement
-        assert summaries is not None
-        agreed = agree(summaries, order)
-        new = directory.beside(path)
-        directory.begin(path, new)
-        agreement = agreed
-        return str(new), agreed.copied
+    def begin() -> tuple[str, dict[str, int]]:
+        joined, shared = agree(summaries or [], order)
+        chosen = writers(summaries or [], shared)
+        new = directory.begin(path)
+        new.mkdir()
+        of_all.update(joined)
+        return str(new), chosen
 
-    unfinished, copied = decided_by_first(group, begin)
-    new = Path(unfinished)
+    unfinished, chosen = decided_by_first(group, begin)
+    new, mine = Path(unfinished), dist.get_rank(group) if dist.is_initialized() else 0
+    own = {key: tensor for key, tensor in tensors.items() if chosen.get(key, mine) == mine}
+
+    def end() -> None:
+        with _on_disk(new / CONTENTS) as file:
+            file.write(contents_of(new, aliases, of_all["extra_state"]))
+        with _on_disk(new / TRAINER) as file:
+            torch.save({"trainer": dict(trainer), **of_all}, file)
+        directory.replace(new, path)
+
     try:
-        shared = _shared_out(model, copied, summaries, group) if copied else {}
-        mine = dist.get_rank(group) if dist.is_initialized() else 0
-        own = {key: tensor for key, tensor in tensors.items() if shared.get(parameter_of(key) or "", mine) == mine}
         together(group, lambda: _write_tensors(new, own, group))
-
-        def end() -> None:
-            _write_rest(new, trainer, agreement, aliases)
-            directory.replace(new, path)
-
         decided_by_first(group, end)
     finally:
-        if agreement is not None:
+        if of_all:
             directory.delete(new)
-
-
-def _shared_out(
-    model: Mapping[str, Tensor], copied: Sequence[str], summaries: Sequence[RankSummary] | None, group: Group
-) -> dict[str, int]:
-    """Compare the copies of parameters, and return which rank writes each."""
-    everyones = gather_objects_on_first(digests(model, copied), group)
-
-    def share() -> dict[str, int]:
-        assert summaries is not None and everyones is not None
-        check_copies(everyones)
-        return writers(summaries, everyones)
-
-    return decided_by_first(group, share)
 
 
 def load(
@@ -202,27 +166,31 @@ def load(
     Raises:
         ValueError: on every rank, if there is no checkpoint, or some rank lacks names or finds other shapes.
     """
-    reader, found, _ = together(group, lambda: open_directory(Path(path)))
-    state = together(group, lambda: read_trainer(Path(reader.path), weights_only))
-    report = differences(model, _shapes(found), strict=strict), list(model) if strict else []
-    reports = gather_objects_on_first(report, group)
-    decided_by_first(group, lambda: _refuse_misfits(path, found, reports or [], strict))
+    reader = together(group, lambda: Reader(path))
+    saved = together(group, lambda: reader.trainer(weights_only))
+    shapes = {key.removeprefix(MODEL): entry.size for key, entry in reader.found.items() if key.startswith(MODEL)}
+    reports = gather_objects_on_first((differences(model, shapes, strict=strict), list(model)), group)
 
-    states = _empty_states(found, parameters, model, len(state["param_groups"]))
-    place = nearest(coordinate, coordinates(found))
-    rank_state = {} if place is None else empty_rank_state(found, place)
-    wanted = {MODEL + name: tensor for name, tensor in model.items() if MODEL + name in found}
-    tensors, _ = _by_key({}, states, rank_state, place or "")
-    together(group, lambda: check_tensors(reader, wanted | tensors))
-    together(group, lambda: read_tensors(reader, wanted | tensors))
+    def check() -> None:
+        problems = [problem for report, _ in reports or () for problem in report]
+        refuse(path, problems, shapes if strict else (), (name for _, held in reports or () for name in held))
+
+    decided_by_first(group, check)
+    states = _empty_states(reader, set(parameters), model, len(saved["param_groups"]))
+    of_rank = nearest(coordinate, reader.found)
+    rank_state = {name: reader.empty(key) for name, key in of_rank.items()}
+    wanted = {MODEL + name: tensor for name, tensor in model.items() if name in shapes}
+    wanted |= divided(states)[0] | {key: rank_state[name] for name, key in of_rank.items()}
+    together(group, lambda: reader.check(wanted))
+    together(group, lambda: reader.fill(wanted))
     for values in (values for by_name in states for values in by_name.values()):
         values.update({key: value.local for key, value in values.items() if isinstance(value, Slices)})
-    for by_name, scalars in zip(states, state["optimizer_scalars"], strict=True):
+    for by_name, scalars in zip(states, saved["optimizer_scalars"], strict=True):
         for name in (name for name in parameters if name in scalars):
             by_name.setdefault(name, {}).update(scalars[name])
-    groups, own = _with_own_options(state["param_groups"], state.get("own_options", {}), coordinate)
+    groups, own = _with_own_options(saved["param_groups"], saved["own_options"], coordinate)
     optimizers = [OptimizerState(by_name, of_one) for by_name, of_one in zip(states, groups, strict=True)]
-    return Loaded(state["trainer"], optimizers, rank_state, own, state.get("extra_state", {}))
+    return Loaded(saved["trainer"], optimizers, rank_state, own, saved["extra_state"])
 
 
 def is_checkpoint(path: PathLike) -> bool:
@@ -235,58 +203,23 @@ def remove(path: PathLike) -> None:
     directory.remove(Path(path))
 
 
-# -- names and shapes --------------------------------------------------------------------------------------------
-
-
-def _by_key(
-    model: Mapping[str, Tensor], states: Sequence[State], rank_state: Mapping[str, Tensor], coordinate: str
-) -> tuple[dict[str, Tensor], list[dict[str, dict[str, Any]]]]:
-    """All tensors by their keys in the file, and the other values of the optimizers by parameter."""
-    tensors, scalars = divided(states)
-    tensors |= {MODEL + name: tensor for name, tensor in model.items()}
-    tensors |= {key_in(coordinate, name): tensor for name, tensor in rank_state.items()}
-    return tensors, scalars
-
-
-def _shapes(found: Found) -> dict[str, torch.Size]:
-    """The shapes of the model's tensors, by name."""
-    return {key.removeprefix(MODEL): entry.size for key, entry in found.items() if key.startswith(MODEL)}
-
-
-def _refuse_misfits(path: PathLike, found: Found, reports: Sequence[tuple[list[str], list[str]]], strict: bool) -> None:
-    """Refuse a checkpoint in which ranks have found differences, or that has tensors which no rank holds."""
-    problems = [problem for report, _ in reports for problem in report]
-    if strict:
-        problems += unknown(_shapes(found), (name for _, names in reports for name in names))
-    refuse(path, problems)
-
-
 def _empty_states(
-    found: Found, parameters: Iterable[str], model: Mapping[str, Tensor], count: int
+    reader: Reader, parameters: Collection[str], model: Mapping[str, Tensor], count: int
 ) -> list[dict[str, dict[str, Any]]]:
-    """Tensors to read the wanted parameters' states of each optimizer into. For a shard they have the shard's shape."""
-    wanted = set(parameters)
+    """Tensors to read the parameters' states of each optimizer into. For a shard they have the shard's shape."""
     result: list[dict[str, dict[str, Any]]] = [{} for _ in range(count)]
-    for key, entry in found.items():
+    for key, entry in reader.found.items():
         parts = parts_of(key)
-        if parts is None or parts[1] not in wanted:
+        if parts is None or parts[1] not in parameters:
             continue
         index, parameter, name = parts
         like = model.get(parameter)
-        if isinstance(like, Slices) and entry.size == like.shape:
-            made: Tensor = Slices(_empty_like(like.local, entry.properties.dtype), like.shard)
-        elif isinstance(like, DTensor) and entry.size == like.shape:
-            made = _empty_like(like, entry.properties.dtype)
-        else:
-            made = empty(found, key)
+        if like is not None and entry.size == like.shape:
+            made = empty_like(like, entry.properties.dtype)
+        else:  # such as a step
+            made = reader.empty(key)
         result[index].setdefault(parameter, {})[name] = made
     return result
-
-
-def _empty_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if isinstance(tensor, DTensor):
-        return torch.empty_like(tensor, dtype=dtype)
-    return torch.empty(tensor.shape, dtype=dtype)
 
 
 def _with_own_options(
@@ -306,9 +239,6 @@ def _with_own_options(
     return optimizers, names
 
 
-# -- files -------------------------------------------------------------------------------------------------------
-
-
 def _write_tensors(new: Path, tensors: dict[str, Tensor], group: Group) -> None:
     planner = DefaultSavePlanner(
         flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
@@ -322,23 +252,6 @@ def _write_tensors(new: Path, tensors: dict[str, Tensor], group: Group) -> None:
             process_group=group,
             no_dist=not dist.is_initialized(),
         )
-
-
-def _write_rest(
-    new: Path, trainer: Mapping[str, Any], agreement: Agreement | None, aliases: Mapping[str, str]
-) -> None:
-    assert agreement is not None, "the first rank has agreed"
-    with _on_disk(new / CONTENTS) as file:
-        file.write(contents_of(new, aliases, agreement.extra_state))
-    state = {
-        "trainer": dict(trainer),
-        "optimizer_scalars": agreement.scalars,
-        "param_groups": agreement.param_groups,
-        "own_options": agreement.own_options,
-        "extra_state": agreement.extra_state,
-    }
-    with _on_disk(new / TRAINER) as file:
-        torch.save(state, file)
 
 
 @contextmanager

@@ -13,27 +13,20 @@ Nothing here is a collective: each process reads for itself.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from lightning_parallel.checkpoint import safetensors_file
 from lightning_parallel.checkpoint.directory import PathLike
-from lightning_parallel.checkpoint.optimizers import parts_of
-from lightning_parallel.checkpoint.places import coordinates, empty_rank_state, key_in, of_replicas
-from lightning_parallel.checkpoint.reading import (
-    MODEL,
-    check_tensors,
-    empty,
-    open_directory,
-    read_file,
-    read_tensors,
-    read_trainer,
-)
+from lightning_parallel.checkpoint.keys import MODEL, of_place, of_replicas, parameter_of, parts_of
+from lightning_parallel.checkpoint.reading import Reader, read_file
 
+SAFETENSORS = ".safetensors"
+OF_TENSORS = ("state_dict", "optimizer_states")
 RANDOM_STATES = "random_states"
 OPTIMIZER_NAMES = "optimizer_names"
 
@@ -50,31 +43,27 @@ def read_plain(path: PathLike, weights_only: bool = True) -> dict[str, Any]:
     """
     if Path(path).is_file():
         return read_file(Path(path), Path(path), weights_only)
-    reader, found, contents = open_directory(Path(path))
-    saved = read_trainer(Path(reader.path), weights_only)
-    places = of_replicas(coordinates(found))
-    states = {place: empty_rank_state(found, place) for place in places.values()}
-    wanted = {key: empty(found, key) for key in found if key.startswith(MODEL) or parts_of(key)}
-    generators = {key_in(place, name): tensor for place, state in states.items() for name, tensor in state.items()}
-    check_tensors(reader, wanted | generators)
-    read_tensors(reader, wanted | generators)
+    reader = Reader(path)
+    saved = reader.trainer(weights_only)
+    generators = {replica: of_place(reader.found, place) for replica, place in of_replicas(reader.found).items()}
+    keys = [key for key in reader.found if parameter_of(key)]
+    tensors = _read(reader, keys + [key for by_name in generators.values() for key in by_name.values()])
 
-    by_name: list[dict[str, dict[str, Any]]] = [
+    states: list[dict[str, dict[str, Any]]] = [
         {name: dict(values) for name, values in scalars.items()} for scalars in saved["optimizer_scalars"]
     ]
-    for key, tensor in wanted.items():
+    for key in keys:
         if (parts := parts_of(key)) is not None:
             index, parameter, name = parts
-            by_name[index].setdefault(parameter, {})[name] = tensor
-    state_dict = _state_dict(wanted, contents["aliases"]) | saved.get("extra_state", {})
-    plain: dict[str, Any] = {**saved["trainer"], "state_dict": state_dict}
+            states[index].setdefault(parameter, {})[name] = tensors[key]
+    plain: dict[str, Any] = {**saved["trainer"], "state_dict": _state_dict(reader, tensors) | saved["extra_state"]}
     if "lr_schedulers" in plain:  # else only the weights were saved
-        pairs = zip(by_name, saved["param_groups"], strict=True)
+        pairs = zip(states, saved["param_groups"], strict=True)
         plain["optimizer_states"] = [_numbered(state, groups) for state, groups in pairs]
         plain[OPTIMIZER_NAMES] = [[[*group["params"]] for group in groups] for groups in saved["param_groups"]]
-    if states:
-        replicas = sorted(places, key=lambda replica: (len(replica), replica))  # dp2 before dp10
-        plain[RANDOM_STATES] = [states[places[replica]] for replica in replicas]
+    if generators:
+        replicas = sorted(generators, key=lambda replica: (len(replica), replica))  # dp2 before dp10
+        plain[RANDOM_STATES] = [{name: tensors[key] for name, key in generators[r].items()} for r in replicas]
     return plain
 
 
@@ -87,14 +76,13 @@ class PlainOnDemand(dict[str, Any]):
     """
 
     def __init__(self, path: PathLike, weights_only: bool = True) -> None:
-        reader, _, _ = open_directory(Path(path))
-        super().__init__(read_trainer(Path(reader.path), weights_only)["trainer"])
+        super().__init__(Reader(path).trainer(weights_only)["trainer"])
         self.path, self.weights_only = Path(path), weights_only
 
     @property
     def is_touched(self) -> bool:
         """Have tensors been read or set?"""
-        return any(dict.__contains__(self, key) for key in _OF_TENSORS)
+        return any(dict.__contains__(self, key) for key in OF_TENSORS)
 
     def whole(self) -> dict[str, Any]:
         """The whole content, with the changes that were made to it."""
@@ -104,7 +92,7 @@ class PlainOnDemand(dict[str, Any]):
         if key not in self:
             raise KeyError(key)
         read = read_plain(self.path, self.weights_only)
-        self.update({each: read[each] for each in _OF_TENSORS if each in read and not dict.__contains__(self, each)})
+        self.update({each: read[each] for each in OF_TENSORS if each in read and not dict.__contains__(self, each)})
         return self[key]
 
     def __contains__(self, key: object) -> bool:
@@ -117,9 +105,6 @@ class PlainOnDemand(dict[str, Any]):
             return self[key]
         except KeyError:
             return default
-
-
-_OF_TENSORS = ("state_dict", "optimizer_states")
 
 
 def read_full(path: PathLike, weights_only: bool = True) -> dict[str, Tensor]:
@@ -135,25 +120,30 @@ def read_full(path: PathLike, weights_only: bool = True) -> dict[str, Tensor]:
     Raises:
         ValueError: there is no checkpoint, or it holds other things than tensors.
     """
-    if os.fspath(path).endswith(safetensors_file.SUFFIX):
-        return safetensors_file.read(Path(path))
+    if os.fspath(path).endswith(SAFETENSORS):
+        return _read_safetensors(Path(path))
     if Path(path).is_file():
         content = read_file(Path(path), Path(path), weights_only)
         return dict(content.get("state_dict", content))
-    reader, found, contents = open_directory(Path(path))
-    tensors = {key: empty(found, key) for key in found if key.startswith(MODEL)}
-    check_tensors(reader, tensors)
-    read_tensors(reader, tensors)
-    state_dict = _state_dict(tensors, contents["aliases"])
-    if contents["extra_state"]:
-        state_dict |= read_trainer(Path(reader.path), weights_only)["extra_state"]
+    reader = Reader(path)
+    state_dict = _state_dict(reader, _read(reader, (key for key in reader.found if key.startswith(MODEL))))
+    if reader.contents["extra_state"]:
+        state_dict |= reader.trainer(weights_only)["extra_state"]
     return state_dict
 
 
-def _state_dict(tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Tensor]:
+def _read(reader: Reader, keys: Iterable[str]) -> dict[str, Tensor]:
+    """Whole tensors by their keys."""
+    tensors = {key: reader.empty(key) for key in keys}
+    reader.check(tensors)
+    reader.fill(tensors)
+    return tensors
+
+
+def _state_dict(reader: Reader, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The model's tensors among those of a checkpoint, tied ones under all their names."""
     held = {key.removeprefix(MODEL): tensor for key, tensor in tensors.items() if key.startswith(MODEL)}
-    return held | {name: held[first] for name, first in aliases.items() if first in held}
+    return held | {name: held[first] for name, first in reader.contents["aliases"].items() if first in held}
 
 
 def _numbered(state: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -164,3 +154,38 @@ def _numbered(state: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[s
         "state": {numbers[name]: dict(values) for name, values in state.items() if name in numbers},
         "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
     }
+
+
+# -- safetensors, the format in which models are shared: each tensor once, the further names of tied ones in the header
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    library = _safetensors()
+    try:
+        with library.safe_open(path, "pt") as file:
+            aliases = json.loads((file.metadata() or {}).get("aliases", "{}"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dictionary)
+    except FileNotFoundError:
+        raise ValueError(f"There is no file {path}.") from None
+    except library.SafetensorError as error:
+        raise ValueError(f"{path} is damaged, or no file of safetensors: {error}.") from error
+    return tensors | {name: tensors[held] for name, held in aliases.items()}
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:
+    """Write tensors, each under one name. ``aliases`` are the further names of tied ones, each with its name in
+    ``tensors``.
+
+    Raises:
+        ModuleNotFoundError: the package safetensors is not installed.
+    """
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    _safetensors().torch.save_file(contiguous, path, {"format": "pt", "aliases": json.dumps(dict(aliases))})
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"*{SAFETENSORS} needs the package safetensors: pip install safetensors.") from error
+    return safetensors

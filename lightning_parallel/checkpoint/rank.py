@@ -16,17 +16,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_parallel.checkpoint import format as format_
+from lightning_parallel.checkpoint.agreement import differences, refuse
 from lightning_parallel.checkpoint.directory import PathLike
-from lightning_parallel.checkpoint.fitting import differences, refuse, unknown
-from lightning_parallel.checkpoint.optimizers import OptimizerState
+from lightning_parallel.checkpoint.keys import OptimizerState
+from lightning_parallel.checkpoint.plain import OF_TENSORS
 from lightning_parallel.checkpoint.random_state import RANDOM_STATE, random_state
-from lightning_parallel.checkpoint.slices import Slices, on_host
+from lightning_parallel.checkpoint.slices import Slices, empty_like, fill, on_host
 from lightning_parallel.collectives import together
 from lightning_parallel.local_model import LocalModel
+from lightning_parallel.torch_private import tree_map
 
 
 class RankCheckpoint:
@@ -73,7 +75,7 @@ class RankCheckpoint:
             aliases: the further names of tied tensors, with the name that each is saved under.
             copied: copy the state to host memory now, so that later changes of it aren't written.
         """
-        trainer = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        trainer = {key: value for key, value in checkpoint.items() if key not in OF_TENSORS}
         with_optimizers = "optimizer_states" in checkpoint
         states = [self._optimizer_state(optimizer) for optimizer in optimizers] if with_optimizers else []
         return partial(
@@ -164,12 +166,14 @@ class RankCheckpoint:
                 number of optimizers.
         """
         states = loaded.get("optimizer_states") or []
-        together(None, lambda: self._check(loaded["state_dict"], path, names))
+        shapes = {name: tensor.shape for name, tensor in loaded["state_dict"].items() if isinstance(tensor, Tensor)}
+        problems = differences(self._model, shapes, strict=True)
+        together(None, lambda: refuse(path, problems, loaded["state_dict"], names))
         if optimizers and states:
             _check_count(path, len(states), len(optimizers))
         with torch.no_grad():
             for name, tensor in self._model.items():
-                _fill(tensor, loaded["state_dict"][name])
+                fill(tensor, loaded["state_dict"][name])
         if optimizers and states:
             for optimizer, groups, saved in zip(optimizers, self._group_names, states, strict=True):
                 # States are numbered through an optimizer's groups, in the order of `group_names`.
@@ -178,22 +182,14 @@ class RankCheckpoint:
                 self._fill_optimizer(optimizer, state, saved["param_groups"])
         return {**loaded, "state_dict": {}, "optimizer_states": []}
 
-    def _check(self, found: Mapping[str, Any], path: PathLike, names: Collection[str]) -> None:
-        """Refuse a plain checkpoint of another model."""
-        shapes = {name: tensor.shape for name, tensor in found.items() if isinstance(tensor, Tensor)}
-        refuse(path, [*unknown(found, names), *differences(self._model, shapes, strict=True)])
-
     def _taken(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's shard of a parameter's optimizer state."""
-        shard, parameter = self._shards.get(name), self._parameters.get(name)
-        taken = dict(values)
+        """This rank's part of a parameter's optimizer state."""
+        taken, like = dict(values), self._model.get(name)
         for key, value in values.items():
-            if not isinstance(value, Tensor) or not value.dim():
-                continue
-            if shard is not None:
-                taken[key] = value = shard.take(value)
-            if isinstance(parameter, DTensor) and value.shape == parameter.shape:
-                taken[key] = _distributed(value, parameter)
+            if isinstance(like, Slices | DTensor) and isinstance(value, Tensor) and value.shape == like.shape:
+                made = empty_like(like, value.dtype)
+                fill(made, value)
+                taken[key] = made.local if isinstance(made, Slices) else made
         return taken
 
     def _fill_optimizer(
@@ -207,12 +203,9 @@ class RankCheckpoint:
                 f"too, and let the callback unfreeze them."
             )
         held = [self._names.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
-        packed: list[dict[str, Any]] = []
-        index = 0
-        for saved, group in zip(groups, optimizer.param_groups, strict=True):
-            count = len(group["params"])
-            packed.append({**saved, "params": list(range(index, index + count))})
-            index += count
+        numbers = iter(range(len(held)))
+        pairs = zip(groups, optimizer.param_groups, strict=True)
+        packed = [{**saved, "params": [next(numbers) for _ in group["params"]]} for saved, group in pairs]
         states = {i: dict(state[name]) for i, name in enumerate(held) if name is not None and name in state}
         optimizer.load_state_dict({"state": states, "param_groups": packed})
 
@@ -231,8 +224,7 @@ def _on_host(optimizer: OptimizerState) -> OptimizerState:
     def copied(value: Any) -> Any:
         return on_host(value) if isinstance(value, Tensor) else deepcopy(value)
 
-    state = {name: {key: copied(value) for key, value in values.items()} for name, values in optimizer.state.items()}
-    return OptimizerState(state, [{key: copied(value) for key, value in g.items()} for g in optimizer.param_groups])
+    return OptimizerState(tree_map(copied, optimizer.state), tree_map(copied, optimizer.param_groups))
 
 
 def _check_count(path: PathLike, saved: int, made: int) -> None:
@@ -241,18 +233,3 @@ def _check_count(path: PathLike, saved: int, made: int) -> None:
             f"The checkpoint {os.fspath(path)} has the state of {saved} optimizer{'s' * (saved != 1)}, but "
             f"configure_optimizers made {made}: return the same ones, in the same order."
         )
-
-
-def _fill(tensor: Tensor, whole: Tensor) -> None:
-    if isinstance(tensor, Slices):
-        _fill(tensor.local, tensor.shard.take(whole))
-    elif isinstance(tensor, DTensor):
-        tensor.copy_(_distributed(whole, tensor))
-    else:
-        tensor.copy_(whole)
-
-
-def _distributed(whole: Tensor, like: DTensor) -> DTensor:
-    """``whole``, which every rank has, as a DTensor with the placements of ``like``."""
-    whole = whole.to(like.to_local().device)
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

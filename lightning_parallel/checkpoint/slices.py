@@ -16,7 +16,7 @@ which DTensor implements too. A DTensor won't do here: it has one box, and the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,26 +29,31 @@ from lightning_parallel.local_model import local_part
 from lightning_parallel.shard import Shard, piece
 from lightning_parallel.torch_private import wrapper_tensor
 
+Box = tuple[Sequence[int], Tensor]  # its offsets in the whole, and a view of its values
+
 
 class Boxes(Tensor):
-    """A tensor with the whole's shape that holds only some boxes of it. It can be saved and loaded, not computed
+    """A tensor with the whole's shape that holds only some ``boxes`` of it. It can be saved and loaded, not computed
     with."""
 
-    def boxes(self) -> Iterable[tuple[Sequence[int], Tensor]]:
-        """For each box, its offsets in the whole, and a view of its values."""
-        raise NotImplementedError
+    boxes: list[Box]
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, boxes: list[Box]) -> Boxes:
+        self = wrapper_tensor(cls, shape, dtype=dtype, device=torch.device("cpu"))  # the boxes may be elsewhere
+        self.boxes = boxes
+        return self
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({len(self.boxes)} boxes of {tuple(self.shape)})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:  # the checkpoint's planner calls it before it asks for the boxes
-            return args[0].detached()
+            return Boxes(args[0].shape, args[0].dtype, args[0].boxes)
         raise RuntimeError(f"{func}: a rank's boxes of a tensor can be saved and loaded, not computed with.")
-
-    def detached(self) -> Boxes:
-        """A new tensor object with the same boxes, as ``Tensor.detach`` returns one."""
-        raise NotImplementedError
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
@@ -62,10 +67,10 @@ class Boxes(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offsets=torch.Size(at), sizes=values.size()) for at, values in self.boxes()]
+        return [ChunkStorageMetadata(offsets=torch.Size(at), sizes=values.size()) for at, values in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for at, values in self.boxes():
+        for at, values in self.boxes:
             if index.offset == torch.Size(at):
                 return values
         raise ValueError(f"{index} is none of the boxes of {self!r}.")
@@ -84,69 +89,58 @@ class Slices(Boxes):
 
     @staticmethod
     def __new__(cls, local: Tensor, shard: Shard) -> Slices:
-        self = wrapper_tensor(cls, shard.shape, dtype=local.dtype, device=local.device)
-        self.local = local.detach()
-        self.shard = shard
+        self = Boxes.__new__(cls, shard.shape, local.dtype, _boxes_of_shard(local, shard))
+        assert isinstance(self, Slices)
+        self.local, self.shard = local.detach(), shard
         return self
 
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"Slices({tuple(self.local.shape)} of {tuple(self.shape)})"
 
-    def detached(self) -> Slices:
-        return Slices(self.local, self.shard)
+def _boxes_of_shard(local: Tensor, shard: Shard) -> list[Box]:
+    """One box for each range of the shard, as far as its rows are on this rank."""
+    here, dim = local_part(local), shard.dim
+    first = 0  # of the shard's rows, the first that is here: `fully_shard` divides dimension 0
+    if isinstance(local, DTensor):
+        first = piece(local.shape[0], local.device_mesh.get_local_rank(), local.device_mesh.size())[0]
+    boxes: list[Box] = []
+    position = 0  # along `dim` of the shard
+    for start, stop in shard.ranges():
+        at, length = [0] * here.dim(), stop - start
+        at[0], at[dim] = first, start
+        begin, end = position, position + length
+        if dim == 0:
+            begin, end = max(begin, first) - first, min(end, first + len(here)) - first
+            at[0] = start + begin + first - position
+        if begin < end and here.numel():
+            boxes.append((at, here.narrow(dim, begin, end - begin)))
+        position += length
+    return boxes
 
-    def boxes(self) -> Iterator[tuple[list[int], Tensor]]:
-        """One box for each range of the shard, as far as its rows are on this rank."""
-        here, dim = local_part(self.local), self.shard.dim
-        first = _first_row(self.local)  # of the shard's rows, the first that is here
-        position = 0  # along `dim` of the shard
-        for start, stop in self.shard.ranges():
-            at, length = [0] * here.dim(), stop - start
-            at[0], at[dim] = first, start
-            begin, end = position, position + length
-            if dim == 0:
-                begin, end = max(begin, first) - first, min(end, first + len(here)) - first
-                at[0] = start + begin + first - position
-            if begin < end and here.numel():
-                yield at, here.narrow(dim, begin, end - begin)
-            position += length
 
-
-class HostCopy(Boxes):
-    """A tensor with the whole's shape that holds ``copies``, in host memory, of a rank's boxes of it: for each its
-    offsets in the whole, and its values. :func:`on_host` makes it."""
-
-    copies: list[tuple[Sequence[int], Tensor]]
-
-    @staticmethod
-    def __new__(cls, like: Tensor, copies: list[tuple[Sequence[int], Tensor]]) -> HostCopy:
-        self = wrapper_tensor(cls, like.shape, dtype=like.dtype, device=torch.device("cpu"))
-        self.copies = copies
-        return self
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"HostCopy({len(self.copies)} boxes of {tuple(self.shape)})"
-
-    def detached(self) -> HostCopy:
-        return HostCopy(self, self.copies)
-
-    def boxes(self) -> list[tuple[Sequence[int], Tensor]]:
-        """The copied boxes."""
-        return self.copies
+def _boxes_of(tensor: Tensor) -> list[Box]:
+    """What this rank holds of any tensor."""
+    if not isinstance(tensor, Boxes | DTensor):
+        return [([0] * tensor.dim(), tensor.detach())]
+    protocol: Any = tensor
+    at = [box.offsets for box in protocol.__create_chunk_list__()]
+    return [(offsets, protocol.__get_tensor_shard__(MetadataIndex("", offsets)).detach()) for offsets in at]
 
 
 def on_host(tensor: Tensor) -> Tensor:
     """A copy in host memory of what this rank holds of a tensor. It can be saved while the tensor changes."""
-    if not isinstance(tensor, Boxes | DTensor):
-        return tensor.detach().to("cpu", copy=True)
-    protocol: Any = tensor
-    at = [box.offsets for box in protocol.__create_chunk_list__()]
-    held = [protocol.__get_tensor_shard__(MetadataIndex("", offset)) for offset in at]
-    return HostCopy(tensor, [(o, values.detach().to("cpu", copy=True)) for o, values in zip(at, held, strict=True)])
+    copies = [(at, values.to("cpu", copy=True)) for at, values in _boxes_of(tensor)]
+    return Boxes(tensor.shape, tensor.dtype, copies) if isinstance(tensor, Boxes | DTensor) else copies[0][1]
 
 
-def _first_row(shard: Tensor) -> int:
-    """The first row that this rank holds: ``fully_shard`` divides dimension 0."""
-    if not isinstance(shard, DTensor):
-        return 0
-    return piece(shard.shape[0], shard.device_mesh.get_local_rank(), shard.device_mesh.size())[0]
+def empty_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of which this rank holds the same part. It is on the CPU, unless it is a DTensor."""
+    if isinstance(tensor, Slices):
+        return Slices(empty_like(tensor.local, dtype), tensor.shard)
+    if isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, dtype=dtype)
+    return torch.empty(tensor.shape, dtype=dtype)
+
+
+def fill(tensor: Tensor, whole: Tensor) -> None:
+    """Fill what this rank holds of a tensor from the whole, which every rank has."""
+    for at, values in _boxes_of(tensor):
+        values.copy_(whole[tuple(slice(begin, begin + size) for begin, size in zip(at, values.shape, strict=True))])

@@ -19,8 +19,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_parallel import checkpoint as format_
-from lightning_parallel.checkpoint.archive import check_archive
+from lightning_parallel.checkpoint.plain import OF_TENSORS
 from lightning_parallel.checkpoint.rank import RankCheckpoint
+from lightning_parallel.checkpoint.whole import check_archive
 from lightning_parallel.collectives import Group, decided_by_first, together
 from lightning_parallel.local_model import LocalModel
 from lightning_parallel.parts.background import BackgroundSave
@@ -179,7 +180,7 @@ class Checkpoints:
             loaded = self._take(content.whole(), content.path, module, optimizers)
         else:
             loaded = self._load_part(content.path, module, optimizers, content.weights_only)
-        content.update({key: value for key, value in loaded.items() if key in _OF_TENSORS or key not in content})
+        content.update({key: value for key, value in loaded.items() if key in OF_TENSORS or key not in content})
 
     def _load_part(
         self, path: str | Path, module: pl.LightningModule, optimizers: Sequence[Optimizer], safe: bool
@@ -216,9 +217,6 @@ class Checkpoints:
 
     def _part(self) -> RankCheckpoint:
         return RankCheckpoint(self._local, self._group_names, self._coordinate, self.written_options)
-
-
-_OF_TENSORS = ("state_dict", "optimizer_states")
 
 
 def _extra_state(module: nn.Module) -> dict[str, Any]:

@@ -18,8 +18,8 @@ class Crash(BaseException):
 
 
 def put(path: Path, content: str) -> None:
-    new = directory.beside(path)
-    directory.begin(path, new)
+    new = directory.begin(path)
+    new.mkdir()
     for name in directory.FILES:
         (new / name).write_text(content)
     directory.replace(new, path)

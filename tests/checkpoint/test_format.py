@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_parallel.checkpoint import Loaded, OptimizerState, is_checkpoint, load, read_full, remove, save
-from lightning_parallel.checkpoint.reading import TRAINER
+from lightning_parallel.checkpoint.directory import TRAINER
 from tests.pool import WorkerError, WorkerPool
 
 
@@ -515,15 +515,6 @@ def test_optimizers_of_one_parameter_keep_their_states_apart(path: str) -> None:
         assert torch.equal(found.state["w"]["momentum"], saved.state["w"]["momentum"])
         assert found.state["w"]["step"] == saved.state["w"]["step"]
         assert found.param_groups == saved.param_groups
-
-
-def test_a_checkpoint_from_before_there_could_be_several_optimizers_is_read(path: str) -> None:
-    save_here(path)
-    state = torch.load(Path(path) / TRAINER)
-    for key in ("optimizer_scalars", "param_groups"):
-        [state[key]] = state[key]
-    torch.save(state, Path(path) / TRAINER)
-    load_here(path)
 
 
 def test_what_torch_cannot_write_is_told_with_the_path_and_the_room(

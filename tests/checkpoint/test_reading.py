@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from lightning_parallel.checkpoint import save
 from lightning_parallel.checkpoint.directory import METADATA, TRAINER
-from lightning_parallel.checkpoint.reading import Reader, read_trainer
+from lightning_parallel.checkpoint.reading import Reader
+from lightning_parallel.checkpoint.whole import CONTENTS
 
 TRAINER_STATE = {"epoch": 3, "loops": {"seen": [1, 2]}, "sum": torch.ones(2, dtype=torch.bfloat16)}
 
@@ -52,13 +53,13 @@ def by_path(module: str, name: str, argument: str) -> bytes:
 
 
 def test_what_save_wrote_is_read(checkpoint: Path) -> None:
-    found = Reader(checkpoint).found()
+    found = Reader(checkpoint).found
     assert {key: (tuple(entry.size), entry.properties.dtype) for key, entry in found.items()} == {
         "model/net.weight": ((2, 3), torch.float32),
         "model/net.steps": ((), torch.int64),
     }
     for weights_only in (True, False):
-        state = read_trainer(checkpoint, weights_only)["trainer"]
+        state = Reader(checkpoint).trainer(weights_only)["trainer"]
         assert torch.equal(state.pop("sum"), TRAINER_STATE["sum"])  # type: ignore[arg-type]
         assert state == {"epoch": 3, "loops": {"seen": [1, 2]}}
 
@@ -74,8 +75,9 @@ def test_what_save_wrote_is_read(checkpoint: Path) -> None:
 def test_metadata_can_call_nothing_but_what_belongs_there(checkpoint: Path, module: str, name: str) -> None:
     mark = checkpoint / "mark"
     (checkpoint / METADATA).write_bytes(by_path(module, name, str(mark)))
+    (checkpoint / CONTENTS).unlink()  # an attacker knows how to make a checksum
     with pytest.raises(ValueError, match=rf"asks for {module}\.{name}: it may be an attack"):
-        Reader(checkpoint).read_metadata()
+        Reader(checkpoint)
     assert not mark.exists()
 
 
@@ -90,20 +92,22 @@ def test_metadata_with_objects_names_them(checkpoint: Path) -> None:
     real = Reader(checkpoint).read_metadata()
     real.state_dict_metadata["model/harmless"] = BytesStorageMetadata()
     (checkpoint / METADATA).write_bytes(pickle.dumps(real))
+    (checkpoint / CONTENTS).unlink()
     with pytest.raises(ValueError, match="objects among its tensors, which could run code: model/harmless"):
-        Reader(checkpoint).found()
+        Reader(checkpoint)
 
 
 @pytest.mark.parametrize("function", [os.mkdir, subprocess.call, Path])
 def test_a_trainer_file_with_a_call_is_refused_unless_trusted(checkpoint: Path, function: Callable[..., Any]) -> None:
     mark = checkpoint / "mark"
     argument: Any = ["mkdir", str(mark)] if function is subprocess.call else str(mark)
-    state = {"trainer": Calls(function, argument), "optimizer_scalars": [], "param_groups": []}
+    state = dict.fromkeys(["optimizer_scalars", "param_groups", "own_options", "extra_state"])
+    state = {**state, "trainer": Calls(function, argument)}
     torch.save(state, checkpoint / TRAINER)
     with pytest.raises(ValueError, match="can run code. If you trust the file, load it with weights_only=False"):
-        read_trainer(checkpoint, weights_only=True)
+        Reader(checkpoint).trainer(weights_only=True)
     assert not mark.exists()
-    read_trainer(checkpoint, weights_only=False)
+    Reader(checkpoint).trainer(weights_only=False)
     assert mark.exists() == (function is not Path)
 
 
@@ -116,12 +120,9 @@ def test_a_trainer_file_with_a_call_is_refused_unless_trusted(checkpoint: Path, 
     lambda whole: pickle.dumps({"epoch": 3}),
 ], ids=["empty", "a-byte", "half", "less-a-byte", "another-file", "a-plain-pickle"])  # fmt: skip
 def test_a_damaged_file_is_named(checkpoint: Path, content: Callable[[bytes], bytes]) -> None:
-    readers: dict[str, Callable[[], Any]] = {
-        METADATA: Reader(checkpoint).found,
-        TRAINER: lambda: read_trainer(checkpoint, weights_only=True),
-    }
-    for name, read in readers.items():
+    for name in (TRAINER, METADATA):
         file = checkpoint / name
         file.write_bytes(content(file.read_bytes()))
+        (checkpoint / CONTENTS).unlink(missing_ok=True)  # as in earlier versions: no checksum
         with pytest.raises(ValueError, match=f"last.ckpt/{name} is damaged"):
-            read()
+            Reader(checkpoint).trainer(weights_only=True)

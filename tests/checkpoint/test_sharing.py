@@ -8,34 +8,36 @@ import torch
 import torch.distributed as dist
 
 from lightning_parallel.checkpoint import OptimizerState, read_full, read_plain, save
-from lightning_parallel.checkpoint.agreement import RankSummary
-from lightning_parallel.checkpoint.sharing import writers
+from lightning_parallel.checkpoint.agreement import RankSummary, writers
 from tests.pool import WorkerPool
 
 
-def summary(rank: int, sizes: dict[str, int], state: bool = True) -> RankSummary:
-    tensors = {f"model/{name}": torch.empty(size) for name, size in sizes.items()}
-    if state:
-        tensors |= {f"optimizer/0/{name}/exp_avg": torch.empty(size) for name, size in sizes.items()}
-    return RankSummary.of(f"pp{rank}", tensors, [{}], [[{"params": [*sizes]}]], (), {})
+def summary(sizes: dict[str, int]) -> RankSummary:
+    """Of a rank that holds tensors of these sizes, by key."""
+    return RankSummary("", {key: ((size,), torch.int8) for key, size in sizes.items()}, {}, [], [], frozenset(), {})
 
 
 def test_replicas_write_equal_shares() -> None:
-    sizes = {f"layer{i}": 10 * (i + 1) for i in range(8)}
-    chosen = writers([summary(rank, sizes) for rank in range(2)], [sizes, sizes])
-    shares = [sum(size for name, size in sizes.items() if chosen[name] == rank) for rank in range(2)]
-    assert shares == [180, 180]
+    sizes = {f"model/layer{i}": 10 * (i + 1) for i in range(8)}
+    chosen = writers([summary(sizes), summary(sizes)], {f"layer{i}" for i in range(8)})
+    shares = [sum(size for key, size in sizes.items() if chosen[key] == rank) for rank in range(2)]
+    assert sum(shares) == 360 and max(shares) <= 180 + 80
 
 
 def test_a_rank_that_has_more_of_its_own_writes_less_of_what_is_shared() -> None:
-    ranks = [summary(0, {"own": 100, "a": 10, "b": 10}), summary(1, {"a": 10, "b": 10})]
-    assert writers(ranks, [["a", "b"], ["a", "b"]]) == {"a": 1, "b": 1}
+    shared = {"model/a": 10, "model/b": 10}
+    chosen = writers([summary({"model/own": 100, **shared}), summary(shared)], {"a", "b"})
+    assert chosen == {"model/own": 0, "model/a": 1, "model/b": 1}
 
 
 def test_what_only_some_holders_have_is_not_left_to_others() -> None:
     """A stage that holds a copy without training it."""
-    ranks = [summary(0, {"a": 10}), summary(1, {"a": 10}, state=False)]
-    assert writers(ranks, [["a"], ["a"]]) == {}
+    chosen = writers([summary({"model/a": 10}), summary({"model/a": 10, "optimizer/0/a/exp_avg": 5})], {"a"})
+    assert chosen == {"model/a": 0, "optimizer/0/a/exp_avg": 1}
+
+
+def test_buffers_are_left_to_the_lowest_rank() -> None:
+    assert writers([summary({"model/mean": 1}), summary({"model/mean": 1})], {"a"}) == {}
 
 
 def save_replica(path: Path) -> None:
