@@ -13,13 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_parallel.shard import Shard
-from lightning_parallel.tensor.few_heads import with_few_heads
 from lightning_parallel.tensor.layer import ParallelLayer
 from lightning_parallel.tensor.region import ShardedRegion
-from lightning_parallel.tensor.rules import resolve
-from lightning_parallel.tensor.sequence import Chain, find_chains
-from lightning_parallel.tensor.siblings import Siblings
+from lightning_parallel.tensor.rules import resolve, with_few_heads
+from lightning_parallel.tensor.sequence import find_chains
 from lightning_parallel.tensor.style import Plan, Rule, Site
+from lightning_parallel.tensor.whole_input import Siblings
 
 
 @dataclass(frozen=True)
@@ -61,13 +60,25 @@ def shard_module(
     rules = with_few_heads(module, resolve(module, plan), group.size())
     chains = find_chains(module, rules) if sequence_parallel else []
     _check_ties(module, rules)
+    shared: dict[int, nn.Parameter] = {}
+    layers: list[tuple[Rule, nn.Module]] = []
+    counts = Counter(_parent(rule) for rule in rules if rule.style.shares_input)
+    siblings = {parent: Siblings(count) for parent, count in counts.items() if count > 1}
     for rule in rules:
+        # A block that works on pieces of the sequence is one region as a whole.
+        in_block = any(chain.holds(rule) for chain in chains)
+        site = Site(group, None if in_block else region, in_block, siblings.get(_parent(rule)), shared)
         try:
             rule.style.check_division(rule, module, rules, group.size())
+            layer = rule.style.new_layer(rule, site)
         except ValueError as error:
             raise _of_rule(rule, error) from None
-    layers = _new_layers(rules, chains, group, region)
-    partial = _partial(module, rules, chains)  # names, which stay the same
+        if layer is not None:
+            layers.append((rule, layer))
+    divided = {id(p) for rule in rules for p in rule.style.divided_parameters(rule.module).values()}
+    summed = {id(p) for rule in rules for p in rule.style.partial_parameters(rule.module)}
+    summed |= {id(p) for chain in chains for p in chain.parameters()}
+    partial = tuple(name for name, p in module.named_parameters() if id(p) in summed - divided)
 
     for rule, layer in layers:
         for name in rule.names:
@@ -89,31 +100,6 @@ def shards_of(module: nn.Module) -> dict[str, Shard]:
         if isinstance(layer, ParallelLayer)
         for parameter, shard in layer.shards.items()
     }
-
-
-def _new_layers(
-    rules: list[Rule], chains: list[Chain], group: dist.ProcessGroup, region: ShardedRegion | None
-) -> list[tuple[Rule, nn.Module]]:
-    shared: dict[int, nn.Parameter] = {}
-    layers: list[tuple[Rule, nn.Module]] = []
-    siblings = _siblings(rules)
-    for rule in rules:
-        # A block that works on pieces of the sequence is one region as a whole.
-        in_block = any(chain.holds(rule) for chain in chains)
-        site = Site(group, None if in_block else region, in_block, siblings.get(_parent(rule)), shared)
-        try:
-            layer = rule.style.new_layer(rule, site)
-        except ValueError as error:
-            raise _of_rule(rule, error) from None
-        if layer is not None:
-            layers.append((rule, layer))
-    return layers
-
-
-def _siblings(rules: list[Rule]) -> dict[str, Siblings]:
-    """One object for the layers of one parent that usually get the same input, by the parent's name."""
-    counts = Counter(_parent(rule) for rule in rules if rule.style.shares_input)
-    return {parent: Siblings(count) for parent, count in counts.items() if count > 1}
 
 
 def _parent(rule: Rule) -> str:
@@ -145,10 +131,3 @@ def _check_ties(module: nn.Module, rules: list[Rule]) -> None:
                     f"plan: {taken[id(parameter)]!r} is divided, but it is the same parameter as {whole!r}, which the "
                     f"plan leaves whole: add a rule for {name!r} ('embedding' and 'column_gather' go together)."
                 )
-
-
-def _partial(module: nn.Module, rules: list[Rule], chains: list[Chain]) -> tuple[str, ...]:
-    divided = {id(p) for rule in rules for p in rule.style.divided_parameters(rule.module).values()}
-    summed = {id(p) for rule in rules for p in rule.style.partial_parameters(rule.module)}
-    summed |= {id(p) for chain in chains for p in chain.parameters()}
-    return tuple(name for name, p in module.named_parameters() if id(p) in summed - divided)

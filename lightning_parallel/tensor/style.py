@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_parallel.tensor.region import ShardedRegion
-from lightning_parallel.tensor.siblings import Siblings
+from lightning_parallel.tensor.whole_input import Siblings
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from types import MappingProxyType
 
 from torch import nn
 
-from lightning_parallel.tensor.module_styles import Copy
-from lightning_parallel.tensor.parameter_styles import Experts, Parameters
+from lightning_parallel.tensor.module_styles import Copy, Experts, Parameters
 from lightning_parallel.tensor.rules import matching, resolve
 from lightning_parallel.tensor.style import Plan, Style
 from lightning_parallel.tensor.styles import OTHER_NAMES
