@@ -13,9 +13,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_parallel.tensor.layer import ParallelLayer
+from lightning_parallel.tensor.layer import ParallelLayer, check_plain
 from lightning_parallel.tensor.region import ShardedRegion
-from lightning_parallel.torch_private import has_hooks, parameters_of, tree_map
+from lightning_parallel.torch_private import parameters_of, tree_map
 
 Map = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
@@ -77,11 +77,7 @@ def around(module: nn.Module, group: dist.ProcessGroup, work: Work) -> Around:
     Raises:
         ValueError: what ``module`` runs isn't its class's forward.
     """
-    if "forward" in vars(module) or has_hooks(module):
-        raise ValueError(
-            f"A module of type {type(module).__name__} can't be divided over tensor ranks: it has hooks, or its "
-            f"forward has been replaced."
-        )
+    check_plain(module, type(module), list(module.state_dict()))
     derived: Any = type(f"Parallel{type(module).__name__}", (Around, type(module)), {})
     new: Around = derived.__new__(derived)
     vars(new).update(vars(module))

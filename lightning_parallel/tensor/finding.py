@@ -11,11 +11,11 @@ Nothing is sent for this, and the model is left as it was. A pair for which no w
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations
+from itertools import combinations, islice
 from typing import Any
 
 import torch
@@ -35,6 +35,9 @@ from lightning_parallel.torch_private import tensors_in, tree_map
 _HUGE = 1e3  # masks hold larger values
 _ATTEMPTS = 40  # ways to divide one pair that are tried
 
+# One run of a block: what reached its row layer, what that answered, and the tensors that the block returned.
+_Run = tuple[Tensor, Tensor, list[Tensor]]
+
 
 @dataclass(frozen=True)
 class _Way:
@@ -47,16 +50,6 @@ class _Way:
 
     parts: int
     attributes: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
-class _Run:
-    """One run of a block: the input and the output of its row layer, which is called once, and the tensors it
-    returned."""
-
-    reached: Tensor
-    answer: Tensor
-    returned: list[Tensor]
 
 
 def found_plan(module: nn.Module, run: Callable[[], Any], count: int) -> dict[str, str | Style]:
@@ -103,18 +96,14 @@ class _Block:
         generator = torch.Generator().manual_seed(0)
         self._call = tree_map(lambda x: _noisy(x, generator), call)
         self._weights = {name: self._drawn(name, generator) for name in pair.columns}
-        self._whole = self._run(self._weights, (), None)
-
-    @property
-    def kind(self) -> str:
-        """A key that equal blocks of a model have in common."""
-        inside = [name.removeprefix(self._name) for name in (*self._pair.columns, self._pair.row)]
+        inside = [name.removeprefix(self._name) for name in (*pair.columns, pair.row)]
         shapes = [tuple(weight.shape) for weight, _ in self._weights.values()]
-        return f"{type(self._around).__name__} {inside} {shapes}"
+        self.kind = f"{type(self._around).__name__} {inside} {shapes}"  # what equal blocks of a model have in common
+        self._whole = self._run(self._weights, (), None)
 
     def ways(self) -> Iterator[_Way]:
         """The ways to divide the pair, the likely ones first."""
-        width = None if self._whole is None else self._whole.reached.shape[-1]
+        width = None if self._whole is None else self._whole[0].shape[-1]
         parents = dict.fromkeys((*(name.rpartition(".")[0] for name in self._pair.columns), self._name))
         parents = dict.fromkeys(parent.removeprefix(self._name).lstrip(".") for parent in parents)
         integers = [
@@ -126,22 +115,18 @@ class _Block:
         heads = tuple((parent, name) for parent, name, _ in integers if name in HEAD_COUNTS)
         # Those that may count heads under another name, or be the width of all heads.
         sizes = [(p, name) for p, name, value in integers if width and width % value == 0 and (p, name) not in heads]
-        single = len(self._pair.columns) == 1
         outputs = self._weights[self._pair.columns[0]][0].shape[0]
-        tried = 0
-        for number in range(len(sizes) + 1):
-            for chosen in combinations(sizes, number):
-                for parts in (1, 3, 2) if single else (1,):
-                    if outputs % parts == 0 and tried < _ATTEMPTS:
-                        tried += 1
-                        yield _Way(parts, (*heads, *chosen))
+        fused = [parts for parts in ((1, 3, 2) if len(self._pair.columns) == 1 else (1,)) if outputs % parts == 0]
+        subsets = (chosen for number in range(len(sizes) + 1) for chosen in combinations(sizes, number))
+        ways = (_Way(parts, (*heads, *chosen)) for chosen in subsets for parts in fused)
+        yield from islice(ways, _ATTEMPTS)
 
     def allows(self, way: _Way) -> bool:
         """Does each rank's row layer get that rank's piece of what the whole one gets, and is the rest of the run
         equal?"""
-        whole = self._whole
-        if whole is None:
+        if self._whole is None:
             return False
+        reached, answer, returned = self._whole
         for rank in range(self._count):
             columns: dict[str, tuple[Tensor, Tensor | None]] = {}
             for name, (weight, bias) in self._weights.items():
@@ -150,13 +135,13 @@ class _Block:
                     return False  # nothing would be left for the last rank
                 cut = Shard((weight.shape[0],), 0, (size,) * way.parts, rank, self._count)
                 columns[name] = cut.take(weight), None if bias is None else cut.take(bias)
-            mine = self._run(columns, way.attributes, whole.answer)
-            start, stop = piece(whole.reached.shape[-1], rank, self._count)
-            if mine is None or not _equal(mine.reached, whole.reached[..., start:stop]):
+            mine = self._run(columns, way.attributes, answer)
+            start, stop = piece(reached.shape[-1], rank, self._count)
+            if mine is None or not _equal(mine[0], reached[..., start:stop]) or len(mine[2]) != len(returned):
                 return False
-            if len(mine.returned) != len(whole.returned) or not all(map(_equal, mine.returned, whole.returned)):
+            if not all(map(_equal, mine[2], returned)):
                 return False
-        return bool(whole.reached.norm() > 0)
+        return bool(reached.norm() > 0)
 
     def rules(self, way: _Way) -> dict[str, str | Style]:
         column = f"column:{way.parts}" if way.parts > 1 else "column"
@@ -193,19 +178,19 @@ class _Block:
             calls.append((x.clone(), result.clone()))
             return result
 
-        changes: list[tuple[nn.Module, str, Any]] = [(self._row, "forward", row)]
+        changes: list[tuple[object, str, Any]] = [(self._row, "forward", row)]
         for name, (weight, bias) in columns.items():
             changes.append((self._root.get_submodule(name), "forward", partial(F.linear, weight=weight, bias=bias)))
         for owner, name in divided:
             module = self._around.get_submodule(owner)
             changes.append((module, name, getattr(module, name) // self._count))
-        with _changed(changes), torch.no_grad():
+        with changed(changes), torch.no_grad():
             try:
                 args, kwargs = _cloned(self._call)
                 output = self._around(*args, **kwargs)
             except Exception:  # any: of shapes that don't fit, in code that isn't ours
                 return None
-        return _Run(*calls[0], tensors_in(output)) if len(calls) == 1 else None
+        return (*calls[0], tensors_in(output)) if len(calls) == 1 else None
 
 
 def _noisy(x: Any, generator: torch.Generator) -> Any:
@@ -256,19 +241,17 @@ def _calls(module: nn.Module, names: set[str], run: Callable[[], Any]) -> dict[s
 
 
 @contextmanager
-def _changed(changes: list[tuple[nn.Module, str, Any]]) -> Iterator[None]:
-    """Inside, modules have other attributes of their own."""
-    before = [vars(module).get(name) for module, name, _ in changes]
+def changed(changes: Sequence[tuple[object, str, Any]]) -> Iterator[None]:
+    """Inside, objects have other attributes of their own."""
+    before = [(vars(of), name, {name: vars(of)[name]} if name in vars(of) else {}) for of, name, _ in changes]
     try:
-        for module, name, value in changes:
-            vars(module)[name] = value
+        for of, name, value in changes:
+            vars(of)[name] = value
         yield
     finally:
-        for (module, name, _), value in zip(changes, before, strict=True):
-            if value is None:  # the class's
-                del vars(module)[name]
-            else:
-                vars(module)[name] = value
+        for own, name, value in before:
+            own.pop(name, None)  # uncovers what the class has
+            own.update(value)
 
 
 @contextmanager

@@ -41,8 +41,7 @@ class SharedHeadsLinear(ParallelLinear):
         check_plain(
             linear, nn.Linear, ["weight", "bias"], None if isinstance(linear, nn.Linear) else "is not nn.Linear"
         )
-        self._hold(linear, site.group, site.region)
-        self.copy_input, self.siblings = not site.in_block, site.siblings
+        self._hold(linear, site)
         self._width = self.out_features // heads
         self._start = site.group.rank() * heads // site.group.size() * self._width
 

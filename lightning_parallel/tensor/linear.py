@@ -25,7 +25,8 @@ from lightning_parallel.shard import Shard
 from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.layer import ParallelLayer, check_plain, shard_parameter
 from lightning_parallel.tensor.region import ShardedRegion
-from lightning_parallel.tensor.whole_input import Siblings, copy_linear
+from lightning_parallel.tensor.style import Site
+from lightning_parallel.tensor.whole_input import copy_linear
 
 
 class ParallelLinear(ParallelLayer):
@@ -42,30 +43,23 @@ class ParallelLinear(ParallelLayer):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    copy_input: bool = True
-    siblings: Siblings | None = None
     _divided: Mapping[str, int]  # along which dimension parameters are, the weight being [out, in]
 
-    def _hold(
-        self,
-        whole: nn.Module,
-        group: dist.ProcessGroup,
-        region: ShardedRegion | None,
-        shared: dict[int, nn.Parameter] | None = None,
-        parts: tuple[int, ...] = (),
-    ) -> None:
+    def _hold(self, whole: nn.Module, site: Site, parts: tuple[int, ...] = ()) -> None:
         """Make this layer hold this rank's shard of ``whole``."""
         super().__init__()
         assert isinstance(whole.weight, nn.Parameter)
-        self.group, self.region, self.shards = group, region, {}
-        self._alone, self._transposed = group.size() == 1, _is_conv1d(whole)
+        self.group, self.shards = site.group, {}
+        self._alone, self._transposed = site.group.size() == 1, _is_conv1d(whole)
+        self.region = None if self._alone else site.region
+        self.copy_input, self.siblings = not site.in_block and not self._alone, site.siblings
         self.out_features, self.in_features = whole.weight.shape[:: -1 if self._transposed else 1]
         for name in ("weight", "bias"):
             parameter = getattr(whole, name)
             if parameter is not None and name in self._divided:
                 dim = self._divided[name] ^ (self._transposed and name == "weight")
-                self.shards[name] = Shard.of(parameter.shape, dim, group, parts)
-                parameter = shard_parameter(parameter, self.shards[name], shared)
+                self.shards[name] = Shard.of(parameter.shape, dim, site.group, parts)
+                parameter = shard_parameter(parameter, self.shards[name], site.shared)
             self.register_parameter(name, parameter)
         self.train(whole.training)
 
@@ -82,7 +76,7 @@ class ParallelLinear(ParallelLayer):
 
     def _outputs_here(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """This rank's outputs, for an ``x`` that is whole."""
-        if self._alone or not self.copy_input or not x.requires_grad:
+        if not self.copy_input or not x.requires_grad:
             return F.linear(x, weight, bias)
         if self.siblings is not None:
             return F.linear(self.siblings.copy(x, self.group, self), weight, bias)
@@ -130,8 +124,10 @@ class ColumnParallelLinear(ParallelLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         _check_gathered(gather_output, parts)
-        self._hold(nn.Linear(in_features, out_features, bias, device, dtype), group, region, None, parts)
-        self.gather_output, self.copy_input = gather_output, copy_input
+        self._hold(
+            nn.Linear(in_features, out_features, bias, device, dtype), Site(group, region, not copy_input), parts
+        )
+        self.gather_output = gather_output
 
     @classmethod
     def from_linear(
@@ -143,7 +139,6 @@ class ColumnParallelLinear(ParallelLinear):
         parts: tuple[int, ...] = (),
         copy_input: bool = True,
         region: ShardedRegion | None = None,
-        siblings: Siblings | None = None,
         shared: dict[int, nn.Parameter] | None = None,
     ) -> Self:
         """This rank's shard of an ``nn.Linear`` or a transformers ``Conv1D``, in the orientation that it has there.
@@ -152,27 +147,28 @@ class ColumnParallelLinear(ParallelLinear):
 
         Args:
             linear: the layer. It stays as it is.
-            siblings: one object shared by all layers that get the same input: its gradient is summed over the ranks
-                once for all.
             shared: the shards made so far, by the id of the whole parameter, so that tied parameters stay tied. It is
                 added to. Keep the layers that it was filled from as long as it is used, since ids are used again.
 
         Raises:
             ValueError: ``linear`` is something else, or more, than such a layer; or as the constructor.
         """
+        return cls.at(Site(group, region, not copy_input, shared=shared), linear, parts, gather_output)
+
+    @classmethod
+    def at(cls, site: Site, linear: nn.Module, parts: tuple[int, ...], gather_output: bool) -> Self:
+        """:meth:`from_linear`, with the layer's surroundings in one."""
         _check_divisible(linear)
         _check_gathered(gather_output, parts)
         self = cls.__new__(cls)
-        self._hold(linear, group, region, shared, parts)
-        self.gather_output, self.copy_input, self.siblings = gather_output, copy_input, siblings
+        self._hold(linear, site, parts)
+        self.gather_output = gather_output
         return self
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]``, equal on all ranks -> ``[..., out here]``, or ``[..., out_features]`` if gathered."""
         weight = self.weight.t() if self._transposed else self.weight  # [out here, in]
         y = self._outputs_here(x, weight, self.bias)
-        if self._alone:
-            return y
         if self.gather_output:
             return functions.gather(y, -1, self.group, self.out_features)
         if self.region is not None and self.training:
@@ -225,7 +221,7 @@ class RowParallelLinear(ParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._hold(nn.Linear(in_features, out_features, bias, device, dtype), group, region)
+        self._hold(nn.Linear(in_features, out_features, bias, device, dtype), Site(group, region))
         self.input_is_parallel, self.sequence_dim = input_is_parallel, sequence_dim
 
     @classmethod
@@ -240,10 +236,17 @@ class RowParallelLinear(ParallelLinear):
         shared: dict[int, nn.Parameter] | None = None,
     ) -> Self:
         """This rank's shard of an existing layer: see :meth:`ColumnParallelLinear.from_linear`."""
+        self = cls.at(Site(group, region, shared=shared), linear, input_is_parallel)
+        self.sequence_dim = sequence_dim
+        return self
+
+    @classmethod
+    def at(cls, site: Site, linear: nn.Module, input_is_parallel: bool) -> Self:
+        """:meth:`from_linear`, with the layer's surroundings in one."""
         _check_divisible(linear)
         self = cls.__new__(cls)
-        self._hold(linear, group, region, shared)
-        self.input_is_parallel, self.sequence_dim = input_is_parallel, sequence_dim
+        self._hold(linear, site)
+        self.input_is_parallel, self.sequence_dim = input_is_parallel, 1 if site.in_block else None
         return self
 
     def forward(self, x: Tensor) -> Tensor:

@@ -33,9 +33,6 @@ class Embedding(Style):
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
         return VocabParallelEmbedding.from_embedding(rule.module, group=site.group, shared=site.shared)
 
-    def divided_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        return dict(module.named_parameters(recurse=False))
-
 
 @dataclass(frozen=True)
 class Divide(Style):
@@ -55,10 +52,6 @@ class Divide(Style):
         if not re.fullmatch(r"\w+(/[1-9]\d*)?(,\w+(/[1-9]\d*)?)*", options):
             raise ValueError("Write 'divide:num_heads' or 'divide:num_heads,num_kv/2' (names of attributes).")
         return cls(tuple(options.split(",")))
-
-    @property
-    def text(self) -> str:
-        return f"{self.name}:{','.join(self.attributes)}"
 
     def check(self, rule: Rule) -> None:
         for attribute in self._divisors(1):
@@ -86,10 +79,8 @@ class SumGradient(Style):
     """Keeps a module whole that works on divided values, such as a norm of each head."""
 
     name = "sum_gradient"
+    sums_gradients = True
     in_sequence_blocks = True
-
-    def partial_parameters(self, module: nn.Module) -> list[nn.Parameter]:
-        return list(module.parameters())
 
 
 # -- around modules that stay ------------------------------------------------------------------------------------
@@ -114,10 +105,6 @@ class Copy(Style):
             raise ValueError("Write 'copy', or 'copy:64' (so many of the last features).")
         return cls(int(options or 0))
 
-    @property
-    def text(self) -> str:
-        return f"{self.name}:{self.features}" if self.features else self.name
-
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
         return around(rule.module, site.group, Work(outputs=partial(_copied, features=self.features)))
 
@@ -136,12 +123,10 @@ class DivideOutput(Style):
     on an equal share."""
 
     name = "divide_output"
+    sums_gradients = True
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
         return around(rule.module, site.group, Work(outputs=_share))
-
-    def partial_parameters(self, module: nn.Module) -> list[nn.Parameter]:
-        return list(module.parameters())
 
 
 # -- modules whose own parameters are divided -------------------------------------------------------------------------
@@ -209,9 +194,6 @@ class Parameters(Style):
     def work(self, site: Site) -> Work:
         """What is done around the module's forward."""
         return Work(summands=self.summands)
-
-    def divided_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        return {name: getattr(module, name) for name, _, _ in self.dims}
 
     def partial_parameters(self, module: nn.Module) -> list[nn.Parameter]:
         return [getattr(module, name) for name in self.summands]

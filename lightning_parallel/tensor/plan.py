@@ -17,11 +17,11 @@ from typing import Any
 
 from torch import nn
 
-from lightning_parallel.tensor.finding import found_plan, table_of
+from lightning_parallel.tensor.finding import changed, found_plan, table_of
 from lightning_parallel.tensor.layer import ParallelLayer
 from lightning_parallel.tensor.rules import layers_of, resolve
 from lightning_parallel.tensor.style import Plan, Style
-from lightning_parallel.tensor.transformers_plans import transformers_plans, without_caches
+from lightning_parallel.tensor.transformers_plans import caches_off, transformers_plans
 from lightning_parallel.writes import digest
 
 MakeRun = Callable[[], Callable[[], Any]]  # makes what runs a step
@@ -84,7 +84,7 @@ def _found(module: nn.Module, count: int, make_run: MakeRun | None) -> Found:
     found: dict[str, str | Style] = {}
     problem = f"no pair of its layers could be divided over {count} ranks"
     try:
-        with without_caches(module):
+        with changed(caches_off(module)):
             found = found_plan(module, make_run(), count) if make_run is not None else {}
     except Exception as error:  # any: of the user's code
         problem = f"the first step, by which one is found, raised {type(error).__name__}: {error}"

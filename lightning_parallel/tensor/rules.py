@@ -54,8 +54,9 @@ def resolve(module: nn.Module, plan: Plan) -> list[Rule]:
             raise ValueError(f"plan: {pattern!r}: {error}") from None
         matched = matching(pattern, modules)
         if not matched:
-            close = _enumerate(_close(module, pattern))
-            raise ValueError(f"plan: {pattern!r} matches no module. Did you mean {close}?")
+            every = list(dict.fromkeys(pattern_of(module, name) for name in modules))
+            close = difflib.get_close_matches(pattern, every, n=3, cutoff=0.5) or every[:5]
+            raise ValueError(f"plan: {pattern!r} matches no module. Did you mean {', '.join(map(repr, close))}?")
         for name in matched:
             found = modules[name]
             for rule in without_adapters(Rule(found, tuple(names_of[id(found)]), pattern, style)):
@@ -84,12 +85,6 @@ def layers_of(module: nn.Module) -> str:
     return ", ".join(f"{name!r} ({kind})" for name, kind in found.items()) or "none that could be divided"
 
 
-def _close(module: nn.Module, pattern: str) -> list[str]:
-    """Patterns that look like ``pattern`` and match something."""
-    every = list(dict.fromkeys(pattern_of(module, name) for name, _ in module.named_modules() if name))
-    return difflib.get_close_matches(pattern, every, n=3, cutoff=0.5) or every[:5]
-
-
 def pattern_of(module: nn.Module, name: str) -> str:
     """``name``, with a ``*`` for each part that is one of several modules of the same class."""
     parts, around = [], module
@@ -98,10 +93,6 @@ def pattern_of(module: nn.Module, name: str) -> str:
         parts.append("*" if part.isdecimal() and len(kinds) == 1 else part)
         around = around.get_submodule(part)
     return ".".join(parts)
-
-
-def _enumerate(names: Iterable[str]) -> str:
-    return ", ".join(repr(name) for name in names) or "none"
 
 
 # -- layers in adapters of PEFT ----------------------------------------------------------------------------------

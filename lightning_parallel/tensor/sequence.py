@@ -166,16 +166,14 @@ def _check_positionwise(name: str, module: nn.Module, gathering: dict[str, nn.Mo
     if any(other.startswith(f"{name}.") for other in (*gathering, *divided)):
         for child, submodule in module.named_children():
             _check_positionwise(f"{name}.{child}", submodule, gathering, divided)
-    elif any(True for _ in module.parameters()) and not _is_positionwise(module):
+        return
+    # Models bring norms of their own (LlamaRMSNorm, NemotronLayerNorm1P). Others take statistics over the sequence.
+    known = is_linear(module) or re.search("LayerNorm|RMSNorm", type(module).__name__) is not None
+    if not known and any(True for _ in module.parameters()):
         raise ValueError(
             f"sequence_parallel=True: {name!r} ({type(module).__name__}) is in a block, but not in the plan. It would "
             f"see a piece of the sequence, and isn't known to work position by position. Turn it off, or divide it."
         )
-
-
-def _is_positionwise(module: nn.Module) -> bool:
-    # Models bring norms of their own (LlamaRMSNorm, NemotronLayerNorm1P). Others take statistics over the sequence.
-    return is_linear(module) or re.search("LayerNorm|RMSNorm", type(module).__name__) is not None
 
 
 def _check_shared(module: nn.Module, chains: list[Chain]) -> None:

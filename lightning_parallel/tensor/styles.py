@@ -14,19 +14,10 @@ from typing import ClassVar, Self
 
 from torch import nn
 
+from lightning_parallel.tensor import module_styles as others
 from lightning_parallel.tensor.heads import SharedHeadsLinear
 from lightning_parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, is_linear
-from lightning_parallel.tensor.module_styles import (
-    Copy,
-    Divide,
-    DivideOutput,
-    Embedding,
-    Experts,
-    Parameters,
-    Reduce,
-    SumGradient,
-    over,
-)
+from lightning_parallel.tensor.module_styles import Divide, over
 from lightning_parallel.tensor.style import Rule, Site, Style
 
 
@@ -52,10 +43,6 @@ class Column(Style):
         if not re.fullmatch(r"|[1-9]\d*(,[1-9]\d*)*", options):
             raise ValueError("Write 'column:3' (equal parts) or 'column:512,128,128' (the sizes of the parts).")
         return cls(tuple(int(size) for size in options.split(",") if size))
-
-    @property
-    def text(self) -> str:
-        return self.name + (f":{','.join(map(str, self.parts))}" if self.parts else "")
 
     def check(self, rule: Rule) -> None:
         _check_linear(rule)
@@ -98,19 +85,7 @@ class Column(Style):
         return (size // count,) * count
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return ColumnParallelLinear.from_linear(
-            rule.module,
-            group=site.group,
-            gather_output=self._gathers,
-            parts=self.part_sizes(rule.module),
-            copy_input=not site.in_block,
-            region=site.region,
-            siblings=site.siblings,
-            shared=site.shared,
-        )
-
-    def divided_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        return dict(module.named_parameters(recurse=False))
+        return ColumnParallelLinear.at(site, rule.module, self.part_sizes(rule.module), self._gathers)
 
 
 class GatheredColumn(Column):
@@ -140,6 +115,7 @@ class SharedHeads(Style):
     heads: int = 1
 
     name = "heads"
+    sums_gradients = True
     shares_input = True
     leaves_divided = True
     in_sequence_blocks = True
@@ -149,10 +125,6 @@ class SharedHeads(Style):
         if not re.fullmatch(r"[1-9]\d*", options):
             raise ValueError("Write 'heads:2' (the number of heads that it projects to).")
         return cls(int(options))
-
-    @property
-    def text(self) -> str:
-        return f"{self.name}:{self.heads}"
 
     def check(self, rule: Rule) -> None:
         if not isinstance(rule.module, nn.Linear) or rule.module.out_features % self.heads:
@@ -164,9 +136,6 @@ class SharedHeads(Style):
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
         return SharedHeadsLinear(rule.module, self.heads, site)
-
-    def partial_parameters(self, module: nn.Module) -> list[nn.Parameter]:
-        return list(module.parameters())
 
 
 class Row(Style):
@@ -181,18 +150,7 @@ class Row(Style):
         _check_linear(rule)
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return RowParallelLinear.from_linear(
-            rule.module,
-            group=site.group,
-            input_is_parallel=self._input_is_parallel,
-            sequence_dim=1 if site.in_block else None,
-            region=site.region,
-            shared=site.shared,
-        )
-
-    def divided_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        # The bias stays whole.
-        return {name: each for name, each in module.named_parameters(recurse=False) if name == "weight"}
+        return RowParallelLinear.at(site, rule.module, self._input_is_parallel)
 
 
 class SplitRow(Row):
@@ -235,8 +193,8 @@ STYLES: Mapping[str, type[Style]] = MappingProxyType(
     {
         style.name: style
         for style in (
-            Column, GatheredColumn, Row, SplitRow, SharedHeads, Embedding, Divide, SumGradient, Experts, Parameters,
-            Copy, Reduce, DivideOutput,
+            Column, GatheredColumn, Row, SplitRow, SharedHeads, others.Embedding, Divide, others.SumGradient,
+            others.Experts, others.Parameters, others.Copy, others.Reduce, others.DivideOutput,
         )
     }
 )  # fmt: skip

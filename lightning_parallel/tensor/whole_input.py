@@ -61,8 +61,13 @@ def copy_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.Proc
         weight: ``[out here, in]``.
         bias: ``[out here]``, or None.
     """
-    x, weight, bias = _autocast(x, weight, bias)
-    return _CopyLinear.apply(x, weight, bias, group)  # type: ignore[no-any-return, no-untyped-call]
+    given, device = [x, weight, bias], x.device.type
+    if torch.is_autocast_enabled(device):  # which doesn't act on a custom autograd function: cast as for F.linear
+        dtype = torch.get_autocast_dtype(device)
+        given = [
+            t if t is None or t.dtype == torch.float64 or not t.is_floating_point() else t.to(dtype) for t in given
+        ]
+    return _CopyLinear.apply(*given, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _CopyLinear(torch.autograd.Function):
@@ -93,16 +98,3 @@ class _CopyLinear(torch.autograd.Function):
         if work is not None:
             work.wait()
         return grad_x.view(*shape[:-1], weight.shape[1]), grad_weight, grad_bias, None
-
-
-def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cast as autocast would for ``F.linear``. Autocast itself doesn't act on a custom autograd function."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
-        return x, weight, bias
-    dtype = torch.get_autocast_dtype(device)
-
-    def cast(t: Tensor) -> Tensor:
-        return t if t.dtype == torch.float64 or not t.is_floating_point() else t.to(dtype)
-
-    return cast(x), cast(weight), None if bias is None else cast(bias)
