@@ -66,8 +66,19 @@ class VocabParallelEmbedding(ParallelLayer):
         Raises:
             ValueError: ``embedding`` is something else, or more, than a table; or as the constructor.
         """
+        problem = None
+        if not isinstance(embedding, nn.Embedding):
+            problem = "is not nn.Embedding"
+        elif embedding.max_norm is not None:
+            problem = f"has max_norm={embedding.max_norm}, which rewrites rows while it looks them up"
+        elif embedding.scale_grad_by_freq:
+            problem = "has scale_grad_by_freq=True"
+        elif embedding.sparse:
+            problem = "has sparse=True: gradients are dense here"
+        check_plain(embedding, nn.Embedding, ["weight"], problem, keeps_forward_hooks=True)
+        assert isinstance(embedding, nn.Embedding)
         self = cls.__new__(cls)
-        self._hold(_checked(embedding), group, shared)
+        self._hold(embedding, group, shared)
         move_forward_hooks(embedding, self)
         return self
 
@@ -90,12 +101,9 @@ class VocabParallelEmbedding(ParallelLayer):
 
     def reset_parameters(self) -> None:
         """Draw this rank's rows of the table that ``nn.Embedding`` would draw from the same generator."""
+        like = self.weight
         whole = nn.Embedding(
-            self.num_embeddings,
-            self.embedding_dim,
-            self.padding_idx,
-            device=self.weight.device,
-            dtype=self.weight.dtype,
+            self.num_embeddings, self.embedding_dim, self.padding_idx, device=like.device, dtype=like.dtype
         )
         with torch.no_grad():
             self.weight.copy_(self.shards["weight"].take(whole.weight))
@@ -116,19 +124,3 @@ class VocabParallelEmbedding(ParallelLayer):
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings} ({self._stop - self._start} here), {self.embedding_dim}{padding}"
-
-
-def _checked(embedding: nn.Module) -> nn.Embedding:
-    """Return ``embedding`` if it is a table and no more; otherwise raise."""
-    problem = None
-    if not isinstance(embedding, nn.Embedding):
-        problem = "is not nn.Embedding"
-    elif embedding.max_norm is not None:
-        problem = f"has max_norm={embedding.max_norm}, which rewrites rows while it looks them up"
-    elif embedding.scale_grad_by_freq:
-        problem = "has scale_grad_by_freq=True"
-    elif embedding.sparse:
-        problem = "has sparse=True: gradients are dense here"
-    check_plain(embedding, nn.Embedding, ["weight"], problem, keeps_forward_hooks=True)
-    assert isinstance(embedding, nn.Embedding)
-    return embedding

@@ -10,10 +10,12 @@ Nothing is sent for this, and the model is left as it was. A pair for which no w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import combinations
+from functools import partial
+from itertools import combinations, islice
 from typing import Any
 
 import torch
@@ -25,13 +27,16 @@ from lightning_parallel.pipeline.seeding import host_generators_kept
 from lightning_parallel.shard import Shard, piece
 from lightning_parallel.tensor.flows import Pair, find_pairs
 from lightning_parallel.tensor.linear import is_divisible, is_linear
-from lightning_parallel.tensor.linear_styles import HEAD_COUNTS
 from lightning_parallel.tensor.rules import pattern_of
 from lightning_parallel.tensor.style import Style
+from lightning_parallel.tensor.styles import HEAD_COUNTS
 from lightning_parallel.torch_private import tensors_in, tree_map
 
 _HUGE = 1e3  # masks hold larger values
 _ATTEMPTS = 40  # ways to divide one pair that are tried
+
+# One run of a block: what reached its row layer, what that answered, and the tensors that the block returned.
+_Run = tuple[Tensor, Tensor, list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -47,47 +52,6 @@ class _Way:
     attributes: tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True)
-class _Run:
-    """One run of a block: the input and the output of its row layer, which is called once, and the tensors it
-    returned."""
-
-    reached: Tensor
-    answer: Tensor
-    returned: list[Tensor]
-
-
-class _Row(nn.Module):
-    """Stands in for a row layer and records its calls. It has the layer's weight, since code may read its dtype. It
-    returns ``answer``, or the layer's own output if that is None."""
-
-    def __init__(self, layer: nn.Module, answer: Tensor | None) -> None:
-        super().__init__()
-        assert isinstance(layer.weight, Tensor)
-        self.register_buffer("weight", layer.weight.detach())
-        self._layer = [layer]  # no part of this one
-        self._answer = answer
-        self.calls: list[tuple[Tensor, Tensor]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        answer: Tensor = self._layer[0](x) if self._answer is None else self._answer.clone()
-        self.calls.append((x.clone(), answer.clone()))
-        return answer
-
-
-class _Column(nn.Module):
-    """Stands in for a linear layer, with other weights ``[out, in]``."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.register_buffer("weight", weight)
-        self.register_buffer("bias", bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)  # type: ignore[arg-type]
-
-
 def found_plan(module: nn.Module, run: Callable[[], Any], count: int) -> dict[str, str | Style]:
     """Rules for all pairs that can be divided over ``count`` ranks, by full names.
 
@@ -98,10 +62,14 @@ def found_plan(module: nn.Module, run: Callable[[], Any], count: int) -> dict[st
     plan: dict[str, str | Style] = {}
     known: dict[str, _Way | None] = {}  # by what blocks have in common
     with _at_rest(module):
-        pairs = [pair for pair in find_pairs(module, run) if _fits(module, pair)]
+        pairs = [
+            pair
+            for pair in find_pairs(module, run)
+            if all(is_divisible(module.get_submodule(name)) for name in (*pair.columns, pair.row))
+        ]
         calls = _calls(module, {_around(pair) for pair in pairs}, run)
         for pair in pairs:
-            block = _Block(module, pair, calls[_around(pair)], count)
+            block = _Block(module, pair, calls.get(_around(pair), ((), {})), count)  # containers are never called
             way = known.get(block.kind)
             if way is None or not block.allows(way):
                 way = known[block.kind] = next((way for way in block.ways() if block.allows(way)), None)
@@ -118,11 +86,6 @@ def table_of(module: nn.Module, plan: dict[str, str | Style]) -> str:
     return "\n".join([*dict.fromkeys(lines), *(f"    {name}: whole" for name in whole)])
 
 
-def _fits(module: nn.Module, pair: Pair) -> bool:
-    """Are all these layers linear ones that can be divided?"""
-    return all(is_divisible(module.get_submodule(name)) for name in (*pair.columns, pair.row))
-
-
 class _Block:
     """A pair inside the smallest module that holds it."""
 
@@ -133,18 +96,14 @@ class _Block:
         generator = torch.Generator().manual_seed(0)
         self._call = tree_map(lambda x: _noisy(x, generator), call)
         self._weights = {name: self._drawn(name, generator) for name in pair.columns}
-        self._whole = self._run({name: _Column(*drawn) for name, drawn in self._weights.items()}, {}, None)
-
-    @property
-    def kind(self) -> str:
-        """A key that equal blocks of a model have in common."""
-        inside = [name.removeprefix(self._name) for name in (*self._pair.columns, self._pair.row)]
+        inside = [name.removeprefix(self._name) for name in (*pair.columns, pair.row)]
         shapes = [tuple(weight.shape) for weight, _ in self._weights.values()]
-        return f"{type(self._around).__name__} {inside} {shapes}"
+        self.kind = f"{type(self._around).__name__} {inside} {shapes}"  # what equal blocks of a model have in common
+        self._whole = self._run(self._weights, (), None)
 
     def ways(self) -> Iterator[_Way]:
         """The ways to divide the pair, the likely ones first."""
-        width = None if self._whole is None else self._whole.reached.shape[-1]
+        width = None if self._whole is None else self._whole[0].shape[-1]
         parents = dict.fromkeys((*(name.rpartition(".")[0] for name in self._pair.columns), self._name))
         parents = dict.fromkeys(parent.removeprefix(self._name).lstrip(".") for parent in parents)
         integers = [
@@ -156,38 +115,33 @@ class _Block:
         heads = tuple((parent, name) for parent, name, _ in integers if name in HEAD_COUNTS)
         # Those that may count heads under another name, or be the width of all heads.
         sizes = [(p, name) for p, name, value in integers if width and width % value == 0 and (p, name) not in heads]
-        single = len(self._pair.columns) == 1
         outputs = self._weights[self._pair.columns[0]][0].shape[0]
-        tried = 0
-        for number in range(len(sizes) + 1):
-            for chosen in combinations(sizes, number):
-                for parts in (1, 3, 2) if single else (1,):
-                    if outputs % parts == 0 and tried < _ATTEMPTS:
-                        tried += 1
-                        yield _Way(parts, (*heads, *chosen))
+        fused = [parts for parts in ((1, 3, 2) if len(self._pair.columns) == 1 else (1,)) if outputs % parts == 0]
+        subsets = (chosen for number in range(len(sizes) + 1) for chosen in combinations(sizes, number))
+        ways = (_Way(parts, (*heads, *chosen)) for chosen in subsets for parts in fused)
+        yield from islice(ways, _ATTEMPTS)
 
     def allows(self, way: _Way) -> bool:
         """Does each rank's row layer get that rank's piece of what the whole one gets, and is the rest of the run
         equal?"""
-        whole = self._whole
-        if whole is None:
+        if self._whole is None:
             return False
+        reached, answer, returned = self._whole
         for rank in range(self._count):
-            columns: dict[str, nn.Module] = {}
+            columns: dict[str, tuple[Tensor, Tensor | None]] = {}
             for name, (weight, bias) in self._weights.items():
                 size = weight.shape[0] // way.parts
                 if piece(size, self._count - 1, self._count)[0] >= size or weight.shape[0] % way.parts:
                     return False  # nothing would be left for the last rank
                 cut = Shard((weight.shape[0],), 0, (size,) * way.parts, rank, self._count)
-                rows = torch.cat([torch.arange(*ends) for ends in cut.ranges()])
-                columns[name] = _Column(weight[rows], None if bias is None else bias[rows])
-            mine = self._run(columns, dict.fromkeys(way.attributes, self._count), whole.answer)
-            start, stop = piece(whole.reached.shape[-1], rank, self._count)
-            if mine is None or not _equal(mine.reached, whole.reached[..., start:stop]):
+                columns[name] = cut.take(weight), None if bias is None else cut.take(bias)
+            mine = self._run(columns, way.attributes, answer)
+            start, stop = piece(reached.shape[-1], rank, self._count)
+            if mine is None or not _equal(mine[0], reached[..., start:stop]) or len(mine[2]) != len(returned):
                 return False
-            if len(mine.returned) != len(whole.returned) or not all(map(_equal, mine.returned, whole.returned)):
+            if not all(map(_equal, mine[2], returned)):
                 return False
-        return bool(whole.reached.norm() > 0)
+        return bool(reached.norm() > 0)
 
     def rules(self, way: _Way) -> dict[str, str | Style]:
         column = f"column:{way.parts}" if way.parts > 1 else "column"
@@ -208,20 +162,35 @@ class _Block:
         return weight.to(**options), bias
 
     def _run(
-        self, columns: dict[str, Any], divisors: dict[tuple[str, str], int], answer: Tensor | None
+        self,
+        columns: Mapping[str, tuple[Tensor, Tensor | None]],
+        divided: Iterable[tuple[str, str]],
+        answer: Tensor | None,
     ) -> _Run | None:
-        """Run the block with other column layers and integers; None if it fails so, or calls its row layer more than
-        once."""
-        row = _Row(self._row, answer)
-        modules = {**columns, self._pair.row: row}
-        inside = {name.removeprefix(self._name).lstrip("."): layer for name, layer in modules.items()}
-        with _replaced(self._around, inside, divisors), torch.no_grad():
+        """Run the block with other weights of its column layers, with divided integers, and with a row layer that
+        returns ``answer`` (its own output if that is None); None if the block fails so, or calls its row layer more
+        than once."""
+        calls: list[tuple[Tensor, Tensor]] = []
+        own = self._row.forward
+
+        def row(x: Tensor) -> Tensor:
+            result: Tensor = own(x) if answer is None else answer.clone()
+            calls.append((x.clone(), result.clone()))
+            return result
+
+        changes: list[tuple[object, str, Any]] = [(self._row, "forward", row)]
+        for name, (weight, bias) in columns.items():
+            changes.append((self._root.get_submodule(name), "forward", partial(F.linear, weight=weight, bias=bias)))
+        for owner, name in divided:
+            module = self._around.get_submodule(owner)
+            changes.append((module, name, getattr(module, name) // self._count))
+        with changed(changes), torch.no_grad():
             try:
-                args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, self._call)
+                args, kwargs = _cloned(self._call)
                 output = self._around(*args, **kwargs)
             except Exception:  # any: of shapes that don't fit, in code that isn't ours
                 return None
-        return _Run(*row.calls[0], tensors_in(output)) if len(row.calls) == 1 else None
+        return (*calls[0], tensors_in(output)) if len(calls) == 1 else None
 
 
 def _noisy(x: Any, generator: torch.Generator) -> Any:
@@ -244,29 +213,24 @@ def _equal(mine: Tensor, theirs: Tensor) -> bool:
 
 def _around(pair: Pair) -> str:
     """The smallest module that holds all layers of a pair."""
-    names = [name.split(".")[:-1] for name in (*pair.columns, pair.row)]
-    common = []
-    for parts in zip(*names, strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    return ".".join(common)
+    return ".".join(os.path.commonprefix([name.split(".")[:-1] for name in (*pair.columns, pair.row)]))
+
+
+def _cloned(values: Any) -> Any:
+    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, values)
 
 
 def _calls(module: nn.Module, names: set[str], run: Callable[[], Any]) -> dict[str, tuple[Any, Any]]:
-    """The arguments with which each module is first called. Those that are never called (containers) get none."""
-    calls: dict[str, tuple[Any, Any]] = {name: ((), {}) for name in names}
-    seen: set[str] = set()
+    """The arguments with which each module is first called."""
+    calls: dict[str, tuple[Any, Any]] = {}
 
-    def keep(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if name not in seen:
-                seen.add(name)
-                calls[name] = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))
+    def keep(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if name not in calls:
+            calls[name] = _cloned((args, kwargs))
 
-        return hook
-
-    handles = [module.get_submodule(name).register_forward_pre_hook(keep(name), with_kwargs=True) for name in names]
+    handles = [
+        module.get_submodule(name).register_forward_pre_hook(partial(keep, name), with_kwargs=True) for name in names
+    ]
     try:
         with torch.no_grad():
             run()
@@ -277,25 +241,17 @@ def _calls(module: nn.Module, names: set[str], run: Callable[[], Any]) -> dict[s
 
 
 @contextmanager
-def _replaced(root: nn.Module, modules: dict[str, Any], divisors: dict[tuple[str, str], int]) -> Iterator[None]:
-    """Inside, the given modules are replaced by others, and integers are divided."""
-    before = {name: root.get_submodule(name) for name in modules}
-    values = {(owner, name): getattr(root.get_submodule(owner), name) for owner, name in divisors}
+def changed(changes: Sequence[tuple[object, str, Any]]) -> Iterator[None]:
+    """Inside, objects have other attributes of their own."""
+    before = [(vars(of), name, {name: vars(of)[name]} if name in vars(of) else {}) for of, name, _ in changes]
     try:
-        _set(root, modules)
-        for (owner, name), divisor in divisors.items():
-            setattr(root.get_submodule(owner), name, values[owner, name] // divisor)
+        for of, name, value in changes:
+            vars(of)[name] = value
         yield
     finally:
-        _set(root, before)
-        for (owner, name), value in values.items():
-            setattr(root.get_submodule(owner), name, value)
-
-
-def _set(root: nn.Module, modules: dict[str, Any]) -> None:
-    for name, layer in modules.items():
-        parent, _, own = name.rpartition(".")
-        setattr(root.get_submodule(parent), own, layer)
+        for own, name, value in before:
+            own.pop(name, None)  # uncovers what the class has
+            own.update(value)
 
 
 @contextmanager

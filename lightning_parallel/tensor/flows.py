@@ -105,23 +105,18 @@ def find_pairs(module: nn.Module, run: Callable[[], Any]) -> list[Pair]:
     finally:
         for handle in handles:
             handle.remove()
-    return _pairs(inputs, labels.mixed)
-
-
-def _pairs(inputs: dict[str, list[Label]], mixed: set[str]) -> list[Pair]:
-    """The pairs, from the labels of each layer's inputs, in the order of first calls."""
     takers: dict[str, set[str]] = {}
-    for name, labels in inputs.items():
-        for label in labels:
+    for name, given in inputs.items():
+        for label in given:
             for maker in label or ():
                 takers.setdefault(maker, set()).add(name)
     pairs: list[Pair] = []
     rows: set[str] = set()
-    for name, labels in inputs.items():
-        makers = labels[0]
-        if not makers or any(label != makers for label in labels):
+    for name, given in inputs.items():
+        makers = given[0]
+        if not makers or any(label != makers for label in given):
             continue
-        if not any(maker in mixed or maker in rows or takers[maker] != {name} for maker in makers):
+        if not any(maker in labels.mixed or maker in rows or takers[maker] != {name} for maker in makers):
             pairs.append(Pair(tuple(maker for maker in inputs if maker in makers), name))
             rows.add(name)
     return pairs

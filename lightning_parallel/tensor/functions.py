@@ -64,9 +64,7 @@ def reduce(x: Tensor, group: Group) -> Tensor:
 
 def reduce_(x: Tensor, group: Group) -> Tensor:
     """:func:`reduce` in the memory of ``x``: for a fresh, contiguous result that no backward needs."""
-    if group.size() == 1 or not has_memory(x):
-        return x
-    return _ReduceInPlace.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+    return _mapped(x, group, lambda t: all_reduced_(t, group), lambda g: g) if has_memory(x) else x
 
 
 def split(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -143,7 +141,10 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Map, transposed: Map, differs: bool) -> Tensor:  # type: ignore[override]
         ctx.transposed, ctx.differs = transposed, differs
-        return forward(x)
+        y = forward(x)
+        if y is x:
+            ctx.mark_dirty(x)
+        return y
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -151,28 +152,19 @@ class _Linear(torch.autograd.Function):
         return ctx.transposed(g), None, None, None
 
 
-class _ReduceInPlace(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # type: ignore[override]
-        ctx.mark_dirty(x)
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return g, None
-
-
 # -- collectives on tensors, without autograd --------------------------------------------------------------------
 
 
 def all_reduced(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """The sum over the group (or another ``op``), in memory of its own."""
-    y = x.clone(memory_format=torch.contiguous_format)
-    if has_memory(y):
-        dist.all_reduce(y, op, group)
-    return y
+    return all_reduced_(x.clone(memory_format=torch.contiguous_format), group, op)
+
+
+def all_reduced_(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """:func:`all_reduced` in the memory of ``x``."""
+    if has_memory(x):
+        dist.all_reduce(x, op, group)
+    return x
 
 
 def own_piece(x: Tensor, dim: int, group: Group) -> Tensor:

@@ -20,11 +20,9 @@ class ParallelLayer(nn.Module):
 
     group: dist.ProcessGroup
     shards: dict[str, Shard]
-    _uncopied: tuple[str, ...] = ("group",)  # attributes that a copy has in common with the layer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        for name in self._uncopied:
-            memo[id(getattr(self, name))] = getattr(self, name)
+        memo[id(self.group)] = self.group  # which can't be copied
         memo[id(self)] = duplicate = self.__class__.__new__(self.__class__)
         duplicate.__setstate__({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return duplicate

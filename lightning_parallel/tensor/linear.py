@@ -11,7 +11,9 @@ function between (an MLP; or attention, whose pieces are heads) needs one messag
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -21,53 +23,44 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_parallel.shard import Shard
 from lightning_parallel.tensor import functions
-from lightning_parallel.tensor.copy_linear import copy_linear
 from lightning_parallel.tensor.layer import ParallelLayer, check_plain, shard_parameter
-from lightning_parallel.tensor.siblings import Siblings
-
-if TYPE_CHECKING:
-    from lightning_parallel.tensor.region import ShardedRegion
+from lightning_parallel.tensor.region import ShardedRegion
+from lightning_parallel.tensor.style import Site
+from lightning_parallel.tensor.whole_input import copy_linear
 
 
 class ParallelLinear(ParallelLayer):
-    """Base of the two divided linear layers: it holds a shard of the weight, and a shard or all of the bias.
+    """Base of the divided linear layers: it holds a shard of the weight, and a shard or all of the bias.
 
     Attributes:
         in_features, out_features: the sizes of the whole layer.
         weight: ``[out, in]``, one of the two being this rank's piece; ``[in, out]`` if made from a ``Conv1D``.
         bias: ``[out]``, this rank's piece if the outputs are divided; or None.
         region: notified where the ranks begin, or cease, to compute different things; see ``tensor/region.py``.
+        copy_input: sum the gradient of a whole input over the ranks.
+        siblings: one object shared by all layers that get the same whole input; None for a layer that has none.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    _divided: int  # the dimension of a weight [out, in]
-    _uncopied = ("group", "region")  # a region's state is that of the generator
+    _divided: Mapping[str, int]  # along which dimension parameters are, the weight being [out, in]
 
-    def _hold(
-        self,
-        whole: nn.Module,
-        group: dist.ProcessGroup,
-        parts: tuple[int, ...],
-        region: ShardedRegion | None,
-        shared: dict[int, nn.Parameter] | None,
-    ) -> None:
+    def _hold(self, whole: nn.Module, site: Site, parts: tuple[int, ...] = ()) -> None:
         """Make this layer hold this rank's shard of ``whole``."""
         super().__init__()
-        self._transposed = _is_conv1d(whole)
         assert isinstance(whole.weight, nn.Parameter)
-        out_dim = int(self._transposed)
-        self.in_features, self.out_features = whole.weight.shape[1 - out_dim], whole.weight.shape[out_dim]
-        self.group, self.region = group, region
-        self._alone = group.size() == 1
-        dim = self._divided ^ out_dim
-        self.shards = {"weight": Shard.of(whole.weight.shape, dim, group, parts)}
-        bias = whole.bias
-        if isinstance(bias, nn.Parameter) and self._divided == 0:
-            self.shards["bias"] = Shard.of(bias.shape, 0, group, parts)
-            bias = shard_parameter(bias, self.shards["bias"], shared)
-        self.weight = shard_parameter(whole.weight, self.shards["weight"], shared)
-        self.register_parameter("bias", bias)  # type: ignore[arg-type]
+        self.group, self.shards = site.group, {}
+        self._alone, self._transposed = site.group.size() == 1, _is_conv1d(whole)
+        self.region = None if self._alone else site.region
+        self.copy_input, self.siblings = not site.in_block and not self._alone, site.siblings
+        self.out_features, self.in_features = whole.weight.shape[:: -1 if self._transposed else 1]
+        for name in ("weight", "bias"):
+            parameter = getattr(whole, name)
+            if parameter is not None and name in self._divided:
+                dim = self._divided[name] ^ (self._transposed and name == "weight")
+                self.shards[name] = Shard.of(parameter.shape, dim, site.group, parts)
+                parameter = shard_parameter(parameter, self.shards[name], site.shared)
+            self.register_parameter(name, parameter)
         self.train(whole.training)
 
     def reset_parameters(self) -> None:
@@ -76,10 +69,18 @@ class ParallelLinear(ParallelLayer):
             self.in_features, self.out_features, self.bias is not None, self.weight.device, self.weight.dtype
         )
         with torch.no_grad():
-            weight = whole.weight.t() if self._transposed else whole.weight
-            self.weight.copy_(self.shards["weight"].take(weight))
-            if self.bias is not None:
-                self.bias.copy_(self.shards["bias"].take(whole.bias) if "bias" in self.shards else whole.bias)
+            for name, own in self.named_parameters():
+                drawn: Tensor = whole.get_parameter(name)
+                drawn = drawn.t() if self._transposed and name == "weight" else drawn
+                own.copy_(self.shards[name].take(drawn) if name in self.shards else drawn)
+
+    def _outputs_here(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """This rank's outputs, for an ``x`` that is whole."""
+        if not self.copy_input or not x.requires_grad:
+            return F.linear(x, weight, bias)
+        if self.siblings is not None:
+            return F.linear(self.siblings.copy(x, self.group, self), weight, bias)
+        return F.linear(x, weight, bias) if x.is_meta else copy_linear(x, weight, bias, self.group)
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -106,8 +107,7 @@ class ColumnParallelLinear(ParallelLinear):
         ValueError: a rank would get no outputs, or several parts are to be gathered.
     """
 
-    _divided = 0
-    _siblings: Siblings | None
+    _divided = MappingProxyType({"weight": 0, "bias": 0})
 
     def __init__(
         self,
@@ -124,8 +124,10 @@ class ColumnParallelLinear(ParallelLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         _check_gathered(gather_output, parts)
-        self._hold(nn.Linear(in_features, out_features, bias, device, dtype), group, parts, region, None)
-        self.gather_output, self.copy_input, self._siblings = gather_output, copy_input, None
+        self._hold(
+            nn.Linear(in_features, out_features, bias, device, dtype), Site(group, region, not copy_input), parts
+        )
+        self.gather_output = gather_output
 
     @classmethod
     def from_linear(
@@ -137,7 +139,6 @@ class ColumnParallelLinear(ParallelLinear):
         parts: tuple[int, ...] = (),
         copy_input: bool = True,
         region: ShardedRegion | None = None,
-        siblings: Siblings | None = None,
         shared: dict[int, nn.Parameter] | None = None,
     ) -> Self:
         """This rank's shard of an ``nn.Linear`` or a transformers ``Conv1D``, in the orientation that it has there.
@@ -146,32 +147,28 @@ class ColumnParallelLinear(ParallelLinear):
 
         Args:
             linear: the layer. It stays as it is.
-            siblings: one object shared by all layers that get the same input: its gradient is summed over the ranks
-                once for all.
             shared: the shards made so far, by the id of the whole parameter, so that tied parameters stay tied. It is
                 added to. Keep the layers that it was filled from as long as it is used, since ids are used again.
 
         Raises:
             ValueError: ``linear`` is something else, or more, than such a layer; or as the constructor.
         """
+        return cls.at(Site(group, region, not copy_input, shared=shared), linear, parts, gather_output)
+
+    @classmethod
+    def at(cls, site: Site, linear: nn.Module, parts: tuple[int, ...], gather_output: bool) -> Self:
+        """:meth:`from_linear`, with the layer's surroundings in one."""
         _check_divisible(linear)
         _check_gathered(gather_output, parts)
         self = cls.__new__(cls)
-        self._hold(linear, group, parts, region, shared)
-        self.gather_output, self.copy_input, self._siblings = gather_output, copy_input, siblings
+        self._hold(linear, site, parts)
+        self.gather_output = gather_output
         return self
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]``, equal on all ranks -> ``[..., out here]``, or ``[..., out_features]`` if gathered."""
         weight = self.weight.t() if self._transposed else self.weight  # [out here, in]
-        if self._alone:
-            return F.linear(x, weight, self.bias)
-        if self.copy_input and x.requires_grad and self._siblings is not None:
-            y = F.linear(self._siblings.copy(x, self.group, self), weight, self.bias)
-        elif self.copy_input and x.requires_grad and not x.is_meta:
-            y = copy_linear(x, weight, self.bias, self.group)
-        else:
-            y = F.linear(x, weight, self.bias)
+        y = self._outputs_here(x, weight, self.bias)
         if self.gather_output:
             return functions.gather(y, -1, self.group, self.out_features)
         if self.region is not None and self.training:
@@ -209,7 +206,7 @@ class RowParallelLinear(ParallelLinear):
         ValueError: a rank would get no inputs.
     """
 
-    _divided = 1
+    _divided = MappingProxyType({"weight": 1})
 
     def __init__(
         self,
@@ -224,7 +221,7 @@ class RowParallelLinear(ParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._hold(nn.Linear(in_features, out_features, bias, device, dtype), group, (), region, None)
+        self._hold(nn.Linear(in_features, out_features, bias, device, dtype), Site(group, region))
         self.input_is_parallel, self.sequence_dim = input_is_parallel, sequence_dim
 
     @classmethod
@@ -239,10 +236,17 @@ class RowParallelLinear(ParallelLinear):
         shared: dict[int, nn.Parameter] | None = None,
     ) -> Self:
         """This rank's shard of an existing layer: see :meth:`ColumnParallelLinear.from_linear`."""
+        self = cls.at(Site(group, region, shared=shared), linear, input_is_parallel)
+        self.sequence_dim = sequence_dim
+        return self
+
+    @classmethod
+    def at(cls, site: Site, linear: nn.Module, input_is_parallel: bool) -> Self:
+        """:meth:`from_linear`, with the layer's surroundings in one."""
         _check_divisible(linear)
         self = cls.__new__(cls)
-        self._hold(linear, group, (), region, shared)
-        self.input_is_parallel, self.sequence_dim = input_is_parallel, sequence_dim
+        self._hold(linear, site)
+        self.input_is_parallel, self.sequence_dim = input_is_parallel, 1 if site.in_block else None
         return self
 
     def forward(self, x: Tensor) -> Tensor:

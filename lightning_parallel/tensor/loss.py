@@ -75,7 +75,7 @@ def vocab_parallel_cross_entropy(
 
     rows, ids = logits.reshape(-1, shard.size), target.reshape(-1).long()  # [rows, vocabulary here], [rows]
     if shard.count == 1:
-        rows = rows.to(_at_least_float32(rows.dtype))
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         loss = F.cross_entropy(
             rows, ids, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
         )
@@ -111,7 +111,8 @@ class _CrossEntropy(torch.autograd.Function):
         smoothing: float,
         group: dist.ProcessGroup,
     ) -> Tensor:
-        peak = all_reduced(logits.amax(-1).to(_at_least_float32(logits.dtype)), group, dist.ReduceOp.MAX)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        peak = all_reduced(logits.amax(-1).to(dtype), group, dist.ReduceOp.MAX)
         z = logits - peak.unsqueeze(-1)  # in the peak's dtype
         aimed = z.gather(-1, index.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0) * (1 - smoothing)
         if smoothing > 0:  # 0 times a logit of -inf is not 0
@@ -134,7 +135,3 @@ class _CrossEntropy(torch.autograd.Function):
         row = torch.arange(len(index), device=index.device)
         grad[row, index] -= g.masked_fill(~here, 0) * (1 - ctx.smoothing)
         return grad.to(logits.dtype), None, None, None, None, None, None
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

@@ -5,12 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from lightning_parallel.tensor.around import OutputCopied, OutputReduced, OutputShared, around
+from lightning_parallel.shard import Shard
+from lightning_parallel.tensor import functions
+from lightning_parallel.tensor.around import Work, around
 from lightning_parallel.tensor.embedding import VocabParallelEmbedding
+from lightning_parallel.tensor.layer import shard_parameter
 from lightning_parallel.tensor.style import Rule, Site, Style
 
 
@@ -26,9 +32,6 @@ class Embedding(Style):
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
         return VocabParallelEmbedding.from_embedding(rule.module, group=site.group, shared=site.shared)
-
-    def divided_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        return dict(module.named_parameters(recurse=False))
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,6 @@ class Divide(Style):
         if not re.fullmatch(r"\w+(/[1-9]\d*)?(,\w+(/[1-9]\d*)?)*", options):
             raise ValueError("Write 'divide:num_heads' or 'divide:num_heads,num_kv/2' (names of attributes).")
         return cls(tuple(options.split(",")))
-
-    @property
-    def text(self) -> str:
-        return f"{self.name}:{','.join(self.attributes)}"
 
     def check(self, rule: Rule) -> None:
         for attribute in self._divisors(1):
@@ -80,10 +79,8 @@ class SumGradient(Style):
     """Keeps a module whole that works on divided values, such as a norm of each head."""
 
     name = "sum_gradient"
+    sums_gradients = True
     in_sequence_blocks = True
-
-    def partial_parameters(self, module: nn.Module) -> list[nn.Parameter]:
-        return list(module.parameters())
 
 
 # -- around modules that stay ------------------------------------------------------------------------------------
@@ -108,12 +105,8 @@ class Copy(Style):
             raise ValueError("Write 'copy', or 'copy:64' (so many of the last features).")
         return cls(int(options or 0))
 
-    @property
-    def text(self) -> str:
-        return f"{self.name}:{self.features}" if self.features else self.name
-
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return around(rule.module, OutputCopied, site, features=self.features)
+        return around(rule.module, site.group, Work(outputs=partial(_copied, features=self.features)))
 
 
 class Reduce(Style):
@@ -122,7 +115,7 @@ class Reduce(Style):
     name = "reduce"
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return around(rule.module, OutputReduced, site)
+        return around(rule.module, site.group, Work(outputs=functions.reduce))
 
 
 class DivideOutput(Style):
@@ -130,14 +123,113 @@ class DivideOutput(Style):
     on an equal share."""
 
     name = "divide_output"
+    sums_gradients = True
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return around(rule.module, OutputShared, site)
+        return around(rule.module, site.group, Work(outputs=_share))
+
+
+# -- modules whose own parameters are divided -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parameters(Style):
+    """Divides parameters that a module holds itself, and lets it work on divided values.
+
+    Args:
+        dims: for each parameter its name, the dimension along which it is divided, and the number of equal parts fused
+            there.
+        summands: the names of parameters that stay whole, and are added on each rank to something that is summed later.
+    """
+
+    dims: tuple[tuple[str, int, int], ...] = ()
+    summands: tuple[str, ...] = ()
+
+    name = "parameters"
+
+    @classmethod
+    def read(cls, options: str) -> Self:
+        dims, summands = [], []
+        for option in options.split(","):
+            match = re.fullmatch(r"(\w+)=(?:(\d)(?:x([1-9]\d*))?|sum)", option)
+            if match is None:
+                raise ValueError(
+                    f"Write '{cls.name}:up=1x2,down=2,bias=sum' (for each parameter the dimension that is divided, and "
+                    f"how many equal parts are fused there, or 'sum': whole, and added to a sum over the ranks)."
+                )
+            if match[2] is None:
+                summands.append(match[1])
+            else:
+                dims.append((match[1], int(match[2]), int(match[3] or 1)))
+        return cls(tuple(dims), tuple(summands))
+
+    @property
+    def text(self) -> str:
+        divided = [f"{name}={dim}" + (f"x{parts}" if parts > 1 else "") for name, dim, parts in self.dims]
+        return f"{self.name}:{','.join([*divided, *(f'{name}=sum' for name in self.summands)])}"
+
+    def check(self, rule: Rule) -> None:
+        own = dict(rule.module.named_parameters(recurse=False))
+        for name, dim, parts in (*self.dims, *((name, 0, 1) for name in self.summands)):
+            if name not in own or dim >= own[name].dim() or own[name].shape[dim] % parts:
+                shapes = ", ".join(f"{n!r} {list(p.shape)}" for n, p in own.items()) or "none"
+                raise ValueError(rule.misfit(f" without such a parameter {name!r}. Its own ones are {shapes}."))
+
+    def check_division(self, rule: Rule, root: nn.Module, rules: Sequence[Rule], count: int) -> None:
+        """Sizes may be cut unevenly if all are equal, as those of an expert's two matrices are."""
+        sizes = {name: getattr(rule.module, name).shape[dim] // parts for name, dim, parts in self.dims}
+        for name, size in sizes.items():
+            if size % count and len(set(sizes.values())) > 1:
+                raise ValueError(f"{rule.name!r} has a parameter {name!r} of {size}, {over(count)}.")
+
+    def new_layer(self, rule: Rule, site: Site) -> nn.Module:
+        layer = around(rule.module, site.group, self.work(site))
+        for name, dim, count in self.dims:
+            whole = getattr(rule.module, name)
+            parts = (whole.shape[dim] // count,) * count
+            layer.shards[name] = Shard.of(whole.shape, dim, site.group, parts)
+            setattr(layer, name, shard_parameter(whole, layer.shards[name], site.shared))
+        return layer
+
+    def work(self, site: Site) -> Work:
+        """What is done around the module's forward."""
+        return Work(summands=self.summands)
 
     def partial_parameters(self, module: nn.Module) -> list[nn.Parameter]:
-        return list(module.parameters())
+        return [getattr(module, name) for name in self.summands]
+
+
+class Experts(Parameters):
+    """Divides the matrices of a module of experts (a mixture of experts): each rank runs its part of every expert.
+
+    The router stays whole. So all ranks choose the same experts.
+    """
+
+    name = "experts"
+
+    def check(self, rule: Rule) -> None:
+        super().check(rule)
+        if getattr(rule.module, "has_post_expert_norm", False):
+            raise ValueError(rule.misfit(", whose experts end in a norm, which needs whole outputs: leave it out."))
+
+    def work(self, site: Site) -> Work:
+        """The inputs are whole, and the outputs are summed over the ranks."""
+        return Work(functions.copy, functions.reduce, site.region, is_region=True, summands=self.summands)
 
 
 def over(count: int) -> str:
     """The end of an error about something that can't be shared out over ``count`` ranks."""
     return f"which can't be shared out over {count} tensor ranks"
+
+
+def _copied(x: Tensor, group: dist.ProcessGroup, features: int) -> Tensor:
+    """``x``, of whose last ``features`` (0: all) the gradient is summed over the ranks."""
+    if not features:
+        return functions.copy(x, group)
+    first, last = x.split([x.shape[-1] - features, features], -1)
+    return torch.cat([first, functions.copy(last, group)], -1)
+
+
+def _share(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """An equal share of ``x`` on each rank: the sum of the shares is ``x``."""
+    return x / group.size()

@@ -17,15 +17,15 @@ from typing import Any
 
 from torch import nn
 
-from lightning_parallel.tensor.finding import found_plan, table_of
+from lightning_parallel.tensor.finding import changed, found_plan, table_of
 from lightning_parallel.tensor.layer import ParallelLayer
 from lightning_parallel.tensor.rules import layers_of, resolve
 from lightning_parallel.tensor.style import Plan, Style
-from lightning_parallel.tensor.transformers_plans import transformers_plans, without_caches
+from lightning_parallel.tensor.transformers_plans import caches_off, transformers_plans
 from lightning_parallel.writes import digest
 
 MakeRun = Callable[[], Callable[[], Any]]  # makes what runs a step
-Found = tuple[dict[str, str | Style], str]  # rules, and why there aren't any
+Found = tuple[dict[str, str | Style] | None, str]  # rules (None: the step can't be tried), and why there aren't any
 
 
 def find_plan(
@@ -57,7 +57,20 @@ def find_plan(
     elif callable(hook):
         plan, source = dict(hook()), f"{type(module).__name__}.configure_tensor_parallel() returned {{}}"
     else:
-        plan, source = _known_or_found(module, count, announce, make_run, agreed)
+        plan, without = transformers_plans(module)
+        source = ""
+        if without or not plan:
+            found, problem = agreed(_found(module, count, make_run))
+            if found is None:
+                plan, found = {}, {}
+            if without:  # what lies in other models, or around them, is left as it is
+                found = {name: style for name, style in found.items() if name.startswith(tuple(without))}
+            if found:
+                announce(f"A plan for tensor parallelism was found by trying:\n{table_of(module, found)}")
+            elif all(rule.style.is_alone for rule in resolve(module, plan)):
+                plan = {}
+                source = f"{', '.join(without.values()) or 'the model'} brings none, and none was found: {problem}"
+            plan = found | plan
     if not plan and not any(isinstance(m, ParallelLayer) for m in module.modules()):  # divided by hand needs none
         raise ValueError(
             f"Tensor parallelism needs a plan, but {source}. Give plan={{'pattern': 'style'}}, or a "
@@ -66,39 +79,21 @@ def find_plan(
     return plan
 
 
-def _known_or_found(
-    module: nn.Module,
-    count: int,
-    announce: Callable[[str], None],
-    make_run: MakeRun | None,
-    agreed: Callable[[Found], Found],
-) -> tuple[dict[str, str | Style], str]:
-    """The plan, and the text to announce if it is empty."""
-    plan, without = transformers_plans(module)
-    if plan and not without:
-        return plan, ""
+def _found(module: nn.Module, count: int, make_run: MakeRun | None) -> Found:
     before = _contents(module)
+    found: dict[str, str | Style] = {}
+    problem = f"no pair of its layers could be divided over {count} ranks"
     try:
-        with without_caches(module):
+        with changed(caches_off(module)):
             found = found_plan(module, make_run(), count) if make_run is not None else {}
-        problem = f"no pair of its layers could be divided over {count} ranks"
     except Exception as error:  # any: of the user's code
-        found, problem = {}, f"the first step, by which one is found, raised {type(error).__name__}: {error}"
+        problem = f"the first step, by which one is found, raised {type(error).__name__}: {error}"
     written = [name for name, content in _contents(module).items() if content != before[name]]
     if written:  # a teacher's average: each trial has changed it
-        plan, found = {}, {}
-        problem = f"the first step, by which one is found, writes into '{written[-1]}'"
-    found, problem = agreed((found, problem))
-    if without:  # what lies in other models, or around them, is left as it is
-        found = {name: style for name, style in found.items() if any(name.startswith(root) for root in without)}
-    if found:
-        announce(f"A plan for tensor parallelism was found by trying:\n{table_of(module, found)}")
-    elif all(rule.style.is_alone for rule in resolve(module, plan)):
-        who = ", ".join(without.values()) or "the model"
-        return {}, f"{who} brings none, and none was found: {problem}"
-    return found | plan, ""
+        return None, f"the first step, by which one is found, writes into '{written[-1]}'"
+    return found, problem
+
+
 def _contents(module: nn.Module) -> dict[str, int]:
     """A digest of each parameter, since a copy of them all would take as much memory as the model."""
     return {name: 0 if each.is_meta else int(digest(each)) for name, each in module.named_parameters()}
-
-

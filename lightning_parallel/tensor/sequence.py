@@ -166,16 +166,14 @@ def _check_positionwise(name: str, module: nn.Module, gathering: dict[str, nn.Mo
     if any(other.startswith(f"{name}.") for other in (*gathering, *divided)):
         for child, submodule in module.named_children():
             _check_positionwise(f"{name}.{child}", submodule, gathering, divided)
-    elif any(True for _ in module.parameters()) and not _is_positionwise(module):
+        return
+    # Models bring norms of their own (LlamaRMSNorm, NemotronLayerNorm1P). Others take statistics over the sequence.
+    known = is_linear(module) or re.search("LayerNorm|RMSNorm", type(module).__name__) is not None
+    if not known and any(True for _ in module.parameters()):
         raise ValueError(
             f"sequence_parallel=True: {name!r} ({type(module).__name__}) is in a block, but not in the plan. It would "
             f"see a piece of the sequence, and isn't known to work position by position. Turn it off, or divide it."
         )
-
-
-def _is_positionwise(module: nn.Module) -> bool:
-    # Models bring norms of their own (LlamaRMSNorm, NemotronLayerNorm1P). Others take statistics over the sequence.
-    return is_linear(module) or re.search("LayerNorm|RMSNorm", type(module).__name__) is not None
 
 
 def _check_shared(module: nn.Module, chains: list[Chain]) -> None:
@@ -197,15 +195,17 @@ class _Piece:
     shape: torch.Size | None = None
 
 
+@dataclass(eq=False)
 class _Wrapped:
     """A module's ``forward``, with the sequence divided or gathered around it."""
 
-    def __init__(self, module: nn.Module, name: str, group: dist.ProcessGroup, piece: _Piece) -> None:
-        self._forward: Callable[..., Any] = module.forward
-        self._module = module
-        self._name = name
-        self._group = group
-        self._piece = piece
+    _module: nn.Module
+    _name: str
+    _group: dist.ProcessGroup
+    _piece: _Piece
+
+    def __post_init__(self) -> None:
+        self._forward: Callable[..., Any] = self._module.forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         memo[id(self._group)] = self._group  # can't be copied: the copy has the same group
@@ -262,27 +262,14 @@ class _Gathering(_Wrapped):
         return functions.gather_sum(x, _TIME, self._group)
 
 
+@dataclass(eq=False)
 class _OnPieces(_Wrapped):
     """The forward of a block. The first block divides the hidden state, the last one gathers it. Random numbers drawn
     inside are for this rank's piece, so the block as a whole is a sharded region."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        name: str,
-        group: dist.ProcessGroup,
-        piece: _Piece,
-        region: ShardedRegion | None,
-        first: bool,
-        last: bool,
-    ) -> None:
-        super().__init__(module, name, group, piece)
-        self._region = region
-        self._first, self._last = first, last
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo[id(self._region)] = self._region  # its state is the generator's
-        return super().__deepcopy__(memo)
+    _region: ShardedRegion | None
+    _first: bool
+    _last: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._mapped(self._divided, args, kwargs)
@@ -292,25 +279,21 @@ class _OnPieces(_Wrapped):
         output = self._forward(*args, **kwargs)
         if region is not None:
             region.leave()
-        return self._gathered(output) if self._last else output
-
-    def _divided(self, x: Tensor) -> Tensor:
-        x = self._split(x) if self._first else x
-        self._piece.shape = x.shape[:2]
-        return x
-
-    def _split(self, x: Tensor) -> Tensor:
-        if x.shape[_TIME] % self._group.size():
-            raise ValueError(
-                f"sequence_parallel=True: {self._name!r} got a sequence of {x.shape[_TIME]} positions, which "
-                f"{self._group.size()} tensor ranks don't divide: pad or cut sequences to a multiple."
-            )
-        return functions.split(x, _TIME, self._group)
-
-    def _gathered(self, output: Any) -> Any:
+        if not self._last:
+            return output
         leaves, spec = tree_flatten(output)
         i = next((i for i, x in enumerate(leaves) if isinstance(x, Tensor)), None)
         if i is None:
             raise ValueError(f"sequence_parallel=True: {self._name!r} returned no tensor to be gathered. Turn it off.")
         leaves[i] = functions.gather(leaves[i], _TIME, self._group)
         return tree_unflatten(leaves, spec)
+
+    def _divided(self, x: Tensor) -> Tensor:
+        if self._first and x.shape[_TIME] % self._group.size():
+            raise ValueError(
+                f"sequence_parallel=True: {self._name!r} got a sequence of {x.shape[_TIME]} positions, which "
+                f"{self._group.size()} tensor ranks don't divide: pad or cut sequences to a multiple."
+            )
+        x = functions.split(x, _TIME, self._group) if self._first else x
+        self._piece.shape = x.shape[:2]
+        return x

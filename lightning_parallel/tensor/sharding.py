@@ -7,19 +7,20 @@ leaves the model as it was.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import nn
 
 from lightning_parallel.shard import Shard
-from lightning_parallel.tensor.few_heads import with_few_heads
 from lightning_parallel.tensor.layer import ParallelLayer
 from lightning_parallel.tensor.region import ShardedRegion
-from lightning_parallel.tensor.rules import resolve
-from lightning_parallel.tensor.sequence import Chain, find_chains
-from lightning_parallel.tensor.siblings import Siblings
+from lightning_parallel.tensor.rules import resolve, with_few_heads
+from lightning_parallel.tensor.sequence import find_chains
 from lightning_parallel.tensor.style import Plan, Rule, Site
+from lightning_parallel.tensor.whole_input import Siblings
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,32 @@ def shard_module(
     """
     rules = with_few_heads(module, resolve(module, plan), group.size())
     chains = find_chains(module, rules) if sequence_parallel else []
-    _check_ties(module, rules)
     for rule in rules:
-        try:
+        with _named_in_errors(rule):
             rule.style.check_division(rule, module, rules, group.size())
-        except ValueError as error:
-            raise _of_rule(rule, error) from None
-    layers = _new_layers(rules, chains, group, region)
-    partial = _partial(module, rules, chains)  # names, which stay the same
+    shared: dict[int, nn.Parameter] = {}
+    layers: list[tuple[Rule, nn.Module]] = []
+    counts = Counter(_parent(rule) for rule in rules if rule.style.shares_input)
+    siblings = {parent: Siblings(count) for parent, count in counts.items() if count > 1}
+    for rule in rules:
+        # A block that works on pieces of the sequence is one region as a whole.
+        in_block = any(chain.holds(rule) for chain in chains)
+        site = Site(group, None if in_block else region, in_block, siblings.get(_parent(rule)), shared)
+        with _named_in_errors(rule):
+            layer = rule.style.new_layer(rule, site)
+        if layer is not None:
+            layers.append((rule, layer))
+    divided = {
+        f"{whole}.{name}": getattr(rule.module, name)
+        for rule, layer in layers
+        if isinstance(layer, ParallelLayer)
+        for name in layer.shards
+        for whole in rule.names
+    }
+    _check_ties(module, divided)
+    summed = {id(p) for rule in rules for p in rule.style.partial_parameters(rule.module)}
+    summed |= {id(p) for chain in chains for p in chain.parameters()}
+    partial = tuple(name for name, p in module.named_parameters() if id(p) in summed and name not in divided)
 
     for rule, layer in layers:
         for name in rule.names:
@@ -77,43 +96,13 @@ def shard_module(
         rule.style.divide_in_place(rule, module, group.size())
     for chain in chains:
         chain.wrap(group, region)
-    return Sharding(shards_of(module), partial)
-
-
-def shards_of(module: nn.Module) -> dict[str, Shard]:
-    """How the parameters of the parallel layers in ``module`` are cut, by name. Layers that a user put there are
-    included."""
-    return {
+    shards = {
         f"{name}.{parameter}" if name else parameter: shard
         for name, layer in module.named_modules(remove_duplicate=False)
-        if isinstance(layer, ParallelLayer)
+        if isinstance(layer, ParallelLayer)  # also one that a user put there
         for parameter, shard in layer.shards.items()
     }
-
-
-def _new_layers(
-    rules: list[Rule], chains: list[Chain], group: dist.ProcessGroup, region: ShardedRegion | None
-) -> list[tuple[Rule, nn.Module]]:
-    shared: dict[int, nn.Parameter] = {}
-    layers: list[tuple[Rule, nn.Module]] = []
-    siblings = _siblings(rules)
-    for rule in rules:
-        # A block that works on pieces of the sequence is one region as a whole.
-        in_block = any(chain.holds(rule) for chain in chains)
-        site = Site(group, None if in_block else region, in_block, siblings.get(_parent(rule)), shared)
-        try:
-            layer = rule.style.new_layer(rule, site)
-        except ValueError as error:
-            raise _of_rule(rule, error) from None
-        if layer is not None:
-            layers.append((rule, layer))
-    return layers
-
-
-def _siblings(rules: list[Rule]) -> dict[str, Siblings]:
-    """One object for the layers of one parent that usually get the same input, by the parent's name."""
-    counts = Counter(_parent(rule) for rule in rules if rule.style.shares_input)
-    return {parent: Siblings(count) for parent, count in counts.items() if count > 1}
+    return Sharding(shards, partial)
 
 
 def _parent(rule: Rule) -> str:
@@ -121,34 +110,25 @@ def _parent(rule: Rule) -> str:
     return name.rpartition(".")[0]
 
 
-def _of_rule(rule: Rule, error: ValueError) -> ValueError:
-    text = str(error)
-    if text.startswith("plan: "):
-        return error
-    named = "" if repr(rule.name) in text else f"{rule.name!r}: "
-    return ValueError(f"plan: {rule.pattern!r}: {named}{text}")
+@contextmanager
+def _named_in_errors(rule: Rule) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        if text.startswith("plan: "):
+            raise
+        named = "" if repr(rule.name) in text else f"{rule.name!r}: "
+        raise ValueError(f"plan: {rule.pattern!r}: {named}{text}") from None
 
 
-def _check_ties(module: nn.Module, rules: list[Rule]) -> None:
+def _check_ties(module: nn.Module, divided: dict[str, nn.Parameter]) -> None:
     """Refuse a parameter that has one name in a divided layer and another one outside of all of them."""
-    divided = {id(rule.module): rule.style.divided_parameters(rule.module) for rule in rules}
-    taken = {
-        id(parameter): f"{rule.name}.{name}" for rule in rules for name, parameter in divided[id(rule.module)].items()
-    }
-    for name, submodule in module.named_modules():
-        if divided.get(id(submodule)):
-            continue
-        for own, parameter in submodule.named_parameters(recurse=False):
-            if id(parameter) in taken:
-                whole = f"{name}.{own}" if name else own
-                raise ValueError(
-                    f"plan: {taken[id(parameter)]!r} is divided, but it is the same parameter as {whole!r}, which the "
-                    f"plan leaves whole: add a rule for {name!r} ('embedding' and 'column_gather' go together)."
-                )
-
-
-def _partial(module: nn.Module, rules: list[Rule], chains: list[Chain]) -> tuple[str, ...]:
-    divided = {id(p) for rule in rules for p in rule.style.divided_parameters(rule.module).values()}
-    summed = {id(p) for rule in rules for p in rule.style.partial_parameters(rule.module)}
-    summed |= {id(p) for chain in chains for p in chain.parameters()}
-    return tuple(name for name, p in module.named_parameters() if id(p) in summed - divided)
+    taken = {id(parameter): name for name, parameter in divided.items()}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in taken and name not in divided:
+            raise ValueError(
+                f"plan: {taken[id(parameter)]!r} is divided, but it is the same parameter as {name!r}, which the plan "
+                f"leaves whole: add a rule for {name.rpartition('.')[0]!r} ('embedding' and 'column_gather' go "
+                f"together)."
+            )

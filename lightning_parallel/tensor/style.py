@@ -1,19 +1,20 @@
 """A style: how one module is divided over the tensor ranks, as one object that holds all that is special about it.
 
-A new style is a subclass of :class:`Style`, and a plan takes an instance of it. ``styles.py`` has those that there are.
+A new style is a subclass of :class:`Style`, and a plan takes an instance of it. Those that there are stand in
+``styles.py`` and ``module_styles.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Self
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, ClassVar, Self
 
 import torch.distributed as dist
 from torch import nn
 
 from lightning_parallel.tensor.region import ShardedRegion
-from lightning_parallel.tensor.siblings import Siblings
+from lightning_parallel.tensor.whole_input import Siblings
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,10 @@ class Site:
     """
 
     group: dist.ProcessGroup
-    region: ShardedRegion | None
-    in_block: bool
-    siblings: Siblings | None
-    shared: dict[int, nn.Parameter]
+    region: ShardedRegion | None = None
+    in_block: bool = False
+    siblings: Siblings | None = None
+    shared: dict[int, nn.Parameter] | None = None
 
 
 class Style:
@@ -78,6 +79,7 @@ class Style:
         takes_divided: the input is what a style with ``leaves_divided`` returned.
         is_alone: input and output are whole, so the style can be left out of a plan without breaking a pair.
         in_sequence_blocks: the style works where activations are divided along the sequence.
+        sums_gradients: all parameters stay whole, and each rank computes a part of their gradients.
     """
 
     name: ClassVar[str] = ""
@@ -86,6 +88,7 @@ class Style:
     takes_divided: ClassVar[bool] = False
     is_alone: ClassVar[bool] = False
     in_sequence_blocks: ClassVar[bool] = False
+    sums_gradients: ClassVar[bool] = False
 
     @classmethod
     def read(cls, options: str) -> Self:
@@ -100,8 +103,10 @@ class Style:
 
     @property
     def text(self) -> str:
-        """The style as a plan writes it."""
-        return self.name or type(self).__name__
+        """The style as a plan writes it: the name, and the fields of a dataclass."""
+        values: list[Any] = [getattr(self, field.name) for field in fields(self)] if is_dataclass(self) else []
+        options = [str(x) for value in values for x in (value if isinstance(value, tuple) else (value,)) if x]
+        return (self.name or type(self).__name__) + (f":{','.join(options)}" if options else "")
 
     def check(self, rule: Rule) -> None:
         """Refuse a module that the style doesn't fit.
@@ -124,21 +129,18 @@ class Style:
         """
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module | None:
-        """A layer with this rank's shard of the module, to be put in its place; None if the module stays."""
+        """A layer with this rank's shard of the module, to be put in its place; None if the module stays. The names in
+        its ``shards`` are those of the module's parameters that are divided."""
         return None
 
     def divide_in_place(self, rule: Rule, root: nn.Module, count: int) -> None:
         """Change a module that stays. Called when everything has been checked and the new layers are in their
         places."""
 
-    def divided_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """The module's own parameters that are divided, by name in the module."""
-        return {}
-
     def partial_parameters(self, module: nn.Module) -> list[nn.Parameter]:
         """The parameters that stay whole but of whose gradient each rank computes a part, to be summed over the
         ranks."""
-        return []
+        return list(module.parameters()) if self.sums_gradients else []
 
 
 Plan = Mapping[str, str | Style]  # patterns of module names, to styles

@@ -1,43 +1,200 @@
-"""The styles by which modules are divided over the tensor ranks::
+"""The styles of linear layers, and the names of all styles in plans. ``docs/tensor-plans.md`` explains each.
 
-    name in a plan              what it does
-    column                      divides the weight by output features; the output stays divided
-    column:3                    the same for three equal projections fused in one weight, such as qkv
-    column:512,128,128          for fused projections of these sizes
-    column_gather               gathers the output: every rank has all of it
-    row                         divides the weight by input features; takes what a column layer left divided
-    row_split                   takes all features, of which each rank uses its own
-    embedding                   divides an embedding's table by ids
-    divide:num_heads,num_kv     not a layer: a module whose integers of these names are shared out over the ranks
-    sum_gradient                stays whole, but works on divided values: each rank has a part of its gradients
-    heads:2                     a projection to fewer heads than there are ranks: each computes the one that it needs
-    experts:gate_up=1x2,down=2  a module of experts, whose own parameters are divided along these dimensions
-    parameters:sinks=0          a module's own parameters are divided, and it works on divided values
-    copy, copy:64               stays whole; divided layers use its output (the last 64 features), so what comes back
-                                as the output's gradient is a part
-    reduce                      stays, and returns a part of its output: the parts are summed
-    divide_output               stays, and returns its share of the output, since outputs are summed after it
-
-A style that is listed in :data:`STYLES` can be named in a plan.
+A style that is listed in :data:`STYLES` can be named in a plan. Those of other modules are in ``module_styles.py``.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import ClassVar, Self
 
-from lightning_parallel.tensor.linear_styles import Column, GatheredColumn, Row, SharedHeads, SplitRow
-from lightning_parallel.tensor.module_styles import Copy, Divide, DivideOutput, Embedding, Reduce, SumGradient
-from lightning_parallel.tensor.parameter_styles import Experts, Parameters
-from lightning_parallel.tensor.style import Style
+from torch import nn
+
+from lightning_parallel.tensor import module_styles as others
+from lightning_parallel.tensor.heads import SharedHeadsLinear
+from lightning_parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, is_linear
+from lightning_parallel.tensor.module_styles import Divide, over
+from lightning_parallel.tensor.style import Rule, Site, Style
+
+
+@dataclass(frozen=True)
+class Column(Style):
+    """Divides a linear layer by output features.
+
+    Args:
+        parts: the sizes of the projections fused in the weight. One number is the number of equal ones; none: it isn't
+            fused.
+    """
+
+    parts: tuple[int, ...] = ()
+
+    name = "column"
+    shares_input = True
+    leaves_divided = True
+    in_sequence_blocks = True
+    _gathers: ClassVar[bool] = False
+
+    @classmethod
+    def read(cls, options: str) -> Self:
+        if not re.fullmatch(r"|[1-9]\d*(,[1-9]\d*)*", options):
+            raise ValueError("Write 'column:3' (equal parts) or 'column:512,128,128' (the sizes of the parts).")
+        return cls(tuple(int(size) for size in options.split(",") if size))
+
+    def check(self, rule: Rule) -> None:
+        _check_linear(rule)
+
+    def check_division(self, rule: Rule, root: nn.Module, rules: Sequence[Rule], count: int) -> None:
+        """Refuse to cut a head in two: each head must be on one rank."""
+        for name in rule.seats:
+            parent_name, _, own = name.rpartition(".")
+            parent = root.get_submodule(parent_name)
+            if "qk_head_dim" in vars(parent):  # DeepSeek's attention, whose keys and values differ in size
+                for attribute, heads in _integers(parent, ("num_heads",)):
+                    if heads % count:
+                        raise ValueError(f"{parent_name!r} has {attribute}={heads}, {over(count)}.")
+                continue
+            sizes = list(_integers(parent, _HEAD_SIZES))
+            for _, head in sizes:
+                for part in self.part_sizes(rule.module) or (_outputs(rule.module),):
+                    if part % head == 0 and (part // head) % count:
+                        kind = _HEADS.get(own, "attention")
+                        raise ValueError(f"{name!r} has {part // head} {kind} heads (of {head}), {over(count)}.")
+            counts = dict(_integers(parent, HEAD_COUNTS))
+            divided = any(isinstance(other.style, Divide) for other in rules if other.module is parent)
+            if counts and parent_name and not sizes and not divided and count > 1:
+                # x.view(..., num_heads, -1) would go on without an error, and mix the heads.
+                kept = ", ".join(f"{attribute}={value}" for attribute, value in counts.items())
+                raise ValueError(
+                    f"plan: {name!r} is divided over {count} ranks, but {parent_name!r} keeps {kept}: add "
+                    f"{parent_name!r}: 'divide:{','.join(counts)}' to the plan."
+                )
+
+    def part_sizes(self, linear: nn.Module) -> tuple[int, ...]:
+        """The sizes of a layer's fused parts; empty if it isn't fused."""
+        if len(self.parts) != 1:
+            return self.parts
+        size, (count,) = _outputs(linear), self.parts
+        if size % count:
+            raise ValueError(
+                f"{size} output features aren't {count} equal parts: give their sizes, as in 'column:8,4,4'."
+            )
+        return (size // count,) * count
+
+    def new_layer(self, rule: Rule, site: Site) -> nn.Module:
+        return ColumnParallelLinear.at(site, rule.module, self.part_sizes(rule.module), self._gathers)
+
+
+class GatheredColumn(Column):
+    """Divides a linear layer by output features, and gathers the output."""
+
+    name = "column_gather"
+    leaves_divided = False
+    is_alone = True
+    in_sequence_blocks = False
+    _gathers = True
+
+    @classmethod
+    def read(cls, options: str) -> Self:
+        if options:
+            raise ValueError("Gathered parts would be in another order than the layer's: use one layer for each part.")
+        return cls()
+
+    def check_division(self, rule: Rule, root: nn.Module, rules: Sequence[Rule], count: int) -> None:
+        """Nothing to check: the gathered output has all heads."""
+
+
+@dataclass(frozen=True)
+class SharedHeads(Style):
+    """A projection to fewer heads than there are ranks (to ``heads``). Each rank computes the one head that its queries
+    need."""
+
+    heads: int = 1
+
+    name = "heads"
+    sums_gradients = True
+    shares_input = True
+    leaves_divided = True
+    in_sequence_blocks = True
+
+    @classmethod
+    def read(cls, options: str) -> Self:
+        if not re.fullmatch(r"[1-9]\d*", options):
+            raise ValueError("Write 'heads:2' (the number of heads that it projects to).")
+        return cls(int(options))
+
+    def check(self, rule: Rule) -> None:
+        if not isinstance(rule.module, nn.Linear) or rule.module.out_features % self.heads:
+            raise ValueError(rule.misfit(f": it is for an nn.Linear with a multiple of {self.heads} outputs."))
+
+    def check_division(self, rule: Rule, root: nn.Module, rules: Sequence[Rule], count: int) -> None:
+        if count % self.heads:
+            raise ValueError(f"{rule.name!r} projects to {self.heads} heads, {over(count)}: use a multiple of them.")
+
+    def new_layer(self, rule: Rule, site: Site) -> nn.Module:
+        return SharedHeadsLinear(rule.module, self.heads, site)
+
+
+class Row(Style):
+    """Divides a linear layer by input features, which come divided."""
+
+    name = "row"
+    takes_divided = True
+    in_sequence_blocks = True
+    _input_is_parallel: ClassVar[bool] = True
+
+    def check(self, rule: Rule) -> None:
+        _check_linear(rule)
+
+    def new_layer(self, rule: Rule, site: Site) -> nn.Module:
+        return RowParallelLinear.at(site, rule.module, self._input_is_parallel)
+
+
+class SplitRow(Row):
+    """Divides a linear layer by input features. Its input is whole; each rank takes its own features of it."""
+
+    name = "row_split"
+    takes_divided = False
+    in_sequence_blocks = False
+    _input_is_parallel = False
+
+
+# -- what they ask of modules ------------------------------------------------------------------------------------
+
+# What layers of these names project to, for errors.
+_HEADS = {"q_proj": "query", "k_proj": "key-value", "v_proj": "key-value"}
+# Under which names modules keep the size of a head, or how many there are.
+_HEAD_SIZES = ("head_dim", "head_size")
+HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "heads", "num_attention_heads", "num_kv_heads", "num_key_value_heads")
+
+
+def _outputs(linear: nn.Module) -> int:
+    return int(linear.out_features if isinstance(linear, nn.Linear) else linear.nf)  # type: ignore[arg-type]
+
+
+def _integers(module: nn.Module, names: tuple[str, ...]) -> Iterator[tuple[str, int]]:
+    for name in names:
+        value = vars(module).get(name)
+        if type(value) is int and value > 0:
+            yield name, value
+
+
+def _check_linear(rule: Rule) -> None:
+    if not is_linear(rule.module):
+        raise ValueError(rule.misfit(": it is for nn.Linear and transformers' Conv1D."))
+
+
+# -- their names in plans -------------------------------------------------------------------------------------------
 
 STYLES: Mapping[str, type[Style]] = MappingProxyType(
     {
         style.name: style
         for style in (
-            Column, GatheredColumn, Row, SplitRow, SharedHeads, Embedding, Divide, SumGradient, Experts, Parameters,
-            Copy, Reduce, DivideOutput,
+            Column, GatheredColumn, Row, SplitRow, SharedHeads, others.Embedding, Divide, others.SumGradient,
+            others.Experts, others.Parameters, others.Copy, others.Reduce, others.DivideOutput,
         )
     }
 )  # fmt: skip

@@ -3,14 +3,12 @@ others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from torch import nn
 
-from lightning_parallel.tensor.module_styles import Copy
-from lightning_parallel.tensor.parameter_styles import Experts, Parameters
+from lightning_parallel.tensor.module_styles import Copy, Experts, Parameters
 from lightning_parallel.tensor.rules import matching, resolve
 from lightning_parallel.tensor.style import Plan, Style
 from lightning_parallel.tensor.styles import OTHER_NAMES
@@ -81,19 +79,11 @@ def transformers_plans(module: nn.Module) -> tuple[dict[str, str | Style], dict[
     return plan, without
 
 
-@contextmanager
-def without_caches(module: nn.Module) -> Iterator[None]:
-    """Inside, transformers models keep no keys and values for generation: in a trial they would be those of another
-    call."""
+def caches_off(module: nn.Module) -> list[tuple[object, str, bool]]:
+    """The settings by which transformers models keep no keys and values for generation: in a trial they would be those
+    of another call."""
     configs = [part.config for part in module.modules() if "PreTrainedModel" in _bases(part)]
-    before = [(config, config.use_cache) for config in configs if hasattr(config, "use_cache")]
-    for config, _ in before:
-        config.use_cache = False  # type: ignore[union-attr]
-    try:
-        yield
-    finally:
-        for config, value in before:
-            config.use_cache = value  # type: ignore[union-attr]
+    return [(config, "use_cache", False) for config in configs if hasattr(config, "use_cache")]
 
 
 def _translated(theirs: dict[str, str], name: str, model: nn.Module) -> dict[str, str | Style]:

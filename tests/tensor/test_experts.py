@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_parallel.tensor.parameter_styles import Experts
+from lightning_parallel.tensor.module_styles import Experts
 from lightning_parallel.tensor.plan import find_plan
 from lightning_parallel.tensor.rules import resolve
 from lightning_parallel.tensor.sharding import shard_module

@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_parallel.tensor.few_heads import with_few_heads
 from lightning_parallel.tensor.heads import SharedHeadsLinear
-from lightning_parallel.tensor.linear_styles import Column, SharedHeads
 from lightning_parallel.tensor.plan import find_plan
-from lightning_parallel.tensor.rules import resolve
+from lightning_parallel.tensor.rules import resolve, with_few_heads
 from lightning_parallel.tensor.sharding import shard_module
+from lightning_parallel.tensor.styles import Column, SharedHeads
 from tests.pool import WorkerPool
 from tests.tensor.test_sharding import LLAMA, InDouble, ranks, seeded, trains_as_the_whole
 from tests.thorough import thorough

@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from lightning_parallel.pipeline.absent import AbsentTensor, absent_like
 from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from lightning_parallel.tensor.region import ShardedRegion
 from tests.pool import WorkerPool
 
 WORLD_SIZES = [2, 3, 4]
@@ -597,7 +598,8 @@ def region_borders() -> None:
     assert calls(ColumnParallelLinear(4, 6, **options).eval()) == []
     assert calls(ColumnParallelLinear(4, 6, gather_output=True, **options)) == []
     assert calls(RowParallelLinear(8, 6, **options)) == ["leave"]
-    assert copy.deepcopy(ColumnParallelLinear(4, 6, **options)).region is region
+    kept = ShardedRegion(0, torch.device("cpu"))
+    assert copy.deepcopy(ColumnParallelLinear(4, 6, group=world(), region=kept)).region is kept
 
 
 def test_a_region_is_entered_after_columns_in_training_and_left_before_rows(pool: WorkerPool) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from lightning_parallel.tensor.linear_styles import Column, Row
 from lightning_parallel.tensor.module_styles import Divide
 from lightning_parallel.tensor.plan import find_plan
 from lightning_parallel.tensor.rules import resolve
 from lightning_parallel.tensor.sharding import shard_module
-from lightning_parallel.tensor.styles import read_style
+from lightning_parallel.tensor.styles import Column, Row, read_style
 from tests.tensor.test_sharding import LLAMA, Loss, gpt, gpt2, lenet, llama, mlp, phi3, qwen3, ranks
 
 

@@ -54,10 +54,6 @@ class GainStyle(Style):
         assert isinstance(rule.module, Gain)
         return ShardedGain(rule.module, site)
 
-    def divided_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        assert isinstance(module, Gain)
-        return {"factor": module.factor}
-
     def partial_parameters(self, module: nn.Module) -> list[nn.Parameter]:
         assert isinstance(module, Gain)
         return [module.offset]
@@ -100,7 +96,7 @@ def test_what_a_style_does_not_override_leaves_the_module_as_it_is() -> None:
     style, module = Nothing.read(""), nn.Linear(2, 2)
     (rule,) = resolve(nn.Sequential(module), {"0": style})
     assert rule.style is style and style.text == "Nothing"
-    assert style.divided_parameters(module) == {} and style.partial_parameters(module) == []
+    assert style.partial_parameters(module) == []
     with pytest.raises(ValueError, match="takes no options"):
         Nothing.read("3")
 
