@@ -10,7 +10,7 @@ weights is one here too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from operator import add
 from typing import Any
@@ -59,6 +59,23 @@ def _copied(module: Any, places: dict[Any, Any]) -> Any:
         parameters_of(copy).update({name: places[own] for name, own in parameters_of(module).items()})
         buffers_of(copy).update({name: places[own] for name, own in buffers_of(module).items()})
     return places[module]
+
+
+def set_apart(model: nn.Module, replica: nn.Module) -> Iterator[str]:
+    """The names of buffers, and of attributes that are numbers or tensors, of which the model and a replica have made
+    different values. They were equal when the replica was made."""
+    for (path, own), copy in zip(model.named_modules(), replica.modules(), strict=True):
+        others = vars(copy) | buffers_of(copy)
+        for name, value in (vars(own) | buffers_of(own)).items():
+            if isinstance(value, Tensor | int | float) and not _equal(value, others.get(name)):
+                yield f"{path}.{name}" if path else name
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        # A tensor of another layout can't be compared, and is hardly ever written to.
+        return one.layout is not torch.strided or torch.equal(one.to(other.device), other)
+    return type(one) is type(other) and bool(one == other)
 
 
 class _Broadcast(torch.autograd.Function):

@@ -50,7 +50,9 @@ class StepEffects:
         def refuse_read(*keys: Any) -> None:
             if logged.intersection(keys) if keys else logged:
                 name = keys[0] if keys else min(logged)
-                self._refuse(f"reads the metric {name!r} of the Trainer, which it has just logged", "on_train_batch_end")
+                self._refuse(
+                    f"reads the metric {name!r} of the Trainer, which it has just logged", "on_train_batch_end"
+                )
 
         def guarded(metrics: dict[str, Any]) -> LateMetrics:
             guard = LateMetrics(metrics)

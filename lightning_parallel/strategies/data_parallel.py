@@ -24,12 +24,15 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
 from lightning_parallel.batch import batch_size
+from lightning_parallel.checkpoint.agreement import first_few
 from lightning_parallel.lightning_private import launched_by_make_launcher, layer_sync_of, set_device
 from lightning_parallel.local_replicas.data_parallel import Share, on_replicas
+from lightning_parallel.local_replicas.replicate import set_apart
 from lightning_parallel.parts.callbacks import bring_along
 from lightning_parallel.parts.log_joins import LogJoins
 from lightning_parallel.parts.logs import LogRecorder, logging_through
@@ -89,8 +92,8 @@ class DataParallelStrategy(SingleDeviceStrategy):
     nothing to launch, notebooks work, and a debugger sees all replicas.
 
     BatchNorm normalises over a replica's share, and its running statistics are those of replica 0. So are attributes
-    that a step sets. Metrics are updated in the order of the samples. Each replica draws its own dropout masks,
-    which are the same in every run.
+    that a step sets. Where the replicas' values differ, a warning names them. Metrics are updated in the order of the
+    samples. Each replica draws its own dropout masks, which are the same in every run.
     """
 
     strategy_name = "data_parallel"
@@ -109,6 +112,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         self.num_nodes = 1  # the Trainer sets its own
         self._joins = LogJoins()
         self._shared_calls = 0  # of the step that runs
+        self._compared = set[Any]()  # replicas of what, and in which stage of the Trainer
 
     @property
     @override
@@ -219,15 +223,27 @@ class DataParallelStrategy(SingleDeviceStrategy):
         once."""
         assert self.parallel_devices
         recorder = LogRecorder(self._joins)
+        apart: dict[str, None] = {}
+        occasion = (id(module), self._module().trainer.state.stage)
 
         def run(replica: nn.Module, share: Share) -> Any:
             for copy in {*replica.modules()} - {*module.modules()}:
                 set_device(copy, share.device)
             recorder.weight = share.samples
             with logging_through(replica, recorder.log) if isinstance(replica, pl.LightningModule) else nullcontext():
-                return call(replica, share.batch)
+                output = call(replica, share.batch)
+            if occasion not in self._compared:
+                apart.update(dict.fromkeys(set_apart(module, replica)))
+            return output
 
         joined = on_replicas(run, module, batch, self.parallel_devices)
+        self._compared.add(occasion)
+        if apart:
+            rank_zero_warn(
+                f"Replicas come to different values of {first_few([repr(name) for name in apart])}. Those of the first "
+                f"replica are kept, which sees its share of each batch. Use an object of torchmetrics, or, if the loss "
+                f"does this, loss_on='output_device'."
+            )
         recorder.replay(self._module().log)
         return joined
 

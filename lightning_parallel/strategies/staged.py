@@ -32,8 +32,8 @@ from typing_extensions import override
 from lightning_parallel.layout import Placement
 from lightning_parallel.lightning_private import trainer_of
 from lightning_parallel.parts.afterwards import PartOfModel
-from lightning_parallel.parts.clipping import share_overflows
 from lightning_parallel.parts.callbacks import IN_STAGES
+from lightning_parallel.parts.clipping import share_overflows
 from lightning_parallel.parts.cutting import agreed_partition
 from lightning_parallel.parts.earlier_chunks import EarlierChunks
 from lightning_parallel.parts.evaluation import Evaluation

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     BatchSizeFinder,
     Callback,
     EMAWeightAveraging,
@@ -20,7 +21,20 @@ from tests.strategies.failures import assert_refused
 from tests.strategies.harness import ALL, Report, complete, here, joined, largest_difference, make_trainer
 from tests.thorough import thorough
 
+
+class Unfreezes(BaseFinetuning):
+    """The last layer, from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.model.lm_head)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.model.lm_head, optimizer, 0.01)
+
+
 MAKE: dict[str, Any] = {
+    "Unfreezes": Unfreezes,
     "EMAWeightAveraging": lambda: EMAWeightAveraging(decay=0.9),
     "StochasticWeightAveraging": lambda: StochasticWeightAveraging(0.05, swa_epoch_start=1),
     "BatchSizeFinder": lambda: BatchSizeFinder(max_trials=2),
@@ -37,7 +51,7 @@ class Learned(ALL["ShardableLlama"]):  # type: ignore[misc]
         return self.loader(False, self.batch_size, 16)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
+        return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=self.lr)
 
 
 def fit(callback: str, strategy: str, **given: Any) -> tuple[Report, float]:
@@ -53,6 +67,7 @@ def fit(callback: str, strategy: str, **given: Any) -> tuple[Report, float]:
 
 @pytest.mark.parametrize(("callback", "strategy"), [
     *itertools.product(["EMAWeightAveraging", "StochasticWeightAveraging"], ["sync", "async", "tensor", "fsdp"]),
+    *itertools.product(["Unfreezes"], ["sync", "async"]),
     *itertools.product(["BatchSizeFinder"], ["sync", "async", "tensor"]),  # with replicas, Lightning refuses it
 ])  # fmt: skip
 def test_what_works_on_the_whole_model_is_refused_on_all_ranks(pool: WorkerPool, callback: str, strategy: str) -> None:
@@ -66,7 +81,8 @@ def test_a_learning_rate_is_not_looked_for_with_late_losses(pool: WorkerPool) ->
 
 
 @pytest.mark.parametrize(("callback", "strategy"), [
-    ("LearningRateFinder", "sync"), ("EMAWeightAveraging", "data"), ("StochasticWeightAveraging", "data"),
+    ("Unfreezes", "tensor"), ("LearningRateFinder", "sync"), ("EMAWeightAveraging", "data"),
+    ("StochasticWeightAveraging", "data"),
     *thorough(("LearningRateFinder", "tensor"), ("LearningRateFinder", "data")),
 ])  # fmt: skip
 def test_what_works_has_the_numbers_of_one_process(pool: WorkerPool, callback: str, strategy: str) -> None:

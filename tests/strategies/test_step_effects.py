@@ -1,0 +1,200 @@
+"""What ``training_step`` does to the whole run, where it is called for each microbatch or replica: a refusal, or a
+warning."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.pool import Failure, WorkerPool
+from tests.strategies.failures import assert_refused
+from tests.strategies.harness import make_trainer
+from tests.strategies.observed import Net, loader
+
+
+class Logs(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        self.log("late", loss, on_step=False, on_epoch=True)
+        self.at_end(loss, batch_idx)
+        return loss
+
+    def at_end(self, loss: Tensor, batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        self.rate = torch.tensor(0.1)
+        optimizer = torch.optim.SGD([{"params": self.net[0].parameters()}, {"params": self.net[2:].parameters()}], 0.1)
+        optimizer.param_groups[1]["lr"] = self.rate
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 100)]
+
+
+class SetsAnOption(Logs):
+    def at_end(self, loss: Tensor, batch_idx: int) -> None:
+        self.optimizers().param_groups[0]["weight_decay"] = 0.5  # type: ignore[union-attr]
+
+
+class FillsATensor(Logs):
+    def at_end(self, loss: Tensor, batch_idx: int) -> None:
+        self.rate.mul_(0.5)
+
+
+class BranchesOnTheLoss(Logs):
+    def at_end(self, loss: Tensor, batch_idx: int) -> None:
+        if loss > 100:
+            self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
+
+
+class StepsAScheduler(Logs):
+    def at_end(self, loss: Tensor, batch_idx: int) -> None:
+        self.lr_schedulers().step()  # type: ignore[union-attr,call-arg]
+
+
+class StepsLater(Logs):
+    def at_end(self, loss: Tensor, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.lr_schedulers().step()  # type: ignore[union-attr,call-arg]
+
+
+class ReadsAMetric(Logs):
+    def at_end(self, loss: Tensor, batch_idx: int) -> None:
+        self.seen = self.trainer.callback_metrics.get("loss", 0.0)
+
+
+class ReadsALoggedOne(Logs):
+    def at_end(self, loss: Tensor, batch_idx: int) -> None:
+        self.seen = dict(self.trainer.logged_metrics.items())
+
+
+class ReadsEarlier(Logs):
+    """Scales its loss by that of the batch before, and by that of the epoch before."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        before = float(self.trainer.callback_metrics.get("loss", 1.0))
+        loss = super().training_step(batch, batch_idx) * before
+        return loss * float(self.trainer.callback_metrics.get("late", 1.0))
+
+
+class Stops(Logs):
+    below = 1.1
+
+    def at_end(self, loss: Tensor, batch_idx: int) -> None:
+        if loss < self.below:
+            self.trainer.should_stop = True
+
+
+class StopsAtOnce(Stops):
+    below = 10.0
+
+
+class EmaLoss(nn.Module):
+    """A loss that keeps averages: in a buffer, and in a number. It counts its calls, and keeps what is equal anyway."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(()))
+        self.last, self.calls, self.kept = 0.0, 0, torch.zeros(2)
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        loss = F.cross_entropy(logits, labels)
+        self.average = 0.9 * self.average + 0.1 * loss.detach()
+        self.last, self.calls, self.kept = loss.item(), self.calls + 1, self.kept + 1
+        return loss
+
+
+class KeepsAnAverage(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = EmaLoss()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.net(inputs)
+        return result
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.criterion(self(batch[0]), batch[1])
+
+
+KINDS: tuple[type[Net], ...] = (
+    SetsAnOption, FillsATensor, BranchesOnTheLoss, StepsAScheduler, StepsLater, ReadsAMetric, ReadsALoggedOne,
+    ReadsEarlier, Stops, StopsAtOnce, KeepsAnAverage,
+)  # fmt: skip
+MODULES = {kind.__name__: kind for kind in KINDS}
+SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "1f1b": ("sync", {"microbatches": 2}),
+    "zbv": ("sync", {"microbatches": 2, "schedule": "zbv"}),
+    "async": ("async", {"microbatches": 2}),
+}
+
+
+def train(kind: str, strategy: str, options: dict[str, Any], **given: Any) -> tuple[int, dict[str, float], list[str]]:
+    """The number of updates, the metrics, and the warnings."""
+    torch.set_default_dtype(torch.float64)
+    module = MODULES[kind]()
+    trainer = make_trainer(strategy, [], options, **given)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader(20))
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return trainer.global_step, metrics, [str(each.message) for each in told]
+
+
+@pytest.mark.parametrize(("kind", "schedule", "words"), [
+    (SetsAnOption, "1f1b", ["'weight_decay' of SGD", "on_train_batch_start"]),
+    (SetsAnOption, "async", ["'weight_decay' of SGD", "on_train_batch_start"]),
+    (FillsATensor, "1f1b", ["'lr' of SGD"]),
+    (BranchesOnTheLoss, "1f1b", ["'lr' of SGD"]),
+    (StepsAScheduler, "zbv", ["StepLR", "on_train_batch_start"]),
+    (StepsAScheduler, "async", ["StepLR"]),
+    (ReadsAMetric, "1f1b", ["'loss'", "on_train_batch_end"]),
+    (ReadsAMetric, "async", ["'loss'", "on_train_batch_end"]),
+    (ReadsALoggedOne, "zbv", ["'loss'"]),
+])  # fmt: skip
+def test_what_a_step_does_to_the_run_is_refused_before_training(
+    pool: WorkerPool, kind: Any, schedule: str, words: list[str]
+) -> None:
+    strategy, options = SCHEDULES[schedule]
+    failures = pool.run(train, 2, kind.__name__, strategy, options, init=False, expect_errors=True)
+    assert_refused(failures, "RuntimeError", ["training_step", *words])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "async"])
+def test_what_only_a_later_step_does_is_refused_in_it(pool: WorkerPool, schedule: str) -> None:
+    strategy, options = SCHEDULES[schedule]
+    last, first = pool.run(train, 2, "StepsLater", strategy, options, init=False, expect_errors=True)
+    assert_refused([last], "RuntimeError", ["training_step", "StepLR", "on_train_batch_start"])
+    assert isinstance(first, Failure) and "PeerLostError" in first
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_metrics_of_earlier_steps_are_read_as_in_one_process(pool: WorkerPool, schedule: str) -> None:
+    strategy, options = SCHEDULES[schedule]
+    ((_, expected, _),) = pool.run(train, 1, "ReadsEarlier", "single", {}, init=False)
+    for _, found, _ in pool.run(train, 2, "ReadsEarlier", strategy, options, init=False):
+        assert found == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "async"])
+def test_microbatches_that_disagree_about_the_end_are_warned_of(pool: WorkerPool, schedule: str) -> None:
+    strategy, options = SCHEDULES[schedule]
+    for kind, warns in (("Stops", True), ("StopsAtOnce", False)):
+        (ended, _, told), (other, _, _) = pool.run(train, 2, kind, strategy, options, init=False)
+        assert any("trainer.should_stop" in text for text in told) == warns
+        assert ended == other < 10
+
+
+@pytest.mark.parametrize(("loss_on", "warns"), [("replicas", True), ("output_device", False)])
+def test_a_state_of_which_each_replica_has_its_own_is_warned_of(pool: WorkerPool, loss_on: str, warns: bool) -> None:
+    options = {"loss_on": loss_on}
+    ((_, _, told),) = pool.run(train, 1, "KeepsAnAverage", "data", options, init=False, devices=2)
+    texts = [text for text in told if "criterion" in text]
+    assert len(texts) == warns
+    for text in texts:
+        assert "'criterion.average'" in text and "'criterion.last'" in text
+        assert "criterion.calls" not in text and "criterion.kept" not in text
