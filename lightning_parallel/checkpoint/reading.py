@@ -78,7 +78,8 @@ class Reader(FileSystemReader):
     def _unpickled(self) -> metadata.Metadata:
         file = self.folder / METADATA
         try:
-            result = _Unpickler(file.open("rb")).load()
+            with open(file, "rb") as opened:
+                result = _Unpickler(opened).load()
         except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as error:  # pickle's list
             raise damaged(self.folder, file) from error
         if not isinstance(result, metadata.Metadata):
