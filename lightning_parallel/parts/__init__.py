@@ -3,6 +3,7 @@ end of their own.
 
 ::
 
+    run.py             what each part is given of a run
     process_group.py   joining and leaving the processes       collectives.py   what Lightning asks ranks to do together
     loaders.py         what data loaders have to give          checkpoints.py   Lightning's side of a checkpoint
     replicas.py        copies of the model                     clipping.py      the norm of the whole model
@@ -25,7 +26,8 @@ end of their own.
     exact_resume.py    what a resumed run goes on with         saved_moment.py  when it was saved
     finite_loss.py     warns and ends at a NaN loss            notice.py        a stop that nobody waits for
     late_values.py     awaited when they are read              common_stop.py   all stop after the same batch
-    side_links.py      for small messages between stages
+    side_links.py      for small messages between stages       hook_changes.py  what an epoch's end sets, on all stages
+    step_effects.py    what a step does to the whole run       left_by_steps.py what it leaves for later
     optimizer_trial.py is one the same on parts?
     metric_sync.py     over which ranks metrics gather
 """
