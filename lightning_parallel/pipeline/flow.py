@@ -57,7 +57,7 @@ class Flow:
     inside: frozenset[str] = frozenset()
     updated: frozenset[str] = frozenset()
     carried: frozenset[str] = frozenset()
-    own_updates: dict[str, bool] = field(default_factory=dict)
+    own_updates: dict[str, bool] = field(default_factory=dict, hash=False)
 
     def into(self, chunk: int) -> tuple[Cargo, ...]:
         return self.cuts[chunk - 1] if chunk > 0 else ()
