@@ -69,7 +69,8 @@ class Writes:
 
 
 class WritesRefused(TorchDispatchMode):
-    """Inside, a write to one of these tensors raises a RuntimeError before it is made."""
+    """Inside, a write to one of these tensors raises a RuntimeError before it is made. What reads a graph is to stay
+    outside: under a mode torch passes on the numbers that a graph has saved as plain ones."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()

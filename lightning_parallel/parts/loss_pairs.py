@@ -149,18 +149,22 @@ class LossPairs:
             return None
         lengths = [*one.sizes[:first], sum(pair), *one.sizes[first + 2 :]]
 
+        def loss_of(step: Callable[[], Tensor], tensors: Sequence[Tensor]) -> Tensor:
+            with WritesRefused(self._run.module.parameters()):  # RWKV's layers scale theirs to evaluate
+                return again.run(step, tensors)
+
         def run(
             lengths: Sequence[int], tensors: Sequence[Tensor], place: int = first, seed: int = 0, traced: bool = False
         ) -> Outcome:
             part = split_into(one.batch, lengths)[place]
             with self._without_effect(seed) as logged:
                 step = other.step(part)
-                return outcome(lambda: (again.run(step, tensors), _numbers(logged)), lengths[place], traced=traced)
+                return outcome(lambda: (loss_of(step, tensors), _numbers(logged)), lengths[place], traced=traced)
 
         def left(*runs: tuple[Sequence[int], Sequence[Tensor], int]) -> dict[str, Tensor]:
             with self._without_effect(seed=0):
                 steps = [(one.step(split_into(one.batch, lengths)[place]), tensors) for lengths, tensors, place in runs]
-                return left_by(self._run.module, lambda: [again.run(*each) for each in steps])
+                return left_by(self._run.module, lambda: [loss_of(*each) for each in steps])
 
         try:
             one.outcome = one.outcome or run(one.sizes, one.arrived)
@@ -191,7 +195,6 @@ class LossPairs:
             kept.enter_context(StateKept(self._run.module, parameters=False))
             logged = kept.enter_context(logging_trial(self._run.trainer, self._run.module))
             kept.enter_context(self._last_stage.alone("training_step", seed))
-            kept.enter_context(WritesRefused(self._run.module.parameters()))  # rwkv's layers scale theirs to evaluate
             for part in others:
                 part.training = False
             try:

@@ -297,6 +297,8 @@ class StagedStrategy(LayoutStrategy):
     def on_exception(self, exception: BaseException) -> None:
         # The engine holds the connections. Neighbours notice the error only when these are closed.
         self._engine = self._evaluation = None
+        if self._last_stage is not None:
+            self._last_stage.outcomes.end()  # a callback that saves reads metrics, for which none is to wait any more
         super().on_exception(exception)
 
     @override
