@@ -71,8 +71,9 @@ class StepEffects:
             trainer.should_stop |= stop
             before = iter(places)
             replace_metric_places(trainer, lambda _: next(before))
-            for (kind, _, name), value in _options(trainer).items():
-                if options.get((kind, _, name)) != value:
+            for place, value in _options(trainer).items():
+                if options.get(place) != value:
+                    kind, _, name = place
                     self._refuse(f"changes {name!r} of {kind}", "on_train_batch_start or on_train_batch_end")
 
     def _refuse(self, what: str, instead: str) -> NoReturn:

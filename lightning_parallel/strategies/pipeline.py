@@ -143,9 +143,9 @@ class PipelineStrategy(StagedStrategy):
         """Decide whether stages go on to the next batch without waiting for each other. If not, the banner gives the
         reason."""
         gain = gained(self._lists(self._usual_microbatches()))
-        module = self.run.module
         if not gain:
             return False
+        module = self.run.module
         trained = {name for name, p in module.named_parameters() if p.requires_grad}
         shared = [name for name in self.stage.partition.shared() if name in trained]
         reasons = list(reasons_to_wait(self.run.trainer, module, self.precision_plugin, shared))
