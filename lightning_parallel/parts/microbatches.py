@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -79,6 +79,7 @@ class Microbatches:
         self._effects = StepEffects(run)
         self.once = OnceABatch(run.module)
         self.count = 0
+        self._is_watched = False  # in the last batch, did this stage end steps that aren't called as in one process?
         self._is_first_batch = True
 
     def of(
@@ -110,6 +111,7 @@ class Microbatches:
                 )
             check_same_batch(batch, self._run.groups.model, self._run.device)
         self.count = min(wanted, size)
+        self._is_watched = self._run.layout.is_last_stage and not self._run.layout.stages == self.count == 1
         counts = sizes(size, self.count)  # the last batch of an epoch may be smaller
         # Numbered through the whole run, so a resumed run draws the same random numbers.
         number = self._run.trainer.fit_loop.total_batch_idx
@@ -150,20 +152,23 @@ class Microbatches:
         """The user's step on one microbatch; ``kind=None`` for a look at it."""
         recorder.weight = size
         seed_host_generators(seed)
-        step = self._run.module.training_step
-        is_one = self._run.layout.stages == self.count == 1  # then it is called as in one process
-        watched = self._run.layout.is_last_stage and not is_one
-        effects = self._effects.around(counts=kind is not None) if watched else nullcontext()
-        if kind is None:
-            with self._run.precision.train_step_context(), effects:
-                return self._watch.look(step, *arguments)
-        with self._run.precision.train_step_context(), self.once.run(), effects:
-            return self._shards.run(partial(self._earlier.run, step, *arguments), kind)
+        step, watched = self._run.module.training_step, self._is_watched
+        with self._run.precision.train_step_context():
+            if kind is None:
+                look = partial(self._watch.look, step, *arguments)
+                return self._effects.look(look) if watched else look()
+            with self.once.run():
+                run = partial(self._shards.run, partial(self._earlier.run, step, *arguments), kind)
+                return self._effects.run(run) if watched else run()
 
     @contextmanager
     def recorded(self, recorder: LogRecorder) -> Iterator[None]:
         """Around the engine's run: the recorder keeps what steps log on the last stage. It is dropped on the others."""
-        log = logging_through(self._run.module, recorder.log) if self._run.layout.is_last_stage else nullcontext()
+        log: AbstractContextManager[None] = nullcontext()
+        if self._is_watched:
+            log = self._effects.watching(recorder.log)
+        elif self._run.layout.is_last_stage:
+            log = logging_through(self._run.module, recorder.log)
         with log, self._last_stage.apart("training_step"):
             yield
 

@@ -10,7 +10,7 @@ these parameters get their old values back::
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -41,12 +41,18 @@ class OnceABatch:
         """Prepare a batch that takes this many runs of the step, in which these parameters and buffers change. Those of
         other stages are ignored."""
         self.names, self._runs, self._begun = sorted(names), runs, 0
-        self._after = {}
-        tensors = dict(self._module.named_parameters()) | dict(self._module.named_buffers()) if names else {}
-        self._changing = [tensors[name] for name in self.names if _is_here(tensors[name])]
+        self._after, self._written = {}, {}
+        self._changing, self._before, self._frozen = [], [], []
+        if names:
+            tensors = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
+            self._changing = [tensors[name] for name in self.names if _is_here(tensors[name])]
+        if runs > 1:
+            self._before = [tensor.detach().clone() for tensor in self._changing]
+            others = self._put_back | set(map(id, self._changing))
+            frozen = [p for p in self._module.parameters() if not p.requires_grad and _is_here(p)]
+            self._frozen = [(p, _state_of(p)) for p in frozen if id(p) not in others]
 
-    @contextmanager
-    def run(self) -> Iterator[None]:
+    def run(self) -> AbstractContextManager[None]:
         """A context for one run of the step. A run that is left before it changes a tensor (for an earlier chunk)
         leaves it as the other runs do, since their backwards may read it.
 
@@ -54,7 +60,13 @@ class OnceABatch:
             RuntimeError: the second run has changed a frozen parameter again, which the dry run of the step didn't
                 find.
         """
-        self._before_run()
+        looks = self._changing or (self._frozen and self._begun < 2)
+        return self._around_run() if looks else nullcontext()
+
+    @contextmanager
+    def _around_run(self) -> Iterator[None]:
+        self._begun += 1
+        self._restore()
         try:
             yield
         except LeaveStep:
@@ -74,25 +86,16 @@ class OnceABatch:
                 tensor.data.copy_(self._after[i])
 
     @torch.no_grad()
-    def _before_run(self) -> None:
-        self._begun += 1
-        if self._runs == 1:
-            return
-        if self._begun == 1:
-            self._before = [tensor.clone() for tensor in self._changing]
-            others = self._put_back | set(map(id, self._changing))
-            frozen = [p for p in self._module.parameters() if _is_here(p) and not p.requires_grad]
-            self._frozen = [(p, _state_of(p)) for p in frozen if id(p) not in others]
-            self._written = {}
+    def _restore(self) -> None:
         # .data counts no version up, so a backward that saved the tensor accepts it: its value will be the same again.
-        for tensor, before in zip(self._changing, self._before, strict=True):
+        for tensor, before in zip(self._changing, self._before, strict=False):
             tensor.data.copy_(before)
 
     def _check_frozen(self) -> None:
-        """Compare the frozen parameters after the first two runs of a batch. Versions cost nothing to read; only
+        """Compare the frozen parameters, in the first two runs of a batch. Versions cost nothing to read; only
         parameters that were written to are read, once in each run. PEFT writes to a parameter for a call, and puts it
         back."""
-        if self._runs == 1 or self._begun > 2:
+        if self._begun > 2:
             return
         for parameter, state in self._frozen:
             if _state_of(parameter) == state:

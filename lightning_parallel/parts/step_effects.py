@@ -9,8 +9,9 @@ last stage runs its end::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
@@ -25,56 +26,80 @@ from lightning_parallel.torch_private import version_of
 
 
 class StepEffects:
-    """Watches the steps of a run on the last stage, which alone runs all of them."""
+    """Watches the steps of a run on the last stage, which alone runs all of them. Metrics and ``self.log`` are replaced
+    once a batch, since this takes longer than a short step."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._found: RuntimeError | None = None
+        self._is_watching = False
+        self._logged: set[str] = set()  # the names that the step has logged
         self._stops: list[bool] = []  # of the batch's microbatches: did the step set `should_stop`?
 
     @contextmanager
-    def around(self, *, counts: bool) -> Iterator[None]:
-        """A context for a run of the step, or for a look at it, which doesn't count.
-
-        Raises:
-            RuntimeError: the step sets an option of an optimizer, or reads a metric that it has logged.
-        """
-        trainer, module, logged = self._run.trainer, self._run.module, set[str]()
-        log, places, options, stop = module.log, metric_places(trainer), _options(trainer), trainer.should_stop
+    def watching(self, log: Callable[..., None]) -> Iterator[None]:
+        """A context for the steps of a batch, which log through ``log``."""
+        trainer, stop = self._run.trainer, self._run.trainer.should_stop
+        places = metric_places(trainer)
 
         def note(*args: Any, **kwargs: Any) -> None:
             call = log_arguments(*args, **kwargs)
             if call["on_step"] is not False:  # else it is a metric at the epoch's end only, as in one process
-                logged.update((call["name"], f"{call['name']}_step"))
+                self._logged.update((call["name"], f"{call['name']}_step"))
             log(*args, **kwargs)
 
-        def refuse_read(*keys: Any) -> None:
-            if logged.intersection(keys) if keys else logged:
-                name = keys[0] if keys else min(logged)
-                self._refuse(
-                    f"reads the metric {name!r} of the Trainer, which it has just logged", "on_train_batch_end"
-                )
-
-        def guarded(metrics: dict[str, Any]) -> LateMetrics:
-            guard = LateMetrics(metrics)
-            guard.update_first = refuse_read
-            return guard
-
-        trainer.should_stop = False
-        replace_metric_places(trainer, guarded)
+        replace_metric_places(trainer, self._guarded)
+        self._is_watching = True
         try:
-            with logging_through(module, note):
+            with logging_through(self._run.module, note):
                 yield
-            if counts:
-                self._stops.append(trainer.should_stop)
         finally:
-            trainer.should_stop |= stop
+            self._is_watching = False
             before = iter(places)
             replace_metric_places(trainer, lambda _: next(before))
-            for place, value in _options(trainer).items():
-                if options.get(place) != value:
-                    kind, _, name = place
-                    self._refuse(f"changes {name!r} of {kind}", "on_train_batch_start or on_train_batch_end")
+            trainer.should_stop |= stop
+
+    def run(self, step: Callable[[], Any]) -> Any:
+        """Run a step of the batch.
+
+        Raises:
+            RuntimeError: it has set an option of an optimizer, stepped a scheduler, or read a metric that it has
+                logged.
+        """
+        trainer = self._run.trainer
+        stop, trainer.should_stop = trainer.should_stop, False
+        try:
+            result = self._checked(step)
+            self._stops.append(trainer.should_stop)
+        finally:
+            trainer.should_stop |= stop
+        return result
+
+    def look(self, step: Callable[[], Any]) -> Any:
+        """Run a step that doesn't count, outside of a batch or within one."""
+        with nullcontext() if self._is_watching else self.watching(self._run.module.log):
+            return self._checked(step)
+
+    def _checked(self, step: Callable[[], Any]) -> Any:
+        self._logged.clear()
+        options = _options(self._run.trainer)
+        try:
+            return step()
+        finally:  # a look ends where the step needs a value
+            for before, now in zip_longest(options, _options(self._run.trainer), fillvalue={}):
+                for name, value in now.items():
+                    if not _is_same(value, before.get(name)):
+                        self._refuse(f"changes {name!r} of {now[_KIND]}", "on_train_batch_start or on_train_batch_end")
+
+    def _guarded(self, metrics: dict[str, Any]) -> LateMetrics:
+        guard = LateMetrics(metrics)
+        guard.update_first = self._refuse_read
+        return guard
+
+    def _refuse_read(self, *keys: Any) -> None:
+        if self._logged.intersection(keys) if keys else self._logged:
+            name = keys[0] if keys else min(self._logged)
+            self._refuse(f"reads the metric {name!r} of the Trainer, which it has just logged", "on_train_batch_end")
 
     def _refuse(self, what: str, instead: str) -> NoReturn:
         self._found = RuntimeError(
@@ -98,17 +123,27 @@ class StepEffects:
             )
 
 
-def _options(trainer: pl.Trainer) -> dict[tuple[str, int, str], Any]:
-    """What schedulers and optimizers have, by their kind, a number and a name."""
-    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-    found = {(type(s).__name__, i, "last_epoch"): getattr(s, "last_epoch", None) for i, s in enumerate(schedulers)}
-    groups = [(type(each).__name__, group) for each in trainer.optimizers for group in each.param_groups]
-    for i, (kind, group) in enumerate(groups):
-        found |= {(kind, i, name): _content(value) for name, value in group.items()}
+_KIND = "class"
+
+
+def _options(trainer: pl.Trainer) -> list[dict[str, Any]]:
+    """What schedulers, then groups of optimizers' parameters have. A tensor isn't read, since a GPU would be waited
+    for: its version tells whether it has changed."""
+    found: list[dict[str, Any]] = []
+    for config in trainer.lr_scheduler_configs:
+        scheduler = config.scheduler
+        found.append({_KIND: type(scheduler).__name__, "last_epoch": getattr(scheduler, "last_epoch", None)})
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            tensors = {name: (value, version_of(value)) for name, value in group.items() if isinstance(value, Tensor)}
+            found.append({**group, **tensors, _KIND: type(optimizer).__name__})
     return found
 
 
-def _content(value: Any) -> Any:
-    """What tells whether a value has changed. A tensor isn't read, since a GPU would be waited for."""
-    plain = value is None or isinstance(value, bool | int | float | str | tuple)
-    return value if plain else (id(value), version_of(value) if isinstance(value, Tensor) else 0)
+def _is_same(now: Any, before: Any) -> bool:
+    if now is before:
+        return True
+    if isinstance(now, tuple) and isinstance(before, tuple) and len(now) == len(before):
+        return all(map(_is_same, now, before))
+    plain = isinstance(now, int | float | str)
+    return plain and bool(now == before)
