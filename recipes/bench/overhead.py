@@ -14,11 +14,11 @@ from lightning.pytorch.strategies import Strategy
 from lightning_parallel import AsyncPipelineStrategy, PipelineStrategy
 from recipes.bench import processes
 from recipes.bench.contestants import Contestant, OneProcess, Ours, OursAsync, Times, alternate, merge, timed_stream
-from recipes.bench.layers import fit, sleeping
+from recipes.bench.layers import fit, loss_of, masked_loss_of, sleeping
 from recipes.bench.report import Cell, Table
 from recipes.bench.rounds import by_round, middle, ratios
 
-BARE, FIT, LOGGED = "bare", "in Trainer.fit", "in Trainer.fit, loss logged"
+BARE, FIT, LOGGED, MASKED = "bare", "in Trainer.fit", "in Trainer.fit, loss logged", "in Trainer.fit, loss masked"
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ def measure(sizes: Sizes) -> list[Table]:
         for run in (FIT, LOGGED):
             slower = [ratio - 1 for ratio in ratios(typical[run], typical[BARE])]
             row += [median(slower) * bare * 1e3, median(slower), middle([100 * part for part in slower], 1)]
+        row.append(median(ratios(typical[MASKED], typical[FIT])) - 1)
         rows.append(row)
     columns = {
         "schedule": "",
@@ -61,6 +62,7 @@ def measure(sizes: Sizes) -> list[Table]:
         "added, loss logged (ms)": ".2f",
         "added, loss logged": ".1%",
         "middle half, loss logged (%)": "",
+        "a mask's share": ".1%",
     }
     return [
         Table(
@@ -70,7 +72,7 @@ def measure(sizes: Sizes) -> list[Table]:
             f"Time from batch to batch on the last stage, medians of {sizes.batches - 1 - sizes.skip} in each of "
             f"{sizes.rounds} rounds; added: median over the rounds of what was within one. Stages that sleep, an "
             "optimizer step a batch. One process: a plain loop, and Lightning with its own strategy. Loss logged: "
-            "self.log in every step.",
+            "self.log in every step. A mask's share: a mean over some positions in the place of a mean over all.",
         )
     ]
 
@@ -116,13 +118,14 @@ def _compare(
         work = sizes.step / actions
         return sleeping(dist.get_world_size(), work / 3, 2 * work / 3)
 
-    def trained(log: bool) -> list[float]:
-        seconds = fit(layers(), strategy(), batch, sizes.batches, log=log)
+    def trained(log: bool = False, loss: Callable[[torch.Tensor], torch.Tensor] = loss_of) -> list[float]:
+        seconds = fit(layers(), strategy(), batch, sizes.batches, log=log, loss=loss)
         return seconds[sizes.skip :] if last else []
 
     runs: dict[str, Callable[[], list[float]]] = {
         BARE: partial(timed_stream, bare(layers(), batch), sizes.batches, sizes.skip),
-        FIT: partial(trained, log=False),
+        FIT: trained,
         LOGGED: partial(trained, log=True),
+        MASKED: partial(trained, loss=masked_loss_of),
     }
     return alternate(runs, sizes.rounds)
