@@ -58,7 +58,6 @@ class GradientAverager:
 
     Args:
         parameters: this rank's parameters by name, in the model's order, which is the same on every replica.
-        group: the replicas to average over.
         bucket_bytes: a bucket is full when its gradients have this many bytes.
         factor: gives the number by which this replica's gradients are multiplied before they are averaged. It is called
             when the first of them are complete. By default 1.

@@ -30,7 +30,6 @@ def clip_by_norm(
     """Scale all gradients so that the norm of the whole model's gradient is at most ``clip_val``.
 
     Args:
-        parameters: this rank's parameters, with their gradients.
         clip_val: the largest norm that is left as it is.
         counts: tells whether this rank's gradient of a parameter enters the norm. Of the copies within ``parts``, one
             does.

@@ -53,7 +53,6 @@ def continue_epoch(
     that ends it, if the run hasn't come to it.
 
     Args:
-        trainer: of the run.
         begin: called right before the first batch is loaded, when all that draws at the start of a run has drawn.
         finish: do what was left of the last batch first: the validation that is due, schedulers, counters.
         validated: leave out this validation.

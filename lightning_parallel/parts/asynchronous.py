@@ -43,7 +43,6 @@ class AsynchronousTraining:
     """One stage's updates.
 
     Args:
-        late: the settings about late gradients.
         partition: tells which parameters are loose.
         versions: the versions of the weights that are in use.
         completed: given an update's gradients, returns those of all replicas and shards.

@@ -30,7 +30,6 @@ def agreed_partition(
 
     Args:
         automatic_microbatches: their number, given a batch's size.
-        placement: the stage of each chunk.
 
     Raises:
         ValueError: the module can't be cut like this.

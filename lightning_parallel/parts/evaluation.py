@@ -29,7 +29,6 @@ class Evaluation:
 
     Args:
         look: traces the first step of each kind.
-        last_stage: runs the end of the steps.
         shards: compares the losses of tensor ranks.
         earlier: drops what runs for earlier chunks log.
     """

@@ -33,7 +33,6 @@ class FirstLook:
     """Sets on the stage the flow of the step that is about to run.
 
     Args:
-        last_stage: runs the end of the steps.
         late: backwards read weights of their own versions.
     """
 

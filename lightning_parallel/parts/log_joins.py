@@ -58,8 +58,6 @@ class LogJoins:
 
         Args:
             values: the microbatches' numbers, or tensors of one element.
-            weights: the microbatches' weights in a mean.
-            reduce_fx: as passed to ``self.log``.
             rule: the way that a trial has found; None if it isn't known.
             whole: what the whole batch logs, by name, as far as it depends on no layer; None where that isn't known.
         """

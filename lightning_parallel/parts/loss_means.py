@@ -60,7 +60,6 @@ class LossMeans:
 
         Args:
             parts: the batch's microbatches.
-            sizes: of the microbatches.
 
         Raises:
             ValueError: ``microbatch_weight`` returned something else than a number of at least 0.

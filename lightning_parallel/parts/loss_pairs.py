@@ -43,9 +43,6 @@ class _Tried:
 
     Attributes:
         step: makes the user's step of a part of the batch.
-        batch: the batch that it is of.
-        sizes: of the batch's microbatches.
-        place: its index there.
         arrived: its activations; empty until its forward has run, as what follows is unknown.
         make: of its loss.
         share: what a sample's loss averages over.
@@ -70,7 +67,6 @@ class LossPairs:
         take: is called with what a trial has found. It returns whether several rules are still possible.
 
     Attributes:
-        batches: how many have run.
         has_tried: has a trial shown anything?
     """
 
@@ -93,10 +89,6 @@ class LossPairs:
 
         Args:
             step: makes the user's step of a part of the batch.
-            batch: as the loader gave it.
-            sizes: of its microbatches.
-            place: of the microbatch.
-            batch_loss: of the batch.
         """
         due = self._is_due(place, len(sizes))
         if not due and not self._left:

@@ -44,18 +44,9 @@ class Microbatches:
     """Splits batches into microbatches, and joins what these return.
 
     Args:
-        wanted: the setting ``microbatches``.
         automatic: the number for ``"auto"``, given a batch's size.
         shards: whose region a step leaves at its end.
-        look: at the first step.
-        means: weigh the microbatches.
-        last_stage: runs the end of the steps.
         earlier: drops what runs for earlier chunks log.
-        stage: of this rank.
-
-    Attributes:
-        once: puts back what steps change themselves.
-        count: of the last batch.
     """
 
     def __init__(
@@ -89,9 +80,7 @@ class Microbatches:
 
         Args:
             arguments: of ``training_step``, the batch first.
-            recorder: of what the microbatches log.
             scale: a factor of the gradients, besides those of the loss.
-            first: the number of the first microbatch.
 
         Returns:
             The work by microbatch number, and the batch's loss.

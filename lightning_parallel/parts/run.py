@@ -20,7 +20,6 @@ class Run:
     """One call of ``Trainer.fit``, ``validate``, ``test`` or ``predict`` on this rank.
 
     Attributes:
-        trainer: of the run.
         module: the user's.
         layout: which rank this is.
         groups: the process groups of this rank.

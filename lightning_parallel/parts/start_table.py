@@ -60,8 +60,6 @@ class StartTable:
 
         Args:
             holding: says what this rank holds; in a pipeline by a simulation, which isn't asked for twice.
-            local: its part of the model.
-            optimizers: of a training.
         """
         told, for_training = self._told
         if told is run.module and for_training >= run.trains:
@@ -84,10 +82,6 @@ def row(
     """This rank's row.
 
     Args:
-        holding: what it holds.
-        layout: where it is.
-        device: that computes.
-        local: its part of the model.
         optimizers: of the training; None where nothing is trained.
     """
     parts = [local_part(parameter) for parameter in local.parameters.values()]

@@ -44,8 +44,6 @@ def write_timeline(
 
     Args:
         host_group: the ranks of this rank's pipeline, for objects.
-        directory: the folder for the files.
-        title: the picture's title.
         theory: the theoretical bubble, a fraction.
         staleness: in an asynchronous pipeline, for each number of updates that gradients were late, how many gradients
             were.

@@ -106,7 +106,6 @@ class AbsentTensor(Tensor):
 
     Args:
         like: the tensor that gives shape, strides and dtype.
-        device: the device that the tensor reports.
         memory: a memory of its own, or that of the tensor that it is a view of.
         requires_grad: whether gradients flow to it, as for any tensor. By default False.
     """

@@ -81,7 +81,6 @@ def needed(action: Action, chunks: int) -> Message | None:
     """The message that an action waits for; None if it needs none.
 
     Args:
-        action: an action of a schedule.
         chunks: the number of chunks on all stages.
     """
     if isinstance(action, Forward) and action.chunk > 0:

@@ -24,7 +24,6 @@ class Arrival:
     """The tensors that arrived from the previous stage, and, after the backward, the gradients to send back.
 
     Args:
-        tensors: the values.
         format: the message's format. It tells for each tensor whether the sender wants a gradient.
 
     Attributes:

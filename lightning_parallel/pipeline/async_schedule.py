@@ -38,7 +38,6 @@ class AsyncOneFOneB:
     (the slowest loop of dependencies). That is f + b, and no stage ever waits, if 2 l <= extra_in_flight * (f + b).
 
     Args:
-        stages: the number of stages.
         stage: the index of the stage whose list it is.
         extra_in_flight: see above.
 
@@ -60,7 +59,6 @@ class AsyncOneFOneB:
         to :meth:`drain`. The bookkeeping is complete on return, however much of the iterator is consumed.
 
         Args:
-            count: the number of microbatches.
             ends_update: if False (gradient accumulation), the update goes on with the next call.
 
         Raises:

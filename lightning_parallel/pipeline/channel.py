@@ -53,8 +53,6 @@ class Link:
     travel directly.
 
     Args:
-        wire: the link's process group and tag.
-        peer: the neighbour's global rank.
         peer_name: the neighbour's name in errors.
         device: the device of the messages: this stage's, or the host.
         streams: the device's streams; by default the link makes its own.

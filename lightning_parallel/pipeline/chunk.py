@@ -95,7 +95,6 @@ class _InFlight:
         edges: where the backward begins; empty in the last chunk, where ``work.loss`` knows.
         gradients: the format of the gradients with which it begins, and which the next chunk will send.
         sent: the number of activation messages sent, this one included.
-        token: the token for ``Weights.backward``.
     """
 
     number: int
@@ -114,11 +113,9 @@ class Chunk:
         index: the chunk's number in the order of a forward.
         stage: runs the user's step, cut to this chunk.
         ends: the ends of its four ways of messages.
-        device: this rank's device.
         generators: the random generators that forwards draw from.
         loss_of: takes the loss out of what the user's step returned, in the last chunk.
         weights: decides which version of the weights a forward uses.
-        timeline: records what ran when.
     """
 
     def __init__(
@@ -163,7 +160,6 @@ class Chunk:
         """Run the forward of a microbatch.
 
         Args:
-            number: the microbatch's number.
             microbatch: what is to be run, and with which random numbers.
             next_place: the place of the forward after it, whose activation is posted; None to post nothing.
 
@@ -223,7 +219,6 @@ class Chunk:
 
         Args:
             step: the user's step, bound to a batch.
-            number: the batch's number in the timeline.
 
         Returns:
             What the step returned, in the last chunk; None in the others.
@@ -244,7 +239,6 @@ class Chunk:
         """Run the backward of a microbatch.
 
         Args:
-            number: the microbatch's number.
             in_halves: leave the gradients that nobody waits for to :meth:`second_half`.
         """
         ends, flight = self._ends, self._in_flight[0]

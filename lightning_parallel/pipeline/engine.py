@@ -32,13 +32,10 @@ class Engine:
     """Runs actions on this rank's chunks.
 
     Args:
-        stage: the stage whose chunks run here.
         layout: tells the ranks of the neighbouring stages.
         links: the links to the neighbouring stages' ranks.
-        device: this rank's device.
         loss_of: takes the loss out of what the user's step returned, in the last chunk.
         weights: decides which version of the weights a forward uses; by default the module's own parameters.
-        timeline: records what ran when.
         halves: run a backward's second half where the schedule has it. Otherwise both halves run together.
         completing: given a chunk, a context around the actions that complete gradients of the chunk for an update: its
             last backward before a ``Step``; of one in halves, both of them.
@@ -94,7 +91,6 @@ class Engine:
         """Run a list of actions, or a slice of an endless one.
 
         Args:
-            actions: the actions to run, in order.
             microbatches: the microbatches whose forward is among ``actions``, by number.
             update: called at each ``Step``.
             endless: more forwards will come in another call (or :meth:`end_stream`), so the first one's activation is
@@ -172,7 +168,6 @@ class Engine:
 
         Args:
             step: the user's step, bound to a batch.
-            number: the batch's number in the timeline.
 
         Returns:
             What the step returned, on the last stage; None on the others.

@@ -34,7 +34,6 @@ class Outcome:
     """What a run of a step has come to.
 
     Attributes:
-        loss: its value.
         count: by what it is weighted where losses are averaged by counts.
         terms: what each of its terms averages over, by the terms' numbered keys.
         lines: where the terms are divided, or the loss is made. None of a run that wasn't ``traced``.
@@ -76,7 +75,6 @@ def outcome(step: Callable[[], tuple[Tensor, dict[str, float]]], size: int, *, t
 
     Args:
         step: returns the loss, with its graph, and what it has logged.
-        size: the number of its samples.
         traced: record from which lines the graph comes. This multiplies the time of small operations.
     """
     anomalies = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
@@ -105,7 +103,6 @@ def kinds_of(terms: Sequence[Term], count: Number) -> frozenset[str]:
     nothing counts in them, or just one, which may be a stand-in for nothing (``clamp(min=1)``).
 
     Args:
-        terms: of the loss.
         count: what it averages over.
     """
     few = not isinstance(count, Tensor) and abs(count) <= 1
@@ -137,14 +134,7 @@ def _line(stack: Sequence[str]) -> str:
 
 
 def find(whole: Outcome, parts: Sequence[Outcome], sizes: Sequence[int], tolerance: float) -> Findings:
-    """The rules by which a whole follows from its parts.
-
-    Args:
-        whole: of all samples.
-        parts: of parts of them.
-        sizes: of the parts.
-        tolerance: relative.
-    """
+    """The rules by which a whole follows from its parts."""
     counts = [part.count for part in parts]
     weights: dict[Rule, Sequence[float] | None] = {
         Rule.COUNTS: counts if any(counts) else None,
@@ -183,7 +173,6 @@ def joined(one: Tensor, other: Tensor, sizes: tuple[int, int]) -> Tensor | None:
     Args:
         one: ``[samples, ...]``, ``[samples * positions, ...]`` or ``[positions, samples, ...]``.
         other: the same of the other microbatch.
-        sizes: the numbers of samples.
     """
     shapes = one.shape, other.shape
     found = (dim for dim in range(min(2, one.dim())) if tuple(shape[dim] for shape in shapes) == sizes)

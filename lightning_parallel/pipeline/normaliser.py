@@ -47,13 +47,10 @@ class BatchLoss:
     """The loss of one batch. Every rank has one; losses are added on the last stage.
 
     Args:
-        sizes: of the microbatches.
-        rule: for the losses.
         given: what each loss averages over, if the user has said so, instead of samples.
         batches: that an update's gradients are the mean of.
 
     Attributes:
-        sizes: of the microbatches.
         weights: of the losses of the microbatches that have run, in their order.
         factor: by what the sum of the microbatches' gradients has to be multiplied, when all of them have run.
     """
@@ -85,7 +82,6 @@ class BatchLoss:
         """The forward of a microbatch has run, after those of the microbatches before it.
 
         Args:
-            place: the microbatch's index in the batch.
             loss: a scalar with its graph. It may have none where others have one: nothing counts in this microbatch.
 
         Returns:
@@ -157,7 +153,6 @@ class BatchLoss:
         """Where the backward of a microbatch begins, and with what; nowhere if nothing counts in it.
 
         Args:
-            place: the microbatch's index in the batch.
             scale: a factor of all gradients.
         """
         terms, weight = self._terms.pop(place), self.weights[place]
@@ -238,9 +233,6 @@ def count_of(terms: Sequence[Term], loss: Tensor, otherwise: float, key: str | N
     gives it. Where what is summed doesn't tell whether anything counts, a loss of 0 does.
 
     Args:
-        terms: of the loss.
-        loss: its value.
-        otherwise: for a loss that doesn't average.
         key: of the term whose number counts.
     """
     main = _main(terms, key)

@@ -20,7 +20,6 @@ class Partition:
     Attributes:
         layers: the chain: the names of layers in the order of their calls. A layer that is called twice is in it twice.
         bounds: chunk c owns ``layers[bounds[c]:bounds[c + 1]]``; ``len(bounds) == chunks + 1``.
-        placement: the stage of each chunk.
         units: the chunks that call each unit, by name, in the order of their first calls. The last are modules that the
             step doesn't call.
         calls: the chunk of each call of a unit in the traced step.

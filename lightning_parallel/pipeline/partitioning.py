@@ -33,10 +33,8 @@ def partition(
     """Cut ``module`` into chunks, and place them on ``stages``.
 
     Args:
-        module: the whole model, with its parameters.
         step: the step to be run in stages, bound to a batch. It runs on absent tensors at least twice: the second time
             with other random numbers, and once more for each unit that is opened.
-        stages: the number of stages.
         layers: names or patterns of the layers between which a cut may fall. ``*`` stands for one part of a dotted
             name, as in ``"net.blocks.*"``. None to find them.
         balance: ``"parameters"`` (the largest chunk is as small as can be), ``"operations"`` (the same, by the

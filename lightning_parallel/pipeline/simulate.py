@@ -60,7 +60,6 @@ def most_held(actions: Iterable[Action], sizes: Sequence[int], between: Sequence
     """The most that a stage holds at once, from forwards to the ends of their backwards.
 
     Args:
-        actions: the stage's actions, in their order.
         sizes: what each chunk holds of a microbatch up to its backward, in any unit.
         between: what each chunk holds of a microbatch between the two halves of its backward; None if second halves run
             with the first.

@@ -56,7 +56,6 @@ class Stage:
     Args:
         module: the whole module. The parameters and buffers of other stages are made absent here.
         partition: the stages that hold, and the chunks that run, each part of the module.
-        index: the number of this stage.
         device: the device that absent tensors report.
 
     Attributes:

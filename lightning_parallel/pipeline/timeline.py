@@ -33,8 +33,6 @@ class Span:
             "receive" (waiting for a message); "evaluate" (validation, test, prediction); or "omitted" (recording that
             was dropped).
         microbatch: its number; for a step, that of the update.
-        start: the time in seconds.
-        end: the time in seconds.
         version: for a forward of an asynchronous pipeline, the number of updates that made its weights.
         chunk: which of the stage's chunks, from 0.
     """
@@ -94,7 +92,6 @@ class Timeline:
 
     Args:
         limit: the number of first, and of last, spans that are kept.
-        device: the device that computes.
     """
 
     def __init__(self, enabled: bool, limit: int = 20_000, device: torch.device | None = None) -> None:

@@ -20,7 +20,6 @@ class TracedCall:
         tensors: the number of tensors in its output.
         operations: the floating-point operations of its forward: those of matrix products and convolutions.
         computed: the bytes of all that it computes: about what its backward needs.
-        returned: the bytes of its output.
         nanoseconds: the time of its forward and backward; 0 if it wasn't measured.
         inside: the modules that its own code calls, by name.
         plain: the numbers and texts in its output, and the shapes of the tensors.
@@ -106,7 +105,6 @@ class PlainRead:
     Attributes:
         module: the name of the module that keeps the value.
         attribute: the attribute's name there; None for the state of a metric.
-        place: where it is read.
     """
 
     unit: str
@@ -137,10 +135,8 @@ class Trace:
     """What a step did.
 
     Attributes:
-        calls: the calls of units, in order.
         end: the origins of what the step returned, logged and stored on modules, and of the value that ended the trace,
             if it needed one.
-        escapes: the escaped values, by origin.
         writes: the indices of the calls that change an input in place, by the origin that it has afterwards.
         overwriting: the indices of calls that change in place a tensor that isn't absent, such as one of the batch.
         updates: the updates of parameters and buffers by the code around the units.

@@ -61,7 +61,6 @@ class Tracer:
         names: the names of the module's parts, by their ids.
         is_unit: tells by name whether a called module is taken as a whole.
         state: the state of the modules, which the step writes to.
-        options: what else to record.
     """
 
     def __init__(
