@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.checkpoint import metadata
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.optim import Optimizer
 
 # Observing operators (recipes/traffic.py). Named as public by torch's own documentation, but its module is not.
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,9 +36,11 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "ATTENTION_ON_CPU",
+    "CommonScaler",
     "METADATA_CLASSES",
     "VALUE_OF",
     "ThreadApart",
+    "asks_for_memory",
     "TorchDispatchMode",
     "abort_groups",
     "boxed_group",
@@ -134,7 +138,13 @@ def wrapper_tensor(
     made: T = Tensor._make_wrapper_subclass(
         kind, size, strides=strides, dtype=dtype, device=device, requires_grad=requires_grad
     )
+    torch._C._set_throw_on_mutable_data_ptr(made)  # as for fake tensors: else a compiled kernel would get address 0
     return made
+
+
+def asks_for_memory(error: RuntimeError) -> bool:
+    """Has code in C++ asked a tensor for memory that it doesn't have? Only the text tells."""
+    return "erroneously tracing into a custom kernel" in str(error)
 
 
 def make_parameter(tensor: Tensor) -> None:
@@ -491,6 +501,17 @@ def default_store() -> Store:
     """The store over which the processes of the default group met. torch gives no other access to it where somebody
     else made the group."""
     return c10d._get_default_store()
+
+
+class CommonScaler(ShardedGradScaler):
+    """A loss scaler with which all ranks skip a step if the gradients of one overflow. torch's own shares this when it
+    unscales gradients; a fused optimizer unscales them itself, after this private method has looked at them."""
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
+        found = super()._check_inf_per_device(optimizer)
+        for is_infinite in found.values():
+            dist.all_reduce(is_infinite, dist.ReduceOp.MAX, self.process_group)
+        return found
 
 
 def record_memory_history(entries: int | None) -> None:

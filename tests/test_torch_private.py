@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.dlpack import to_dlpack
 
 from lightning_parallel import torch_private
 from lightning_parallel.torch_private import TorchDispatchMode
@@ -74,6 +75,9 @@ def test_wrapper_tensor_has_a_shape_and_no_memory() -> None:
         Marked, (2, 3), dtype=torch.float32, device=torch.device("cpu"), strides=(1, 2), requires_grad=True
     )
     assert strided.stride() == (1, 2) and strided.requires_grad
+    with pytest.raises(RuntimeError) as raised:  # else compiled kernels would read from address 0
+        to_dlpack(made)
+    assert torch_private.asks_for_memory(raised.value)
 
 
 def test_make_parameter_makes_a_tensor_a_parameter() -> None:
@@ -593,6 +597,17 @@ def test_what_makes_memory_is_told_from_views_and_operators_that_take_functions(
     assert torch_private.makes_memory(aten.clone.default) and torch_private.makes_memory(aten.sort.default)
     others = (aten.view.default, aten.mul_.Tensor, aten.detach.default, torch.ops.higher_order.cond)
     assert not any(map(torch_private.makes_memory, others))
+
+
+def test_common_scaler_is_asked_by_a_fused_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared: list[float] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, *args, **kwargs: shared.append(float(tensor)))
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
+    scaler = torch_private.CommonScaler("cpu", process_group=object())  # type: ignore[arg-type]
+    scaler.scale((weight * float("inf")).sum()).backward()
+    scaler.step(optimizer)
+    assert shared == [1.0] and torch.equal(weight, torch.ones(2))
 
 
 def test_a_zero_tensor_is_told() -> None:

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from lightning_parallel.gradients.clipping import clip_by_norm, clip_by_value
 from lightning_parallel.local_model import LocalModel
 from lightning_parallel.parts.gradient_watch import GradientWatch
+from lightning_parallel.torch_private import CommonScaler
 
 
 def install_clipping(
@@ -64,5 +64,5 @@ def share_overflows(plugin: Precision, device: torch.device) -> None:
     """Make a loss scaler skip the step on all ranks if the gradients of one overflow."""
     if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
         state = plugin.scaler.state_dict()
-        plugin.scaler = ShardedGradScaler(device=device.type, process_group=dist.group.WORLD)
+        plugin.scaler = CommonScaler(device=device.type, process_group=dist.group.WORLD)
         plugin.scaler.load_state_dict(state)

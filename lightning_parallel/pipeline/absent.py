@@ -144,6 +144,9 @@ class AbsentTensor(Tensor):
     def tolist(self) -> Any:
         return self._refuse("tolist")
 
+    def data_ptr(self) -> int:
+        return self._refuse("data_ptr")  # a Triton kernel would read from address 0
+
     def _refuse(self, name: str) -> NoReturn:
         raise AbsentValueError(
             f"{name} failed on {self.origin}, which lives on another pipeline stage: its shape is known here, its "

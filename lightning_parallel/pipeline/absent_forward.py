@@ -28,6 +28,7 @@ from lightning_parallel.pipeline.on_meta import meta_of
 from lightning_parallel.pipeline.origins import INPUT, origin_of
 from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_kept
 from lightning_parallel.torch_private import (
+    asks_for_memory,
     buffers_of,
     forward_hooks,
     parameters_of,
@@ -144,7 +145,9 @@ def asked(
     """
     try:
         return _watched(module, forward, args, kwargs, lambda tree: _absentees(tree, origin), written, strict)
-    except AbsentValueError:
+    except RuntimeError as error:
+        if not (isinstance(error, AbsentValueError) or asks_for_memory(error)):
+            raise
         if any(forward_hooks(part) > 0 for part in module.modules() if part is not module):
             raise
     with on_stand_ins(module, stand_in):

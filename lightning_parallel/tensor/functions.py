@@ -200,7 +200,10 @@ def summed_piece(x: Tensor, dim: int, group: Group) -> Tensor:
 
 def has_memory(x: Tensor) -> bool:
     """False for empty tensors, and for those that stand for a shape only: there is nothing to send."""
-    return x.data_ptr() != 0
+    try:
+        return x.data_ptr() != 0
+    except RuntimeError:  # an absent tensor's
+        return False
 
 
 def _padded(x: Tensor, dim: int, size: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.dlpack import from_dlpack, to_dlpack
 from transformers import GPT2Config, LlamaConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -306,7 +308,21 @@ class Fills(nn.Linear):
         return out
 
 
-@pytest.mark.parametrize("module", [Routed(), Asks(), Fills(4, 4)])
+class ReadsMemory(nn.Linear):
+    """As a Triton kernel does, which gets the address of a tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        assert len(ctypes.string_at(y.data_ptr(), y.nbytes)) == y.nbytes
+        return y
+
+
+class ReadsMemoryInCpp(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return from_dlpack(to_dlpack(super().forward(x).detach()))
+
+
+@pytest.mark.parametrize("module", [Routed(), Asks(), Fills(4, 4), ReadsMemory(4, 4), ReadsMemoryInCpp(4, 4)])
 def test_a_module_that_needs_values_is_run_on_stand_ins(module: nn.Module) -> None:
     expected = module(torch.ones(5, 4))
     before = torch.get_rng_state()

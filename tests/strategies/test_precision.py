@@ -174,6 +174,28 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all(pool: WorkerPool) -> Non
     assert pool.run(overflow, 3, "sync", 2, init=False) == [single] * 3
 
 
+class OverflowsFused(Overflows):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+
+def overflow_fused(strategy: str) -> tuple[list[float], list[bool]]:
+    """As :func:`overflow`, with an optimizer that unscales gradients itself."""
+    module = OverflowsFused(2)
+    make_trainer(
+        strategy, [], {"microbatches": 2}, plugins=[MixedPrecision("16-mixed", "cpu")], max_epochs=1
+    ).fit(module, loader())  # fmt: skip
+    states = [*module.before, {name: p.detach() for name, p in here(module).items()}]
+    moved = [any(not torch.equal(a[n], b[n]) for n in a) for a, b in zip(states, states[1:], strict=False)]
+    return module.scales, moved
+
+
+def test_a_fused_optimizer_skips_its_step_on_all_stages(pool: WorkerPool) -> None:
+    single = pool.run(overflow_fused, 1, "single", init=False)[0]
+    assert single[1] == [True, False, True]
+    assert pool.run(overflow_fused, 2, "sync", init=False) == [single] * 2
+
+
 class OverflowsOnOneRank(Overflows):
     """In one step one tensor rank's shard gets infinite gradients, and nothing else does."""
 
