@@ -507,7 +507,7 @@ class CommonScaler(ShardedGradScaler):
     """A loss scaler with which all ranks skip a step if the gradients of one overflow. torch's own shares this when it
     unscales gradients; a fused optimizer unscales them itself, after this private method has looked at them."""
 
-    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
         found = super()._check_inf_per_device(optimizer)
         for is_infinite in found.values():
             dist.all_reduce(is_infinite, dist.ReduceOp.MAX, self.process_group)

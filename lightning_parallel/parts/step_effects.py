@@ -86,7 +86,8 @@ class StepEffects:
         try:
             return step()
         finally:  # a look ends where the step needs a value
-            for before, now in zip_longest(options, _options(self._run.trainer), fillvalue={}):
+            none: dict[str, Any] = {}
+            for before, now in zip_longest(options, _options(self._run.trainer), fillvalue=none):
                 for name, value in now.items():
                     if not _is_same(value, before.get(name)):
                         self._refuse(f"changes {name!r} of {now[_KIND]}", "on_train_batch_start or on_train_batch_end")
