@@ -25,7 +25,6 @@ from lightning_parallel.parts.batch_watch import BatchWatch
 from lightning_parallel.parts.earlier_chunks import EarlierChunks
 from lightning_parallel.parts.first_look import FirstLook
 from lightning_parallel.parts.last_stage import LastStage
-from lightning_parallel.parts.loaders import check_same_batch
 from lightning_parallel.parts.log_joins import LogJoins
 from lightning_parallel.parts.logs import LogRecorder, logging_through
 from lightning_parallel.parts.loss_means import LossMeans
@@ -97,18 +96,15 @@ class Microbatches:
 
         Raises:
             ValueError: the first batch can't be split like this.
-            RuntimeError: the ranks of one replica see different first batches.
         """
         batch, *rest = arguments
         size = batch_size(batch)
         wanted = self._automatic(size) if self._wanted == "auto" else self._wanted
-        if self._is_first_batch:
-            if wanted > size:
-                raise ValueError(
-                    f"microbatches={wanted}, but the first batch has only {size} samples: use at most {size} "
-                    f"microbatches, or a larger batch_size in the DataLoader."
-                )
-            check_same_batch(batch, self._run.groups.model, self._run.device)
+        if self._is_first_batch and wanted > size:
+            raise ValueError(
+                f"microbatches={wanted}, but the first batch has only {size} samples: use at most {size} "
+                f"microbatches, or a larger batch_size in the DataLoader."
+            )
         self.count = min(wanted, size)
         counts = sizes(size, self.count)  # the last batch of an epoch may be smaller
         # Numbered through the whole run, so a resumed run draws the same random numbers.

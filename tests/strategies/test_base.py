@@ -127,6 +127,40 @@ def test_unseeded_runs_see_the_same_data_on_all_stages(pool: WorkerPool, strateg
     assert ranks[0] == ranks[1]
 
 
+class SamplesOnRankZero(Callback):
+    """As one that logs a few generated samples. It draws in a hook of this name."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self.draw)
+
+    def draw(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.is_global_zero:
+            torch.rand(3), np.random.rand(3), random.random()
+
+
+def sample_on_rank_zero(strategy: str, data: str, hook: str) -> list[list[float]]:
+    module = Net()
+    L.seed_everything(5, workers=True, verbose=False)
+    batches, options = Batches(), {"plan": {"net.2": "row_split"}} if strategy == "tensor" else None
+    trainer = make_trainer(strategy, [SamplesOnRankZero(hook), batches], options, max_epochs=3)
+    trainer.fit(module, train_loader(data))
+    return batches.seen
+
+
+@pytest.mark.parametrize(("strategy", "data"), [("sync", "augmented"), ("async", "shuffled"), ("tensor", "workers")])
+def test_draws_of_one_rank_leave_the_data_those_of_a_single_process(pool: WorkerPool, strategy: str, data: str) -> None:
+    single = pool.run(sample_on_rank_zero, 1, "single", data, "on_train_epoch_end", init=False)[0]
+    assert pool.run(sample_on_rank_zero, 2, strategy, data, "on_train_epoch_end", init=False) == [single, single]
+
+
+@pytest.mark.parametrize("strategy", ["sync", "tensor"])
+def test_draws_of_one_rank_that_change_data_within_an_epoch_end_the_run(pool: WorkerPool, strategy: str) -> None:
+    hook = "on_train_batch_end"
+    for text in pool.run(sample_on_rank_zero, 2, strategy, "augmented", hook, init=False, expect_errors=True):
+        assert "RuntimeError: The ranks of one replica see different batches" in text
+        assert "is_global_zero" in text
+
+
 def shuffle_otherwise_on_each_rank(strategy: str) -> None:
     trainer = make_trainer(strategy, [])
     generator = torch.Generator().manual_seed(trainer.global_rank)
