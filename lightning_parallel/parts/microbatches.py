@@ -30,6 +30,7 @@ from lightning_parallel.parts.logs import LogRecorder, logging_through
 from lightning_parallel.parts.loss_means import LossMeans
 from lightning_parallel.parts.once_a_batch import OnceABatch
 from lightning_parallel.parts.run import Run
+from lightning_parallel.parts.sample_mixing import SampleMixing
 from lightning_parallel.parts.step_effects import StepEffects
 from lightning_parallel.parts.tensor_shards import TensorShards
 from lightning_parallel.pipeline.chunk import Microbatch
@@ -76,6 +77,7 @@ class Microbatches:
         self._watch = BatchWatch()
         self._joins = LogJoins()
         self._effects = StepEffects(run)
+        self._mixing = SampleMixing(run, last_stage, stage.partition)
         self.once = OnceABatch(run.module)
         self.count = 0
         self._is_first_batch = True
@@ -118,6 +120,7 @@ class Microbatches:
 
         for k, part in enumerate(parts):
             seed = mix(self._run.seed, self._run.layout.index("data"), number, k)
+            again = partial(step, seed=seed, size=counts[k], kind=None)
             work[first + k] = Microbatch(
                 step=step(part, seed, counts[k], "training_step"),
                 scale=scale,
@@ -125,7 +128,8 @@ class Microbatches:
                 place=k,
                 seed=seed,
                 ends_batch=k == len(parts) - 1,
-                trial=self._means.trial(partial(step, seed=seed, size=counts[k], kind=None), batch, counts, k, loss),
+                trial=self._means.trial(again, batch, counts, k, loss),
+                mixing=self._mixing.trial(again, batch, counts, k) if self._is_first_batch else None,
             )
         trace = step(parts[0], work[first].seed, counts[0], None)
         flow = self._look.follow("training_step", trace, len(counts))
@@ -135,14 +139,12 @@ class Microbatches:
         self.once.follow(() if flow is None else flow.updated, len(counts) * len(self._stage.chunks))
         self._is_first_batch = False
         if self.once.names:  # a trial would change them once more, before the backward
-            work = {k: replace(each, trial=None) for k, each in work.items()}
+            work = {k: replace(each, trial=None, mixing=None) for k, each in work.items()}
         whole = partial(self._look.logged, "training_step", step(batch, mix(self._run.seed, number), size, None))
         recorder.tell(self._joins, whole, self._look.known("training_step"))
         return work, loss
 
-    def _step(
-        self, arguments: tuple[Any, ...], recorder: LogRecorder, size: int, seed: int, kind: str | None
-    ) -> Any:
+    def _step(self, arguments: tuple[Any, ...], recorder: LogRecorder, size: int, seed: int, kind: str | None) -> Any:
         """The user's step on one microbatch; ``kind=None`` for a look at it."""
         recorder.weight = size
         seed_host_generators(seed)
