@@ -18,9 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+
+_LONGEST_SIZE = 4  # numbers: of a video
 
 
 def sizes(n: int, count: int) -> list[int]:
@@ -67,9 +70,9 @@ def batch_size(batch: Any) -> int:
 def split(batch: Any, count: int) -> list[Any]:
     """The batch as ``count`` batches of the sizes that :func:`sizes` gives. Tensors are views; nothing is copied.
 
-    Tensors are split along dimension 0. So are lists of other things that are as long as the batch, and tuples of
-    strings, as torch's default collate function makes them. All else is repeated in every part: tensors without
-    dimensions, numbers, None.
+    Tensors are split along dimension 0. So are lists and tuples of other things that are as long as the batch, as
+    collate functions make them, and NumPy's arrays of that length. All else is repeated in every part: tensors without
+    dimensions, numbers, None, and a tuple of up to four numbers, which is a size.
 
     Raises:
         ValueError: as :func:`batch_size` and :func:`sizes`.
@@ -249,12 +252,12 @@ def _split(node: Any, lengths: list[int]) -> list[Any]:
         # `.data` gives each view a version counter of its own: a step that changes its microbatch in place must not
         # invalidate what autograd has saved of the others.
         return list(pieces) if node.requires_grad else [piece.data for piece in pieces]
+    if _one_per_sample(node, sum(lengths)) or _zipped(node, sum(lengths)):
+        return _slices(node, lengths)
     children = members(node)
     if children is None:
         return [node] * len(lengths)
     keys, values = children
-    if _one_per_sample(node, sum(lengths)):
-        return _slices(node, lengths)
     parts = [_split(value, lengths) for value in values]
     if not parts:
         return [node] * len(lengths)
@@ -273,6 +276,15 @@ def _one_per_sample(node: Any, n: int) -> bool:
     if type(node) is list and len(node) == n:
         return not any(_holds_tensor(value) for value in node)
     return type(node) is tuple and len(node) == n and all(isinstance(value, str) for value in node)
+
+
+def _zipped(node: Any, n: int) -> bool:
+    """Is it one of what ``zip(*samples)`` gives, or an array of NumPy's, with an item for each sample?"""
+    if isinstance(node, np.ndarray):
+        return node.shape[:1] == (n,)
+    if type(node) is not tuple or len(node) != n or any(_holds_tensor(value) for value in node):
+        return False
+    return n > _LONGEST_SIZE or not all(isinstance(value, Real) for value in node)
 
 
 def _holds_tensor(node: Any) -> bool:

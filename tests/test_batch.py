@@ -7,6 +7,7 @@ import dataclasses
 import time
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -133,6 +134,14 @@ def test_lists_of_one_thing_a_sample_are_split_and_others_repeated() -> None:
     assert first["size"] == second["size"] == (224, 224, 3)
     assert first["names"] == second["names"] == ["p", "q"]
     assert first["flag"] is second["flag"] is True
+
+
+def test_what_a_collate_function_zips_is_split() -> None:
+    batch = torch.zeros(5), (1, 2, 3, 4, 0.5), ({"id": 1}, {"id": 2}, {"id": 3}, None, {}), np.arange(5), np.zeros(3)
+    (_, *first), (_, *second) = split(batch, 2)
+    assert (*first[:2], first[2].tolist()) == ((1, 2, 3), ({"id": 1}, {"id": 2}, {"id": 3}), [0, 1, 2])
+    assert (*second[:2], second[2].tolist()) == ((4, 0.5), (None, {}), [3, 4])
+    assert first[3] is second[3]
 
 
 def test_strings_from_the_default_collate_function_are_split() -> None:

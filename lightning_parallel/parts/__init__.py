@@ -28,6 +28,6 @@ end of their own.
     late_values.py     awaited when they are read              common_stop.py   all stop after the same batch
     side_links.py      for small messages between stages       hook_changes.py  what an epoch's end sets, on all stages
     step_effects.py    what a step does to the whole run       left_by_steps.py what it leaves for later
-    optimizer_trial.py is one the same on parts?
+    optimizer_trial.py is one the same on parts?              sample_mixing.py  layers that mix samples
     metric_sync.py     over which ranks metrics gather
 """

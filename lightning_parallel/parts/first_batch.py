@@ -111,7 +111,8 @@ def _first_batch(trainer: pl.Trainer, step: str) -> tuple[Any, int]:
     """The first batch, and the number of loaders."""
     source = loader_source(trainer)
     loader = source.get()
-    if isinstance(loader, Iterator):  # gives each batch once: the first is put back
+    # It gives each batch once: the first is put back. A CombinedLoader has an iterator's methods, too.
+    if isinstance(loader, Iterator) and not isinstance(loader, CombinedLoader):
         first = next(loader, None)
         loader = chain([first], loader)
         source.hand_over(loader)

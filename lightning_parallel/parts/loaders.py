@@ -18,9 +18,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel.batch import fingerprint
-from lightning_parallel.collectives import guarded
+from lightning_parallel.checkpoint.random_state import random_state, restore_random_state
+from lightning_parallel.collectives import broadcast_object, guarded
 from lightning_parallel.layout import Layout
 from lightning_parallel.lightning_private.replaced import replaced
+from lightning_parallel.parts.run import Run
 
 _DATA_HOOKS = ("setup", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
 
@@ -76,20 +78,52 @@ def _is_distributed(dataloader: DataLoader[Any]) -> bool:
     return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
 
 
-def check_same_batch(batch: Any, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Check that all ranks of ``group``, which hold one copy of the model together, have the same first batch. Data
-    shuffled differently on each would train nonsense.
+class SameBatches:
+    """Keeps the training batches of the ranks of one replica the same, which hold one copy of the model together.
 
-    Raises:
-        RuntimeError: the batches differ, on all ranks.
+    Samplers and augmentations draw from the global generators, which the ranks have each their own of. Code that runs
+    on one rank only moves that rank's (``if trainer.is_global_zero: torch.randn(4)``), and stages that draw for their
+    own parameters move theirs apart. So before each epoch all ranks get those of the replica's first rank, global rank
+    0 among them, which has drawn what one process draws. Data that are different all the same would train nonsense:
+    they are looked for in the first batch, and in each epoch's batches 0, 1, 2, 4, 8, ...
     """
-    number = fingerprint(batch)
-    both = torch.tensor([number, -number], device=device)
-    guarded(dist.all_reduce, both, dist.ReduceOp.MAX, group=group)
-    highest, lowest = both.tolist()
-    if highest != -lowest:
-        raise RuntimeError(
-            "The ranks of one replica see different batches: their first ones differ. Every stage and every tensor "
-            "rank must load the same samples in the same order: seed the sampler with `seed_everything(...)` or a "
-            "generator of its own, or leave `use_distributed_sampler=True`."
-        )
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._has_checked = False
+        hook = partial(self._begin, run.module.on_train_epoch_start)
+        self._put_back = replaced(run.module, "on_train_epoch_start", hook)
+
+    def end(self) -> None:
+        """Give the module back its own hook."""
+        self._put_back()
+
+    def _begin(self, hook: Callable[[], None]) -> None:
+        hook()  # Lightning's last before the loaders draw
+        run, group = self._run, self._run.groups.model
+        if group.size() > 1:
+            restore_random_state(broadcast_object(random_state(), dist.get_global_rank(group, 0), group, run.device))
+
+    def check(self, batch: Any, index: int) -> None:
+        """Called with each training batch and its index in the epoch.
+
+        Raises:
+            RuntimeError: the ranks' batches differ, on all ranks.
+        """
+        # Within an epoch, a rank that may be ahead doesn't wait for the others.
+        due = index == 0 or (index.bit_count() == 1 and not self._run.ahead())
+        if self._run.groups.model.size() == 1 or (self._has_checked and not due):
+            return
+        self._has_checked = True
+        number = fingerprint(batch)
+        both = torch.tensor([number, -number], device=self._run.device)
+        guarded(dist.all_reduce, both, dist.ReduceOp.MAX, group=self._run.groups.model)
+        highest, lowest = both.tolist()
+        if highest != -lowest:
+            raise RuntimeError(
+                f"The ranks of one replica see different batches: their batches {index} differ. Every stage and every "
+                f"tensor rank must load the same samples in the same order: seed the sampler with "
+                f"`seed_everything(...)` or a generator of its own, or leave `use_distributed_sampler=True`. Code that "
+                f"runs on some ranks only (`if trainer.is_global_zero:`) mustn't draw from the generators that the "
+                f"data are drawn from."
+            )

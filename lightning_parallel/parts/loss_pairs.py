@@ -32,7 +32,10 @@ from lightning_parallel.pipeline.normaliser import BatchLoss, count_of
 from lightning_parallel.writes import WritesRefused
 
 _TRIALS = 8  # at most in the first batch, and at most of losses of a new make: a step may make ever new ones
-_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4}
+TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4}
+
+# Of a step that wasn't made for other numbers of samples.
+FAILURES = (ValueError, RuntimeError, IndexError, TypeError, AttributeError, KeyError, AssertionError)
 
 Step = Callable[[Any], Callable[[], Tensor]]  # makes the step of a batch, which returns the loss
 
@@ -149,12 +152,12 @@ class LossPairs:
             lengths: Sequence[int], tensors: Sequence[Tensor], place: int = first, seed: int = 0, traced: bool = False
         ) -> Outcome:
             part = split_into(one.batch, lengths)[place]
-            with self._without_effect(seed) as logged:
+            with without_effect(self._run, self._last_stage, seed) as logged:
                 step = other.step(part)
                 return outcome(lambda: (loss_of(step, tensors), _numbers(logged)), lengths[place], traced=traced)
 
         def left(*runs: tuple[Sequence[int], Sequence[Tensor], int]) -> dict[str, Tensor]:
-            with self._without_effect(seed=0):
+            with without_effect(self._run, self._last_stage, seed=0):
                 steps = [(one.step(split_into(one.batch, lengths)[place]), tensors) for lengths, tensors, place in runs]
                 return left_by(self._run.module, lambda: [loss_of(*each) for each in steps])
 
@@ -165,35 +168,36 @@ class LossPairs:
             parts = [one.outcome, other.outcome]
             if not math.isfinite(whole.loss) or not (whole.loss or any(part.loss for part in parts)):
                 return None  # any rule would hold
-            tolerance = _TOLERANCES.get(again.dtype, 0.02)
+            tolerance = TOLERANCES.get(again.dtype, 0.02)
             found = find(whole, parts, pair, tolerance)
             draws = not (found.rules and all(found.logs.values()))
             again_whole = run(lengths, both, seed=1, traced=True) if draws else whole
             if self.batches or first == 0:  # it takes as many runs as the loss
                 parted = left((one.sizes, one.arrived, first), (one.sizes, other.arrived, first + 1))
                 found = replace(found, left=differing(left((lengths, both, first)), parted, tolerance))
-        except (ValueError, RuntimeError, IndexError, TypeError, AttributeError, KeyError, AssertionError):
-            return None  # the step wasn't made for other sizes
+        except FAILURES:
+            return None
         if not found.rules and again_whole.loss != whole.loss:
             return None  # by random numbers
         logs = {name: rule for name, rule in found.logs.items() if again_whole.logged.get(name) == whole.logged[name]}
         return replace(found, logs=logs, lines=again_whole.lines or whole.lines)
 
-    @contextmanager
-    def _without_effect(self, seed: int) -> Iterator[list[dict[str, Any]]]:
-        """Inside, a step doesn't count, and layers draw nothing. It gives the calls of ``self.log``."""
-        others = [part for part in self._run.module.modules() if part is not self._run.module and part.training]
-        with ExitStack() as kept:
-            kept.enter_context(StateKept(self._run.module, parameters=False))
-            logged = kept.enter_context(logging_trial(self._run.trainer, self._run.module))
-            kept.enter_context(self._last_stage.alone("training_step", seed))
+
+@contextmanager
+def without_effect(run: Run, last_stage: LastStage, seed: int) -> Iterator[list[dict[str, Any]]]:
+    """Inside, a training step doesn't count, and layers draw nothing. It gives the calls of ``self.log``."""
+    others = [part for part in run.module.modules() if part is not run.module and part.training]
+    with ExitStack() as kept:
+        kept.enter_context(StateKept(run.module, parameters=False))
+        logged = kept.enter_context(logging_trial(run.trainer, run.module))
+        kept.enter_context(last_stage.alone("training_step", seed))
+        for part in others:
+            part.training = False
+        try:
+            yield logged
+        finally:
             for part in others:
-                part.training = False
-            try:
-                yield logged
-            finally:
-                for part in others:
-                    part.training = True
+                part.training = True
 
 
 def _numbers(logged: Sequence[dict[str, Any]]) -> dict[str, float]:

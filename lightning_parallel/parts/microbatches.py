@@ -25,12 +25,12 @@ from lightning_parallel.parts.batch_watch import BatchWatch
 from lightning_parallel.parts.earlier_chunks import EarlierChunks
 from lightning_parallel.parts.first_look import FirstLook
 from lightning_parallel.parts.last_stage import LastStage
-from lightning_parallel.parts.loaders import check_same_batch
 from lightning_parallel.parts.log_joins import LogJoins
 from lightning_parallel.parts.logs import LogRecorder, logging_through
 from lightning_parallel.parts.loss_means import LossMeans
 from lightning_parallel.parts.once_a_batch import OnceABatch
 from lightning_parallel.parts.run import Run
+from lightning_parallel.parts.sample_mixing import SampleMixing
 from lightning_parallel.parts.step_effects import StepEffects
 from lightning_parallel.parts.tensor_shards import TensorShards
 from lightning_parallel.pipeline.chunk import Microbatch
@@ -68,6 +68,7 @@ class Microbatches:
         self._watch = BatchWatch()
         self._joins = LogJoins()
         self._effects = StepEffects(run)
+        self._mixing = SampleMixing(run, last_stage, stage.partition)
         self.once = OnceABatch(run.module)
         self.count = 0
         self._is_watched = False  # in the last batch, did this stage end steps that aren't called as in one process?
@@ -87,18 +88,15 @@ class Microbatches:
 
         Raises:
             ValueError: the first batch can't be split like this.
-            RuntimeError: the ranks of one replica see different first batches.
         """
         batch, *rest = arguments
         size = batch_size(batch)
         wanted = self._automatic(size) if self._wanted == "auto" else self._wanted
-        if self._is_first_batch:
-            if wanted > size:
-                raise ValueError(
-                    f"microbatches={wanted}, but the first batch has only {size} samples: use at most {size} "
-                    f"microbatches, or a larger batch_size in the DataLoader."
-                )
-            check_same_batch(batch, self._run.groups.model, self._run.device)
+        if self._is_first_batch and wanted > size:
+            raise ValueError(
+                f"microbatches={wanted}, but the first batch has only {size} samples: use at most {size} "
+                f"microbatches, or a larger batch_size in the DataLoader."
+            )
         self.count = min(wanted, size)
         self._is_watched = self._run.layout.is_last_stage and not self._run.layout.stages == self.count == 1
         counts = sizes(size, self.count)  # the last batch of an epoch may be smaller
@@ -113,6 +111,7 @@ class Microbatches:
 
         for k, part in enumerate(parts):
             seed = mix(self._run.seed, self._run.layout.index("data"), number, k)
+            again = partial(step, seed=seed, size=counts[k], kind=None)
             work[first + k] = Microbatch(
                 step=step(part, seed, counts[k], "training_step"),
                 scale=scale,
@@ -120,7 +119,8 @@ class Microbatches:
                 place=k,
                 seed=seed,
                 ends_batch=k == len(parts) - 1,
-                trial=self._means.trial(partial(step, seed=seed, size=counts[k], kind=None), batch, counts, k, loss),
+                trial=self._means.trial(again, batch, counts, k, loss),
+                mixing=self._mixing.trial(again, batch, counts, k) if self._is_first_batch else None,
             )
         trace = step(parts[0], work[first].seed, counts[0], None)
         flow = self._look.follow("training_step", trace, len(counts))
@@ -130,14 +130,12 @@ class Microbatches:
         self.once.follow(() if flow is None else flow.updated, len(counts) * len(self._stage.chunks))
         self._is_first_batch = False
         if self.once.names:  # a trial would change them once more, before the backward
-            work = {k: replace(each, trial=None) for k, each in work.items()}
+            work = {k: replace(each, trial=None, mixing=None) for k, each in work.items()}
         whole = partial(self._look.logged, "training_step", step(batch, mix(self._run.seed, number), size, None))
         recorder.tell(self._joins, whole, self._look.known("training_step"))
         return work, loss
 
-    def _step(
-        self, arguments: tuple[Any, ...], recorder: LogRecorder, size: int, seed: int, kind: str | None
-    ) -> Any:
+    def _step(self, arguments: tuple[Any, ...], recorder: LogRecorder, size: int, seed: int, kind: str | None) -> Any:
         """The user's step on one microbatch; ``kind=None`` for a look at it."""
         recorder.weight = size
         seed_host_generators(seed)

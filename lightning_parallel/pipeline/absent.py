@@ -47,6 +47,11 @@ from lightning_parallel.torch_private import (
     written_arguments,
 )
 
+_IN_STEPS = (
+    "A callback, or a hook outside of the steps, can't call a model in stages: compute it in validation_step or "
+    "predict_step."
+)
+
 
 class AbsentValueError(RuntimeError):
     """Code needs the values of a tensor that another stage holds.
@@ -150,7 +155,7 @@ class AbsentTensor(Tensor):
     def _refuse(self, name: str) -> NoReturn:
         raise AbsentValueError(
             f"{name} failed on {self.origin}, which lives on another pipeline stage: its shape is known here, its "
-            f"values are not.",
+            f"values are not. {_IN_STEPS}",
             self.origins,
         )
 
@@ -218,7 +223,7 @@ class AbsentTensor(Tensor):
         except (RuntimeError, NotImplementedError) as error:
             raise AbsentValueError(
                 f"{func} failed on {absent[0].origin}, which lives on another pipeline stage: its shape is known here, "
-                f"its values are not ({error}).",
+                f"its values are not ({error}). {_IN_STEPS}",
                 origins,
             ) from error
 

@@ -62,6 +62,11 @@ class Trial:
     run: Callable[[Tensor, list[Term], Again], None]
 
 
+# An experiment that follows a microbatch's forward in another chunk. It is called with the chunk, what arrived for it,
+# and a function that runs a step on such activations again, and returns what would be sent on.
+Mixing = Callable[[int, list[Tensor], Callable[[Callable[[], Any], Sequence[Tensor]], list[Tensor]]], None]
+
+
 @dataclass(frozen=True)
 class Microbatch:
     """The work of one microbatch.
@@ -75,6 +80,7 @@ class Microbatch:
         seed: the seed of the random numbers that its forward draws.
         ends_batch: whether it is the batch's last.
         trial: an experiment on how the batch's loss is made from those of microbatches; None for none.
+        mixing: an experiment on how what is sent on is made from samples; None for none.
     """
 
     step: Callable[[], Any]
@@ -84,6 +90,7 @@ class Microbatch:
     seed: int
     ends_batch: bool
     trial: Trial | None = None
+    mixing: Mixing | None = None
 
 
 @dataclass(frozen=True)
@@ -168,7 +175,8 @@ class Chunk:
         """
         self._generators.seed(microbatch.seed)
         trial, out = microbatch.trial, self._ends.activations_out
-        keeps = trial is not None and out is None and trial.wants_activations()
+        is_last = out is None
+        keeps = trial is not None and trial.wants_activations() if is_last else microbatch.mixing is not None
         run = partial(self._run, "forward", number, microbatch.step, next_place, keeps)
         (output, arrival, copies), token = self._weights.forward(run)
         edges: list[GradientEdge] = []
@@ -185,6 +193,9 @@ class Chunk:
             sent = out.sent
             self._is_unanswered = not gradients
             edges = [get_gradient_edge(t) for t in tensors if t.requires_grad]
+            if microbatch.mixing is not None:
+                assert copies is not None, "kept for it"
+                microbatch.mixing(self._index, copies, lambda *given: self._again(*given).tensors)
         self._in_flight.append(_InFlight(number, microbatch, edges, gradients, sent, arrival, token))
         self._post_gradients()
         return [output] if out is None else []
@@ -208,10 +219,13 @@ class Chunk:
 
     def _run_again(self, step: Callable[[], Any], tensors: Sequence[Tensor]) -> Tensor:
         """Run a step on given activations, and return its loss."""
+        return self._loss_of(self._again(step, tensors))
+
+    def _again(self, step: Callable[[], Any], tensors: Sequence[Tensor]) -> Any:
         format = tuple((tuple(tensor.shape), tensor.dtype, tensor.is_floating_point()) for tensor in tensors)
         arrival = None if self._ends.activations_in is None else Arrival([*tensors], format)
         with self._generators.kept():
-            return self._loss_of(self._stage.run(step, arrival, self._index))
+            return self._stage.run(step, arrival, self._index)
 
     def evaluate(self, step: Callable[[], Any], number: int) -> Any:
         """Run a forward only, with one message a batch. It returns when the output has arrived: messages of a process

@@ -93,6 +93,7 @@ class LayoutStrategy(ParallelStrategy):
         self._group_names: list[list[list[str]]] = []
         self._start_table = StartTable()
         self._end_data_hooks: Callable[[], None] = lambda: None
+        self._same_batches: loaders.SameBatches | None = None  # while it trains
         self._watch: GradientWatch | None = None  # where ranks hold parts of the model
         self._metric_sync = MetricSync()
 
@@ -254,6 +255,8 @@ class LayoutStrategy(ParallelStrategy):
             warnings.filterwarnings("ignore", message=r".*self\.log\(.*sync_dist=True")
         self.accelerator.setup(trainer)
         self._metric_sync.begin(run.module, self.groups.along("data"))
+        if run.trains:
+            self._same_batches = loaders.SameBatches(run)
         with self.disk_offload:  # it may be a copy of the whole model, in another precision
             self.model = self.precision_plugin.convert_module(run.module)
         return run
@@ -483,6 +486,8 @@ class LayoutStrategy(ParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._same_batches is not None:
+            self._same_batches.check(batch, batch_idx)
         if self._watch is not None:
             self._watch.end()
         if self._background is not None and self._background.begin_batch():
@@ -555,6 +560,9 @@ class LayoutStrategy(ParallelStrategy):
         self._end_data_hooks()
         self._end_data_hooks = lambda: None
         self._metric_sync.end()
+        if self._same_batches is not None:
+            self._same_batches.end()
+            self._same_batches = None
         if self.lightning_module is not None and (trainer := trainer_of(self.lightning_module)) is not None:
             take_back_loaders(trainer)
         if self._replicas is not None:  # set-up may have failed

@@ -27,7 +27,6 @@ from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
 from lightning_parallel.local_model import LocalModel
 from lightning_parallel.parts.clipping import share_overflows
 from lightning_parallel.parts.first_batch import trial_of
-from lightning_parallel.parts.loaders import check_same_batch
 from lightning_parallel.parts.manual import BackwardGuard
 from lightning_parallel.parts.options import ProcessOptions
 from lightning_parallel.parts.own_part import configure_part
@@ -107,8 +106,6 @@ class TensorParallelStrategy(LayoutStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        if self._shards.is_first_update:
-            check_same_batch((*args, *kwargs.values())[0], self.groups.model, self.root_device)
         output = super().training_step(*args, **kwargs)
         if not self.run.module.automatic_optimization:
             self._shards.end_step()

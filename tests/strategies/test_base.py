@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
@@ -125,6 +126,62 @@ def batches_seen_without_validation(strategy: str, data: str) -> list[list[float
 def test_unseeded_runs_see_the_same_data_on_all_stages(pool: WorkerPool, strategy: str, data: str) -> None:
     ranks = pool.run(batches_seen, 2, strategy, data, None, init=False)
     assert ranks[0] == ranks[1]
+
+
+class OfTwoLoaders(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        both = [torch.cat(parts) for parts in zip(batch["a"], batch["b"], strict=True)]
+        return super().training_step(both, batch_idx)
+
+
+def train_on_two_loaders(strategy: str) -> dict[str, float]:
+    """The sums of the parameters that this rank holds whole."""
+    loaders = CombinedLoader({"a": loader(), "b": loader(seed=5)}, "min_size")
+    options = {"plan": {"net.2": "row_split"}} if strategy == "tensor" else None
+    trainer, module = make_trainer(strategy, [], options, max_epochs=1), OfTwoLoaders()
+    trainer.fit(module, loaders)
+    return {name: float(each.double().sum()) for name, each in here(module).items() if not name.startswith("net.2")}
+
+
+@pytest.mark.parametrize("strategy", ["sync", "tensor"])
+def test_loaders_that_the_user_combines_train_as_in_a_single_process(pool: WorkerPool, strategy: str) -> None:
+    (single,) = pool.run(train_on_two_loaders, 1, "single", init=False)
+    last, other = pool.run(train_on_two_loaders, 2, strategy, init=False)
+    assert last | other == pytest.approx(single, rel=1e-4)
+
+
+class SamplesOnRankZero(Callback):
+    """As one that logs a few generated samples. It draws in a hook of this name."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self.draw)
+
+    def draw(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.is_global_zero:
+            torch.rand(3), np.random.rand(3), random.random()
+
+
+def sample_on_rank_zero(strategy: str, data: str, hook: str) -> list[list[float]]:
+    module = Net()
+    L.seed_everything(5, workers=True, verbose=False)
+    batches, options = Batches(), {"plan": {"net.2": "row_split"}} if strategy == "tensor" else None
+    trainer = make_trainer(strategy, [SamplesOnRankZero(hook), batches], options, max_epochs=3)
+    trainer.fit(module, train_loader(data))
+    return batches.seen
+
+
+@pytest.mark.parametrize(("strategy", "data"), [("sync", "augmented"), ("async", "shuffled"), ("tensor", "workers")])
+def test_draws_of_one_rank_leave_the_data_those_of_a_single_process(pool: WorkerPool, strategy: str, data: str) -> None:
+    single = pool.run(sample_on_rank_zero, 1, "single", data, "on_train_epoch_end", init=False)[0]
+    assert pool.run(sample_on_rank_zero, 2, strategy, data, "on_train_epoch_end", init=False) == [single, single]
+
+
+@pytest.mark.parametrize("strategy", ["sync", "tensor"])
+def test_draws_of_one_rank_that_change_data_within_an_epoch_end_the_run(pool: WorkerPool, strategy: str) -> None:
+    hook = "on_train_batch_end"
+    for text in pool.run(sample_on_rank_zero, 2, strategy, "augmented", hook, init=False, expect_errors=True):
+        assert "RuntimeError: The ranks of one replica see different batches" in text
+        assert "is_global_zero" in text
 
 
 def shuffle_otherwise_on_each_rank(strategy: str) -> None:

@@ -6,10 +6,14 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tests.pool import WorkerPool
 from tests.strategies.counted import COUNTED, EQUAL, labels_that_count
 from tests.strategies.harness import Report, joined, largest_difference, train
+from tests.strategies.models import Base
 from tests.strategies.reference import delayed
 from tests.thorough import thorough
 
@@ -120,3 +124,58 @@ def test_there_is_no_warning_of_what_is_right(pool: WorkerPool, model: str) -> N
 
 def test_there_is_no_warning_of_undivided_batches(pool: WorkerPool) -> None:
     assert pool.run(warned, 2, "InBatch", init=False, microbatches=1)[0] == []
+
+
+# -- layers before the last stage that mix samples ---------------------------------------------------------------------
+
+
+class Centre(nn.Module):
+    """Subtracts the batch's mean, or each sample's own."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.layer(x), 0.1, self.training)
+        return x - x.mean(self.dim, keepdim=True)
+
+
+class Centred(Base):
+    dim = 0
+
+    def build(self) -> None:
+        self.net = nn.Sequential(nn.Linear(6, 6), Centre(self.dim), *(nn.Linear(6, 6) for _ in range(6)))
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.net(batch).square().mean()
+
+    @classmethod
+    def samples(cls) -> list[Any]:
+        return [*torch.randn(16, 6, generator=torch.Generator().manual_seed(3))]
+
+
+class CentredByItself(Centred):
+    dim = 1
+
+
+MIXING = {kind.__name__: kind for kind in (Centred, CentredByItself)}
+
+
+def warned_of_mixing(model: str, strategy: str, options: dict[str, Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(MIXING[model], strategy, options, max_epochs=1)
+    return [str(each.message) for each in caught if "several samples" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [("sync", {"microbatches": 4}), ("sync", {"microbatches": 4, "schedule": "zbv"}), ("async", {})],
+    ids=["1f1b", "zbv", "async"],
+)
+def test_layers_that_mix_samples_are_warned_of(pool: WorkerPool, strategy: str, options: dict[str, Any]) -> None:
+    found = pool.run(warned_of_mixing, 2, "Centred", strategy, options, init=False)
+    assert sum("'net.1'" in text and "microbatches=1" in text for texts in found for text in texts) == 1, found
+    assert pool.run(warned_of_mixing, 2, "CentredByItself", strategy, options, init=False) == [[], []]
