@@ -159,6 +159,12 @@ class AbsentTensor(Tensor):
             self.origins,
         )
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{self.origin} lives on another pipeline stage, so it can't be saved from here. Save the whole model with "
+            f"trainer.save_checkpoint(path) on all ranks; lightning_parallel.checkpoint.read_full(path) reads it."
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentTensor:
         copy = AbsentTensor(self, self.device, AbsentMemory(self.origins), self.requires_grad)
         if isinstance(self, nn.Parameter):

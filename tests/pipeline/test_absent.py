@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +62,13 @@ def test_it_holds_no_memory() -> None:
     with pytest.raises(AbsentValueError):
         result.data_ptr()
     huge.add_(1).zero_()
+
+
+def test_it_is_never_saved(tmp_path: Path) -> None:
+    """A script's torch.save(model.state_dict()) would end without an error, and without the weights."""
+    absent = absent_like(torch.empty(2), "parameter 'a.weight'", CPU)
+    with pytest.raises(RuntimeError, match=r"(?s)a\.weight.*trainer\.save_checkpoint"):
+        torch.save({"a.weight": absent}, tmp_path / "weights.pt")
 
 
 @pytest.mark.parametrize(
