@@ -53,7 +53,7 @@ class PipelineOptions(StagedOptions):
             a bubble smaller by their number, for more messages and activations. ``"zbv"``: two chunks a stage, and
             backwards in two halves: the smallest bubble; every stage holds what the first one does in 1F1B.
             ``microbatches="auto"`` is four a stage, as GPipe advises, or as many as the batch has samples; one with
-            ``"naive"``.
+            ``"naive"``, and where there is one stage.
         chunks: the number of chunks of layers in each stage, with ``"interleaved"``; ``"auto"``: 2.
 
     Raises:
@@ -168,7 +168,7 @@ class PipelineStrategy(StagedStrategy):
         """The number of microbatches of a batch that is large enough for them."""
         if self.options.microbatches != "auto":
             return self.options.microbatches
-        return 1 if self._schedule_name == "naive" else 4 * self.layout.stages
+        return 1 if self._schedule_name == "naive" or self.layout.stages == 1 else 4 * self.layout.stages
 
     def _automatic_microbatches(self, batch_size: int) -> int:
         return min(batch_size, self._usual_microbatches())

@@ -135,7 +135,8 @@ class StagedStrategy(LayoutStrategy):
         if run.trains:
             refuse_manual_optimization(module)
             refuse_training(module)
-        refuse_evaluation(module)
+        if run.layout.stages > 1:
+            refuse_evaluation(module)
 
         places = placement or tuple(range(run.layout.stages))
         self._stages.take(
@@ -212,6 +213,8 @@ class StagedStrategy(LayoutStrategy):
 
     @override
     def holding(self) -> Holding:
+        if not self.stage.partition.units:  # the step hasn't been looked at
+            return Holding("all")
         return Holding(self._stages.layers, extra=self.activation_bytes())
 
     @abstractmethod
