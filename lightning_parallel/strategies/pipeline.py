@@ -124,13 +124,18 @@ class PipelineStrategy(StagedStrategy):
             trainer,
             automatic_microbatches=self._automatic_microbatches,
             completing=self._complete_gradients,
-            placement=placement(self._lists(self._usual_microbatches())),
+            placement=None if self.is_one_process else placement(self._lists(self._usual_microbatches())),
             norm_group=self.groups.model,
             counts=lambda name: self._shards.counts(name) and self._stages.counts(name),
             factor=lambda: self._loss.factor,
         )
         self._alone_in = {chunk: self.stage.used_only_in(chunk) for chunk in self.stage.chunks}
         self._goes_on = self.run.trains and self._decide_to_go_on()
+
+    @property
+    @override
+    def is_one_process(self) -> bool:
+        return self.layout.world_size == 1 and self.options.keeps_steps_whole(1)
 
     def _lists(self, microbatches: int) -> Schedule:
         """The schedule's lists."""
@@ -184,6 +189,8 @@ class PipelineStrategy(StagedStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_one_process:
+            return super().training_step(*args, **kwargs)
         assert self._microbatches is not None
         parameters, layout = self.local_model.parameters, self.layout
         recorder = LogRecorder()
@@ -223,6 +230,8 @@ class PipelineStrategy(StagedStrategy):
     @override
     def make_gradients(self, backward: Callable[[], None]) -> None:
         """Put those on the parameters that the schedule has made."""
+        if self.is_one_process:
+            return backward()
         add_gradients(self.local_model.parameters, self._gradients)  # to those of accumulated batches
         self._gradients = {}
         self.watch_gradients()

@@ -104,11 +104,21 @@ def test_training_sees_the_batches_that_it_would_have_seen(kind: str) -> None:
 
 
 class Hooked(Net):
-    """Notes when its loader and its optimizer are made."""
+    """Notes when its loader is made. Skips a batch, and draws random numbers."""
+
+    validation_step = None  # type: ignore[assignment]
 
     def __init__(self, loader: str) -> None:
         super().__init__(loader)
         self.called: list[str] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = nn.functional.dropout(super().training_step(batch, batch_idx))
+        return None if batch_idx == 1 else loss
+
+    def backward(self, loss: Tensor) -> None:
+        self.called.append("backward")
+        super().backward(loss)
 
     def train_dataloader(self) -> Any:
         self.called.append("train_dataloader")
@@ -221,17 +231,21 @@ def test_an_empty_loader_is_refused() -> None:
         trainer.fit(Net("plain"), DataLoader(ROWS[:0], batch_size=4))
 
 
-def test_one_stage_needs_no_look() -> None:
-    """So it asks for loaders when one process does, and can do without a batch."""
+def test_one_rank_without_a_look_is_one_process() -> None:
+    """So it asks for loaders when one process does, can do without a batch, and lets a step skip one."""
     seen = []
+    weights = []
     for strategy in ("auto", PipelineStrategy()):
         quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
         trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=strategy, **quiet)
+        L.seed_everything(1)
         module = Hooked("plain")
         trainer.fit(module)
         trainer.fit(module, DataLoader(ROWS[:0], batch_size=4))
         seen.append(module.called)
-    assert seen[1] == seen[0]
+        weights.append(module.state_dict())
+    assert seen[1] == seen[0] and len(seen[0]) == 5
+    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=0)
 
 
 class Pairs(Net):
