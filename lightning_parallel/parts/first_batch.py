@@ -110,9 +110,10 @@ def _first_batch(trainer: pl.Trainer, step: str) -> tuple[Any, bool]:
     """The first batch, and whether it is from one of several loaders, which are read one after another."""
     source = loader_source(trainer)
     loader = source.get()
-    if isinstance(loader, Iterator) and not isinstance(loader, CombinedLoader):  # gives each batch once
+    # It gives each batch once: the first is put back. A CombinedLoader has an iterator's methods, too.
+    if isinstance(loader, Iterator) and not isinstance(loader, CombinedLoader):
         first = next(loader, None)
-        loader = chain([first], loader)  # put back
+        loader = chain([first], loader)
         source.hand_over(loader)
         return first, False
     if trainer.ckpt_path is None:  # otherwise the loader may depend on what the checkpoint restores
