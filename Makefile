@@ -6,6 +6,7 @@
 #     make timm-tests                          # those that need timm; make test runs them too, if it is given no ARGS
 #     make thorough                            # all tests: make test leaves rows out that repeat others
 #     make cluster-tests                       # runs killed and preempted under torchrun, Ray and a SLURM of two nodes
+#     make lightning-tests TESTS=/folder/tests_pytorch   # Lightning's own tests, from its repository, with our strategies
 #     make gpu                                 # what can be seen on this machine's GPUs, into docs/gpu.json
 #     make docs                                # the site of docs/, into site/
 #     make zoo                                 # three hundred small models under every layout, into docs/zoo.md
@@ -30,7 +31,7 @@ RUN_ZOO := $(ZOO_VENV)/bin/python
 ZOO_READY := $(ZOO_VENV)/.ready
 TIMM_READY := $(TIMM)/.ready
 
-.PHONY: train compare test timm-tests thorough cluster-tests slurm zoo torture gpu lint docs clean
+.PHONY: train compare test timm-tests thorough cluster-tests slurm zoo torture lightning-tests gpu lint docs clean
 
 train: $(READY)
 	$(RUN) -m recipes.train strategy=pipeline_async $(ARGS)
@@ -65,6 +66,10 @@ zoo: $(ZOO_READY)
 
 torture: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m tests.torture --record $(ARGS)
+
+# PyPI's archives of Lightning hold no tests: TESTS is the folder at the tag of the version that is installed.
+lightning-tests: $(READY)
+	OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR):$(dir $(abspath $(TESTS)))" $(RUN) -m tests.lightning_suite $(TESTS) $(ARGS)
 
 gpu: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m recipes.gpu

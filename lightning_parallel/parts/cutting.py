@@ -36,6 +36,8 @@ def agreed_partition(
         RuntimeError: ranks that get the same batch see different calls.
     """
     trainer, module, layout = run.trainer, run.module, run.layout
+    if placement == (0,) and options.keeps_steps_whole(layout.size("data")):
+        return Partition.whole(module)
 
     def first_microbatch(batch: Any) -> Any:
         size = batch_size(batch)

@@ -27,7 +27,6 @@ from lightning_parallel.lightning_private.data import before_batch_transfer, loa
 from lightning_parallel.parts.logs import trial
 from lightning_parallel.passes import first_pass
 from lightning_parallel.pipeline.seeding import TorchGenerators, host_generators_kept
-from lightning_parallel.torch_private import tree_map
 
 _FEW = 4  # samples
 
@@ -50,12 +49,12 @@ def first_step(trainer: pl.Trainer, module: pl.LightningModule, part: Callable[[
     name = STEPS[trainer.state.fn]
     step = getattr(module, name)
     with TorchGenerators(trainer.strategy.root_device).kept(), host_generators_kept():
-        batch, loaders = _first_batch(trainer, name)
+        batch, one_after_another = _first_batch(trainer, name)
         batch = trainer.precision_plugin.convert_input(batch)
         batch = before_batch_transfer(module, batch)
         batch = trainer.strategy.batch_to_device(batch, device=module.device)
     indices = [0] if is_param_in_hook_signature(step, "batch_idx", min_args=2) else []
-    if loaders > 1 and name != "training_step":
+    if one_after_another:
         indices.append(0)  # dataloader_idx
     return partial(first_pass(step), part(batch), *indices)
 
@@ -107,8 +106,8 @@ def as_in(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
             part.training = training
 
 
-def _first_batch(trainer: pl.Trainer, step: str) -> tuple[Any, int]:
-    """The first batch, and the number of loaders."""
+def _first_batch(trainer: pl.Trainer, step: str) -> tuple[Any, bool]:
+    """The first batch, and whether it is from one of several loaders, which are read one after another."""
     source = loader_source(trainer)
     loader = source.get()
     # It gives each batch once: the first is put back. A CombinedLoader has an iterator's methods, too.
@@ -116,14 +115,14 @@ def _first_batch(trainer: pl.Trainer, step: str) -> tuple[Any, int]:
         first = next(loader, None)
         loader = chain([first], loader)
         source.hand_over(loader)
-        return first, 1
+        return first, False
     if trainer.ckpt_path is None:  # otherwise the loader may depend on what the checkpoint restores
         source.hand_over(loader)
     if isinstance(loader, CombinedLoader):
-        combined = CombinedLoader(tree_map(_of_its_own, loader.iterables), mode_of(loader))
+        combined = CombinedLoader(loader.iterables, mode_of(loader))
     else:
-        mode = "max_size_cycle" if step == "training_step" else "sequential"
-        combined = CombinedLoader(tree_map(_of_its_own, loader), mode)  # type: ignore[arg-type]
+        combined = CombinedLoader(loader, "max_size_cycle" if step == "training_step" else "sequential")
+    combined.flattened = [_of_its_own(each) for each in combined.flattened]
     states = [(g, g.get_state()) for each in combined.flattened for g in _generators(each)]
     try:
         batch, *_ = next(iter(combined))
@@ -134,7 +133,7 @@ def _first_batch(trainer: pl.Trainer, step: str) -> tuple[Any, int]:
     finally:
         for generator, state in states:
             generator.set_state(state)
-    return batch, len(combined.flattened)
+    return batch, len(combined.flattened) > 1 and mode_of(combined) == "sequential"
 
 
 def _of_its_own(loader: Any) -> Any:

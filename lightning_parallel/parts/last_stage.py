@@ -71,7 +71,7 @@ class LastStage:
         self._publisher = _PublishMetrics(self._publish, failed)
         if run.layout.stages > 1:
             for name in WRAPPED_HOOKS:
-                hook = functools.partial(self._run_hook, name, getattr(run.module, name))
+                hook = functools.partial(self._run_hook, name, getattr(run.module, name) or _discard)
                 self._put_back.callback(replaced(run.module, name, hook))
             callbacks_of(run.trainer).insert(0, self._publisher)
         if not run.layout.is_last_stage:
@@ -195,4 +195,5 @@ class _LossOnly(dict[str, Any]):
 
 def _discard(*args: Any, **kwargs: Any) -> None:
     """Replaces ``self.log`` on all stages but the last, which logs for all. A step doesn't reach its end on these
-    stages, and a value that a hook computes on them (a norm of gradients) may differ from the last stage's."""
+    stages, and a value that a hook computes on them (a norm of gradients) may differ from the last stage's. Also stands
+    for a hook that the user has set to None."""

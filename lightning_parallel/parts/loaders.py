@@ -40,7 +40,9 @@ def data_hooks_inside(
             return hook(*args, **kwargs)
 
     for owner, name in product(filter(None, owners), _DATA_HOOKS):
-        put_back.callback(replaced(owner, name, partial(inside, getattr(owner, name))))
+        hook = getattr(owner, name)
+        if hook is not None:  # `module.val_dataloader = None` switches it off
+            put_back.callback(replaced(owner, name, partial(inside, hook)))
     return put_back.close
 
 

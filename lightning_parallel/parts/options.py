@@ -108,3 +108,9 @@ class StagedOptions(ProcessOptions):
     data_parallel: Count | Auto = "auto"
     data_parallel_kind: DataParallelKind = "replicate"
     timeline: bool = False
+
+    def keeps_steps_whole(self, replicas: int) -> bool:
+        """Does a step on one stage run as in one process, so that nothing has to be known of it ahead?"""
+        asks_for_layers = self.layers is not None or self.balance != "parameters" or self.activation_checkpointing
+        shards_layers = self.data_parallel_kind == "fully_shard" and replicas > 1
+        return self.microbatches in ("auto", 1) and not (asks_for_layers or shards_layers or self.timeline)

@@ -113,10 +113,7 @@ class PerformanceMonitor(Callback):
         if given is not None:
             return float(given() if callable(given) else given) / count
         stage = _stage_figures(trainer)
-        if stage is not None:
-            forward: float = stage.forward_flops
-        else:
-            forward = self._forward.total or 0
+        forward = (stage is not None and stage.forward_flops) or self._forward.total or 0
         return (1 + _BACKWARDS) * forward / count or None
 
     # -- figures -------------------------------------------------------------------------------------------------

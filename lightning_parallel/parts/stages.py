@@ -190,7 +190,8 @@ def refuse_evaluation(module: pl.LightningModule) -> None:
         ValueError: it names the method, and the fix.
     """
     for step in (module.validation_step, module.test_step, module.predict_step):
-        if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+        # None switches validation off.
+        if step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
             raise ValueError(
                 f"{step.__name__}(dataloader_iter): a pipeline looks through a step before it runs it, so the first "
                 f"batch would be lost. Take {step.__name__}(batch, batch_idx)."

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import nn
+
 from lightning_parallel.layout import Placement
 from lightning_parallel.pipeline.traced import Call
 
@@ -48,6 +50,28 @@ class Partition:
     operations: tuple[int, ...]
     held: tuple[int, ...]
     computed: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, module: nn.Module) -> Partition:
+        """One chunk of everything, without a look at the step: nothing is intercepted, and no costs are known."""
+        names: dict[int, str] = {}
+        aliases = {name: names.setdefault(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
+        return cls(
+            layers=(),
+            bounds=(0, 0),
+            placement=(0,),
+            units={},
+            calls={},
+            owners=dict.fromkeys(aliases, (0,)),
+            uses=dict.fromkeys(names.values(), frozenset({0})),
+            aliases=aliases,
+            loose={},
+            direct=frozenset(),
+            draw_on_host=frozenset(),
+            operations=(0,),
+            held=(0,),
+            computed=(0,),
+        )
 
     @property
     def chunks(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -315,10 +315,15 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """``configure_optimizers`` sees the whole model's parameters; then those of other ranks are dropped."""
-        with self.collectives.inside_step("configure_optimizers"):  # which may scale a rate by the number of replicas
+        with self._inside_step("configure_optimizers"):  # which may scale a rate by the number of replicas
             super().setup_optimizers(trainer)
-        self.checkpoints.take_groups(self.run.module, self.optimizers)
-        together(None, self._try_optimizers)
+        if self._checkpoints is not None:  # a callback may want optimizers outside of a run
+            self._checkpoints.take_groups(self.run.module, self.optimizers)
+            together(None, self._try_optimizers)
+
+    def _inside_step(self, name: str) -> AbstractContextManager[None]:
+        """Collectives.inside_step; outside of a run this rank is alone, and there is nothing to see otherwise."""
+        return nullcontext() if self._collectives is None else self._collectives.inside_step(name)
 
     def _try_optimizers(self) -> None:
         for optimizer in self.optimizers:
@@ -375,7 +380,7 @@ class LayoutStrategy(ParallelStrategy):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        with self.collectives.inside_step("on_after_batch_transfer"):
+        with self._inside_step("on_after_batch_transfer"):
             return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
@@ -397,7 +402,7 @@ class LayoutStrategy(ParallelStrategy):
 
     def run_step(self, kind: str, step: Callable[[], T]) -> T:
         """Run a step of Lightning's of a kind (its name) on a batch."""
-        with self.collectives.inside_step(kind):
+        with self._inside_step(kind):
             return step()
 
     @override
@@ -507,15 +512,18 @@ class LayoutStrategy(ParallelStrategy):
         """Finish the batches that are in flight. All ranks call it after the same batch."""
 
     # -- collectives ---------------------------------------------------------------------------------------------
+    # Before the processes have joined, and after an error, this rank is alone.
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        return self.collectives.reduce(tensor, group, reduce_op)
+        return tensor if self._collectives is None else self._collectives.reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         gather = super().all_gather
-        return self.collectives.all_gather(tensor, group, lambda over: gather(tensor, over, sync_grads))
+        if self._collectives is None:
+            return tensor
+        return self._collectives.all_gather(tensor, group, lambda over: gather(tensor, over, sync_grads))
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -523,7 +531,7 @@ class LayoutStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if self._collectives is not None:  # before the processes have joined, and after an error, this rank is alone
+        if self._collectives is not None:
             self._collectives.barrier()
 
     @override

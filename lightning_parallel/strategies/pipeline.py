@@ -53,7 +53,7 @@ class PipelineOptions(StagedOptions):
             a bubble smaller by their number, for more messages and activations. ``"zbv"``: two chunks a stage, and
             backwards in two halves: the smallest bubble; every stage holds what the first one does in 1F1B.
             ``microbatches="auto"`` is four a stage, as GPipe advises, or as many as the batch has samples; one with
-            ``"naive"``.
+            ``"naive"``, and where there is one stage.
         chunks: the number of chunks of layers in each stage, with ``"interleaved"``; ``"auto"``: 2.
 
     Raises:
@@ -124,13 +124,18 @@ class PipelineStrategy(StagedStrategy):
             trainer,
             automatic_microbatches=self._automatic_microbatches,
             completing=self._complete_gradients,
-            placement=placement(self._lists(self._usual_microbatches())),
+            placement=None if self.is_one_process else placement(self._lists(self._usual_microbatches())),
             norm_group=self.groups.model,
             counts=lambda name: self._shards.counts(name) and self._stages.counts(name),
             factor=lambda: self._loss.factor,
         )
         self._alone_in = {chunk: self.stage.used_only_in(chunk) for chunk in self.stage.chunks}
         self._goes_on = self.run.trains and self._decide_to_go_on()
+
+    @property
+    @override
+    def is_one_process(self) -> bool:
+        return self.layout.world_size == 1 and self.options.keeps_steps_whole(1)
 
     def _lists(self, microbatches: int) -> Schedule:
         """The schedule's lists."""
@@ -168,7 +173,7 @@ class PipelineStrategy(StagedStrategy):
         """The number of microbatches of a batch that is large enough for them."""
         if self.options.microbatches != "auto":
             return self.options.microbatches
-        return 1 if self._schedule_name == "naive" else 4 * self.layout.stages
+        return 1 if self._schedule_name == "naive" or self.layout.stages == 1 else 4 * self.layout.stages
 
     def _automatic_microbatches(self, batch_size: int) -> int:
         return min(batch_size, self._usual_microbatches())
@@ -184,6 +189,8 @@ class PipelineStrategy(StagedStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_one_process:
+            return super().training_step(*args, **kwargs)
         assert self._microbatches is not None
         parameters, layout = self.local_model.parameters, self.layout
         recorder = LogRecorder()
@@ -223,6 +230,8 @@ class PipelineStrategy(StagedStrategy):
     @override
     def make_gradients(self, backward: Callable[[], None]) -> None:
         """Put those on the parameters that the schedule has made."""
+        if self.is_one_process:
+            return backward()
         add_gradients(self.local_model.parameters, self._gradients)  # to those of accumulated batches
         self._gradients = {}
         self.watch_gradients()

@@ -98,6 +98,11 @@ class StagedStrategy(LayoutStrategy):
         assert self._last_stage is not None, "made in Trainer.fit, validate, test and predict"
         return self._last_stage
 
+    @property
+    def is_one_process(self) -> bool:
+        """Is there one rank, and nothing that asks for parts of a step? Lightning runs it then."""
+        return False
+
     # -- set-up --------------------------------------------------------------------------------------------------
 
     def set_up(
@@ -132,10 +137,11 @@ class StagedStrategy(LayoutStrategy):
         module, groups = run.module, run.groups
 
         # The module in parts, before it takes memory on the device.
-        if run.trains:
+        if run.trains and not self.is_one_process:
             refuse_manual_optimization(module)
             refuse_training(module)
-        refuse_evaluation(module)
+        if run.layout.stages > 1:
+            refuse_evaluation(module)
 
         places = placement or tuple(range(run.layout.stages))
         self._stages.take(
@@ -212,6 +218,8 @@ class StagedStrategy(LayoutStrategy):
 
     @override
     def holding(self) -> Holding:
+        if not self.stage.partition.units:  # the step hasn't been looked at
+            return Holding("all")
         return Holding(self._stages.layers, extra=self.activation_bytes())
 
     @abstractmethod

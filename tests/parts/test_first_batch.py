@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -19,6 +20,11 @@ from lightning_parallel.parts.first_batch import trial_of
 from lightning_parallel.pipeline.kept_state import StateKept
 
 ROWS = torch.arange(24, dtype=torch.float32).view(12, 2)
+
+
+def looking() -> PipelineStrategy:
+    """One stage, which looks at the first step because it counts layers."""
+    return PipelineStrategy(microbatches=1, balance="layers")
 
 
 class Stream(IterableDataset[Any]):
@@ -92,9 +98,34 @@ def trained(kind: str, strategy: Any) -> Net:
 @pytest.mark.parametrize("kind", ["plain", "shuffled", "own generator", "augmented", "stream", "generator", "several"])
 def test_training_sees_the_batches_that_it_would_have_seen(kind: str) -> None:
     expected = trained(kind, "auto")
-    module = trained(kind, PipelineStrategy(microbatches=1))
+    module = trained(kind, looking())
     torch.testing.assert_close(module.seen, expected.seen, rtol=0, atol=0)
     assert module.asked == expected.asked == 1
+
+
+class Hooked(Net):
+    """Notes when its loader is made. Skips a batch, and draws random numbers."""
+
+    validation_step = None  # type: ignore[assignment]
+
+    def __init__(self, loader: str) -> None:
+        super().__init__(loader)
+        self.called: list[str] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = nn.functional.dropout(super().training_step(batch, batch_idx))
+        return None if batch_idx == 1 else loss
+
+    def backward(self, loss: Tensor) -> None:
+        self.called.append("backward")
+        super().backward(loss)
+
+    def train_dataloader(self) -> Any:
+        self.called.append("train_dataloader")
+        return super().train_dataloader()
+
+    def on_fit_start(self) -> None:
+        self.called.append("on_fit_start")
 
 
 class InPlace(Net):
@@ -107,7 +138,7 @@ class InPlace(Net):
 def test_a_look_leaves_a_batch_that_is_put_back_as_it_was() -> None:
     """It would change it once more."""
     seen = []
-    for strategy in ("auto", PipelineStrategy(microbatches=1)):
+    for strategy in ("auto", looking()):
         module = InPlace("generator")
         module.train_dataloader = lambda: (ROWS[i : i + 4].clone() for i in range(0, 12, 4))  # type: ignore[method-assign]
         quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
@@ -118,13 +149,13 @@ def test_a_look_leaves_a_batch_that_is_put_back_as_it_was() -> None:
 
 def test_a_loader_of_the_next_fit_is_not_mistaken_for_the_last() -> None:
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=PipelineStrategy(microbatches=1), **quiet)
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=looking(), **quiet)
     module = Net("plain")
     module.layers[1] = nn.Linear(3, 3)  # fails in the look
     with pytest.raises(RuntimeError):
         trainer.fit(module, DataLoader(TensorDataset(ROWS), batch_size=2))
     module = Net("plain")
-    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=PipelineStrategy(microbatches=1), **quiet)
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=looking(), **quiet)
     trainer.fit(module, DataLoader(TensorDataset(ROWS + 100), batch_size=6))
     assert all(batch[0].min() >= 100 and len(batch[0]) == 6 for batch in module.seen[-2:])
 
@@ -141,7 +172,7 @@ class FailsOnce(Net):
 
 def test_after_an_error_at_set_up_the_module_is_asked_for_its_loaders_again() -> None:
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=PipelineStrategy(microbatches=1), **quiet)
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=looking(), **quiet)
     module = FailsOnce("plain")
     with pytest.raises(ValueError, match="no luck"):
         trainer.fit(module)
@@ -195,15 +226,53 @@ def test_a_step_that_optimizes_by_hand_is_not_run_ahead() -> None:
 
 def test_an_empty_loader_is_refused() -> None:
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=PipelineStrategy(), **quiet)
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=looking(), **quiet)
     with pytest.raises(ValueError, match="The loader of training_step gives no batch"):
         trainer.fit(Net("plain"), DataLoader(ROWS[:0], batch_size=4))
+
+
+def test_one_rank_without_a_look_is_one_process() -> None:
+    """So it asks for loaders when one process does, can do without a batch, and lets a step skip one."""
+    seen = []
+    weights = []
+    for strategy in ("auto", PipelineStrategy()):
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=strategy, **quiet)
+        L.seed_everything(1)
+        module = Hooked("plain")
+        trainer.fit(module)
+        trainer.fit(module, DataLoader(ROWS[:0], batch_size=4))
+        seen.append(module.called)
+        weights.append(module.state_dict())
+    assert seen[1] == seen[0] and len(seen[0]) == 5
+    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=0)
+
+
+class Pairs(Net):
+    """Takes no dataloader_idx, since its loaders are read together."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.seen.append(batch)
+        self.layers(batch["b"])
+
+
+def test_an_evaluation_may_read_its_loaders_together() -> None:
+    seen = []
+    for strategy in ("auto", looking()):
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        module = Pairs("plain")
+        loaders = {"a": [0, 1, 2], "b": DataLoader(ROWS, batch_size=6)}  # a list is a loader too
+        L.Trainer(accelerator="cpu", devices=1, strategy=strategy, **quiet).validate(
+            module, CombinedLoader(loaders, "min_size"), verbose=False
+        )
+        seen.append(module.seen[-2:])
+    torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=0)
 
 
 def test_evaluation_alone_is_cut_by_its_own_step() -> None:
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     module = Net("plain")
-    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=PipelineStrategy(), **quiet)
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=looking(), **quiet)
     trainer.validate(module, [DataLoader(TensorDataset(ROWS), batch_size=6)] * 2, verbose=False)
     assert [number for number, _ in module.seen] == [0, 0, 1, 1]
     assert module.training
