@@ -92,18 +92,16 @@ def _conversation(messages: Messages, tokenizer: Tokenizer) -> Document:
     the template writes when the assistant is about to answer is not learned; the token that ends an answer is."""
     if not messages or not all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in messages):
         raise ValueError("its messages need a role each, and content.")
-    # A column of messages has the keys of all of them, and templates ask which ones there are.
-    given = [{key: each[key] for key in each if key == "content" or each[key] is not None} for each in messages]
-    answers = [number for number, each in enumerate(given) if each["role"] == "assistant"]
+    answers = [number for number, each in enumerate(messages) if each["role"] == "assistant"]
     if not answers:
         return Document([])
-    whole = tokenizer.chat(given)
+    whole = tokenizer.chat(messages)
     tokens, places = tokenizer.encode(whole, special=False)  # the template has written the special ones
-    opening = _opening(given[: answers[0]] or given, tokenizer)
-    said = [(number, *_said(given, number, whole, tokenizer)) for number in range(len(given))]
+    opening = _opening(messages[: answers[0]] or messages, tokenizer)
+    said = [(number, *_said(messages, number, whole, tokenizer)) for number in range(len(messages))]
     there = [place for place in said if place[1] < len(whole)]  # a template may leave out what others say
     spans, before = [], 0
-    for (number, begin, end), (_, limit, _) in pairwise([*there, (len(given), len(whole), len(whole))]):
+    for (number, begin, end), (_, limit, _) in pairwise([*there, (len(messages), len(whole), len(whole))]):
         if not before <= begin <= end <= limit:
             raise ValueError(
                 f"the tokenizer's template for chats writes message {number + 1} in several places, or not after the "

@@ -83,9 +83,8 @@ SHAPES = {  # of templates that people have, in this tokenizer's words, and what
         "5<|end|>It is 6.<|end|>",
     ),
     "deepseek-v3": (
-        "{% for m in messages %}{% if m.role == 'user' %}[U]{{ m.content }}{% elif 'tool_calls' in m %}"
-        "{{ m.tool_calls[0] }}{% else %}[A]{{ m.content }}<|end|>{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}[A]{% endif %}",
+        "{% for m in messages %}{% if m.role == 'user' %}[U]{{ m.content }}[A]{% else %}{{ m.content }}<|end|>"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}[A]{% endif %}",
         "5<|end|>It is 6.<|end|>",
     ),
     "without special tokens": (
@@ -100,11 +99,14 @@ SHAPES = {  # of templates that people have, in this tokenizer's words, and what
 def test_answers_are_found_whatever_the_template_makes_of_them(tmp_path: Path, shape: str) -> None:
     template, expected = SHAPES[shape]
     by: Any = tokenizer_of(str(tokenizer(tmp_path, template)))
-    read, words = reader(["messages"], None, by), expected.replace("It is 6.", "").replace("5", "")
-    given = [{**message, "tool_calls": None} for message in MESSAGES[4]]  # as a column of them has it
-    assert by._own.decode([label for label in read({"messages": given}).labels or [] if label != IGNORED]) == expected
-    one = by._own.decode([label for label in read({"messages": given[:2]}).labels or [] if label != IGNORED])
-    assert one.count("5") == 1 and all(each in words + "5" for each in one) and "user" not in one
+    read = reader(["messages"], None, by)
+
+    def said(messages: Any) -> str:
+        text: str = by._own.decode([label for label in read({"messages": messages}).labels or [] if label != IGNORED])
+        return text
+
+    assert said(MESSAGES[4]) == expected
+    assert said(MESSAGES[4][:2]).count("5") == 1
 
 
 def test_thoughts_and_calls_belong_to_an_answer(tmp_path: Path) -> None:
