@@ -333,7 +333,7 @@ class WeightVersions:
         """The newest version, with ``values`` where there are any, otherwise with the parameters' own."""
         # `.data` first: its version counter is its own, so an in-place step doesn't invalidate the graphs that "latest"
         # is to run on the new values. Parameters, since layers may ask (torch's parametrizations do).
-        leaves = {
+        leaves: dict[str, Tensor] = {
             name: nn.Parameter(values.get(name, parameter.data).data, parameter.requires_grad)
             for name, parameter in self._parameters.items()
         }

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from recipes.data.base import SeededData
 from recipes.data.hf import HFData
 from recipes.models.hf_cache import StagedCache, static_cache
-from recipes.models.hf_folder import give_exact_buffers, opened, takes, with_adapters
+from recipes.models.hf_folder import give_exact_buffers, has_weights, opened, takes, with_adapters
 from recipes.models.hf_packing import check_fit, rope_limit
 from recipes.models.language_model import LanguageModel
 from recipes.models.optimizer import configure
@@ -72,6 +75,8 @@ class CausalLM(LanguageModel):
         data = getattr(self.trainer, "datamodule", None)
         if isinstance(data, HFData):
             check_fit(self.model, data)
+        elif isinstance(data, SeededData) and has_weights(Path(self.hparams["path"])):
+            rank_zero_warn("model.path has weights for other tokens, and these data are bytes: use data=hf.")
         give_exact_buffers(self.model)
         if not getattr(self.trainer.strategy, "calls_configure_part", False):
             self.configure_part()

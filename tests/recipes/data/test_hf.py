@@ -13,7 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, MixtralConfig
 
 from recipes import launch, record, work
+from recipes.data.base import SeededData
 from recipes.data.hf import HFData
+from recipes.data.text import TextData
 from recipes.models.hf import CausalLM
 from recipes.problem import Problem
 from recipes.schema import world_size
@@ -178,10 +180,17 @@ def test_bad_paths_are_refused_before_a_worker_starts(tmp_path: Path) -> None:
     assert "takes bytes, but data=hf gives documents" in str(problem)
 
 
-def attach(module: CausalLM, documents: HFData) -> None:
+def attach(module: CausalLM, documents: SeededData) -> None:
     """To a Trainer that is about to run."""
     module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     module.trainer.datamodule = documents  # type: ignore[attr-defined]
+
+
+def test_pretrained_weights_on_bytes_are_warned_of(tmp_path: Path) -> None:
+    module = CausalLM(path=str(model(tmp_path / "model")), optimizer={})
+    attach(module, TextData(path=__file__))
+    with pytest.warns(UserWarning, match="these data are bytes: use data=hf"):
+        module.setup("fit")
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
