@@ -7,7 +7,7 @@
 ``AutoModelForCausalLM.from_pretrained("my-model")``, or ``timm.create_model("local-dir:my-model", pretrained=True)``,
 has the weights of the run's newest checkpoint, whatever the layout it was trained under. Adapters are exported alone,
 as PEFT saves them, or with ``--merge`` as a model without adapters. What else is in the folder that a language model
-began with, such as the tokenizer, comes along.
+began with comes along, and the tokenizer that it was trained with.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ from typing import Any
 
 from recipes import record
 from recipes.command_line import as_command, typed
+from recipes.data.tokenizer import TOKENIZER_FILES, files_of_tokenizer
 
+DTYPES = ("float32", "bfloat16", "float16")
 _BEGAN_WITH = {"hf": "path", "timm": "pretrained"}  # a model's setting that names its files
 
 
-def export(run: Path, out: Path, checkpoint: Path | None = None, *, merge: bool = False) -> Path:
+def export(
+    run: Path, out: Path, checkpoint: Path | None = None, *, merge: bool = False, dtype: str = "float32"
+) -> Path:
     """Write the model of a run.
 
     Args:
@@ -32,6 +36,7 @@ def export(run: Path, out: Path, checkpoint: Path | None = None, *, merge: bool 
         out: the folder to be written.
         checkpoint: of the run; default: its newest one.
         merge: add the adapters to the weights that they adapt.
+        dtype: of the weights that are written, one of :data:`DTYPES`.
 
     Returns:
         The checkpoint whose weights these are.
@@ -46,9 +51,11 @@ def export(run: Path, out: Path, checkpoint: Path | None = None, *, merge: bool 
     name = config["model"].get("name")
     if name not in _BEGAN_WITH:
         raise ValueError(f"{run} has no model=hf and no model=timm: use {typed('convert')}.")
-    source = config["model"][_BEGAN_WITH[name]]
-    if source is not None and not Path(source).exists():
-        raise ValueError(f"model.{_BEGAN_WITH[name]}={source}, which the run began with, isn't there: put it back.")
+    began_with = {f"model.{_BEGAN_WITH[name]}": config["model"][_BEGAN_WITH[name]]}
+    began_with["data.tokenizer"] = config["data"].get("tokenizer")
+    for setting, source in began_with.items():
+        if source is not None and not Path(source).exists():
+            raise ValueError(f"{setting}={source}, which the run began with, isn't there: put it back.")
     if out.exists():
         raise ValueError(f"{out} exists: give a folder that doesn't, or delete it.")
     if merge and config["model"].get("lora") is None:
@@ -62,31 +69,41 @@ def export(run: Path, out: Path, checkpoint: Path | None = None, *, merge: bool 
     shutil.rmtree(part, ignore_errors=True)
     try:
         if name == "hf":
-            _save_for_transformers(module, config["model"], part, merge=merge)
+            _save_for_transformers(module, config, part, merge=merge, dtype=dtype)
         else:
-            _save_for_timm(module, config, part)
+            _save_for_timm(module, config, part, dtype)
         part.rename(out)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return Path(found)
 
 
-def _save_for_transformers(module: Any, config: Mapping[str, Any], out: Path, *, merge: bool) -> None:
-    model = module.model
-    _refuse(model, config, merge=merge)
-    (model.merge_and_unload() if merge else model).save_pretrained(out)
-    alone = config["lora"] is not None and not merge
-    # With the model's own config beside them, transformers would look for its weights.
-    _bring_along(Path(config["path"]), out, left_out={"config.json"} if alone else set())
+def _save_for_transformers(module: Any, config: Mapping[str, Any], out: Path, *, merge: bool, dtype: str) -> None:
+    model, source, tokenizer = config["model"], Path(config["model"]["path"]), config["data"].get("tokenizer")
+    _refuse(module.model, model, merge=merge)
+    _in(dtype, module.model.merge_and_unload() if merge else module.model).save_pretrained(out)
+    # With the model's own config beside adapters, transformers would look for its weights.
+    left_out = {"config.json"} if model["lora"] is not None and not merge else set()
+    if tokenizer is not None and Path(tokenizer).resolve() != source.resolve():
+        left_out |= set(TOKENIZER_FILES)
+        for file in files_of_tokenizer(tokenizer):
+            shutil.copy2(file, out)
+    _bring_along(source, out, left_out)
 
 
-def _save_for_timm(module: Any, config: Mapping[str, Any], out: Path) -> None:
+def _in(dtype: str, model: Any) -> Any:
+    import torch
+
+    return model.to(getattr(torch, dtype))
+
+
+def _save_for_timm(module: Any, config: Mapping[str, Any], out: Path, dtype: str) -> None:
     """With the names of the classes, as the run has recorded them."""
     from recipes.models.timm_folder import save  # here: it imports torch
 
     data = config["data"]
     labels = data.get("classes") if data.get("name") == "images" else None
-    save(module.net, out, data, labels if labels and len(labels) == config["model"]["classes"] else None)
+    save(_in(dtype, module.net), out, data, labels if labels and len(labels) == config["model"]["classes"] else None)
 
 
 def _refuse(model: Any, config: Mapping[str, Any], *, merge: bool) -> None:
@@ -135,9 +152,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path, help="the folder to be written")
     parser.add_argument("--checkpoint", type=Path, help="of the run; default: its newest one")
     parser.add_argument("--merge", action="store_true", help="add LoRA's adapters to the weights that they adapt")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help=f"of the weights ({DTYPES[0]})")
     given = parser.parse_args(arguments)
     with as_command(ValueError, OSError, RuntimeError, ModuleNotFoundError):
-        found = export(given.run, given.out, given.checkpoint, merge=given.merge)
+        found = export(given.run, given.out, given.checkpoint, merge=given.merge, dtype=given.dtype)
     print(f"{given.out}: the weights of {found}")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from recipes import examples, image_rules
 from recipes.data.files import problem as unreadable
 from recipes.data.textfile import problem as unusable
-from recipes.data.tokenizer import ByteTokenizer
+from recipes.data.tokenizer import ByteTokenizer, has_tokenizer
 from recipes.examples import example_of
 from recipes.problem import Problem
 
@@ -92,8 +92,10 @@ def _documents(config: Config) -> Iterator[Problem]:
         if found is not None:
             yield Problem(f"data.{key}", path, *found)
     folder = data["tokenizer"]
-    if folder is not None and not Path(folder).is_dir():
-        yield Problem("data.tokenizer", folder, "no such folder", "give one with a tokenizer, or null for bytes")
+    if folder is not None and not has_tokenizer(Path(folder)):
+        message = "no tokenizer is there" if Path(folder).is_dir() else "no such folder"
+        fix = "give a folder with the model's tokenizer, or null to train on bytes"
+        yield Problem("data.tokenizer", folder, message, fix)
 
 
 RULES = (_model_takes_data, _model, _context, _text, _documents, *image_rules.RULES)

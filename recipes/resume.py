@@ -37,6 +37,14 @@ def chosen(config: Config) -> str | None:
     return chosen
 
 
+def would_overwrite(config: Config) -> bool:
+    """Is there an earlier run in the folder of one that begins?"""
+    if config["resume"] is not None or config["ckpt_path"] is not None or restarts():
+        return False
+    folder = Path(config["paths"]["output_dir"])
+    return newest(config) is not None or record.read(folder).get("status") == "completed"
+
+
 def check(path: str | None) -> None:
     """Refuse a damaged file. The strategies look at directories, and at the part that each rank reads.
 

@@ -30,7 +30,7 @@ from recipes.command_line import typed
 from recipes.compose import check, resolved
 from recipes.configs import Configs
 from recipes.launch import launch, write
-from recipes.problem import ConfigError
+from recipes.problem import ConfigError, Problem
 from recipes.processes import INTERRUPTED, PREEMPTING, REQUEUE, may_be_told
 from recipes.worker import start
 
@@ -46,16 +46,20 @@ class UnknownMetric(CompactHydraException):
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def run(cfg: DictConfig) -> float | None:
     """One job: returns the metric that a sweep optimises, None if the config names none."""
-    from recipes.schema import world_size  # here: they import torch
+    from recipes import resume  # here: they import torch
+    from recipes.schema import world_size
     from recipes.validate import validate
 
     job = HydraConfig.get()
     folder = Path(job.runtime.output_dir)
     config = resolved(cfg, str(folder))
     problems = validate(config)
+    sweeping = job.mode == RunMode.MULTIRUN
+    if resume.would_overwrite(config) and not sweeping:
+        fix = "use resume=auto to go on with it, or another folder"
+        problems.append(Problem("hydra.run.dir", folder, "an earlier run is there, which would be overwritten", fix))
     if problems:
         raise ConfigError(problems)
-    sweeping = job.mode == RunMode.MULTIRUN
     if sweeping and record.read(folder):
         if not record.is_of(folder, config):
             fix = "use another hydra.sweep.dir, or delete it"

@@ -9,9 +9,8 @@ def configure_part(module: nn.Module) -> None:
     """Call the module's method ``configure_part``, if it has one: what would take memory for the whole model is done
     there for this rank's part.
 
-    Pipelines and tensor parallelism call it once for a module, when its layers are divided, before they are moved to
-    the device and the optimizer is made. Other strategies, and a single process, don't; there the module calls it
-    itself::
+    Pipelines, tensor parallelism and fully sharded replicas call it once for a module, when it is divided, before the
+    optimizer is made. Other strategies, and a single process, don't; there the module calls it itself::
 
         class MyModule(L.LightningModule):
             def setup(self, stage):

@@ -332,9 +332,9 @@ class WeightVersions:
     def _version(self, values: Mapping[str, Tensor]) -> Version:
         """The newest version, with ``values`` where there are any, otherwise with the parameters' own."""
         # `.data` first: its version counter is its own, so an in-place step doesn't invalidate the graphs that "latest"
-        # is to run on the new values.
-        leaves = {
-            name: values.get(name, parameter.data).data.detach().requires_grad_(parameter.requires_grad)
+        # is to run on the new values. Parameters, since layers may ask (torch's parametrizations do).
+        leaves: dict[str, Tensor] = {
+            name: nn.Parameter(values.get(name, parameter.data).data, parameter.requires_grad)
             for name, parameter in self._parameters.items()
         }
         for name, leaf in leaves.items() if self._grown is not None else ():

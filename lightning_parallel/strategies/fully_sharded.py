@@ -48,6 +48,7 @@ from lightning_parallel.local_model import LocalModel
 from lightning_parallel.parts.afterwards import PartOfModel
 from lightning_parallel.parts.manual import BackwardGuard, networks
 from lightning_parallel.parts.options import ProcessOptions
+from lightning_parallel.parts.own_part import configure_part
 from lightning_parallel.parts.start_table import Holding
 from lightning_parallel.pipeline.layers import Layers, named_layers
 from lightning_parallel.settings import Auto, Count, takes
@@ -108,6 +109,7 @@ class FullyShardedStrategy(LayoutStrategy):
     """
 
     options: FullyShardedOptions
+    calls_configure_part = True
 
     @takes(FullyShardedOptions)
     def __init__(self, options: FullyShardedOptions) -> None:
@@ -171,7 +173,6 @@ class FullyShardedStrategy(LayoutStrategy):
             if part is module:
                 break  # there is no root
             scalars.update(parameter for parameter in parameters if parameter.dim() == 0)
-            check_dtypes(name, [parameter for parameter in parameters if parameter.dim() > 0])
             # None: the root's parameters stay, since its backward begins as soon as its forward has ended.
             reshard = self.options.reshard_after_forward if part is not root else None
             fully_shard(part, reshard_after_forward=reshard, ignored_params=scalars, **settings)
@@ -183,6 +184,12 @@ class FullyShardedStrategy(LayoutStrategy):
                 refuse_second_derivatives(name, part)
         for buffer in module.buffers():
             buffer.data = buffer.data.to(self.root_device)
+        configure_part(module)
+        checked = set(scalars)
+        for name, part in (*units.items(), *([("", root)] if root else ())):
+            own = [parameter for parameter in part.parameters() if parameter not in checked]
+            check_dtypes(name, own)
+            checked.update(own)
         self._root, self._fully_sharded = root, module
         divided = {
             name: part

@@ -5,17 +5,22 @@
     {"text": ...}                                         all of it
     {"prompt": ..., "completion": ...}                    the completion
     {"messages": [{"role": ..., "content": ...}, ...]}    what the assistant says, by the tokenizer's template for chats
+
+An empty text, and a conversation in which the assistant says nothing, have no tokens.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from recipes.data.tokenizer import Messages, Tokenizer
 
 IGNORED = -100  # the label of a token that isn't learned, as torch's cross entropy has it
+_OTHER = "\ue000"  # in the place of what a message says: a character for private use, which texts don't have
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,11 @@ class Document:
 
     tokens: list[int]
     labels: list[int] | None = None
+
+    @property
+    def learned(self) -> list[int]:
+        """The labels, also if all are learned."""
+        return self.tokens if self.labels is None else self.labels
 
 
 Reader = Callable[[Mapping[str, Any]], Document]
@@ -56,7 +66,7 @@ def reader(columns: Collection[str], column: str | None, tokenizer: Tokenizer) -
     def read(record: Mapping[str, Any]) -> Document:
         value = record[chosen]
         if isinstance(value, str):
-            return Document(_ended(tokenizer.encode(value)[0], tokenizer))
+            return Document(_ended(tokenizer.encode(value)[0], tokenizer) if value.strip() else [])
         if isinstance(value, list):
             return _conversation(value, tokenizer)
         raise ValueError(f"data.column={chosen}: {value!r} is neither a text nor a list of messages.")
@@ -78,26 +88,69 @@ def _answered(prompt: Any, answer: Any, tokenizer: Tokenizer) -> Document:
 
 
 def _conversation(messages: Messages, tokenizer: Tokenizer) -> Document:
-    """The answers in it are found in its text: what a message of the assistant adds to the messages before it."""
+    """The answers in it are found in its text: what differs if a message of the assistant says something else. What
+    the template writes when the assistant is about to answer is not learned; the token that ends an answer is."""
     if not messages or not all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in messages):
         raise ValueError("its messages need a role each, and content.")
+    answers = [number for number, each in enumerate(messages) if each["role"] == "assistant"]
+    if not answers:
+        return Document([])
     whole = tokenizer.chat(messages)
-    spans: list[tuple[int, int]] = []
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        if number == 0:
-            raise ValueError("it begins with the assistant: give it a message before.")
-        before = tokenizer.chat(messages[:number], answering=True)
-        through = tokenizer.chat(messages[: number + 1])
-        if not (through.startswith(before) and whole.startswith(through)):
-            raise ValueError(
-                "The tokenizer's template for chats writes an answer otherwise when more messages follow, so the "
-                "answers can't be told from the rest: give conversations of one answer each."
-            )
-        spans.append((len(before), len(through)))
     tokens, places = tokenizer.encode(whole, special=False)  # the template has written the special ones
+    opening = _opening(messages[: answers[0]] or messages, tokenizer)
+    said = [(number, *_said(messages, number, whole, tokenizer)) for number in range(len(messages))]
+    there = [place for place in said if place[1] < len(whole)]  # a template may leave out what others say
+    spans, before = [], 0
+    for (number, begin, end), (_, limit, _) in pairwise([*there, (len(messages), len(whole), len(whole))]):
+        if not before <= begin <= end <= limit:
+            raise ValueError(
+                f"the tokenizer's template for chats writes message {number + 1} in several places, or not after the "
+                f"one before."
+            )
+        if number in answers:
+            opened = whole.rfind(opening, before, begin) if opening else -1
+            begin = opened + len(opening) if opened >= 0 else begin
+            first = bisect_right(places, begin) - 1  # the token in which it begins
+            spans.append((places[max(first, 0)], _closed(tokens, places, end, limit, tokenizer)))
+        before = end
     return _learned(tokens, places, spans)
+
+
+def _opening(messages: Messages, tokenizer: Tokenizer) -> str:
+    """What a template writes when the assistant is about to answer."""
+    without, opened = tokenizer.chat(messages), tokenizer.chat(messages, answering=True)
+    return opened[_alike(without, opened) :]
+
+
+def _said(messages: Messages, number: int, whole: str, tokenizer: Tokenizer) -> tuple[int, int]:
+    """Where a message is in the text of all of them: from its first character to the one after its last. At the end if
+    it is nowhere.
+
+    Raises:
+        ValueError: it is the assistant's, and nowhere.
+    """
+    message = messages[number]
+    other = {"role": "assistant"} if message["role"] == "assistant" else dict(message)  # without thoughts and calls
+    text = tokenizer.chat([*messages[:number], {**other, "content": _OTHER}, *messages[number + 1 :]])
+    if text == whole and message["role"] == "assistant":
+        raise ValueError(
+            f"the tokenizer's template for chats leaves out what the assistant says in message {number + 1}: give "
+            f"conversations of one answer each."
+        )
+    begin = _alike(whole, text)
+    return begin, len(whole) - _alike(whole[begin:][::-1], text[begin:][::-1])
+
+
+def _alike(one: str, two: str) -> int:
+    """With how many characters both begin."""
+    return bisect_left(range(min(len(one), len(two))), True, key=lambda last: one[: last + 1] != two[: last + 1])
+
+
+def _closed(tokens: list[int], places: list[int], end: int, limit: int, tokenizer: Tokenizer) -> int:
+    """Where an answer's last token ends: the special one that follows, as <|im_end|> does, before the next message."""
+    later = (number for number, place in enumerate(places) if end <= place < limit)
+    found = next((number for number in later if tokens[number] in tokenizer.special_tokens), None)
+    return end if found is None else places[found] + 1
 
 
 def _learned(tokens: list[int], places: list[int], spans: list[tuple[int, int]]) -> Document:

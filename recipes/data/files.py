@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
 
 KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}  # suffix -> loader of datasets'
@@ -28,7 +30,30 @@ def problem(path: str | None) -> tuple[str, str] | None:
     suffixes = sorted({file.suffix for file in files})
     if len({KINDS[suffix] for suffix in suffixes}) > 1:
         return f"files of several kinds, {', '.join(suffixes)}", fix
+    if not any(file.stat().st_size for file in files):
+        return "nothing is in it", fix
     chained = next((file for file in files if "::" in str(file)), None)
     if chained is not None:
         return f"datasets would read {chained} as a chain of files", "give it a name without ::"
+    return None
+
+
+def damage(files: Iterable[Path]) -> str | None:
+    """What is wrong in files that datasets couldn't read, with the file and the line; None if it isn't seen here."""
+    for file in files:
+        if file.suffix == ".parquet":
+            content = file.read_bytes()
+            if content[:4] != b"PAR1" or content[-4:] != b"PAR1":
+                return f"{file} is not whole: give the whole file."
+            continue
+        with file.open("rb") as stream:
+            for number, line in enumerate(stream, 1):
+                try:
+                    text = line.decode("utf-8-sig")
+                    if file.suffix == ".jsonl" and text.strip():
+                        json.loads(text)
+                except UnicodeDecodeError as error:
+                    return f"{file}, line {number}: {error}: convert the file to UTF-8."
+                except ValueError as error:
+                    return f"{file}, line {number}: no JSON: {error}: mend the line, or leave it out."
     return None

@@ -14,13 +14,13 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from recipes.data.base import SeededData
 from recipes.data.documents import IGNORED, Document, Reader, reader
-from recipes.data.files import KINDS, files_of, problem
+from recipes.data.files import KINDS, damage, files_of, problem
 from recipes.data.label_counts import CountedRows, CountingSampler
 from recipes.data.rows import learns, rows_of
 from recipes.data.textfile import HELD_OUT
 from recipes.data.tokenizer import files_of_tokenizer, tokenizer_of
 
-_FORMAT = 2  # of the rows: a change makes what was prepared before out of date
+_FORMAT = 3  # of the rows: a change makes what was prepared before out of date
 _COUNT = "count"  # a column of the rows
 _AT_A_TIME = 1000  # documents
 
@@ -37,7 +37,7 @@ class HFData(SeededData):
             :mod:`recipes.data.documents` for their columns.
         val_path: the same for validation and test. None takes the last twentieth of the rows for test, and the one
             before it for validation.
-        tokenizer: a folder with one. None, or a folder without: bytes.
+        tokenizer: a folder with one. None: bytes.
         column: of the documents; None finds it by its name.
         context: tokens in a row.
         packing: several documents share a row. See :mod:`recipes.data.rows`.
@@ -117,8 +117,9 @@ class HFData(SeededData):
             try:
                 given, kept = [glob.escape(str(file)) for file in files], str(self.directory / "datasets" / content)
                 records = datasets.load_dataset(kind, data_files=given, split="train", cache_dir=kept, **more)
-            except datasets.exceptions.DatasetGenerationError as error:
-                raise ValueError(f"data.path={path}: datasets can't read it: {error.__cause__ or error}") from error
+            except (datasets.exceptions.DatasetsError, ValueError, StopIteration) as error:  # several, for one cause
+                said = damage(files) or f"datasets can't read it: {error.__cause__ or error}"
+                raise ValueError(f"data.path={path}: {said}") from error
             try:
                 read = reader(records.column_names, self.column, tokenizer)
             except ValueError as error:
@@ -129,14 +130,17 @@ class HFData(SeededData):
                 return _columns_of(documents, self.context, tokenizer.padding, self.packing)
 
             # A thousand documents at a time, of which the last row is filled up.
-            rows = records.map(
-                columns,
-                with_indices=True,
-                batched=True,
-                batch_size=_AT_A_TIME,
-                remove_columns=records.column_names,
-                new_fingerprint=self._key(content),
-            )
+            try:
+                rows = records.map(
+                    columns,
+                    with_indices=True,
+                    batched=True,
+                    batch_size=_AT_A_TIME,
+                    remove_columns=records.column_names,
+                    new_fingerprint=self._key(content),
+                )
+            except UnicodeDecodeError as error:  # JSON's strings are looked at only here
+                raise ValueError(f"data.path={path}: {damage(files) or error}") from error
         if len(rows) == 0:
             raise ValueError(f"data.path={path}: nothing in it is to be learned: give documents with text in them.")
         return rows.with_format("torch")
@@ -175,7 +179,8 @@ def _read(read: Reader, record: Mapping[str, Any], number: int, path: Path) -> D
         return read(record)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         said = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else error
-        raise ValueError(f"data.path={path}: document {number} can't be read: {said}") from error
+        where = f"document {number + 1}, counted from 1 through all files,"
+        raise ValueError(f"data.path={path}: {where} can't be read: {said}") from error
 
 
 def _records(batch: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
@@ -190,7 +195,13 @@ def _columns_of(documents: list[Document], context: int, padding: int, packing: 
             f"{too_long} of {len(documents)} documents with answers are longer than data.context={context} tokens. "
             f"What is over is left out."
         )
-    rows = [row for row in rows_of(documents, context, padding, packed=packing) if learns(row)]
+    teaching = [document for document in documents if any(label != IGNORED for label in document.learned[1:])]
+    if len(teaching) < len(documents):
+        rank_zero_warn(
+            f"{len(documents) - len(teaching)} of {len(documents)} documents are left out: no text is in them, or "
+            f"nothing that the assistant says."
+        )
+    rows = [row for row in rows_of(teaching, context, padding, packed=packing) if learns(row)]
     names = ("input_ids", "labels", "position_ids" if packing else "attention_mask")
     counts = [sum(label != IGNORED for label in row["labels"][1:]) for row in rows]
     return {**{name: [row[name] for row in rows] for name in names}, _COUNT: counts}

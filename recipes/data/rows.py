@@ -49,7 +49,7 @@ def rows_of(documents: Iterable[Document], context: int, padding: int, *, packed
     row = _Open()
     for document in documents:
         tokens = document.tokens if document.labels is None else document.tokens[:context]
-        labels = document.labels or tokens
+        labels = document.learned
         whole = not packed or document.labels is not None
         if row.tokens and whole and (not packed or len(tokens) > context - len(row.tokens)):
             yield _closed(row, context, padding, packed)

@@ -11,6 +11,7 @@ _FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
     "sentencepiece.bpe.model", "tiktoken.model", "tekken.json",
 )  # fmt: skip
+TOKENIZER_FILES = (*_FILES, "added_tokens.json", "chat_template.jinja", "merges.txt", "special_tokens_map.json")
 
 Messages = Sequence[Mapping[str, Any]]  # each with a role and content
 
@@ -22,6 +23,7 @@ class Tokenizer(Protocol):
         size: tokens are from 0 to this number, exclusively.
         end: the token that ends a document; None for none.
         padding: a token for places that nobody reads.
+        special_tokens: those that no text has.
     """
 
     @property
@@ -32,6 +34,9 @@ class Tokenizer(Protocol):
 
     @property
     def padding(self) -> int: ...
+
+    @property
+    def special_tokens(self) -> frozenset[int]: ...
 
     def encode(self, text: str, *, special: bool = True) -> tuple[list[int], list[int]]:
         """The tokens, and for each the index of the character in ``text`` with which it begins.
@@ -59,7 +64,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Each byte of UTF-8 is a token; 0 ends a document."""
 
-    size, end, padding = 256, 0, 0
+    size, end, padding, special_tokens = 256, 0, 0, frozenset[int]()
 
     def encode(self, text: str, *, special: bool = True) -> tuple[list[int], list[int]]:
         pieces = [character.encode() for character in text]
@@ -97,6 +102,8 @@ class FolderTokenizer:
         self.end: int | None = self._own.eos_token_id
         known = (self._own.pad_token_id, self.end)
         self.padding: int = next((token for token in known if token is not None), 0)
+        added = self._own.added_tokens_decoder.items()
+        self.special_tokens = frozenset(number for number, token in added if token.special)
 
     def encode(self, text: str, *, special: bool = True) -> tuple[list[int], list[int]]:
         found = self._own(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
@@ -128,15 +135,15 @@ class FolderTokenizer:
 
 
 def tokenizer_of(folder: str | None) -> Tokenizer:
-    """The tokenizer in a folder; bytes where there is none."""
-    return ByteTokenizer() if folder is None or not _has_one(Path(folder)) else FolderTokenizer(Path(folder))
+    """The tokenizer in a folder; bytes for None."""
+    return ByteTokenizer() if folder is None else FolderTokenizer(Path(folder))
 
 
 def files_of_tokenizer(folder: str | None) -> list[Path]:
     """What its tokens depend on."""
-    names = (*_FILES, "chat_template.jinja", "merges.txt", "special_tokens_map.json")
-    return [] if folder is None else [file for name in names if (file := Path(folder, name)).exists()]
+    return [] if folder is None else [file for name in TOKENIZER_FILES if (file := Path(folder, name)).exists()]
 
 
-def _has_one(folder: Path) -> bool:
+def has_tokenizer(folder: Path) -> bool:
+    """Is there a tokenizer in the folder, as far as the names of its files tell?"""
     return any((folder / name).exists() for name in _FILES)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from recipes.data.base import SeededData
 from recipes.data.hf import HFData
 from recipes.models.hf_cache import StagedCache, static_cache
-from recipes.models.hf_folder import opened, takes, with_adapters
+from recipes.models.hf_folder import give_exact_buffers, has_weights, opened, takes, with_adapters
 from recipes.models.hf_packing import check_fit, rope_limit
 from recipes.models.language_model import LanguageModel
 from recipes.models.optimizer import configure
@@ -21,8 +24,8 @@ class CausalLM(LanguageModel):
     """Trains a folder's model: the weights that are in it, or new ones for a folder with a ``config.json`` alone.
 
     Weights are trained in float32, whatever they are stored in, unless ``trainer.precision`` says otherwise. Files are
-    mapped into memory. Under pipelines and tensor parallelism a rank reads and converts its own part only; under the
-    other strategies, the fully sharded one too, it converts the whole.
+    mapped into memory. A rank converts what it keeps: its own part under pipelines, tensor parallelism and fully
+    sharded replicas.
 
     Args:
         path: the folder, as ``save_pretrained`` writes it.
@@ -72,6 +75,9 @@ class CausalLM(LanguageModel):
         data = getattr(self.trainer, "datamodule", None)
         if isinstance(data, HFData):
             check_fit(self.model, data)
+        elif isinstance(data, SeededData) and has_weights(Path(self.hparams["path"])):
+            rank_zero_warn("model.path has weights for other tokens, and these data are bytes: use data=hf.")
+        give_exact_buffers(self.model)
         if not getattr(self.trainer.strategy, "calls_configure_part", False):
             self.configure_part()
 
@@ -125,6 +131,8 @@ class CausalLM(LanguageModel):
             attention_mask = F.pad(attention_mask, (0, cache.length - attention_mask.shape[1]))
         if takes(self.model, "logits_to_keep"):
             more["logits_to_keep"] = 1
+        if takes(self.model, "output_router_logits"):  # their loss is of whole texts
+            more["output_router_logits"] = False
         logits: Tensor = self.model(input_ids=tokens[:, cached:], attention_mask=attention_mask, **more).logits
         return logits[:, -1]
 

@@ -50,7 +50,8 @@ class StagedCache(StaticCache):
         if isinstance(key_states, AbsentTensor):  # of a layer that another rank runs: only sizes count
             size, _ = self.get_mask_sizes(key_states.shape[-2], layer_idx)
             return _resized(key_states, size), _resized(value_states, size)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        # Under autocast positions make keys float32 again, and a layer keeps both in the dtype of its keys.
+        return super().update(key_states, value_states.to(key_states.dtype), layer_idx, *args, **kwargs)
 
 
 def static_cache(model: Any, length: int) -> StagedCache | None:

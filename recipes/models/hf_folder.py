@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator, Mapping
 from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_parallel.checkpoint.agreement import first_few
 
 _READ = ("*.safetensors", "pytorch_model*.bin", "*.index.json")  # files of weights that transformers reads, and lists
 _OTHERS = frozenset({".gguf", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".npz", ".onnx"})
+_ROUNDED = (torch.bfloat16, torch.float16)
 WEIGHTS = _OTHERS | {".safetensors", ".bin"}  # suffixes of files of weights
 
 
@@ -40,9 +44,51 @@ def opened(path: str) -> nn.Module:
             if Path(path, "generation_config.json").exists():
                 model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"model.path={path}: transformers can't open it: {error}") from error
+        damaged = ", ".join(_damaged(Path(path))) if isinstance(error, SafetensorError) else ""
+        fix = f": {damaged} is not whole, copy it anew" if damaged else ""
+        raise ValueError(f"model.path={path}: transformers can't open it: {error}{fix}") from error
     whole: nn.Module = model
     return whole
+
+
+def _damaged(folder: Path) -> Iterator[str]:
+    """The names of files that safetensors can't open: it doesn't say which."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except SafetensorError:
+            yield file.name
+
+
+class _WithoutMemory(TorchFunctionMode):
+    """Inside, weights have no memory. Constants have."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        more = {"device": "meta"} if function is torch.empty else {}
+        return function(*args, **{**(kwargs or {}), **more})
+
+
+def give_exact_buffers(model: nn.Module) -> None:
+    """Make constants that no file holds exact, such as the number by which Gemma scales its embeddings. transformers
+    rounds them to the dtype of the files, in which the weights are not kept."""
+    from transformers import AutoModelForCausalLM
+
+    own = without_adapters(model)
+    kept = own.state_dict().keys()
+    rounded = [name for name, value in own.named_buffers() if name not in kept and value.dtype in _ROUNDED]
+    if not rounded:
+        return
+    with _WithoutMemory():
+        new = AutoModelForCausalLM.from_config(copy.deepcopy(own.config), dtype=torch.float64)
+    exact = dict(new.named_buffers())
+    for name in rounded:
+        value = exact[name.replace(".base_layer", "")]  # of a module that has adapters
+        if not value.is_meta:
+            part, _, short = name.rpartition(".")
+            setattr(own.get_submodule(part), short, value)
 
 
 def has_weights(folder: Path) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 BLOCKS: dict[str, Any] = {"layers": ["blocks.*"]}
@@ -406,6 +407,16 @@ class Product(Scale):
         return x @ self.weight
 
 
+class Parametrized(Scale):
+    """Its weight is another one while it runs, as where PEFT adapts experts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parametrize.register_parametrization(self, "weight", nn.Tanh())
+        result = super().forward(x)
+        parametrize.remove_parametrizations(self, "weight", leave_parametrized=False)
+        return result
+
+
 class Convolution(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -452,6 +463,7 @@ LAYERS = {
     "gru": Gru,
     "x * w": Scale,
     "x @ w": Product,
+    "parametrized": Parametrized,
 }
 
 

@@ -48,7 +48,8 @@ WITHOUT_TIMM = [] if importlib.util.find_spec("timm") else [NOT_THERE]
 @pytest.fixture
 def hf_folder(tmp_path: Path) -> Path:
     """The folder of a model of transformers, as far as a config is checked."""
-    (tmp_path / "config.json").write_text("{}")
+    for file in ("config.json", "tokenizer.json"):
+        (tmp_path / file).write_text("{}")
     return tmp_path
 
 

@@ -81,6 +81,14 @@ def test_its_commands_do_what_it_says(pool: WorkerPool, here: Path, monkeypatch:
     assert_there(here)
 
 
+def test_its_rates_are_those_of_the_experiments() -> None:
+    for words in (shlex.split(command) for command in PAGE if "recipes.train" in command):
+        if not any(word.startswith("model.lora=") for word in words):
+            line = [word for word in words[3:] if not word.startswith("hydra.")]
+            rate = composed("experiment=hf_full_pipeline", "data.path=x", "model.path=x")["optimizer"]["lr"]
+            assert composed(*line)["optimizer"]["lr"] == rate
+
+
 def run_page(pool: WorkerPool, here: Path, page: Sequence[str], small: Sequence[str]) -> None:
     """Do what commands do, in the pool's processes.
 

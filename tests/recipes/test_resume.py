@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from recipes import resume
+from recipes import record, resume
 from tests.pool import WorkerPool
 
 
@@ -40,6 +41,15 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_newest_whole_checkpoint_is_found(folder: Path) -> None:
     assert resume.chosen(config(folder)) == str(folder / "checkpoints" / "new.ckpt")
+
+
+def test_a_run_that_begins_leaves_an_earlier_one_in_its_folder_alone(folder: Path) -> None:
+    assert resume.would_overwrite(config(folder, again=None)) and not resume.would_overwrite(config(folder))
+    assert not resume.would_overwrite(config(folder, ckpt_path="last", again=None))
+    shutil.rmtree(folder / "checkpoints")
+    assert not resume.would_overwrite(config(folder, again=None))
+    (folder / record.RUN).write_text('{"status": "completed"}')  # without checkpoints it has logs
+    assert resume.would_overwrite(config(folder, again=None))
 
 
 def test_a_damaged_newer_one_is_warned_of(folder: Path) -> None:

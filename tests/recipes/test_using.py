@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPTNeoConfig, MistralConfig
+from transformers import AutoModelForCausalLM, GPTNeoConfig, MistralConfig, MixtralConfig
 
 from recipes import commands, evaluate, export, generate, launch, record, using, work
 from recipes.data.tokenizer import ByteTokenizer, tokenizer_of
@@ -250,6 +250,10 @@ def test_a_text_ends_where_the_model_s_own_settings_say(pool: WorkerPool, hf: Pa
 
 
 @pytest.mark.parametrize("config", [
+    MixtralConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, output_router_logits=True,
+    ),
     GPTNeoConfig(
         vocab_size=300, hidden_size=32, num_layers=2, num_heads=4, intermediate_size=64, window_size=4,
         attention_types=[[["global", "local"], 1]], max_position_embeddings=64,
@@ -259,8 +263,9 @@ def test_a_text_ends_where_the_model_s_own_settings_say(pool: WorkerPool, hf: Pa
         num_key_value_heads=2, sliding_window=4,
     ),
 ], ids=lambda config: config.model_type)  # fmt: skip
-def test_texts_longer_than_a_window_are_transformers_own(tmp_path: Path, config: Any) -> None:
-    module = CausalLM(path=str(model(tmp_path / "model", config)), optimizer={}).double().eval()
+def test_texts_are_transformers_own_whatever_layers_keep(tmp_path: Path, config: Any) -> None:
+    dtype = torch.float32 if config.model_type == "mixtral" else torch.float64  # in which torch has its experts
+    module = CausalLM(path=str(model(tmp_path / "model", config)), optimizer={}).to(dtype).eval()
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.mul_(3)  # so that not every token is alike
@@ -269,6 +274,20 @@ def test_texts_longer_than_a_window_are_transformers_own(tmp_path: Path, config:
         made = module.predict_step({**batch, "prompt_number": torch.tensor([0])}, 0)
         own = module.model.generate(**batch, max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0)
     assert made.tolist() == own[:, 5:].tolist() and len(set(made[0].tolist())) > 2
+
+
+def test_a_run_in_mixed_precision_writes(tmp_path: Path) -> None:
+    module = CausalLM(path=str(model(tmp_path / "model")), optimizer={}).float().eval()
+    module.generation = Generation(max_new_tokens=8)
+    tokens = torch.tensor([[5, 6, 7, 8, 9]])
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "prompt_number": torch.tensor([0])}
+    made = {}
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for cache in (True, False):
+            if not cache:
+                module.make_cache = lambda length: None  # type: ignore[method-assign]
+            made[cache] = module.predict_step(batch, 0)
+    assert made[True].tolist() == made[False].tolist()
 
 
 def test_of_a_text_that_comes_what_cannot_change_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,8 +53,78 @@ def test_an_end_that_the_tokenizer_writes_itself_is_learned_too(tmp_path: Path) 
 def test_of_a_conversation_all_answers_are_learned(tmp_path: Path) -> None:
     by = tokenizer_of(str(tokenizer(tmp_path)))
     document = reader(["messages"], None, by)({"messages": MESSAGES[4]})
-    assert learned(document, by).split() == ["5", "It", "is", "6."]
+    assert learned(document, by) == "5It is 6."
     assert by.encode("<|im_end|>", special=False)[0][0] in (document.labels or [])
+
+
+SHAPES = {  # of templates that people have, in this tokenizer's words, and what is learned of two answers
+    "qwen3": (
+        "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+        "{% set ns.last = loop.index0 %}"
+        "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and "
+        "loop.index0 > ns.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        "5<|im_end|><think>\n\n</think>\n\nIt is 6.<|im_end|>",
+    ),
+    "phi-3": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|end|>{% endif %}",
+        "5<|im_end|>It is 6.<|im_end|>",
+    ),
+    "gpt-oss": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.role == 'assistant' %}/final{% endif %}: "
+        "{{ m.content }}{% if loop.last and m.role == 'assistant' %}<|end|>{% else %}<|im_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}",
+        "/final: 5<|im_end|>/final: It is 6.<|end|>",
+    ),
+    "r1-distill": (
+        "{% for m in messages %}{% if m.role == 'user' %}[U]{{ m.content }}{% else %}[A]{{ m.content }}<|end|>"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}[A]<think>\n{% endif %}",
+        "5<|end|>It is 6.<|end|>",
+    ),
+    "deepseek-v3": (
+        "{% for m in messages %}{% if m.role == 'user' %}[U]{{ m.content }}[A]{% else %}{{ m.content }}<|end|>"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}[A]{% endif %}",
+        "5<|end|>It is 6.<|end|>",
+    ),
+    "without special tokens": (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}",
+        " 5It is 6.",  # the token of the answer begins before it
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_answers_are_found_whatever_the_template_makes_of_them(tmp_path: Path, shape: str) -> None:
+    template, expected = SHAPES[shape]
+    by: Any = tokenizer_of(str(tokenizer(tmp_path, template)))
+    read = reader(["messages"], None, by)
+
+    def said(messages: Any) -> str:
+        text: str = by._own.decode([label for label in read({"messages": messages}).labels or [] if label != IGNORED])
+        return text
+
+    assert said(MESSAGES[4]) == expected
+    assert said(MESSAGES[4][:2]).count("5") == 1
+
+
+def test_thoughts_and_calls_belong_to_an_answer(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.thinking %}<think>{{ m.thinking }}</think>{% endif %}"
+        "{{ m.content }}{% for call in m.tool_calls or [] %}<call>{{ call }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    by = tokenizer_of(str(tokenizer(tmp_path, template)))
+    answer = {"role": "assistant", "thinking": "4 and 1", "content": "", "tool_calls": ["add(4, 1)"]}
+    messages = [MESSAGES[4][0], answer, {"role": "tool", "content": "5"}, {"role": "assistant", "content": "5."}]
+    document = reader(["messages"], None, by)({"messages": messages})
+    assert learned(document, by) == "<think>4 and 1</think><call>add(4, 1)</call>5."
+
+
+def test_what_teaches_nothing_has_no_tokens(by: Tokenizer) -> None:
+    assert reader(["text"], None, by)({"text": " \n"}).tokens == []
+    assert reader(["messages"], None, by)({"messages": MESSAGES[0][:1]}).tokens == []
 
 
 FORGETS = (
@@ -67,6 +137,7 @@ FORGETS = (
     (None, "no template for chats"),
     (FORGETS, "give conversations of one answer each"),
     ("{{ raise_exception('no system') }}", "refuses one: no system"),
+    ("{% for m in messages + messages %}[{{ m.role }}]{{ m.content }}{% endfor %}", "message 1 in several places"),
 ])  # fmt: skip
 def test_a_conversation_whose_answers_cannot_be_found_is_refused(
     tmp_path: Path, template: str | None, words: str

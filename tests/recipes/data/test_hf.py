@@ -13,7 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, MixtralConfig
 
 from recipes import launch, record, work
+from recipes.data.base import SeededData
 from recipes.data.hf import HFData
+from recipes.data.text import TextData
 from recipes.models.hf import CausalLM
 from recipes.problem import Problem
 from recipes.schema import world_size
@@ -87,13 +89,41 @@ def test_what_is_too_long_for_a_row_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("content", "words"), [
     ('{"text": "a"}\n', "1 rows of data.context=32 tokens are too few"),
     ('{"text": ""}\n', "nothing in it is to be learned"),
-    ('{"text": \n', "datasets can't read it"),
     ('{"other": "a"}\n', "none of prompt and completion, messages, text is among other"),
+    ("", "nothing is in it"),
+    ("\n\n", "corresponds to no data"),
+    ('{"text": "a"}\n\n{"text": "b', "a.jsonl, line 3: no JSON"),
+    ('{"text": "a"}\n{"text": "\xe9"}\n', "a.jsonl, line 2: 'utf-8' codec can't decode"),
 ])  # fmt: skip
 def test_files_that_cannot_be_used_are_named(tmp_path: Path, content: str, words: str) -> None:
-    (tmp_path / "a.jsonl").write_text(content)
+    (tmp_path / "a.jsonl").write_text(content, encoding="latin-1")
     with pytest.raises(ValueError, match=f"data.path={tmp_path}/a.jsonl: .*{words}"):
         data(tmp_path, tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize(("name", "content", "words"), [
+    ("b.txt", "caf\xe9", "b.txt, line 1: 'utf-8'"), ("b.parquet", "PAR1 cut", "b.parquet is not whole"),
+])  # fmt: skip
+def test_of_several_files_the_damaged_one_is_named(tmp_path: Path, name: str, content: str, words: str) -> None:
+    folder, good = tmp_path / "files", f"a.{name.partition('.')[2]}"
+    folder.mkdir()
+    (folder / "a.txt").write_text("text" * 50)
+    if name.endswith("parquet"):
+        (folder / "a.txt").unlink()
+        datasets.Dataset.from_dict({"text": TEXTS}).to_parquet(folder / good)
+    (folder / name).write_text(content, encoding="latin-1")
+    with pytest.raises(ValueError, match=f"data.path={folder}: .*{words}"):
+        data(tmp_path, folder)
+
+
+def test_documents_that_teach_nothing_are_counted(tmp_path: Path) -> None:
+    kept = [{"text": text} for text in TEXTS]
+    with pytest.warns(UserWarning, match="7 of 67 documents are left out"):
+        found = data(tmp_path, lines(tmp_path / "a.jsonl", [*kept, *[{"text": " "}] * 7]))
+    expected = data(tmp_path, lines(tmp_path / "b.jsonl", kept))  # type: ignore[arg-type]
+    assert [row["input_ids"].tolist() for row in rows(found.train_set)] == [
+        row["input_ids"].tolist() for row in rows(expected.train_set)
+    ]
 
 
 def test_a_file_s_name_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -111,7 +141,6 @@ def test_a_file_that_is_written_anew_is_read_anew_whatever_its_time(tmp_path: Pa
 
 @pytest.mark.parametrize("record", [
     {"messages": [{"from": "human", "value": "a"}]}, {"messages": []},
-    {"messages": [{"role": "assistant", "content": "a"}]},
     {"prompt": None, "completion": "a"}, {"text": None}, {"text": 5},
 ], ids=str)  # fmt: skip
 def test_a_document_that_cannot_be_read_is_named(tmp_path: Path, record: dict[str, Any]) -> None:
@@ -120,7 +149,7 @@ def test_a_document_that_cannot_be_read_is_named(tmp_path: Path, record: dict[st
     good = {"text": 5} if record == {"text": 5} else good
     file = tmp_path / "a.parquet"
     datasets.Dataset.from_list([good] * 3 + [record]).to_parquet(file)
-    with pytest.raises(ValueError, match=f"data.path={file}: document [03] can't be read"):
+    with pytest.raises(ValueError, match=f"data.path={file}: document [14], .* can't be read"):
         data(tmp_path, file, tokenizer=str(tokenizer(tmp_path / "t")))
 
 
@@ -144,16 +173,24 @@ def test_bad_paths_are_refused_before_a_worker_starts(tmp_path: Path) -> None:
     assert "several kinds, .jsonl, .txt" in str(refused(folder, f"data.path={mixed}"))
     file = f"data.path={texts(tmp_path / 'a.jsonl')}"
     assert refused(folder, file, "data.val_path=/nowhere").path == "data.val_path"
-    assert refused(folder, file, "data.tokenizer=/nowhere").path == "data.tokenizer"
+    for other in ("/nowhere", str(mixed)):  # a folder, but without a tokenizer
+        assert refused(folder, file, f"data.tokenizer={other}").path == "data.tokenizer"
     assert "more than the 64 tokens" in str(refused(folder, file, "data.context=65"))
     (problem,) = problems("model=gpt", "data=hf", file)
     assert "takes bytes, but data=hf gives documents" in str(problem)
 
 
-def attach(module: CausalLM, documents: HFData) -> None:
+def attach(module: CausalLM, documents: SeededData) -> None:
     """To a Trainer that is about to run."""
     module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     module.trainer.datamodule = documents  # type: ignore[attr-defined]
+
+
+def test_pretrained_weights_on_bytes_are_warned_of(tmp_path: Path) -> None:
+    module = CausalLM(path=str(model(tmp_path / "model")), optimizer={})
+    attach(module, TextData(path=__file__))
+    with pytest.warns(UserWarning, match="these data are bytes: use data=hf"):
+        module.setup("fit")
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, MixtralConfig
 
 import lightning_parallel as lp
 from recipes import ROOT, build, export, launch, record, work
@@ -40,6 +40,14 @@ CONFIGS: dict[str, Any] = {
     "tied": LlamaConfig(
         vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, bos_token_id=None, eos_token_id=None, tie_word_embeddings=True,
+    ),
+    "gemma3": Gemma3TextConfig(
+        vocab_size=256, hidden_size=40, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    ),
+    "mixtral": MixtralConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, bos_token_id=None, eos_token_id=None, output_router_logits=True,
     ),
 }  # fmt: skip
 
@@ -260,7 +268,7 @@ def test_weights_that_are_missing_or_damaged_are_refused(tmp_path: Path) -> None
         CausalLM(path=str(folder), optimizer=OPTIMIZER)
     files = sorted(folder.glob("*.safetensors"))
     files[1].write_bytes(files[1].read_bytes()[:100])
-    with pytest.raises(ValueError, match="transformers can't open it"):
+    with pytest.raises(ValueError, match=f"transformers can't open it: .*{files[1].name} is not whole"):
         CausalLM(path=str(folder), optimizer=OPTIMIZER)
     for file in files:
         file.unlink()
@@ -318,6 +326,40 @@ def test_the_rest_of_the_folder_comes_along(tmp_path: Path) -> None:
     files = {str(file.relative_to(tmp_path / "out")) for file in (tmp_path / "out").rglob("*") if file.is_file()}
     assert files == {*rest, "config.json", "generation_config.json", "model.safetensors"}
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["max_new_tokens"] == 77
+
+
+def test_the_tokenizer_of_the_run_and_the_dtype_asked_for_are_exported(tmp_path: Path) -> None:
+    folder, other = pretrained(tmp_path / "model"), tmp_path / "tokenizer"
+    (folder / "tokenizer.json").write_text("its own")
+    (folder / "merges.txt").write_text("its own")
+    other.mkdir()
+    (other / "tokenizer.json").write_text("other")
+    (other / "config.json").write_text("of another model")
+    (tmp_path / "a.txt").write_text("text")
+    data = ["data=hf", f"data.path={tmp_path / 'a.txt'}", f"data.tokenizer={other}"]
+    run = fake_run(tmp_path / "run", f"model.path={folder}", *data)
+    exported(run, "--dtype", "bfloat16")
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "other"
+    assert not (tmp_path / "out" / "merges.txt").exists()
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert weights.dtype is torch.bfloat16 and torch.equal(logits(tmp_path / "out"), logits(folder))
+    shutil.rmtree(tmp_path / "out")
+    shutil.rmtree(other)
+    with pytest.raises(SystemExit, match=f"data.tokenizer={other}, which the run began with, isn't there"):
+        exported(run)
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 4, "target_modules": ["embed_tokens"]}], ids=["all", "adapters"])
+def test_constants_that_no_file_holds_are_exact(tmp_path: Path, lora: dict[str, Any] | None) -> None:
+    """Gemma 3 scales embeddings by the root of their size, which transformers rounds to the dtype of the files."""
+    folder = pretrained(tmp_path / "model", "gemma3")
+    module = CausalLM(path=str(folder), lora=lora, optimizer=OPTIMIZER)
+    L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, barebones=True).validate(module, batches())
+    tokens = torch.arange(16)[None]
+    with torch.no_grad():
+        found = module.eval()(tokens)
+        own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits
+    assert torch.allclose(found, own, rtol=0, atol=1e-6)
 
 
 def test_a_run_remembers_where_its_folder_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
