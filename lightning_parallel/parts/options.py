@@ -107,7 +107,7 @@ class StagedOptions(ProcessOptions):
     balance: Literal["parameters", "operations", "time", "layers"] | Sequence[Count] = "parameters"
     activation_checkpointing: bool = False
     tensor_parallel: Count | Auto = 1
-    plan: Plan | None = None
+    plan: Plan | Literal["none"] | None = None
     sequence_parallel: bool = False
     data_parallel: Count | Auto = "auto"
     data_parallel_kind: DataParallelKind = "replicate"
