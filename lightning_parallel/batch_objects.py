@@ -31,7 +31,12 @@ def split_graphs(batch: Any, lengths: Sequence[int]) -> list[Any]:
 def tensors_of_graphs(batch: Any) -> Iterator[Tensor]:
     """The tensors of a batch of graphs, in order."""
     found: list[Any] = []
-    copy.copy(batch).apply(lambda value: found.append(value) or value)
+
+    def note(value: Any) -> Any:
+        found.append(value)
+        return value
+
+    copy.copy(batch).apply(note)
     return filter(torch.is_tensor, found)
 
 

@@ -31,7 +31,7 @@ def survey(module: nn.Module, partition: Partition, step: Callable[[], Any], log
     """
     units = partition.units
     names = names_of(module) | {id(module.get_submodule(name)): name for name in units}
-    seen = trace(module, units.__contains__, step, names=names, logged=logged, beyond=True, plain_values=True)
+    seen = trace(module, units.__contains__, step, names=names, logged=logged, plain_values=True)
     placed = _placed(seen.calls, partition)
     # Later errors are the last chunk's: what the loss can't do with absent values, it may do with real ones.
     if seen.stopped is not None and max(placed, default=0) < partition.chunks - 1:

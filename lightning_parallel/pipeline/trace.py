@@ -67,12 +67,12 @@ def trace(
         twice: the units in question for :attr:`Trace.unrepeatable`.
         beyond: if the step needs a value, let it go on with guesses, to find what the rest needs.
         plain_values: if modules keep other values than absent tensors in the step, trace a second one, to find who uses
-            them.
+            them. Steps go on with guesses then, too.
     """
     with _without_values(module, is_unit, names, seed) as scene:
         tracer = scene.tracer(TraceOptions(timed_on, exits, twice=twice))
         seen = scene.follow(tracer, step, logged, hooks)
-        if beyond and isinstance(seen.stopped, AbsentValueError):
+        if (beyond or plain_values) and isinstance(seen.stopped, AbsentValueError):
             seen = scene.gone_on(seen, step, logged)
         return scene.with_plain_values(seen, step) if plain_values else seen
 

@@ -139,7 +139,7 @@ class Trace:
     Attributes:
         calls: the calls of units, in order.
         end: the origins of what the step returned, logged and stored on modules, and of the value that ended the trace,
-            if it needed one. What it goes on with then is found by guesses (only with ``beyond``).
+            if it needed one. What it goes on with then is found by guesses (see :func:`.trace`).
         escapes: the escaped values, by origin.
         writes: the indices of the calls that change an input in place, by the origin that it has afterwards.
         overwriting: the indices of calls that change in place a tensor that isn't absent, such as one of the batch.
