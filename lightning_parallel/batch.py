@@ -1,7 +1,8 @@
 """Splits batches into microbatches or replicas' shares, and joins their outputs into those of the whole batch.
 
 A batch is any nesting of tuples, lists, mappings and dataclasses that holds tensors. The samples lie along dimension 0
-of every tensor. Named tuples, ``transformers.BatchEncoding`` and ``ModelOutput`` keep their types::
+of every tensor. Named tuples, ``transformers.BatchEncoding`` and ``ModelOutput`` keep their types. Batches of graphs,
+as torch_geometric makes them, are split and joined by their own class::
 
     {"ids": [5, T], "mask": [5, T], "name": [5 strings]}   split into 2
 
@@ -22,6 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+
+from lightning_parallel.batch_objects import copied, is_graphs, is_opaque, split_graphs, tensors_of_graphs
 
 _LONGEST_SIZE = 4  # numbers: of a video
 
@@ -47,18 +50,20 @@ def batch_size(batch: Any) -> int:
     Tensors without dimensions don't count.
 
     Raises:
-        ValueError: the batch holds no tensor with a dimension, or tensors of different sizes, which are named.
+        ValueError: the batch holds no tensor with a dimension, tensors of different sizes, which are named, or an
+            object that can't be split.
     """
     found: int | None = None
-    for size in _first_sizes(batch):
-        if found is None:
-            found = size
-        elif size != found:
+    for path, size in _named_sizes(batch, "batch"):
+        if size is None:
+            raise ValueError(f"{path} is an object that can't be split: nothing tells where its samples are.")
+        if found is not None and size != found:
             named = ", ".join(f"{path} has {size}" for path, size in _named_sizes(batch, "batch"))
             raise ValueError(
                 f"The tensors of the batch disagree about the number of samples (dimension 0): {named}. Give every "
                 f"tensor of the batch its samples along dimension 0."
             )
+        found = size
     if found is None:
         raise ValueError(
             f"The batch, a {type(batch).__name__}, holds no tensor that could be split along dimension 0: it has to be "
@@ -90,11 +95,10 @@ def rebuilt(batch: Any, tensor: Callable[[Tensor], Tensor] = lambda tensor: tens
     makes the new batch's tensors from the old one's."""
     if isinstance(batch, Tensor):
         return tensor(batch)
-    structure = None if isinstance(batch, PackedSequence) else members(batch)
-    if structure is None:
-        return batch
-    keys, values = structure
-    return rebuild(batch, keys, [rebuilt(value, tensor) for value in values])
+    structure = members(batch)
+    if structure is not None:
+        return rebuild(batch, structure[0], [rebuilt(value, tensor) for value in structure[1]])
+    return copied(batch, tensor) if is_graphs(batch) or is_opaque(batch) else batch
 
 
 def join_outputs(outputs: Sequence[Any], weights: Sequence[int]) -> Any:
@@ -174,6 +178,8 @@ def tensors(node: Any) -> Iterator[Tensor]:
     if children is not None:
         for child in children[1]:
             yield from tensors(child)
+    elif is_graphs(node):
+        yield from tensors_of_graphs(node)
 
 
 def mapped(node: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -182,7 +188,7 @@ def mapped(node: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return function(node)
     children = members(node)
     if children is None:
-        return node
+        return copied(node, function) if is_graphs(node) else node
     keys, values = children
     changed = [mapped(value, function) for value in values]
     if all(new is old for new, old in zip(changed, values, strict=True)):
@@ -194,11 +200,6 @@ def members(node: Any) -> tuple[Sequence[Any], Sequence[Any]] | None:
     """Keys and values of a container; None for anything else. :func:`rebuild` puts other values into one like it."""
     if type(node) is dict or isinstance(node, Mapping):
         return list(node), list(node.values())
-    if isinstance(node, PackedSequence):
-        raise ValueError(
-            "A PackedSequence can't be split into microbatches: its samples lie interleaved. Put the padded tensor and "
-            "the lengths into the batch, and pack them in training_step."
-        )
     if isinstance(node, tuple | list):
         return range(len(node)), node
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
@@ -226,22 +227,33 @@ def rebuild(node: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
     return result
 
 
-def _first_sizes(node: Any) -> Iterator[int]:
-    return (tensor.shape[0] for tensor in tensors(node) if tensor.dim())
+def _is_object(node: Any) -> bool:
+    return not isinstance(node, Tensor) and members(node) is None and is_opaque(node)
 
 
-def _named_sizes(node: Any, path: str) -> Iterator[tuple[str, int]]:
-    """The path of each tensor, as the user would write it, and its size."""
+def _named_sizes(node: Any, path: str) -> Iterator[tuple[str, int | None]]:
+    """The path of each tensor, as the user would write it, and its size; None for what can't be split."""
     if isinstance(node, Tensor):
         if node.dim():
             yield path, node.shape[0]
         return
+    if isinstance(node, PackedSequence):
+        raise ValueError(
+            f"{path} is a PackedSequence, which can't be split: its samples lie interleaved. Put the padded tensor and "
+            f"the lengths into the batch, and pack them in training_step."
+        )
     children = members(node)
     if children is None:
-        return
-    attributes = not isinstance(node, Mapping | tuple | list)
-    for key, child in zip(*children, strict=True):
-        yield from _named_sizes(child, f"{path}.{key}" if attributes else f"{path}[{key!r}]")
+        if is_graphs(node):
+            yield path, len(node.to_data_list())
+        elif is_opaque(node):
+            yield path, None
+    elif type(node) is list and any(_is_object(each) for each in node):
+        yield path, len(node)  # an object for each sample
+    else:
+        attributes = not isinstance(node, Mapping | tuple | list)
+        for key, child in zip(*children, strict=True):
+            yield from _named_sizes(child, f"{path}.{key}" if attributes else f"{path}[{key!r}]")
 
 
 def _split(node: Any, lengths: list[int]) -> list[Any]:
@@ -256,7 +268,7 @@ def _split(node: Any, lengths: list[int]) -> list[Any]:
         return _slices(node, lengths)
     children = members(node)
     if children is None:
-        return [node] * len(lengths)
+        return split_graphs(node, lengths) if is_graphs(node) else [node] * len(lengths)
     keys, values = children
     parts = [_split(value, lengths) for value in values]
     if not parts:

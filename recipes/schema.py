@@ -57,6 +57,7 @@ class Run:
     callbacks: dict[str, Any]
     paths: dict[str, Any]
     command: Literal["train", "evaluate", "generate"] = "train"  # set by recipes.evaluate and recipes.generate
+    as_pytorch_lightning: bool = False  # packages that import pytorch_lightning get lightning.pytorch
     generation: dict[str, Any] | None = None  # how text is generated
 
 

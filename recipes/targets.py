@@ -73,6 +73,9 @@ def _problems(path: str, node: Config, group: str | None = None) -> Iterator[Pro
     fits = issubclass(target, needed or object) if inspect.isclass(target) else group not in _CLASS_ONLY
     if needed is not None and not fits:
         fix = f"name a subclass of {needed.__module__.split('.')[0]}'s {needed.__name__}"
+        bases = inspect.getmro(target) if inspect.isclass(target) else ()
+        if any(base.__module__.startswith("pytorch_lightning") for base in bases):
+            fix = "use as_pytorch_lightning=true: it is a class of pytorch_lightning"
         yield Problem(f"{path}._target_", node["_target_"], f"not what {group} needs", fix)
         return
     example = node.get("name")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING
+from importlib import import_module
 from typing import Any
 
 from lightning_parallel.settings import Count, described, fits, settings_of
@@ -22,6 +23,8 @@ def validate(config: Config, unsure: Collection[str] = ()) -> list[Problem | str
         unsure: groups and keys that are not what the user wanted, since a name was misspelt. No rule is told by them.
     """
     wrong = list(_node("", config, schema.Run))
+    if config.get("as_pytorch_lightning") is True:
+        import_module("lightning_parallel.as_pytorch_lightning")
     # The groups, only where they are dictionaries at all: the others are already reported.
     groups = {name: node for name, node in config.items() if isinstance(node, Mapping)}
     for name, node in groups.items():

@@ -9,6 +9,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -88,6 +89,8 @@ def train(config: Mapping[str, Any]) -> None:
 
 def run(config: Mapping[str, Any]) -> None:
     """Do the command that a config is for."""
+    if config.get("as_pytorch_lightning"):
+        import_module("lightning_parallel.as_pytorch_lightning")
     L.seed_everything(config["seed"], workers=True, verbose=False)
     COMMANDS[config.get("command", "train")](config)
 

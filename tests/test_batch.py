@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pack_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import default_collate
 from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
-from lightning_parallel.batch import batch_size, join_outputs, rebuilt, sizes, split, weighted_mean
+from lightning_parallel.batch import batch_size, join_outputs, rebuilt, sizes, split, tensors, weighted_mean
 
 
 class Pair(NamedTuple):
@@ -90,6 +90,51 @@ def test_a_batch_without_samples_is_refused(batch: Any) -> None:
 def test_a_packed_sequence_is_refused_with_the_way_out() -> None:
     with pytest.raises(ValueError, match="pack them in training_step"):
         split((pack_sequence([torch.zeros(2), torch.zeros(1)]), torch.zeros(2)), 2)
+
+
+class Graphs:
+    """A batch that its own class splits, as torch_geometric's does."""
+
+    def __init__(self, graphs: list[Tensor]) -> None:
+        self.nodes = torch.cat(graphs)
+        self.counts = [len(graph) for graph in graphs]
+
+    def to_data_list(self) -> list[Tensor]:
+        return list(self.nodes.split(self.counts))
+
+    @classmethod
+    def from_data_list(cls, graphs: list[Tensor]) -> Graphs:
+        return cls(graphs)
+
+    def apply(self, function: Any) -> Graphs:
+        self.nodes = function(self.nodes)
+        return self
+
+
+def test_batches_of_graphs_are_split_by_their_class() -> None:
+    batch = {"graphs": Graphs([torch.ones(n) * n for n in (2, 1, 3)]), "y": torch.arange(3)}
+    assert batch_size(batch) == 3
+    first, second = split(batch, 2)
+    assert first["graphs"].nodes.tolist() == [2, 2, 1] and second["graphs"].nodes.tolist() == [3, 3, 3]
+    assert [tensor.tolist() for tensor in tensors(second)] == [[3, 3, 3], [2]]
+    copy = rebuilt(batch, torch.clone)
+    copy["graphs"].nodes.zero_()
+    assert batch["graphs"].nodes.sum() == 14  # type: ignore[attr-defined]
+
+
+class Opaque:
+    def __init__(self) -> None:
+        self.nodes = torch.ones(4)
+
+
+def test_an_object_whose_samples_cannot_be_told_is_not_split() -> None:
+    with pytest.raises(ValueError, match=r"batch\[0\] is an object that can't be split"):
+        split((Opaque(), torch.ones(4)), 2)
+    batch = [Opaque(), Opaque()]
+    assert split((batch, torch.ones(2)), 2)[1][0] == batch[1:]
+    copy = rebuilt(batch[0], torch.clone)
+    copy.nodes.zero_()
+    assert batch[0].nodes.sum() == 4
 
 
 def test_every_sample_is_in_one_microbatch_in_order() -> None:
@@ -248,7 +293,8 @@ def test_a_rebuilt_batch_has_the_same_tensors_in_containers_of_its_own() -> None
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2)])
     batch = {"x": torch.ones(2), "more": [torch.zeros(1), "name"], "packed": packed}
     again = rebuilt(batch)
-    assert again is not batch and again["more"] is not batch["more"] and again["packed"] is packed
+    assert again is not batch and again["more"] is not batch["more"]
+    assert isinstance(again["packed"], PackedSequence) and again["packed"].data is packed.data
     assert again["x"] is batch["x"] and again["more"][1] == "name"
     cloned = rebuilt(batch, torch.clone)
     assert cloned["x"] is not batch["x"] and torch.equal(cloned["x"], batch["x"])

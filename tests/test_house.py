@@ -15,12 +15,13 @@ from recipes import ROOT
 PACKAGE = Path(lightning_parallel.__file__).parent
 # Arrows run from a row to the rows after it, and within a row.
 ROWS = (
+    {"as_pytorch_lightning"},
     {"strategies"},
     {"parts"},
     {"pipeline", "tensor", "checkpoint", "fully_sharded", "local_replicas"},
     {
-        "gradients", "layout", "groups", "shard", "local_model", "batch", "collectives", "settings", "resumable_loader",
-        "passes", "disk_offload", "writes",
+        "gradients", "layout", "groups", "shard", "local_model", "batch", "batch_objects", "collectives", "settings",
+        "resumable_loader", "passes", "disk_offload", "writes",
     },
     {"lightning_private", "torch_private"},
 )

@@ -11,6 +11,7 @@ end of their own.
     cutting.py         where the module is cut                 first_batch.py   a batch to decide it by
     step_hooks.py      the user's hooks in that decision       once_a_batch.py  what a step changes itself
     first_look.py      what crosses the cuts in a step         microbatches.py  a batch's work
+    splitting.py       a batch in microbatches                 other_lightning.py  modules of pytorch_lightning
     loss_means.py      what microbatches weigh                 options.py      the settings of strategies
     last_stage.py      what the last stage does for all        metric_board.py  metrics, the same on every stage
     batch_watch.py     does a step change its batch?           between_batches.py  do stages wait for each other?

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_parallel.batch import rebuilt, tensors
 from lightning_parallel.pipeline.flow import FlowError
@@ -24,7 +23,7 @@ class BatchWatch:
     def look(self, step: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
         """Run a trial of a step on a copy of its batch, and note whether it changed the copy."""
         own = rebuilt((arguments, more), torch.clone)
-        given = [(tensor, version_of(tensor)) for tensor in _tensors_of(own)]
+        given = [(tensor, version_of(tensor)) for tensor in tensors(own)]
         try:
             return step(*own[0], **own[1])
         finally:
@@ -42,10 +41,3 @@ class BatchWatch:
                 f"{name} changes a tensor of its batch in place. {TWICE} change a clone, do it in the data loader, or "
                 f"take a schedule with one chunk a stage ('1f1b')."
             )
-
-
-def _tensors_of(batch: Any) -> list[Tensor]:
-    try:
-        return [*tensors(batch)]
-    except ValueError:  # a PackedSequence, which can't be split: an evaluation's
-        return []

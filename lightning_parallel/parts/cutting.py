@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_parallel.batch import batch_size, rebuilt, split
+from lightning_parallel.batch import rebuilt
 from lightning_parallel.collectives import broadcast_object, gather_if_different, together
 from lightning_parallel.layout import Placement
 from lightning_parallel.parts.batch_watch import BatchWatch
@@ -17,19 +16,18 @@ from lightning_parallel.parts.first_batch import as_in, first_step
 from lightning_parallel.parts.logs import trial
 from lightning_parallel.parts.options import StagedOptions
 from lightning_parallel.parts.run import Run
+from lightning_parallel.parts.splitting import Splitting
 from lightning_parallel.parts.step_hooks import StepHooks
 from lightning_parallel.pipeline.absent import AbsentValueError
 from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.partitioning import partition
 
 
-def agreed_partition(
-    run: Run, options: StagedOptions, automatic_microbatches: Callable[[int], int], placement: Placement
-) -> Partition:
+def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, placement: Placement) -> Partition:
     """The partition of a module, the same on all ranks.
 
     Args:
-        automatic_microbatches: their number, given a batch's size.
+        splitting: makes microbatches.
 
     Raises:
         ValueError: the module can't be cut like this.
@@ -40,16 +38,14 @@ def agreed_partition(
         return Partition.whole(module)
 
     def first_microbatch(batch: Any) -> Any:
-        size = batch_size(batch)
-        count = min(automatic_microbatches(size) if options.microbatches == "auto" else options.microbatches, size)
-        return split(batch, count)[0]
+        return splitting.parts(batch)[0][0]
 
     def look() -> Partition:
         balance = options.balance
         if balance == "time" and layout.rank > 0:  # only the first rank's partition counts
             balance = "parameters"
-        step = first_step(trainer, module, first_microbatch if run.trains else lambda batch: batch)
         try:
+            step = first_step(trainer, module, first_microbatch if run.trains else lambda batch: batch)
             with as_in(trainer, module), trial(trainer, module):
                 # On copies of the batch's tensors: an iterator's first batch is put back.
                 own = partial(step.func, *rebuilt(step.args, torch.clone))
@@ -78,8 +74,9 @@ def agreed_partition(
             raise
         except Exception as error:
             error.add_note(
-                "The first step was looked at before training, to see where the model can be cut. What it needs must "
-                "exist by then: make it in __init__, setup or configure_model, not in on_train_start."
+                "The first step was looked at before training, to see where the model can be cut. What it and its "
+                "loader need must exist by then: make it in __init__, setup or configure_model, not in on_fit_start or "
+                "on_train_start."
             )
             raise
 

@@ -31,6 +31,7 @@ class LossMeans:
         wanted: the setting ``microbatch_weight``.
         last_stage: in whose name steps run that don't count.
         known: gives the names whose value for the whole batch is known without the layers.
+        by_user: the user's function splits batches. It can't put two microbatches together.
 
     Attributes:
         logs: rules for what steps log, by name, as far as they are known.
@@ -42,8 +43,10 @@ class LossMeans:
         wanted: Callable[[Any], float] | None,
         last_stage: LastStage,
         known: Callable[[], Container[str]],
+        *,
+        by_user: bool,
     ) -> None:
-        self._run, self._wanted, self._known = run, wanted, known
+        self._run, self._wanted, self._known, self._by_user = run, wanted, known, by_user
         self._pairs = LossPairs(run, last_stage, self._take)
         self._warned: set[str] = set()
         self._is_first_batch = True
@@ -76,7 +79,8 @@ class LossMeans:
 
     def trial(self, step: Step, batch: Any, sizes: Sequence[int], place: int, batch_loss: BatchLoss) -> Trial | None:
         """What a microbatch is tried with (:meth:`.LossPairs.trial`)."""
-        if len(sizes) == 1 or self._wanted is not None or not self._run.layout.is_last_stage or "loss" in self._warned:
+        known = len(sizes) == 1 or self._wanted is not None or "loss" in self._warned
+        if known or self._by_user or not self._run.layout.is_last_stage:
             return None
         return self._pairs.trial(step, batch, sizes, place, batch_loss)
 
@@ -90,11 +94,11 @@ class LossMeans:
             return
         self._pairs.end_batch()
         if self._pairs.batches == _UNTRIED and not self._pairs.has_tried:
+            two = "split= makes them" if self._by_user else "training_step fails on two as one, or draws random numbers"
             self._warn(
                 "untried",
-                "It could not be tried whether the loss of a batch follows from those of its microbatches: "
-                "training_step fails on two microbatches as one, or draws random numbers. The losses are combined by "
-                "what each averages over. "
+                f"It could not be tried whether the loss of a batch follows from those of its microbatches: {two}. "
+                "The losses are combined by what each averages over. "
                 "This is right for means over samples, labels or masks. "
                 "If samples are compared with each other, use microbatches=1.",
             )

@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 
-from lightning_parallel.batch import batch_size, join_outputs, sizes, split
+from lightning_parallel.batch import join_outputs
 from lightning_parallel.collectives import together
 from lightning_parallel.parts.batch_watch import BatchWatch
 from lightning_parallel.parts.earlier_chunks import EarlierChunks
@@ -31,20 +31,20 @@ from lightning_parallel.parts.loss_means import LossMeans
 from lightning_parallel.parts.once_a_batch import OnceABatch
 from lightning_parallel.parts.run import Run
 from lightning_parallel.parts.sample_mixing import SampleMixing
+from lightning_parallel.parts.splitting import Splitting
 from lightning_parallel.parts.step_effects import StepEffects
 from lightning_parallel.parts.tensor_shards import TensorShards
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.normaliser import BatchLoss
 from lightning_parallel.pipeline.seeding import mix, seed_host_generators
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.settings import Auto, Count
 
 
 class Microbatches:
     """Splits batches into microbatches, and joins what these return.
 
     Args:
-        automatic: the number for ``"auto"``, given a batch's size.
+        splitting: makes them.
         shards: whose region a step leaves at its end.
         earlier: drops what runs for earlier chunks log.
     """
@@ -52,8 +52,7 @@ class Microbatches:
     def __init__(
         self,
         run: Run,
-        wanted: Count | Auto,
-        automatic: Callable[[int], int],
+        splitting: Splitting,
         *,
         shards: TensorShards,
         look: FirstLook,
@@ -62,7 +61,7 @@ class Microbatches:
         earlier: EarlierChunks,
         stage: Stage,
     ) -> None:
-        self._run, self._wanted, self._automatic = run, wanted, automatic
+        self._run, self._splitting = run, splitting
         self._shards, self._earlier, self._stage = shards, earlier, stage
         self._look, self._means, self._last_stage = look, means, last_stage
         self._watch = BatchWatch()
@@ -87,24 +86,17 @@ class Microbatches:
             The work by microbatch number, and the batch's loss.
 
         Raises:
-            ValueError: the first batch can't be split like this.
+            ValueError: the batch can't be split like this.
         """
         batch, *rest = arguments
-        size = batch_size(batch)
-        wanted = self._automatic(size) if self._wanted == "auto" else self._wanted
-        if self._is_first_batch and wanted > size:
-            raise ValueError(
-                f"microbatches={wanted}, but the first batch has only {size} samples: use at most {size} "
-                f"microbatches, or a larger batch_size in the DataLoader."
-            )
-        self.count = min(wanted, size)
+        parts, counts = self._splitting.parts(batch)
+        self.count = len(parts)
         self._is_watched = self._run.layout.is_last_stage and not self._run.layout.stages == self.count == 1
-        counts = sizes(size, self.count)  # the last batch of an epoch may be smaller
         # Numbered through the whole run, so a resumed run draws the same random numbers.
         number = self._run.trainer.fit_loop.total_batch_idx
         work: dict[int, Microbatch] = {}
-        parts = split(batch, len(counts))
         loss = self._means.of(parts, counts)
+        tries_mixing = self._is_first_batch and not self._splitting.by_user
 
         def step(part: Any, seed: int, size: int, kind: str | None) -> Callable[[], Any]:
             return partial(self._step, (part, *rest), recorder, size, seed, kind)
@@ -120,7 +112,7 @@ class Microbatches:
                 seed=seed,
                 ends_batch=k == len(parts) - 1,
                 trial=self._means.trial(again, batch, counts, k, loss),
-                mixing=self._mixing.trial(again, batch, counts, k) if self._is_first_batch else None,
+                mixing=self._mixing.trial(again, batch, counts, k) if tries_mixing else None,
             )
         trace = step(parts[0], work[first].seed, counts[0], None)
         flow = self._look.follow("training_step", trace, len(counts))
@@ -131,7 +123,7 @@ class Microbatches:
         self._is_first_batch = False
         if self.once.names:  # a trial would change them once more, before the backward
             work = {k: replace(each, trial=None, mixing=None) for k, each in work.items()}
-        whole = partial(self._look.logged, "training_step", step(batch, mix(self._run.seed, number), size, None))
+        whole = partial(self._look.logged, "training_step", step(batch, mix(self._run.seed, number), sum(counts), None))
         recorder.tell(self._joins, whole, self._look.known("training_step"))
         return work, loss
 

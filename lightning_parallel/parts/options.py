@@ -68,7 +68,10 @@ class StagedOptions(ProcessOptions):
         stages: the number of pipeline stages; ``"auto"``: as many as the processes that the other axes leave.
         microbatches: the number of parts into which a batch is split. Losses and logs are means weighted by samples,
             or by what the loss averages over, such as labels that aren't ignored. BatchNorm normalises over a
-            microbatch. ``"auto"``: chosen by the schedule.
+            microbatch. ``"auto"``: chosen by the schedule; 1 for batches that can't be split. 1 takes any batch, and
+            splits nothing.
+        split: a function of a batch and a number that returns at most that many batches, for batches whose samples
+            don't lie along dimension 0 of all tensors. Batches of torch_geometric's graphs need none.
         microbatch_weight: a function of a microbatch that returns what its loss averages over, such as
             ``lambda batch: (batch["labels"] != -100).sum()``. Losses, and logged values equal to them, are then
             weighted by it. By default it is read off the loss; a warning says where that is not possible.
@@ -98,12 +101,13 @@ class StagedOptions(ProcessOptions):
 
     stages: Count | Auto = "auto"
     microbatches: Count | Auto = "auto"
+    split: Callable[[Any, int], Sequence[Any]] | None = None
     microbatch_weight: Callable[[Any], float] | None = None
     layers: Sequence[str] | None = None
     balance: Literal["parameters", "operations", "time", "layers"] | Sequence[Count] = "parameters"
     activation_checkpointing: bool = False
     tensor_parallel: Count | Auto = 1
-    plan: Plan | None = None
+    plan: Plan | Literal["none"] | None = None
     sequence_parallel: bool = False
     data_parallel: Count | Auto = "auto"
     data_parallel_kind: DataParallelKind = "replicate"

@@ -9,7 +9,7 @@ parameters that the plan leaves whole. Otherwise an incomplete plan would train 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,13 +38,13 @@ class TensorShards:
     """This rank's shards of a module's layers.
 
     Args:
-        plan: which layers are divided, and how; None for the module's own plan.
+        plan: which layers are divided, and how; ``"none"`` for none, None for the module's own plan.
         sequence_parallel: divide activations between the layers along the sequence.
         disk_offload: the files in which the module's large tensors may lie.
     """
 
-    def __init__(self, plan: Plan | None, sequence_parallel: bool, disk_offload: DiskOffload) -> None:
-        self._plan = dict(plan) if plan is not None else None
+    def __init__(self, plan: Plan | Literal["none"] | None, sequence_parallel: bool, disk_offload: DiskOffload) -> None:
+        self._plan = plan
         self._sequence_parallel = sequence_parallel
         self._disk_offload = disk_offload
         self._divided: nn.Module | None = None

@@ -66,7 +66,7 @@ class AbsentValueError(RuntimeError):
 
 
 class TakesGradientsError(AbsentValueError):
-    """Code calls torch.autograd.grad on absent tensors.
+    """Code calls torch.autograd.grad, or backward, on absent tensors.
 
     Attributes:
         origins: the origins of the tensors by which it differentiates.
@@ -76,8 +76,8 @@ class TakesGradientsError(AbsentValueError):
     def __init__(self, inputs: tuple[Any, ...]) -> None:
         absent = [x for x in inputs if isinstance(x, AbsentTensor)]
         super().__init__(
-            "The step calls torch.autograd.grad on what several pipeline stages compute, but no stage has the graph of "
-            "the others. Use a strategy without stages, such as 'ddp' or 'fully_sharded'.",
+            "The step calls torch.autograd.grad or backward on what several pipeline stages compute, but no stage has "
+            "the graph of the others. Use a strategy without stages, such as 'ddp' or 'fully_sharded'.",
             frozenset().union(*(x.origins for x in absent)),
         )
         self.present = len(absent) < len(inputs)
@@ -177,6 +177,8 @@ class AbsentTensor(Tensor):
     ) -> Any:
         if func is torch.autograd.grad:
             raise TakesGradientsError(tuple(args[1]))
+        if func is Tensor.backward:
+            raise TakesGradientsError((None,))  # by all leaves, also those with values
         # Tensor's own would make every result an AbsentTensor, also those that have values.
         with subclass_functions_disabled():
             output = func(*args, **(kwargs or {}))

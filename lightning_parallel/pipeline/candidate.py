@@ -48,6 +48,7 @@ class Candidate:
         is_unit: tells which modules were taken as a whole.
         bounds: the bounds between the chain's calls; None if the chain has fewer calls than there are chunks.
         largest: the cost of the largest chunk, as a multiple of the mean.
+        idle: the number of stages whose layers have no trainable parameters, though some of the module's have.
     """
 
     def __init__(
@@ -67,12 +68,16 @@ class Candidate:
         allowed = self._allowed(keep_together)
         self.bounds: list[int] | None = None
         self.largest = float("inf")
+        self.idle = chunks
         if chunks == 1:
             self.bounds, self.largest = [0, len(self._chain)], 1.0
         elif 1 + sum(allowed[:-1]) >= chunks and self._chain:
             self.bounds = bounds_of(self._cost, trainable, chunks, balance, allowed)
             sizes = self._sizes()
             self.largest = chunks * max(sizes) / max(sum(sizes), 1)
+        if self.bounds is not None:
+            learning = {self._placement[self._chunk(position)] for position, learns in enumerate(trainable) if learns}
+            self.idle = len({*placement} - learning) if learning else 0
 
     @classmethod
     def best(cls, module: nn.Module, units: Layers, seen: Trace, placement: Placement, balance: Balance) -> Candidate:
@@ -82,19 +87,26 @@ class Candidate:
             return cls(module, units, seen, placement, balance, keep_together=False)
         together = cls(module, units, seen, placement, balance, keep_together=True)
         apart = cls(module, units, seen, placement, balance, keep_together=False)
-        return together if together.largest <= TOGETHER * apart.largest else apart
+        as_even = together.largest <= TOGETHER * apart.largest
+        return together if together.idle < apart.idle or (together.idle == apart.idle and as_even) else apart
 
     def worth_opening(self, units: Layers) -> str | None:
         """The unit to be opened for a more even cut, or None."""
         by_hand = not isinstance(self._balance, str) or self._balance == "layers"
-        if self.bounds is not None and (by_hand or self.largest <= UNEVEN):
+        if self.bounds is not None and by_hand:
+            return None
+        inside = {call.unit: call.inside for call in self.seen.calls}
+        if self.bounds is not None and self.idle:
+            sizes = {name: _trained(self._module.get_submodule(name)) for name in inside}
+            worth = [name for name, size in sizes.items() if size and units.can_open(name, inside[name])]
+            return max(worth, key=lambda name: sizes[name], default=None)
+        if self.largest <= UNEVEN:
             return None
         costs: dict[str, float] = {}
         largest = [] if self.bounds is None else self._largest_chunks()
         for i, call in enumerate(self.seen.calls):
             if self.bounds is None or self._chunk(self._positions[i]) in largest:
                 costs[call.unit] = costs.get(call.unit, 0) + self._cost_of(i)
-        inside = {call.unit: call.inside for call in self.seen.calls}
         worth = [n for n in costs if units.can_open(n, inside[n]) and 2 * self._chunks * costs[n] > sum(self._cost)]
         if self.bounds is None and not worth:
             worth = [n for n in costs if units.can_open(n, inside[n])]
@@ -112,10 +124,11 @@ class Candidate:
         stages = max(self._placement) + 1
         each = self._chunks // stages
         several = "" if each == 1 else f" with {each} chunks each"
-        fewer = f"at most {most} stages" if each == 1 else f"at most {most // each} stages, or one chunk each ('1f1b')"
+        fewer = [f"at most {most // each} stages"] if most >= each else []
+        fewer += ["one chunk each ('1f1b')"] if each > 1 else []
         return ValueError(
             f"stages={stages}{several}, but the model has only {max(most, len(names))} {calls_of}layers to share out "
-            f"({enumerated(names)}): use {fewer}, or {advice}."
+            f"({enumerated(names)}): use {', or '.join([*fewer, advice])}."
         )
 
     # -- along the chain -----------------------------------------------------------------------------------------
@@ -163,7 +176,7 @@ class Candidate:
         for i, position in enumerate(self._positions):
             costs[position] += self._cost_of(i)
             unit = self._module.get_submodule(self.seen.calls[i].unit)
-            trainable[position] |= any(p.requires_grad for p in unit.parameters())
+            trainable[position] |= _trained(unit) > 0
         for name in self._uncalled if self._balance not in ("operations", "time") else ():
             costs[-1] += sum(p.numel() for p in self._module.get_submodule(name).parameters())
         return costs, trainable
@@ -193,6 +206,8 @@ class Candidate:
         running: dict[str, set[int]] = {}  # the chunks that call a unit
         for call, chunk in zip(calls, chunk_of, strict=True):
             running.setdefault(call.unit, set()).add(chunk)
+        for name in self.seen.beyond & running.keys():  # after a value that only the last chunk has
+            running[name].add(self._chunks - 1)
         read = self._read_outside(chunk_of)
         for name in self._uncalled:
             names = {f"{name}.{key}" for key, _ in self._module.get_submodule(name).named_parameters()}
@@ -260,6 +275,11 @@ class Candidate:
             for origin in needs & names.keys():
                 read.setdefault(names[origin], set()).add(chunk)
         return read
+
+
+def _trained(unit: nn.Module) -> int:
+    """The number of its elements that are trained."""
+    return sum(p.numel() for p in unit.parameters() if p.requires_grad)
 
 
 def _collects(unit: nn.Module) -> bool:

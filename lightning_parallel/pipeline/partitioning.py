@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_parallel.layout import Placement
-from lightning_parallel.pipeline.balance import Balance
+from lightning_parallel.pipeline.balance import Balance, balanced
 from lightning_parallel.pipeline.candidate import Candidate
 from lightning_parallel.pipeline.layers import Layers, enumerated, named_layers
 from lightning_parallel.pipeline.origins import FROM_EARLIER_STEP, parameter_of
@@ -56,7 +57,7 @@ def partition(
     timed_on = (device or torch.device("cpu")) if balance == "time" else None
     cuts: list[Candidate] = []
     while True:
-        seen = trace(module, units.is_unit, step, names=units.names, hooks=hooks, timed_on=timed_on)
+        seen = trace(module, units.is_unit, step, names=units.names, hooks=hooks, timed_on=timed_on, beyond=True)
         if overlapping := units.overlapping({call.unit for call in seen.calls}):
             units.open(overlapping)
             continue
@@ -68,7 +69,8 @@ def partition(
         if too_large is None:
             break
         units.open(too_large)
-    best = min(cuts, key=lambda cut: round(cut.largest, 2))  # the first of nearly equal ones has larger units
+    # The first of nearly equal ones has larger units.
+    best = min(cuts, key=lambda cut: (cut.bounds is None, cut.idle, round(cut.largest, 2)))
     if best.bounds is None:
         raise best.refusal()
     result = best.partition(recompute)
@@ -161,9 +163,12 @@ def _check_independent(parts: Partition, second: Trace, chunks: Collection[int])
 def _check_trainable(parts: Partition, trainable: set[str]) -> None:
     for stage in range(parts.stages):
         if not any(stage in parts.owners[name] for name in trainable):
-            example = [2] * (parts.chunks - 1) + [3]
+            learns = [any(name.startswith(f"{layer}.") for name in trainable) for layer in parts.layers]
+            bounds = balanced([1] * len(learns), learns, parts.chunks)
+            move = f", or balance={[b - a for a, b in pairwise(bounds)]}"
+            possible = all(any(learns[a:b]) for a, b in pairwise(bounds))
             owned = [parts.layers[i] for chunk in parts.chunks_of(stage) for i in parts.layers_of(chunk)]
             raise ValueError(
                 f"Stage {stage} of {parts.stages} has no trainable parameter: it owns {enumerated(owned)}. Use fewer "
-                f"stages, or move the cuts with `balance`, e.g. balance={example}."
+                f"stages{move if possible else ''}."
             )

@@ -36,6 +36,14 @@ def survey(module: nn.Module, partition: Partition, step: Callable[[], Any], log
     # Later errors are the last chunk's: what the loss can't do with absent values, it may do with real ones.
     if seen.stopped is not None and max(placed, default=0) < partition.chunks - 1:
         raise seen.stopped
+    last = partition.chunks - 1
+    elsewhere = [unit for unit in sorted(seen.beyond) if last not in partition.units[unit]]
+    if elsewhere:
+        raise FlowError(
+            f"The step asks for a value, which only {partition.name_of(last)} has, and then calls '{elsewhere[0]}', "
+            f"which is on {partition.name_of(partition.units[elsewhere[0]][-1])}. Ask for it inside a layer's own "
+            f"forward, or after the layers. {seen.stopped}"
+        )
     flow = _Flows(seen, partition, placed).flow()
     _check_backward_hooks(module, flow)
     _check_gradients(module, partition, flow, {(call.unit, call.call) for call in seen.calls if call.detached})
@@ -99,9 +107,9 @@ class _Flows:
         for index in self._seen.overwriting:
             if self._chunks[index] < self._last:
                 raise FlowError(
-                    f"'{self._seen.calls[index].unit}' on {self._name(self._chunks[index])} changes a tensor of "
-                    f"the batch in place. Later stages still have the old values: set inplace=False there, or hand it "
-                    f"a clone."
+                    f"'{self._seen.calls[index].unit}' on {self._name(self._chunks[index])} changes a tensor in "
+                    f"place that the step gives it, of the batch or made by the step. Later stages still have the old "
+                    f"values: set inplace=False there, or hand it a clone."
                 )
         for i, call in enumerate(self._seen.calls):
             if i not in self._late:

@@ -51,6 +51,7 @@ def trace(
     timed_on: torch.device | None = None,
     exits: Container[Call] = (),
     twice: Container[str] = (),
+    beyond: bool = False,
     plain_values: bool = False,
 ) -> Trace:
     """Trace one step. If an error ends it, the trace has what was called before: the rest may need values.
@@ -64,12 +65,15 @@ def trace(
         timed_on: the device on which to measure how long calls take; None to measure nothing.
         exits: the calls in question for :attr:`Trace.stored_after`.
         twice: the units in question for :attr:`Trace.unrepeatable`.
+        beyond: if the step needs a value, let it go on with guesses, to find what the rest needs.
         plain_values: if modules keep other values than absent tensors in the step, trace a second one, to find who uses
-            them.
+            them. Steps go on with guesses then, too.
     """
     with _without_values(module, is_unit, names, seed) as scene:
         tracer = scene.tracer(TraceOptions(timed_on, exits, twice=twice))
         seen = scene.follow(tracer, step, logged, hooks)
+        if (beyond or plain_values) and isinstance(seen.stopped, AbsentValueError):
+            seen = scene.gone_on(seen, step, logged)
         return scene.with_plain_values(seen, step) if plain_values else seen
 
 
@@ -179,31 +183,46 @@ class _Scene:
         step: Callable[[], Any],
         number: float,
         begin: Callable[[Tracer], None] = lambda tracer: None,
-        end: Callable[[], None] = lambda: None,
+        end: Callable[[Any], None] = lambda output: None,
     ) -> None:
         """Run a traced step again, going on where the code around the units needs values: with ``number``, and with
         False for booleans. If it has needed a boolean, it is run once more with True: False may have ended it, as in
-        ``if not loss.isfinite(): raise``, or left something out. ``begin`` and ``end`` are called around each run."""
+        ``if not loss.isfinite(): raise``, or left something out. ``begin`` and ``end`` are called around each run;
+        ``end`` gets what the step has returned, or None."""
         for truth in (False, True):
             tracer = self.tracer(TraceOptions())
             guessed = ValuesGuessed(partial(_is_around_units, tracer), truth=truth, number=number)
+            output: Any = None
             begin(tracer)
             try:
                 with tracer.installed(self.parts, self.absent), guessed:
-                    step()
+                    output = step()
             except Exception:  # any: the trace has told it
                 pass
             except SystemExit as error:
                 if type(error) is not SystemExit:  # not the step's sys.exit, but a signal's, such as Lightning's
                     raise
-            end()
+            end(output)
             if not guessed.booleans:
                 return
 
+    def gone_on(self, seen: Trace, step: Callable[[], Any], logged: Sequence[Any]) -> Trace:
+        """The trace, with what the rest of a step needs that has stopped for a value: the last chunk will have it."""
+        known = len(seen.calls)
+        needs, escapes, units = set(seen.end), dict(seen.escapes), set[str]()
+        tracers: list[Tracer] = []
+
+        def end(output: Any) -> None:
+            further = tracers[-1].calls[known:]
+            needs.update(origins_in((output, logged, tracers[-1].end())), *(call.needs for call in further))
+            units.update(call.unit for call in further)
+            escapes.update({k: v for k, v in tracers[-1].escapes.items() if k not in escapes and v.within < known})
+
+        self.go_on(step, number=1.0, begin=tracers.append, end=end)
+        return replace(seen, end=frozenset(needs), escapes=escapes, beyond=frozenset(units))
+
     def with_plain_values(self, seen: Trace, step: Callable[[], Any]) -> Trace:
         """The trace, with the uses of what modules keep besides absent tensors."""
-        if isinstance(seen.stopped, AbsentValueError):  # the step goes on where the value is
-            self.go_on(step, number=1.0)
         of_units, around = self.state.written_apart(), self.state.written_around()
         if not of_units and not around:
             return seen
@@ -226,7 +245,7 @@ class _Scene:
             if part in of_units and not assigned and not tracer.is_under_way(part):
                 reads.append(PlainRead(units[id(part)], self.names[id(part)], attribute, tracer.place))
 
-        def end() -> None:
+        def end(_: Any) -> None:
             for part, attributes in (of_units | around).items():
                 for attribute in sorted(attributes):
                     name = self.name_of(part, attribute)

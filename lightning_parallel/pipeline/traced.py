@@ -136,7 +136,7 @@ class Trace:
 
     Attributes:
         end: the origins of what the step returned, logged and stored on modules, and of the value that ended the trace,
-            if it needed one.
+            if it needed one. What it goes on with then is found by guesses (see :func:`.trace`).
         writes: the indices of the calls that change an input in place, by the origin that it has afterwards.
         overwriting: the indices of calls that change in place a tensor that isn't absent, such as one of the batch.
         updates: the updates of parameters and buffers by the code around the units.
@@ -147,6 +147,7 @@ class Trace:
         plain_reads, carried: found only with ``plain_values``.
         unrepeatable: of the units in question, the calls that did something else when they ran again.
         stopped: the error that ended the step early; None if it came to its end.
+        beyond: the units that it goes on to call then.
         stored_after: the exits in question at which the step's own code had stored on modules what it computed from
             what units return; None stands for the end of the step.
     """
@@ -164,6 +165,7 @@ class Trace:
     unrepeatable: frozenset[Call]
     stopped: Exception | None
     stored_after: frozenset[Call | None]
+    beyond: frozenset[str] = frozenset()
 
     def position(self) -> dict[str, int]:
         """The index of each call, by the origin of its output."""

@@ -50,6 +50,7 @@ from lightning_parallel.parts.gradient_watch import GradientWatch, refuse_hooks_
 from lightning_parallel.parts.metric_sync import MetricSync
 from lightning_parallel.parts.optimizer_trial import refuse_parts
 from lightning_parallel.parts.options import ProcessOptions
+from lightning_parallel.parts.other_lightning import warn_of_other_modules
 from lightning_parallel.parts.predictions import share_predictions
 from lightning_parallel.parts.replicas import Replicas
 from lightning_parallel.parts.run import Run
@@ -69,6 +70,7 @@ class LayoutStrategy(ParallelStrategy):
     saves_random_states = True  # ExactResume asks for it
 
     def __init__(self, options: ProcessOptions, **axes: Size) -> None:
+        warn_of_other_modules()
         super().__init__(
             accelerator=options.accelerator,
             parallel_devices=options.parallel_devices,

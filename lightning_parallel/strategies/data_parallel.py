@@ -38,6 +38,7 @@ from lightning_parallel.parts.callbacks import bring_along
 from lightning_parallel.parts.log_joins import LogJoins
 from lightning_parallel.parts.logs import LogRecorder, logging_through
 from lightning_parallel.parts.manual import networks
+from lightning_parallel.parts.other_lightning import warn_of_other_modules
 from lightning_parallel.pipeline.interception import Interception
 from lightning_parallel.settings import SET_BY_TRAINER, Auto, check, takes
 
@@ -101,6 +102,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
 
     @takes(DataParallelOptions)
     def __init__(self, options: DataParallelOptions) -> None:
+        warn_of_other_modules()
         super().__init__(
             accelerator=options.accelerator,
             checkpoint_io=options.checkpoint_io,

@@ -44,6 +44,7 @@ from lightning_parallel.parts.manual import SEVERAL_OPTIMIZERS, refuse_manual_op
 from lightning_parallel.parts.microbatches import Microbatches, loss_of
 from lightning_parallel.parts.options import StagedOptions
 from lightning_parallel.parts.performance import StageFigures
+from lightning_parallel.parts.splitting import Splitting
 from lightning_parallel.parts.stages import Stages, refuse_evaluation, refuse_training
 from lightning_parallel.parts.start_table import Holding
 from lightning_parallel.parts.tensor_shards import TensorShards
@@ -143,10 +144,11 @@ class StagedStrategy(LayoutStrategy):
         if run.layout.stages > 1:
             refuse_evaluation(module)
 
+        splitting = Splitting(self.options, automatic_microbatches)
         places = placement or tuple(range(run.layout.stages))
         self._stages.take(
             run,
-            cut=lambda: agreed_partition(run, self.options, automatic_microbatches, places),
+            cut=lambda: agreed_partition(run, self.options, splitting, places),
             check=check,
             divide=lambda: self._shards.divide(
                 module, groups.along("tensor"), run.device, partial(trial_of, trainer, module)
@@ -193,11 +195,10 @@ class StagedStrategy(LayoutStrategy):
         earlier = EarlierChunks(module, self.stage)
         self._evaluation = Evaluation(run, self._engine, self._stages, look, self._last_stage, self._shards, earlier)
         known = partial(look.known, "training_step")
-        means = LossMeans(run, self.options.microbatch_weight, self._last_stage, known)
+        means = LossMeans(run, self.options.microbatch_weight, self._last_stage, known, by_user=splitting.by_user)
         self._microbatches = Microbatches(
             run,
-            self.options.microbatches,
-            automatic_microbatches,
+            splitting,
             shards=self._shards,
             look=look,
             means=means,

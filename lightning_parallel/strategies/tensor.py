@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -47,7 +47,8 @@ class TensorParallelOptions(ProcessOptions):
         tensor_parallel: the number of ranks that share a layer; ``"auto"``: all of them.
         plan: which layers are divided, and how: ``{"blocks.*.mlp.0": "column", "blocks.*.mlp.2": "row", ...}``, see
             :mod:`lightning_parallel.tensor.plan`. By default what the LightningModule's ``configure_tensor_parallel()``
-            returns, or the plan that its transformers model brings along.
+            returns, the plan that its transformers model brings along, or one found by trying. ``"none"``: nothing is
+            divided, and each rank computes the same.
         sequence_parallel: between the divided layers, divide the activations too, along the sequence (Korthikanti et
             al. 2022): less memory, the same traffic.
         data_parallel: the number of replicas of the model, each of which gets its share of every batch; ``"auto"``: as
@@ -55,7 +56,7 @@ class TensorParallelOptions(ProcessOptions):
     """
 
     tensor_parallel: Count | Auto = "auto"
-    plan: Plan | None = None
+    plan: Plan | Literal["none"] | None = None
     sequence_parallel: bool = False
     data_parallel: Count | Auto = 1
 

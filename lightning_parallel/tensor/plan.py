@@ -13,7 +13,7 @@ rules.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -30,7 +30,7 @@ Found = tuple[dict[str, str | Style] | None, str]  # rules (None: the step can't
 
 def find_plan(
     module: nn.Module,
-    given: Plan | None = None,
+    given: Plan | Literal["none"] | None = None,
     count: int = 2,
     announce: Callable[[str], None] = lambda text: None,
     make_run: MakeRun | None = None,
@@ -42,7 +42,7 @@ def find_plan(
 
     Args:
         module: the whole model, undivided.
-        given: the user's plan; None to look for one.
+        given: the user's plan; ``"none"`` to divide nothing; None to look for one.
         count: the number of tensor ranks.
         announce: called with the text about a plan that was found.
         make_run: makes a function that runs the module's step, to find a plan by; None if it can't be run.
@@ -52,6 +52,8 @@ def find_plan(
         ValueError: there is none, or it holds a style of transformers that has no counterpart here.
     """
     hook = getattr(module, "configure_tensor_parallel", None)
+    if given == "none":
+        return {}
     if given is not None:
         plan, source = dict(given), "plan={}"
     elif callable(hook):
@@ -74,7 +76,8 @@ def find_plan(
     if not plan and not any(isinstance(m, ParallelLayer) for m in module.modules()):  # divided by hand needs none
         raise ValueError(
             f"Tensor parallelism needs a plan, but {source}. Give plan={{'pattern': 'style'}}, or a "
-            f"configure_tensor_parallel() method that returns one. The layers are {layers_of(module)}."
+            f"configure_tensor_parallel() method that returns one; or plan='none', and each rank holds and computes "
+            f"all of it. The layers are {layers_of(module)}."
         )
     return plan
 

@@ -77,7 +77,7 @@ class _CopyLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.group, ctx.differs = group, True  # see functions.py
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight, bias).data  # no view, which autograd would let nobody change in place
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:  # type: ignore[override]

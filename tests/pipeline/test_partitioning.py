@@ -624,6 +624,37 @@ def test_a_stage_without_trainable_parameters_is_avoided() -> None:
     assert counts(partition(net, lambda: net(torch.ones(2, 4)), 2)) in ([3, 3], [4, 2])
 
 
+class FrozenBody(nn.Module):
+    """Finetuned by a head that hangs in no list of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Chain(*[4] * 4).requires_grad_(False)
+        self.head = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+
+    def step(self) -> Tensor:
+        return self.head(self.body.step())
+
+
+def test_a_module_is_opened_for_a_cut_that_leaves_each_stage_trainable_parameters() -> None:
+    net = FrozenBody()
+    assert partition(net, net.step, 2).owners["head.0.weight"] == (0,)
+
+
+def test_the_advice_for_a_stage_without_trainable_parameters_can_be_taken() -> None:
+    net = Chain(1, 1, 1)
+    net[0].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"balance=\[2, 1\]"):
+        partition(net, net.step, 2, balance=[1, 2])
+    assert partition(net, net.step, 2, balance=[2, 1]).bounds == (0, 2, 3)
+
+
+def test_more_chunks_than_layers_are_refused_with_what_there_can_be() -> None:
+    net = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="use one chunk each"):
+        partition(net, lambda: net(torch.ones(2)), 1, placement=(0, 0))
+
+
 def test_a_stage_without_trainable_parameters_is_refused_where_it_cannot_be_avoided() -> None:
     net = Chain(5, 5, 5, 5)
     for layer in list(net)[1:]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.pipeline.absent import AbsentTensor, AbsentValueError
-from lightning_parallel.pipeline.flow import Cargo, Flow, tensors_of
+from lightning_parallel.pipeline.flow import Cargo, Flow, FlowError, tensors_of
 from lightning_parallel.pipeline.partitioning import partition
 from lightning_parallel.pipeline.stage import Stage
 from tests.pipeline import by_hand
@@ -96,6 +96,34 @@ def test_what_the_loss_is_computed_from_crosses_to_the_last_stage() -> None:
     assert crossing(HiddenPenalty(), 4) == [set(), {("blocks.0", 0)}, {("blocks.0", 0)}]
     outputs = {("blocks.0", 0), ("blocks.1", 0)}
     assert crossing(MultiExit(), 4) == [set(), {("blocks.0", 0)}, outputs]
+
+
+class Asks(Net):
+    """Goes on with a value of the last stage."""
+
+    calls_again = False
+
+    def step(self, x: Tensor) -> Tensor:
+        first = self.stem(x)
+        output = self.head(self.body(first))
+        size = output.abs().mean().item()
+        if self.calls_again:
+            output = self.head(self.body(self.stem(x * size)))
+        return output.square().mean() + size * first.mean()
+
+
+def test_what_is_needed_after_a_value_was_asked_for_crosses() -> None:
+    assert crossing(Asks(), 2) == [{("stem", 0)}]
+
+
+def test_what_is_called_after_a_value_was_asked_for_is_on_the_last_stage() -> None:
+    again = Asks()
+    again.calls_again = True
+    assert partition(again, lambda: step(again), 2, **BLOCKS).units["stem"] == (0, 1)
+    stage = stage_of(model := Asks(), 2)
+    model.calls_again = True
+    with pytest.raises(FlowError, match="asks for a value, which only stage 1 has, and then calls 'blocks.0'"):
+        stage.survey(lambda: step(model))
 
 
 TOLD = ["returned", "logged", "kept in a list", "kept in a new dictionary", "kept as an attribute", "kept as a buffer"]
@@ -421,17 +449,20 @@ class Penalised(Net):
     def step(self, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
         output = self.head(self.body(self.stem(x)))
+        if self.by == "backward":
+            output.sum().backward()
+            return output.mean() + x.grad.mean()
         inputs = {"batch": x, "stem": self.stem.weight, "head": self.head.weight, "output": output}[self.by]
         (gradient,) = torch.autograd.grad(output.square().sum(), inputs, create_graph=True)
         return output.mean() + gradient.square().mean()
 
 
-@pytest.mark.parametrize("by", ["batch", "stem"])
+@pytest.mark.parametrize("by", ["batch", "stem", "backward"])
 def test_gradients_through_several_stages_are_refused(by: str) -> None:
     model = Penalised()
     model.by = by
     stage = stage_of(model, 2)
-    with pytest.raises(RuntimeError, match=r"torch\.autograd\.grad on what several pipeline stages compute"):
+    with pytest.raises(RuntimeError, match=r"torch\.autograd\.grad or backward on what several"):
         stage.survey(lambda: step(model))
 
 

@@ -172,7 +172,7 @@ CASES: dict[str, tuple[type[Net], dict[str, Any], str, list[str]]] = {
     "balance-text": (Net, {"balance": "weight"}, "ValueError", ["balance='weight'", "'parameters'", "'layers'"]),
     "no-chain": (NoChain, {}, "ValueError", ["stages=3", "only 1 layers", "at most 1 stages"]),
     "frozen": (
-        Frozen, {"balance": [1, 2, 2]}, "ValueError", ["Stage 0 of 3", "no trainable parameter", "balance=[", "'net.0'"]
+        Frozen, {"balance": [1, 2, 2]}, "ValueError", ["Stage 0 of 3", "no trainable parameter", "stages.", "'net.0'"]
     ),
     "manual": (Manual, {}, "ValueError", ["automatic_optimization=False", "Use automatic"]),
     "backward": (OwnBackward, {}, "ValueError", ["OwnBackward.backward", "Remove the override"]),

@@ -37,6 +37,11 @@ def test_a_plan_of_the_module_s_own_trains_as_in_one_process(pool: WorkerPool, s
     assert_equal(pool.run(train, ranks, "Mixed", "tensor", init=False), single("Mixed"))
 
 
+def test_a_model_that_nothing_divides_trains_where_the_user_says_so(pool: WorkerPool, single: Any) -> None:
+    reports = pool.run(train, 2, "LeNet", "tensor", {"plan": "none"}, init=False)
+    assert_equal(reports, single("LeNet"))
+
+
 @pytest.mark.parametrize("trainer_options", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.05}], ids=str)
 def test_accumulation_and_clipping_with_sequence_parallelism_as_in_one_process(
     pool: WorkerPool, single: Any, trainer_options: dict[str, Any]

@@ -23,6 +23,7 @@ from lightning_parallel.pipeline.absent import AbsentTensor, absent_like
 from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from lightning_parallel.tensor.region import ShardedRegion
+from lightning_parallel.tensor.whole_input import copy_linear
 from tests.pool import WorkerPool
 
 WORLD_SIZES = [2, 3, 4]
@@ -339,6 +340,14 @@ def second_derivatives() -> None:
     (grad,) = torch.autograd.grad(row(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("function", [
+    lambda x: copy_linear(x, torch.ones(5, 4), torch.ones(5), alone()),
+    lambda x: functions.gather(x.to("meta"), -1, alone(0, 2)),
+])  # fmt: skip
+def test_outputs_may_be_changed_in_place(function: Any) -> None:
+    assert function(torch.ones(2, 3, 4, requires_grad=True)).relu_().requires_grad
 
 
 def test_a_second_derivative_is_refused(pool: WorkerPool) -> None:

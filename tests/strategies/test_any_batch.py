@@ -1,0 +1,70 @@
+"""Batches whose samples don't lie along dimension 0 of all tensors train as in one process, or are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.pool import WorkerPool
+from tests.strategies.failures import LIMIT, assert_refused
+from tests.strategies.harness import joined, largest_difference, train
+from tests.strategies.models import Base, Rows
+
+WIDTH = 3
+
+
+class Tables(Base):
+    """A batch of tables of different lengths: their rows one below the other, and the table of each row."""
+
+    def build(self) -> None:
+        self.net = nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def loss(self, batch: Any) -> Tensor:
+        rows, table, targets = batch
+        sums = torch.zeros(len(targets), 1).index_add(0, table, self.net(rows))
+        return (sums - targets).square().mean()
+
+    @classmethod
+    def loader(cls, *_: Any, **__: Any) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(3)
+        batches = []
+        for lengths in ([3, 1, 2, 4], [2, 2, 1, 5]):
+            table = torch.arange(4).repeat_interleave(torch.tensor(lengths))
+            values = torch.randn(len(table) + 4, WIDTH, generator=generator)
+            batches.append((values[4:], table, values[:4, :1]))
+        return DataLoader(Rows(batches), batch_size=None)
+
+
+def halves(batch: Any, count: int) -> list[Any]:
+    rows, table, targets = batch
+    parts = torch.arange(len(targets)).chunk(count)
+    return [(rows[torch.isin(table, p)], table[torch.isin(table, p)] - p[0], targets[p]) for p in parts]
+
+
+def nothing(batch: Any, count: int) -> list[Any]:
+    return []
+
+
+@pytest.mark.parametrize("options", [
+    {"microbatches": 1}, {}, {"microbatches": 2, "split": halves},
+])  # fmt: skip
+def test_tables_train_as_in_one_process(pool: WorkerPool, options: dict[str, Any]) -> None:
+    single = pool.run(train, 1, Tables, init=False, max_epochs=1)[0]
+    reports = pool.run(train, 2, Tables, "sync", options, init=False, max_epochs=1)
+    assert largest_difference(joined(reports, "weights"), single.weights) < 1e-12
+    assert all(report.metrics == pytest.approx(single.metrics, abs=1e-12) for report in reports)
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"microbatches": 2}, ["microbatches=2", "batch[0] has 10", "split=", "microbatches=1"]),
+    ({"microbatches": 2, "split": nothing}, ["split=", "0 parts"]),
+])  # fmt: skip
+def test_what_cannot_be_split_is_refused_before_training(
+    pool: WorkerPool, options: dict[str, Any], words: list[str]
+) -> None:
+    failures = pool.run(train, 2, Tables, "sync", options, init=False, expect_errors=True, timeout=LIMIT)
+    assert_refused(failures, "ValueError", words)
