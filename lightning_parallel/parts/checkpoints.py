@@ -24,6 +24,7 @@ from lightning_parallel.checkpoint.rank import RankCheckpoint
 from lightning_parallel.checkpoint.whole import check_archive
 from lightning_parallel.collectives import Group, decided_by_first, together
 from lightning_parallel.local_model import LocalModel
+from lightning_parallel.parts.as_given import save_as_given
 from lightning_parallel.parts.background import BackgroundSave
 from lightning_parallel.pipeline.absent import AbsentTensor
 
@@ -105,6 +106,7 @@ class Checkpoints:
         if storage_options is not None:
             raise TypeError(f"storage_options={storage_options!r}: this strategy's checkpoint is a local directory.")
         together(None, lambda: self._refuse_others(checkpoint.get("state_dict", {})))
+        save_as_given(checkpoint, module.trainer, module)
         aliases = self._local.tied_names(module)
         extra = {name: value for name, value in _extra_state(module).items() if _is_here(module, name)}
         state = module.trainer.state

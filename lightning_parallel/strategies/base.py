@@ -31,6 +31,7 @@ from lightning_parallel.groups import Groups
 from lightning_parallel.layout import Layout, Size
 from lightning_parallel.lightning_private.data import take_back_loaders
 from lightning_parallel.lightning_private.launching import (
+    asked_weights_only,
     callbacks_of,
     launched_by_make_launcher,
     layer_sync_of,
@@ -463,6 +464,8 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read this rank's part of a checkpoint: of a directory written under any layout, or of a plain file."""
+        if weights_only is None:
+            weights_only = asked_weights_only(self)
         optimizers = self._optimizers_to_fill()
         return self.checkpoints.load(checkpoint_path, self.run.module, optimizers, weights_only, self.checkpoint_io)
 
