@@ -304,7 +304,8 @@ class SavesAfterAnError(Callback):
         self.path = path
 
     def on_exception(self, trainer: Any, *_: Any) -> None:
-        trainer.save_checkpoint(self.path)
+        if trainer.global_step:  # as Lightning's callbacks: before, there is nothing to save
+            trainer.save_checkpoint(self.path)
 
 
 def fit_failing(strategy: str, stage: int, place: str, how: str, checkpoint: str) -> None:
