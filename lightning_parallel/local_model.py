@@ -54,7 +54,7 @@ class LocalModel:
                 parameters[name] = parameter
 
         def buffers() -> dict[str, Tensor]:
-            persistent = module.state_dict(keep_vars=True)
+            persistent = nn.Module.state_dict(module, keep_vars=True)  # whatever the module leaves out of its own
             return {name: buffer for name, buffer in module.named_buffers() if name in persistent}
 
         return cls(parameters, buffers, shards or {}, aliases)

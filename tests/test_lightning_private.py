@@ -89,6 +89,18 @@ def test_script_launcher_starts_processes_by_script() -> None:
     assert (launcher.num_processes, launcher.num_nodes, launcher.is_interactive_compatible) == (3, 2, False)
 
 
+def test_asked_weights_only_is_what_the_call_was_given() -> None:
+    """Otherwise a checkpoint with more than plain values could not be resumed from: Lightning drops the argument."""
+    strategy = SingleDeviceStrategy()
+    strategy._launcher = lightning_private.launching.script_launcher(LightningEnvironment(), 1, 1)  # type: ignore[assignment]
+    assert lightning_private.launching.asked_weights_only(strategy) is None
+    run = trainer(strategy=strategy)
+    for method in (run._fit_impl, run._validate_impl, run._test_impl, run._predict_impl):
+        assert "weights_only" in inspect.signature(method).parameters
+    run.fit(Net(), DataLoader(torch.ones(4, 1)), weights_only=False)
+    assert lightning_private.launching.asked_weights_only(strategy) is False
+
+
 def test_init_process_group_takes_what_it_is_given() -> None:
     from lightning.fabric.utilities import distributed
 

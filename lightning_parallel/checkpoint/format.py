@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,8 +28,9 @@ from lightning_parallel.checkpoint import directory
 from lightning_parallel.checkpoint.agreement import RankSummary, agree, differences, digests, refuse, writers
 from lightning_parallel.checkpoint.directory import TRAINER, PathLike
 from lightning_parallel.checkpoint.keys import MODEL, OptimizerState, divided, key_in, nearest, parts_of
+from lightning_parallel.checkpoint.plain import as_plain
 from lightning_parallel.checkpoint.reading import Reader, plain_errors
-from lightning_parallel.checkpoint.slices import Slices, empty_like
+from lightning_parallel.checkpoint.slices import Slices, collected, empty_like
 from lightning_parallel.checkpoint.whole import CONTENTS, contents_of
 from lightning_parallel.collectives import Group, decided_by_first, gather_objects_on_first, guarded, together
 
@@ -69,6 +70,7 @@ def save(
     order: Sequence[str] = (),
     aliases: Mapping[str, str] = MappingProxyType({}),
     extra_state: Mapping[str, Any] = MappingProxyType({}),
+    file: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
     """Write a checkpoint, replacing the one at ``path``. Every rank of the group calls it.
 
@@ -91,6 +93,7 @@ def save(
             The first rank's are saved.
         extra_state: what modules here have in their ``state_dict`` besides parameters and buffers, such as what
             ``get_extra_state`` returns. Of modules on several ranks the lowest rank's is saved.
+        file: writes one file instead, as one process has it (:func:`.plain.as_plain`). The first rank calls it.
 
     Raises:
         ValueError: the ranks disagree about shapes or groups, or share a coordinate.
@@ -112,17 +115,22 @@ def save(
     summaries = gather_objects_on_first(summary, group)
     of_all: dict[str, Any] = {}  # on the first rank
 
-    def begin() -> tuple[str, dict[str, int]]:
+    def begin() -> tuple[str, dict[str, int], int]:
         joined, shared = agree(summaries or [], order)
         chosen = writers(summaries or [], shared)
-        new = directory.begin(path)
-        new.mkdir()
+        new = directory.begin(path) if file is None else path
+        if file is None:
+            new.mkdir()
         of_all.update(joined)
-        return str(new), chosen
+        return str(new), chosen, max(len(rank.shapes) for rank in summaries or ())
 
-    unfinished, chosen = decided_by_first(group, begin)
+    unfinished, chosen, most = decided_by_first(group, begin)
     new, mine = Path(unfinished), dist.get_rank(group) if dist.is_initialized() else 0
     own = {key: tensor for key, tensor in tensors.items() if chosen.get(key, mine) == mine}
+    if file is not None:
+        wholes, write = collected(own, most, group), file
+        decided_by_first(group, lambda: write(as_plain({"trainer": dict(trainer), **of_all}, wholes, aliases)))
+        return
 
     def end() -> None:
         with _on_disk(new / CONTENTS) as file:

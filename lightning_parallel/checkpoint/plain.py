@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +46,28 @@ def read_plain(path: PathLike, weights_only: bool = True) -> dict[str, Any]:
         return read_file(Path(path), Path(path), weights_only)
     reader = Reader(path)
     saved = reader.trainer(weights_only)
-    generators = {replica: of_place(reader.found, place) for replica, place in of_replicas(reader.found).items()}
-    keys = [key for key in reader.found if parameter_of(key)]
-    tensors = _read(reader, keys + [key for by_name in generators.values() for key in by_name.values()])
+    generators = [of_place(reader.found, place).values() for place in of_replicas(reader.found).values()]
+    tensors = _read(reader, (*filter(parameter_of, reader.found), *chain.from_iterable(generators)))
+    return as_plain(saved, tensors, reader.contents["aliases"])
 
+
+def as_plain(saved: Mapping[str, Any], tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Any]:
+    """What one process would have saved.
+
+    Args:
+        saved: the content of trainer.pt.
+        tensors: by their keys in a directory.
+        aliases: the further names of tied tensors, with the name that each has in ``tensors``.
+    """
+    generators = {replica: of_place(tensors, place) for replica, place in of_replicas(tensors).items()}
     states: list[dict[str, dict[str, Any]]] = [
         {name: dict(values) for name, values in scalars.items()} for scalars in saved["optimizer_scalars"]
     ]
-    for key in keys:
+    for key, tensor in tensors.items():
         if (parts := parts_of(key)) is not None:
             index, parameter, name = parts
-            states[index].setdefault(parameter, {})[name] = tensors[key]
-    plain: dict[str, Any] = {**saved["trainer"], "state_dict": _state_dict(reader, tensors) | saved["extra_state"]}
+            states[index].setdefault(parameter, {})[name] = tensor
+    plain: dict[str, Any] = {**saved["trainer"], "state_dict": _state_dict(aliases, tensors) | saved["extra_state"]}
     if "lr_schedulers" in plain:  # else only the weights were saved
         pairs = zip(states, saved["param_groups"], strict=True)
         plain["optimizer_states"] = [_numbered(state, groups) for state, groups in pairs]
@@ -126,7 +137,8 @@ def read_full(path: PathLike, weights_only: bool = True) -> dict[str, Tensor]:
         content = read_file(Path(path), Path(path), weights_only)
         return dict(content.get("state_dict", content))
     reader = Reader(path)
-    state_dict = _state_dict(reader, _read(reader, (key for key in reader.found if key.startswith(MODEL))))
+    tensors = _read(reader, (key for key in reader.found if key.startswith(MODEL)))
+    state_dict = _state_dict(reader.contents["aliases"], tensors)
     if reader.contents["extra_state"]:
         state_dict |= reader.trainer(weights_only)["extra_state"]
     return state_dict
@@ -140,10 +152,10 @@ def _read(reader: Reader, keys: Iterable[str]) -> dict[str, Tensor]:
     return tensors
 
 
-def _state_dict(reader: Reader, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _state_dict(aliases: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The model's tensors among those of a checkpoint, tied ones under all their names."""
     held = {key.removeprefix(MODEL): tensor for key, tensor in tensors.items() if key.startswith(MODEL)}
-    return held | {name: held[first] for name, first in reader.contents["aliases"].items() if first in held}
+    return held | {name: held[first] for name, first in aliases.items() if first in held}
 
 
 def _numbered(state: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

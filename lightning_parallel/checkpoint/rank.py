@@ -27,7 +27,7 @@ from lightning_parallel.checkpoint.plain import OF_TENSORS
 from lightning_parallel.checkpoint.random_state import RANDOM_STATE, random_state
 from lightning_parallel.checkpoint.slices import Slices, empty_like, fill, on_host
 from lightning_parallel.collectives import together
-from lightning_parallel.local_model import LocalModel
+from lightning_parallel.local_model import LocalModel, memory_of
 from lightning_parallel.torch_private import tree_map
 
 
@@ -65,30 +65,35 @@ class RankCheckpoint:
         extra_state: Mapping[str, Any],
         *,
         copied: bool = False,
+        file: Callable[[dict[str, Any]], None] | None = None,
     ) -> Callable[..., None]:
         """A function that writes the directory: :func:`lightning_parallel.checkpoint.save`, all but its ``path`` and
         ``group``.
 
         Args:
-            checkpoint: the trainer's state, as Lightning's ``dump_checkpoint`` makes it.
+            checkpoint: the trainer's state, as Lightning's ``dump_checkpoint`` makes it. What a hook has taken out of
+                its ``state_dict`` isn't saved.
             optimizers: the optimizers whose state is saved, unless ``checkpoint`` has no optimizer states.
             aliases: the further names of tied tensors, with the name that each is saved under.
             copied: copy the state to host memory now, so that later changes of it aren't written.
+            file: see :func:`lightning_parallel.checkpoint.save`.
         """
+        model = {name: tensor for name, tensor in self._model.items() if name in checkpoint["state_dict"]}
         trainer = {key: value for key, value in checkpoint.items() if key not in OF_TENSORS}
         with_optimizers = "optimizer_states" in checkpoint
         states = [self._optimizer_state(optimizer) for optimizer in optimizers] if with_optimizers else []
         return partial(
             format_.save,
-            model={name: on_host(tensor) for name, tensor in self._model.items()} if copied else self._model,
+            model={name: on_host(tensor) for name, tensor in model.items()} if copied else model,
             optimizers=[_on_host(state) for state in states] if copied else states,
-            trainer=_written_and_read(trainer) if copied else trainer,
+            trainer=written_and_read(trainer) if copied else trainer,
             rank_state=random_state(),
             coordinate=self._coordinate,
             own_options=set(self._written_options),
             order=[name for groups in self._group_names for names in groups for name in names],
             aliases=aliases,
-            extra_state=_written_and_read(dict(extra_state)) if copied else extra_state,
+            extra_state=written_and_read(dict(extra_state)) if copied else extra_state,
+            file=file,
         )
 
     def _optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
@@ -121,13 +126,16 @@ class RankCheckpoint:
 
     # -- load ----------------------------------------------------------------------------------------------------
 
-    def load(self, path: PathLike, optimizers: Sequence[Optimizer], weights_only: bool) -> dict[str, Any]:
+    def load(
+        self, path: PathLike, optimizers: Sequence[Optimizer], weights_only: bool, strict: bool = True
+    ) -> dict[str, Any]:
         """Fill this rank's tensors and its optimizers from a directory. A collective over all ranks.
 
         Args:
             path: the directory, written under any layout.
             optimizers: the optimizers to fill; empty where nothing is trained.
             weights_only: see :func:`lightning_parallel.checkpoint.load`.
+            strict: see there.
 
         Returns:
             The trainer's state, with empty ``optimizer_states``. Its ``state_dict`` holds what modules keep besides
@@ -139,6 +147,7 @@ class RankCheckpoint:
             model=self._model,
             parameters=list(self._parameters) if optimizers else [],
             coordinate=self._coordinate,
+            strict=strict,
             weights_only=weights_only,
         )
         if optimizers and loaded.optimizers:
@@ -150,30 +159,39 @@ class RankCheckpoint:
         return {**loaded.trainer, **rest}
 
     def take(
-        self, loaded: Mapping[str, Any], path: PathLike, optimizers: Sequence[Optimizer], names: Collection[str]
+        self,
+        loaded: Mapping[str, Any],
+        path: PathLike,
+        optimizers: Sequence[Optimizer],
+        names: Collection[str],
+        strict: bool = True,
     ) -> dict[str, Any]:
         """Fill this rank's tensors and its optimizers from a plain checkpoint of a single process. A collective over
         all ranks.
 
         Args:
-            loaded: the content of the file.
+            loaded: the content of the file. In its ``state_dict``, what a hook has put there of this rank's own tensors
+                stays as it is.
             path: names the file in errors.
             optimizers: the optimizers to fill; empty where nothing is trained.
             names: all names in the whole model's ``state_dict``.
+            strict: see :func:`lightning_parallel.checkpoint.load`.
 
         Raises:
             ValueError: on every rank, before anything has changed, if the file is of another model, or has another
                 number of optimizers.
         """
         states = loaded.get("optimizer_states") or []
-        shapes = {name: tensor.shape for name, tensor in loaded["state_dict"].items() if isinstance(tensor, Tensor)}
-        problems = differences(self._model, shapes, strict=True)
-        together(None, lambda: refuse(path, problems, loaded["state_dict"], names))
+        tensors = {name: tensor for name, tensor in loaded["state_dict"].items() if isinstance(tensor, Tensor)}
+        own = {name for name, tensor in self._model.items() if name in tensors and _share(tensor, tensors[name])}
+        model = {name: tensor for name, tensor in self._model.items() if name not in own}
+        problems = differences(model, {name: tensor.shape for name, tensor in tensors.items()}, strict=strict)
+        together(None, lambda: refuse(path, problems, loaded["state_dict"] if strict else (), names))
         if optimizers and states:
             _check_count(path, len(states), len(optimizers))
         with torch.no_grad():
-            for name, tensor in self._model.items():
-                fill(tensor, loaded["state_dict"][name])
+            for name in model.keys() & tensors.keys():
+                fill(model[name], tensors[name])
         if optimizers and states:
             for optimizer, groups, saved in zip(optimizers, self._group_names, states, strict=True):
                 # States are numbered through an optimizer's groups, in the order of `group_names`.
@@ -210,7 +228,7 @@ class RankCheckpoint:
         optimizer.load_state_dict({"state": states, "param_groups": packed})
 
 
-def _written_and_read(trainer: dict[str, Any]) -> dict[str, Any]:
+def written_and_read(trainer: dict[str, Any]) -> dict[str, Any]:
     """A copy as writing and reading it would give: it shares nothing, and lies on the CPU. ``deepcopy`` refuses tensors
     with a graph."""
     file = io.BytesIO()
@@ -218,6 +236,12 @@ def _written_and_read(trainer: dict[str, Any]) -> dict[str, Any]:
     file.seek(0)
     copy: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)  # of this process
     return copy
+
+
+def _share(tensor: Tensor, other: Tensor) -> bool:
+    """Is one the other, or a view of it?"""
+    memory = memory_of(tensor.local if isinstance(tensor, Slices) else tensor)
+    return memory != 0 and memory == memory_of(other)
 
 
 def _on_host(optimizer: OptimizerState) -> OptimizerState:

@@ -17,6 +17,7 @@ which DTensor implements too. A DTensor won't do here: it has one box, and the s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from lightning_parallel.collectives import Group, gather_objects_on_first
 from lightning_parallel.local_model import local_part
 from lightning_parallel.shard import Shard, piece
 from lightning_parallel.torch_private import wrapper_tensor
@@ -131,6 +133,29 @@ def on_host(tensor: Tensor) -> Tensor:
     return Boxes(tensor.shape, tensor.dtype, copies) if isinstance(tensor, Boxes | DTensor) else copies[0][1]
 
 
+def collected(own: Mapping[str, Tensor], most: int, group: Group) -> dict[str, Tensor]:
+    """Whole tensors by their keys, in host memory, on the group's first rank; elsewhere none. All ranks call it.
+
+    Args:
+        own: what this rank holds. The boxes of all ranks fill each tensor.
+        most: the largest number of tensors on a rank: one of each rank travels at a time.
+    """
+    wholes: dict[str, Tensor] = {}
+    for key, tensor in islice(chain(own.items(), repeat((None, None))), most):
+        boxes = [] if tensor is None else [(list(at), values.cpu()) for at, values in _boxes_of(tensor)]
+        shape, dtype = (None, None) if tensor is None else (tuple(tensor.shape), tensor.dtype)
+        for name, size, kind, parts in gather_objects_on_first((key, shape, dtype, boxes), group) or ():
+            if name is not None and size is not None:
+                whole = wholes[name] if name in wholes else wholes.setdefault(name, torch.empty(size, dtype=kind))
+                for at, values in parts:
+                    _box(whole, at, values).copy_(values)
+    return wholes
+
+
+def _box(whole: Tensor, at: Sequence[int], like: Tensor) -> Tensor:
+    return whole[tuple(slice(begin, begin + size) for begin, size in zip(at, like.shape, strict=True))]
+
+
 def empty_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor of which this rank holds the same part. It is on the CPU, unless it is a DTensor."""
     if isinstance(tensor, Slices):
@@ -143,4 +168,4 @@ def empty_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def fill(tensor: Tensor, whole: Tensor) -> None:
     """Fill what this rank holds of a tensor from the whole, which every rank has."""
     for at, values in _boxes_of(tensor):
-        values.copy_(whole[tuple(slice(begin, begin + size) for begin, size in zip(at, values.shape, strict=True))])
+        values.copy_(_box(whole, at, values))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -36,9 +37,24 @@ def launched_by_make_launcher(strategy: S) -> S:
     return strategy
 
 
+class _ScriptLauncher(_SubprocessScriptLauncher):
+    weights_only: bool | None = None
+
+    def launch(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {name: value for name, value in kwargs.items() if name != "trainer"}
+        self.weights_only = inspect.signature(function).bind(*args, **given).arguments.get("weights_only")
+        return super().launch(function, *args, **kwargs)
+
+
 def script_launcher(environment: ClusterEnvironment, processes: int, nodes: int) -> Any:
     """The launcher that starts a script once more for each further process, as Lightning's own strategies do."""
-    return _SubprocessScriptLauncher(environment, processes, nodes)
+    return _ScriptLauncher(environment, processes, nodes)
+
+
+def asked_weights_only(strategy: Strategy) -> bool | None:
+    """What ``Trainer.fit(weights_only=...)``, or another call of the Trainer's, was given. Lightning doesn't hand it to
+    a strategy that loads a checkpoint after its set-up; a :func:`script_launcher` sees the call's arguments."""
+    return getattr(strategy.launcher, "weights_only", None)
 
 
 def init_process_group(environment: ClusterEnvironment, backend: str, timeout: timedelta, **options: Any) -> None:

@@ -9,6 +9,7 @@ one process.
     BatchSizeFinder                     refused                    as in one process
     ModelPruning                        refused                    as in one process
     BaseFinetuning                      refused under pipelines    as in one process
+    OnExceptionCheckpoint               refused for several ranks as in one process
     LearningRateFinder                  refused if asynchronous    as in one process
 """
 
@@ -22,7 +23,9 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     Callback,
     LearningRateFinder,
+    ModelCheckpoint,
     ModelPruning,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -78,6 +81,22 @@ def bring_along(trainer: pl.Trainer) -> None:
     for own in (ExactResume(), Preemption(), FiniteLoss(stop_after=None)):
         if not any(isinstance(callback, type(own)) for callback in callbacks):
             callbacks.insert(0, own)
+
+
+def refuse_saves_after_errors(callbacks: Iterable[Callback]) -> None:
+    """Refuse callbacks that save after an error of a rank, where a checkpoint needs all of them.
+
+    Raises:
+        ValueError: it names the callback.
+    """
+    for callback in callbacks:
+        asked = isinstance(callback, ModelCheckpoint) and callback.save_on_exception
+        if asked or isinstance(callback, OnExceptionCheckpoint):
+            raise ValueError(
+                f"{type(callback).__name__}{'(save_on_exception=True)' * asked} can't save: after an error of one rank "
+                f"the others can't be asked for their parts. Save while training goes on, with "
+                f"ModelCheckpoint(every_n_train_steps=..., save_last=True)."
+            )
 
 
 def refuse_callbacks(callbacks: Iterable[Callback], refused: Reasons, strategy: str) -> None:

@@ -3,7 +3,7 @@ names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,22 +20,27 @@ from torch.optim import Optimizer
 
 from lightning_parallel import checkpoint as format_
 from lightning_parallel.checkpoint.plain import OF_TENSORS
-from lightning_parallel.checkpoint.rank import RankCheckpoint
+from lightning_parallel.checkpoint.rank import RankCheckpoint, written_and_read
 from lightning_parallel.checkpoint.whole import check_archive
 from lightning_parallel.collectives import Group, decided_by_first, together
 from lightning_parallel.local_model import LocalModel
+from lightning_parallel.parts.as_given import save_as_given
 from lightning_parallel.parts.background import BackgroundSave
-from lightning_parallel.pipeline.absent import AbsentTensor
+from lightning_parallel.parts.state_dicts import extra_state, is_here, named_tensors, refuse_others
+
+WriteFile = Callable[[dict[str, Any]], None]
 
 
 class Checkpoints:
-    """Saves and loads a run's state. A checkpoint is a directory that all ranks write.
+    """Saves and loads a run's state. A checkpoint is a directory that all ranks write, or a file.
 
     Args:
         coordinate: this rank's place in the layout.
         group_names: for each optimizer and each of its parameter groups, the whole model's names in it.
             :meth:`take_groups` fills it. A later run that only evaluates still saves by it.
         background: runs saves while training goes on; None: training waits for them.
+        file: writes one file; None: a checkpoint is a directory.
+        as_lightning: every rank holds all of the model, and the file is what Lightning has collected.
 
     Attributes:
         written_options: the options that an optimizer is known to write itself, which may differ between ranks.
@@ -47,12 +52,17 @@ class Checkpoints:
         coordinate: str,
         group_names: list[list[list[str]]],
         background: BackgroundSave | None = None,
+        *,
+        file: CheckpointIO | None = None,
+        as_lightning: bool = False,
     ) -> None:
         self._local = local
         self._coordinate = coordinate
         self._group_names = group_names
         self.written_options: set[str] = set()
         self._background = background
+        self._file = file
+        self._as_lightning = as_lightning
         self._failed = False
 
     def take_groups(self, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
@@ -94,7 +104,7 @@ class Checkpoints:
         optimizers: Sequence[Optimizer],
         storage_options: Any | None,
     ) -> None:
-        """Write a directory with every rank's part. All ranks call it.
+        """Write a directory with every rank's part, or a file. All ranks call it.
 
         During training it may be written in the background. Its name is taken at once: Lightning checks for such a path
         when it looks for a name, and removes other checkpoints.
@@ -102,19 +112,26 @@ class Checkpoints:
         if self._failed:
             rank_zero_warn(f"Not saved after an error: {path}. A checkpoint needs every rank.")
             return
-        if storage_options is not None:
-            raise TypeError(f"storage_options={storage_options!r}: this strategy's checkpoint is a local directory.")
-        together(None, lambda: self._refuse_others(checkpoint.get("state_dict", {})))
-        aliases = self._local.tied_names(module)
-        extra = {name: value for name, value in _extra_state(module).items() if _is_here(module, name)}
+        if storage_options is not None and self._file is None:
+            raise TypeError(
+                f"storage_options={storage_options!r}: this strategy's checkpoint is a local directory. Set "
+                f"checkpoint='file'."
+            )
+        save_as_given(checkpoint, module.trainer, module)
+        file: WriteFile | None = None
+        if self._file is not None:
+            file = partial(self._file.save_checkpoint, path=path, storage_options=storage_options)
+        writer: Callable[..., Callable[..., None]] = partial(self._writer, checkpoint, module, optimizers, file)
+        if self._as_lightning and file is not None:
+            writer = partial(_lightnings_writer, checkpoint if module.trainer.is_global_zero else {}, file)
         state = module.trainer.state
         trains = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
         if self._background is None or not trains:
             self.finish()
-            self._part().writer(checkpoint, optimizers, aliases, extra)(path)
+            together(None, writer)(path)
             return
         self._background.finish()  # one copy in memory at a time
-        write = together(None, lambda: self._part().writer(checkpoint, optimizers, aliases, extra, copied=True))
+        write = together(None, partial(writer, copied=True))
         taken = self._take_name(Path(path)) if module.trainer.is_global_zero else False
 
         def save(group: Group) -> None:
@@ -122,26 +139,43 @@ class Checkpoints:
                 write(path, group=group)
             except Exception:
                 if taken:
-                    with suppress(OSError):
-                        Path(path).rmdir()  # only while it is empty
+                    _give_back_name(Path(path))
                 raise
 
         self._background.start(str(path), save)
 
-    def _refuse_others(self, state_dict: Mapping[str, Any]) -> None:
-        held = {**self._local.parameters, **self._local.buffers()}
-        for name, value in state_dict.items():
-            if held.get(name) is not value:
-                raise ValueError(
-                    f"on_save_checkpoint sets checkpoint['state_dict'][{name!r}]: each rank saves the tensors that it "
-                    f"holds. Save other values under a key of their own in the checkpoint."
-                )
+    def state_dict(self, module: pl.LightningModule) -> dict[str, Any]:
+        """What the module's ``state_dict()`` says is to be saved. Tensors of other ranks are absent or in parts.
 
-    @staticmethod
-    def _take_name(path: Path) -> bool:
-        """Make an empty folder for the coming checkpoint, if nothing is there."""
+        Raises:
+            ValueError: it has other names or other values than the module.
+        """
+        state_dict = module.state_dict()
+        if not self._as_lightning:
+            refuse_others(state_dict, module, f"{type(module).__name__}.state_dict()")
+        return state_dict
+
+    def _writer(
+        self,
+        checkpoint: Mapping[str, Any],
+        module: pl.LightningModule,
+        optimizers: Sequence[Optimizer],
+        file: WriteFile | None,
+        *,
+        copied: bool = False,
+    ) -> Callable[..., None]:
+        state_dict = checkpoint["state_dict"]
+        refuse_others(state_dict, module, "on_save_checkpoint sets checkpoint['state_dict']")
+        own = named_tensors(module)
+        extra = {name: value for name, value in state_dict.items() if name not in own and is_here(module, name)}
+        aliases = self._local.tied_names(module)
+        return self._part().writer(checkpoint, optimizers, aliases, extra, copied=copied, file=file)
+
+    def _take_name(self, path: Path) -> bool:
+        """Make an empty folder or file for the coming checkpoint, if nothing is there."""
         with suppress(OSError):  # the save itself will say what is wrong
-            path.mkdir(parents=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir() if self._file is None else path.touch(exist_ok=False)
             return True
         return False
 
@@ -165,8 +199,7 @@ class Checkpoints:
             if asked:
                 return together(None, lambda: format_.PlainOnDemand(path, safe))
             return self._load_part(path, module, optimizers, safe)
-        if Path(path).is_file():  # a CheckpointIO of the user's may know other places
-            decided_by_first(None, lambda: check_archive(Path(path), Path(path)))
+        check_file(path)
         content = io.load_checkpoint(path, weights_only=safe)
         return content if asked else self._take(content, path, module, optimizers)
 
@@ -185,16 +218,16 @@ class Checkpoints:
     def _load_part(
         self, path: str | Path, module: pl.LightningModule, optimizers: Sequence[Optimizer], safe: bool
     ) -> dict[str, Any]:
-        loaded = self._part().load(path, optimizers, safe)
+        loaded = self._part().load(path, optimizers, safe, module.strict_loading)
         module.load_state_dict(loaded["state_dict"], strict=False)
         return {**loaded, "state_dict": {}}
 
     def _take(
         self, content: dict[str, Any], path: str | Path, module: pl.LightningModule, optimizers: Sequence[Optimizer]
     ) -> dict[str, Any]:
-        names = module.state_dict(keep_vars=True).keys()
-        loaded = self._part().take(content, path, optimizers, names)
-        extra = {name: content["state_dict"][name] for name in _extra_state(module) if name in content["state_dict"]}
+        names = nn.Module.state_dict(module, keep_vars=True).keys()
+        loaded = self._part().take(content, path, optimizers, names, module.strict_loading)
+        extra = {name: content["state_dict"][name] for name in extra_state(module) if name in content["state_dict"]}
         module.load_state_dict(extra, strict=False)
         return loaded
 
@@ -219,17 +252,33 @@ class Checkpoints:
         return RankCheckpoint(self._local, self._group_names, self._coordinate, self.written_options)
 
 
-def _extra_state(module: nn.Module) -> dict[str, Any]:
-    """The entries of ``state_dict`` that aren't parameters or buffers, such as what ``get_extra_state`` returns."""
-    tensors = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    tensors |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
-    return {name: value for name, value in module.state_dict(keep_vars=True).items() if name not in tensors}
+def _lightnings_writer(checkpoint: dict[str, Any], file: WriteFile, *, copied: bool = False) -> Callable[..., None]:
+    """As :meth:`.RankCheckpoint.writer`, where the first rank has all there is to write."""
+    content = written_and_read(checkpoint) if copied else checkpoint
+
+    def write(path: str | Path, group: Group = None) -> None:
+        decided_by_first(group, lambda: file(content))
+
+    return write
 
 
-def _is_here(module: nn.Module, name: str) -> bool:
-    """Does this rank have the tensors of the submodule with this entry?"""
-    owner = module.get_submodule(name.rpartition(".")[0])
-    return not any(isinstance(tensor, AbsentTensor) for tensor in (*owner.parameters(), *owner.buffers()))
+def _give_back_name(path: Path) -> None:
+    """Delete what was made for a checkpoint that could not be saved, while it is empty."""
+    with suppress(OSError):
+        if path.is_dir():
+            path.rmdir()
+        elif path.stat().st_size == 0:
+            path.unlink()
+
+
+def check_file(path: str | Path) -> None:
+    """Look whether a checkpoint that is a file is as it was written. All ranks call it.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    if Path(path).is_file():  # a CheckpointIO of the user's may know other places
+        decided_by_first(None, lambda: check_archive(Path(path), Path(path)))
 
 
 def _remove(path: str | Path, io: CheckpointIO) -> None:

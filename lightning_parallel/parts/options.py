@@ -29,6 +29,9 @@ class ProcessOptions:
             elsewhere.
         share_predictions: ``trainer.predict`` returns on every rank what one process would, in the order of the data.
             By default the last stage of each replica returns those of its share of the samples, and other stages None.
+        checkpoint: ``"directory"``: all ranks write a directory together. ``"file"``: the first rank collects the model
+            in its host memory, and writes one file, as Lightning does in one process. ``"auto"``: a file where a rank
+            holds all of the model, else a directory. Either opens under every layout.
         async_save: write checkpoints while training goes on: a save waits only until the state has been copied to host
             memory. Training ends if a save has failed, and the run's end waits for the last one.
         accelerator: filled in by the Trainer, as in Lightning's strategies.
@@ -44,6 +47,7 @@ class ProcessOptions:
     timeout: Seconds | timedelta = 1800
     process_group_backend: Literal["gloo", "nccl"] | None = None
     share_predictions: bool = False
+    checkpoint: Literal["auto", "directory", "file"] = "auto"
     async_save: bool = False
     accelerator: Accelerator | None = field(default=None, metadata=SET_BY_TRAINER)
     parallel_devices: list[torch.device] | None = field(default=None, metadata=SET_BY_TRAINER)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import nn
+
+_HOOKS = {name for name in vars(nn.Module()) if name.startswith("_forward")}
 
 
 class LeaveStep(BaseException):
@@ -15,36 +17,96 @@ class LeaveStep(BaseException):
 
 
 class Interception:
-    """What has been put on modules, to be removed again."""
+    """What has been put on modules, to be removed again. A copy or a pickle of such a module has nothing of it."""
 
     def __init__(self) -> None:
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._patched: list[tuple[nn.Module, Callable[..., Any] | None]] = []
+        self._hooks: dict[nn.Module, list[torch.utils.hooks.RemovableHandle]] = {}
+        self._forwards: list[tuple[nn.Module, Callable[..., Any] | None]] = []
 
     def before(self, module: nn.Module, hook: Callable[..., None]) -> None:
         """Call ``hook(module, args, kwargs)`` before each call, after the user's hooks so far."""
-        self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        self._hooks_of(module).append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def after(self, module: nn.Module, hook: Callable[..., None], *, first: bool) -> None:
         """Call ``hook(module, args, output)`` after each call, before the user's hooks or after those so far."""
-        self._hooks.append(module.register_forward_hook(hook, prepend=first))
+        self._hooks_of(module).append(module.register_forward_hook(hook, prepend=first))
 
     def instead(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """Call ``forward`` in the place of the module's. It is set as an instance attribute, which hides the class's
         method; the user may have set one too."""
-        self._patched.append((module, module.__dict__.get("forward")))
+        self._hooks_of(module)
+        self._forwards.append((module, module.__dict__.get("forward")))
         module.forward = forward  # type: ignore[method-assign]
 
     def remove(self) -> None:
         """Remove everything, and put back what was there."""
-        for hook in self._hooks:
-            hook.remove()
-        for module, forward in reversed(self._patched):
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward  # type: ignore[method-assign]
-        self._hooks, self._patched = [], []
+        for module, hooks in self._hooks.items():
+            for hook in hooks:
+                hook.remove()
+            _Alone.of(module).forget(self)
+        for module, forward in reversed(self._forwards):
+            _put_back(module.__dict__, forward)
+        self._hooks, self._forwards = {}, []
+
+    def removed_from(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        """A copy of a module's ``__dict__`` without what is here."""
+        ids = {hook.id for hook in self._hooks[module]}
+        state = {key: _without(ids, value) if key in _HOOKS else value for key, value in state.items()}
+        for forward in (forward for patched, forward in reversed(self._forwards) if patched is module):
+            _put_back(state, forward)
+        return state
+
+    def _hooks_of(self, module: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
+        if module not in self._hooks:
+            self._hooks[module] = []
+            _Alone.of(module).interceptions.append(self)
+        return self._hooks[module]
+
+
+class _Alone:
+    """What ``copy`` and ``pickle`` make of an intercepted module: the module alone. They ask an object for its
+    ``__reduce_ex__``, and so find this one on the instance.
+
+    Attributes:
+        interceptions: those of the module, in their order.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.interceptions: list[Interception] = []
+        self._reduce: Callable[[Any], Any] = module.__reduce_ex__
+        module.__dict__["__reduce_ex__"] = self
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Alone:
+        """That of a module, made if there is none."""
+        found = module.__dict__.get("__reduce_ex__")
+        return found if isinstance(found, cls) else cls(module)
+
+    def __call__(self, protocol: Any) -> Any:
+        make, arguments, state, *rest = self._reduce(protocol)
+        if isinstance(state, dict):
+            for interception in reversed(self.interceptions):
+                state = interception.removed_from(self._module, state)
+            state.pop("__reduce_ex__")
+        return (make, arguments, state, *rest)
+
+    def forget(self, interception: Interception) -> None:
+        """An interception has been removed."""
+        self.interceptions.remove(interception)
+        if not self.interceptions:
+            del self._module.__dict__["__reduce_ex__"]
+
+
+def _put_back(attributes: dict[str, Any], forward: Callable[..., Any] | None) -> None:
+    if forward is None:
+        del attributes["forward"]
+    else:
+        attributes["forward"] = forward
+
+
+def _without(ids: Collection[int], hooks: dict[int, Any]) -> dict[int, Any]:
+    return type(hooks)((id, hook) for id, hook in hooks.items() if id not in ids)
 
 
 def can_intercept(part: nn.Module) -> bool:

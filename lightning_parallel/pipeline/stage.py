@@ -125,7 +125,7 @@ class Stage:
 
     def named_buffers(self) -> dict[str, Tensor]:
         """The buffers held here that belong in a checkpoint."""
-        persistent = self.module.state_dict(keep_vars=True)
+        persistent = nn.Module.state_dict(self.module, keep_vars=True)
         return {
             name: buffer
             for name, buffer in self.module.named_buffers()

@@ -31,6 +31,7 @@ from lightning_parallel.groups import Groups
 from lightning_parallel.layout import Layout, Size
 from lightning_parallel.lightning_private.data import take_back_loaders
 from lightning_parallel.lightning_private.launching import (
+    asked_weights_only,
     callbacks_of,
     launched_by_make_launcher,
     layer_sync_of,
@@ -41,8 +42,14 @@ from lightning_parallel.lightning_private.launching import (
 from lightning_parallel.local_model import LocalModel
 from lightning_parallel.parts import loaders, process_group
 from lightning_parallel.parts.background import BackgroundSave
-from lightning_parallel.parts.callbacks import IN_PARTS, Reasons, bring_along, refuse_callbacks
-from lightning_parallel.parts.checkpoints import Checkpoints
+from lightning_parallel.parts.callbacks import (
+    IN_PARTS,
+    Reasons,
+    bring_along,
+    refuse_callbacks,
+    refuse_saves_after_errors,
+)
+from lightning_parallel.parts.checkpoints import Checkpoints, check_file
 from lightning_parallel.parts.clipping import install_clipping
 from lightning_parallel.parts.collectives import Collectives
 from lightning_parallel.parts.equal_steps import EqualSteps
@@ -67,7 +74,6 @@ class LayoutStrategy(ParallelStrategy):
 
     refused_callbacks: Reasons = IN_PARTS
     calls_configure_part = False  # is a module's configure_part called (parts/own_part.py)?
-    saves_random_states = True  # ExactResume asks for it
 
     def __init__(self, options: ProcessOptions, **axes: Size) -> None:
         warn_of_other_modules()
@@ -178,6 +184,21 @@ class LayoutStrategy(ParallelStrategy):
         """The number of batches by which a rank may be ahead of another one in training."""
         return 0
 
+    @property
+    def holds_all(self) -> bool:
+        """Does every rank hold all of the model?"""
+        return len(self.layout.model_peers()) == 1
+
+    @property
+    def saves_as_lightning(self) -> bool:
+        """Are checkpoints saved and loaded as by Lightning's own strategies?"""
+        return self.holds_all and self.options.checkpoint != "directory"
+
+    @property
+    def saves_random_states(self) -> bool:
+        """Does the strategy save them itself? ExactResume asks for it."""
+        return not self.saves_as_lightning
+
     # -- launch --------------------------------------------------------------------------------------------------
 
     def make_launcher(self) -> Any:
@@ -250,6 +271,8 @@ class LayoutStrategy(ParallelStrategy):
             ahead=lambda: self.batches_ahead,
         )
         refuse_callbacks(callbacks_of(trainer), self.refused_callbacks, type(self).__name__)
+        if run.trains and self.layout.world_size > 1:
+            refuse_saves_after_errors(callbacks_of(trainer))
         if run.trains:
             refuse_hooks_of_parameters(run.module)
         if self.layout.size("data") == 1:
@@ -283,11 +306,20 @@ class LayoutStrategy(ParallelStrategy):
             norm_group: the ranks whose gradients make one norm; None if each rank has them all.
         """
         run, self._local = self.run, local
-        self._checkpoints = Checkpoints(local, self.layout.coordinate, self._group_names, self._background)
+        one = self.options.checkpoint == "file" or (self.options.checkpoint == "auto" and self.layout.world_size == 1)
+        self._checkpoints = Checkpoints(
+            local,
+            self.layout.coordinate,
+            self._group_names,
+            self._background,
+            file=self.checkpoint_io if one or self.saves_as_lightning else None,
+            as_lightning=self.saves_as_lightning,
+        )
         self._replicas = Replicas(local, self.groups.along("data"))
         self.model_to_device()
         self.disk_offload.load()
         if run.trains:
+            together(None, lambda: self.checkpoints.state_dict(run.module))  # refused before training
             self.setup_optimizers(run.trainer)
         self.setup_precision_plugin()
         if run.trains:
@@ -367,7 +399,7 @@ class LayoutStrategy(ParallelStrategy):
 
     def share_buffers(self) -> None:
         """Copy the first replica's buffers to all replicas, before buffers are used for evaluation or saved."""
-        if self._checkpoints is not None and not self._checkpoints.have_failed:
+        if self._checkpoints is not None and not self._checkpoints.have_failed and self._groups is not None:
             self.replicas.copy_buffers()
 
     @override
@@ -444,35 +476,41 @@ class LayoutStrategy(ParallelStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        return True  # each rank reads its own part, so it has to know which that is
+        return not self.saves_as_lightning  # each rank reads its own part, so it has to know which that is
 
     @property
     @override
     def lightning_restore_optimizer(self) -> bool:
-        return False  # it is read together with the model
+        return self.saves_as_lightning  # else it is read together with the model
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's part; :meth:`save_checkpoint` joins the parts. It is the first call of a save, on all ranks."""
+        """The module's ``state_dict()``, of which each rank has its part; :meth:`save_checkpoint` joins the parts. It
+        is the first call of a save, on all ranks."""
         if self._collectives is not None:
             self._collectives.meet("A checkpoint")
         self.share_buffers()
-        return {**self.local_model.parameters, **self.local_model.buffers()}
+        return self.checkpoints.state_dict(self.run.module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return {}  # save_checkpoint collects it by name
+        return super().optimizer_state(optimizer) if self.saves_as_lightning else {}  # else it is collected by name
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write a directory with every rank's part. All ranks call it."""
+        """Write a directory with every rank's part, or a file. All ranks call it."""
         self.checkpoints.save(checkpoint, filepath, self.run.module, self.optimizers, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read this rank's part of a checkpoint: of a directory written under any layout, or of a plain file."""
+        if self.saves_as_lightning:
+            check_file(checkpoint_path)
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        if weights_only is None:
+            weights_only = asked_weights_only(self)
         optimizers = self._optimizers_to_fill()
         return self.checkpoints.load(checkpoint_path, self.run.module, optimizers, weights_only, self.checkpoint_io)
 
@@ -480,6 +518,9 @@ class LayoutStrategy(ParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the model after the module's ``on_load_checkpoint``, if it has one. Otherwise load_checkpoint has done
         it."""
+        if self.saves_as_lightning:
+            super().load_model_state_dict(checkpoint, strict)
+            return
         assert isinstance(checkpoint, dict)
         self.checkpoints.take(checkpoint, self.run.module, self._optimizers_to_fill())
 
@@ -547,7 +588,7 @@ class LayoutStrategy(ParallelStrategy):
         """Save nothing any more, and close the connections. When this process ends, the other ranks end within seconds,
         wherever they wait."""
         self.end_watch()
-        if self._checkpoints is not None:
+        if self._checkpoints is not None and not (self.saves_as_lightning and self.layout.world_size == 1):
             self._checkpoints.fail()
         if self._background is not None:
             try:

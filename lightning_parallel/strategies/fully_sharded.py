@@ -200,6 +200,11 @@ class FullyShardedStrategy(LayoutStrategy):
         self._uses = ModuleUses(units, divided, host_group)
         self._writes = {training: Writes(_lost, host_group) for training in (True, False)}
 
+    @property
+    @override
+    def holds_all(self) -> bool:
+        return False  # parameters are DTensors, also of a single rank
+
     @override
     def holding(self) -> Holding:
         return Holding("all, fully sharded")

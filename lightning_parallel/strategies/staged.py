@@ -156,7 +156,8 @@ class StagedStrategy(LayoutStrategy):
         )
         local = self._stages.local_model(self._shards.shards)
         self.hold(local, counts=counts, norm_group=norm_group)
-        _refuse_strange_parameters(module, self.optimizers)
+        if run.trains:  # else the optimizers may be those of another module, trained before
+            _refuse_strange_parameters(module, self.optimizers)
         share_overflows(self.precision_plugin, run.device)
 
         # Make equal what several ranks hold.
@@ -243,6 +244,12 @@ class StagedStrategy(LayoutStrategy):
     def on_validation_start(self) -> None:
         self.drain()
         super().on_validation_start()
+
+    @property
+    @override
+    def holds_all(self) -> bool:
+        in_parts = self.options.data_parallel_kind == "fully_shard" and self.layout.size("data") > 1
+        return super().holds_all and not in_parts
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

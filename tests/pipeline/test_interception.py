@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from functools import partial
 from typing import Any
 
@@ -49,3 +51,22 @@ def test_the_classes_forward_is_found_again() -> None:
     interception.instead(module, lambda x: x)
     interception.remove()
     assert "forward" not in vars(module) and module.forward.__func__ is nn.Linear.forward
+
+
+def test_a_copy_and_a_pickle_have_the_module_alone() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    net[0].register_forward_hook(print)
+    plain = [dict(vars(part)) for part in net]
+    first, second = Interception(), Interception()
+    for interception in (first, second):  # one inside the other
+        interception.before(net[0], lambda *_: None)
+        interception.after(net[0], lambda *_: None, first=False)
+        interception.instead(net[0], lambda x: x)
+        interception.instead(net[1], lambda x: x)
+    for copied in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert [vars(part).keys() for part in copied] == [part.keys() for part in plain]
+        assert list(copied[0]._forward_hooks.values()) == [print] and not copied[0]._forward_pre_hooks
+        assert torch.equal(copied[0].weight, net[0].weight) and copied[0].weight is not net[0].weight
+    second.remove()
+    first.remove()
+    assert [vars(part).keys() for part in net] == [part.keys() for part in plain]

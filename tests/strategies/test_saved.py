@@ -1,0 +1,202 @@
+"""What a user's module brings into a checkpoint: hyperparameters that hold networks, hooks, and a ``state_dict`` of its
+own."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import nn
+from torchmetrics import MeanMetric
+
+from lightning_parallel import ResumableDataLoader
+from lightning_parallel.checkpoint import is_checkpoint, read_full, read_plain
+from tests.pool import WorkerPool
+from tests.strategies.failures import assert_refused
+from tests.strategies.harness import Report, complete, here, joined, largest_difference, make_trainer, spoil
+from tests.strategies.observed import WIDTH, loader
+from tests.strategies.saves import SavesIn
+from tests.strategies.test_lightning_idioms import LAYOUTS, Plain
+from tests.thorough import thorough
+
+
+def network(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+class Given(L.LightningModule):
+    """As lightning-hydra-template's: the network, the loss, a metric and a partial optimizer are hyperparameters."""
+
+    def __init__(self, net: nn.Module, loss: nn.Module, parts: dict[str, Any], optimizer: Any, rate: float) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+        self.net, self.loss, self.metric = net, loss, parts["metric"]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(self.net(batch[0]), batch[1])
+        self.metric(loss)
+        self.log("mean", self.metric)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return self.hparams["optimizer"](self.parameters(), lr=self.hparams["rate"])
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["special"] = {"loss": self.loss, "metric": self.metric}  # as pytorch-forecasting
+
+
+class Copies(Callback):
+    """Copies the module, as averages of weights do."""
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        copy.deepcopy(module.net)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
+        copy.deepcopy(module.net)
+        pickle.dumps((module.loss, module.metric))
+
+
+def given(seed: int = 5) -> Given:
+    optimizer = partial(torch.optim.SGD, momentum=0.9)
+    return Given(network(seed), nn.CrossEntropyLoss(), {"metric": MeanMetric()}, optimizer, 1)
+
+
+def save_and_resume(layout: str, path: Path) -> list[Report]:
+    torch.set_default_dtype(torch.float64)
+    reports = []
+    for epochs, resume in ((1, None), (2, path)):
+        module = given(5 if resume is None else 6)
+        module.hparams["rate"] = 0.1
+        strategy, settings = LAYOUTS[layout]
+        trainer = make_trainer(strategy, [Copies()] if strategy != "fsdp" else [], settings, max_epochs=epochs)
+        trainer.fit(module, loader(20), ckpt_path=resume, weights_only=False)
+        if resume is None:
+            trainer.save_checkpoint(path)
+        weights = {name: complete(p.detach()) for name, p in here(module).items()}
+        reports.append(Report(weights=weights, shards=trainer.strategy.local_model.shards))  # type: ignore[attr-defined]
+    return reports
+
+
+@pytest.mark.parametrize("layout", ["1f1b", "async", "tensor", "fully sharded", *thorough("zbv", "replicas")])
+def test_hyperparameters_hold_the_network_that_is_trained(pool: WorkerPool, layout: str, tmp_path: Path) -> None:
+    path = tmp_path / "it.ckpt"
+    ranks = pool.run(save_and_resume, 2, layout, path, init=False)
+    trained = joined([first for first, _ in ranks], "weights") if layout != "fully sharded" else ranks[0][0].weights
+    content = read_plain(path, weights_only=False)
+    module = Given(**content["hyper_parameters"])
+    module.load_state_dict(content["state_dict"])
+    assert largest_difference(dict(module.named_parameters()), trained) == 0
+    assert content["hyper_parameters"]["rate"] == 0.1
+    assert not content["special"]["loss"]._forward_hooks and content["special"]["metric"].dist_sync_fn is None
+
+
+# -- one file ------------------------------------------------------------------------------------------------------
+
+
+def save_twice(layout: str, folder: Path, checkpoint: str) -> Report:
+    """Saves in the middle and goes on to the end."""
+    torch.set_default_dtype(torch.float64)
+    strategy, settings = LAYOUTS[layout]
+    module = Plain()
+    saves = SavesIn("on_train_batch_start", folder / f"{checkpoint}.ckpt", 3)
+    trainer = make_trainer(strategy, [saves], {**settings, "checkpoint": checkpoint}, max_epochs=1)
+    trainer.fit(module, ResumableDataLoader(loader(40).dataset, batch_size=4))
+    return Report(weights={name: complete(p.detach()) for name, p in here(module).items()})
+
+
+def go_on(layout: str, path: Path) -> Report:
+    torch.set_default_dtype(torch.float64)
+    strategy, settings = LAYOUTS[layout]
+    module = Plain()
+    trainer = make_trainer(strategy, [], settings, max_epochs=1)
+    trainer.fit(module, ResumableDataLoader(loader(40).dataset, batch_size=4), ckpt_path=path)
+    return Report(weights={name: complete(p.detach()) for name, p in here(module).items()})
+
+
+@pytest.mark.parametrize("layout", ["1f1b", "tensor", "fully sharded", *thorough("replicas")])
+def test_one_file_has_what_a_directory_has(pool: WorkerPool, layout: str, tmp_path: Path) -> None:
+    whole = pool.run(save_twice, 2, layout, tmp_path, "directory", init=False)
+    pool.run(save_twice, 2, layout, tmp_path, "file", init=False)
+    directory, file = (tmp_path / f"{kind}.ckpt" for kind in ("directory", "file"))
+    assert is_checkpoint(directory) and file.is_file()
+    expected, found = read_plain(directory), torch.load(file, weights_only=True)
+    assert found.keys() == expected.keys()
+    assert largest_difference(found["state_dict"], expected["state_dict"]) == 0
+    pairs = zip(found["optimizer_states"], expected["optimizer_states"], strict=True)
+    for state, of_directory in pairs:
+        each = [{n: values["momentum_buffer"] for n, values in s["state"].items()} for s in (state, of_directory)]
+        assert largest_difference(*each) == 0
+    resumed = pool.run(go_on, 2, layout, file, init=False)
+    for one, other in zip(whole, resumed, strict=True):
+        assert largest_difference(one.weights, other.weights) == 0
+
+
+# -- what a module leaves out --------------------------------------------------------------------------------------
+
+
+class LeavesOut(Plain):
+    """As one whose backbone is frozen and kept elsewhere. Its ``state_dict`` takes no arguments."""
+
+    strict_loading = False
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return {name: value for name, value in super().state_dict().items() if not name.startswith("net.2.")}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        del checkpoint["state_dict"]["net.4.bias"]
+
+
+class Renames(Plain):
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return {f"model.{name}": value for name, value in super().state_dict(*args, **kwargs).items()}
+
+
+Weights = dict[str, torch.Tensor]
+
+
+def save_weights_and_validate(layout: str, path: Path) -> tuple[Weights, Weights]:
+    """The weights that another module has after it has read the checkpoint, and those that it had before."""
+    torch.set_default_dtype(torch.float64)
+    strategy, settings = LAYOUTS[layout]
+    trainer = make_trainer(strategy, [], settings, max_epochs=1)
+    trainer.fit(LeavesOut(), loader(20))
+    trainer.save_checkpoint(path, weights_only=True)
+    module, before = LeavesOut(), LeavesOut()
+    spoil(module)
+    spoil(before)
+    module.validation_step = module.training_step  # type: ignore[method-assign]
+    trainer.validate(module, loader(20), ckpt_path=path, verbose=False)
+    weights = {name: complete(p.detach()) for name, p in here(module).items()}
+    return weights, {name: p.detach() for name, p in before.named_parameters(remove_duplicate=False)}
+
+
+@pytest.mark.parametrize("layout", ["1f1b", "tensor", *thorough("fully sharded", "replicas")])
+def test_what_a_module_leaves_out_is_left_out(pool: WorkerPool, layout: str, tmp_path: Path) -> None:
+    path = tmp_path / "it.ckpt"
+    ranks = pool.run(save_weights_and_validate, 2, layout, path, init=False)
+    saved, before = read_full(path), ranks[0][1]
+    assert before.keys() - saved.keys() == {"net.2.weight", "net.2.bias", "net.4.bias"}
+    for weights, _ in ranks:
+        for name, value in weights.items():
+            expected = {**before, **saved}[name]
+            assert value.shape != expected.shape or torch.equal(value, expected), name  # not of shards
+
+
+def fit_refused(kind: type[Plain], callbacks: list[Callback]) -> None:
+    make_trainer("sync", callbacks, {"stages": 2}, enable_checkpointing=True).fit(kind(), loader(20))
+
+
+def test_what_can_not_be_saved_is_refused_before_training(pool: WorkerPool) -> None:
+    failures = pool.run(fit_refused, 2, Renames, [], init=False, expect_errors=True)
+    assert_refused(failures, "ValueError", ["state_dict()", "'model.net.", "a key of their own"])
+    keeper = ModelCheckpoint(save_on_exception=True)
+    failures = pool.run(fit_refused, 2, Plain, [keeper], init=False, expect_errors=True)
+    assert_refused(failures, "ValueError", ["ModelCheckpoint(save_on_exception=True)", "every_n_train_steps"])
