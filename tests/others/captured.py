@@ -1,4 +1,4 @@
-"""What a package gives to a Trainer, taken from its own training: many packages have an interface of their own above."""
+"""What a package gives to a Trainer, taken from its own training: many have an interface of their own above."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import lightning.pytorch as L
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 
 class _Taken(BaseException):
@@ -27,8 +27,14 @@ def captured(train: Callable[[], Any]) -> tuple[L.LightningModule, dict[str, Any
         RuntimeError: it calls none.
     """
 
-    def fit(trainer: Any, model: Any, train_dataloaders: Any = None, val_dataloaders: Any = None, datamodule: Any = None,
-            **_: Any) -> None:  # fmt: skip
+    def fit(
+        trainer: Any,
+        model: Any,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        **_: Any,
+    ) -> None:
         loaders = {"train_dataloaders": in_order(train_dataloaders), "val_dataloaders": val_dataloaders}
         raise _Taken({"model": model} | (loaders if datamodule is None else {"datamodule": datamodule}))
 
@@ -46,3 +52,12 @@ def in_order(loader: Any) -> Any:
     if not isinstance(loader, DataLoader) or not isinstance(loader.sampler, RandomSampler):
         return loader
     return DataLoader(loader.dataset, loader.batch_size, collate_fn=loader.collate_fn, drop_last=loader.drop_last)
+
+
+def shared(loader: Any, ranks: int, rank: int) -> Any:
+    """A rank's share of one process's batches: the sampler that Lightning would put in shuffles. Other loaders than
+    those of torch in order stay as they are."""
+    if not isinstance(loader, DataLoader) or not isinstance(loader.sampler, SequentialSampler) or not loader.batch_size:
+        return loader
+    sampler = DistributedSampler(loader.dataset, ranks, rank, shuffle=False)
+    return DataLoader(loader.dataset, loader.batch_size, sampler=sampler, collate_fn=loader.collate_fn)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -18,8 +19,9 @@ from tests.zoo.layouts import PLAIN, REPLICAS, Layout
 from tests.zoo.outcome import Outcome, Verdict, largest, of_errors
 from tests.zoo.training import Report
 
-# As a user's optimizer is Adam more often than not: a gradient that is zero but for rounding is a step for it.
-TOLERANCES = {torch.float64: 1e-7, torch.float32: 5e-3}
+# As a user's optimizer is Adam more often than not: a gradient that is zero but for rounding is a step for it. In float32
+# it is a step of full size, so there the losses alone are compared, the second of which is made by updated weights.
+TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4}
 
 
 def judge(
@@ -30,6 +32,7 @@ def judge(
     if failed is not None:
         return failed
     tolerance = TOLERANCES[entry.dtype]
+    reports, (plain,) = _comparable(entry, reports), _comparable(entry, [plain])
     deviation, where = largest(reports, [plain], layout.shares)
     if deviation <= tolerance:
         return Verdict(Outcome.EQUAL, deviation=deviation)
@@ -38,7 +41,7 @@ def judge(
         if plain.draws or any(report.draws for report in reports):
             return Verdict(Outcome.BY_NATURE, Nature.DRAWS, deviation)
         return Verdict(Outcome.DIFFERENT, f"from {PLAIN}, largest in {where}; warned: {warned}", deviation)
-    others = fallback()
+    others = _comparable(entry, fallback())
     for report in others:
         if report.error is not None:
             beside, where = math.inf, f"an error under {layout.fallback}: {report.error.message}"
@@ -53,3 +56,7 @@ def judge(
     if warned is None and not plain.draws:
         return Verdict(Outcome.DIFFERENT, f"as {layout.fallback}, without a warning", deviation)
     return Verdict(Outcome.BY_NATURE, Nature.DRAWS if plain.draws else f"warned: {warned}", deviation)
+
+
+def _comparable(entry: Entry, reports: list[Report]) -> list[Report]:
+    return reports if entry.dtype == torch.float64 else [replace(report, weights={}) for report in reports]

@@ -7,8 +7,8 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 import lightning_parallel as lp
 from tests.zoo.layouts import ONE_STAGE, PLAIN, REPLICAS, Layout
 
-TIMEOUT = 60.0  # seconds that a rank waits for another: the first step may import half a package
-PATIENCE = 120.0  # seconds for all of a run
+TIMEOUT = 240.0  # seconds that a rank waits for another: machines are shared, and a first step may import a lot
+PATIENCE = 400.0  # seconds for all of a run
 MICROBATCHES = 2
 ASYNCHRONOUS = "asynchronous"
 

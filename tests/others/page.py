@@ -44,8 +44,8 @@ def write(results: Results, missing: Iterable[str], file: Path) -> None:
             exact=f"{TOLERANCES[min(TOLERANCES, key=TOLERANCES.__getitem__)]:g}", coarse=f"{max(TOLERANCES.values()):g}"
         ),
         "\n".join(_summary(cases)),
-        f"One run on {here['date']}, on {here['machine']}, {results.seconds / 60:.0f} minutes; python {here['python']}, "
-        f"torch {here['torch']}, lightning {here['lightning']}; {versions}.",
+        f"One run on {here['date']}, on {here['machine']}, {results.seconds / 60:.0f} minutes; "
+        f"python {here['python']}, torch {here['torch']}, lightning {here['lightning']}; {versions}.",
         "## Modules\n\n`=` equal, `n` different by nature, `r` refused.",
         *("\n".join(_table(package, cases)) for package in packages),
         "\n".join(_causes(cases)),
@@ -127,13 +127,13 @@ _INTRODUCTION = """\
 and compared with one process. `make others` installs the packages, runs all of them and writes this page.
 
 - **What runs**: {steps} steps with batches of {batch} samples, with Lightning's default checkpoint at the end,
-  a logger, and validation where the module has it. One real process for each rank, over gloo, two ranks. The module, its loss,
-  its optimizer and its loader are the package's own, or those of its examples; where a package trains by an interface
-  of its own, they are taken from that. Settings are no others than those named here: no module gets a plan, a list of
-  layers or a function that splits its batches.
+  a logger, and validation where the module has it. One real process for each rank, over gloo, two ranks. The module,
+  its loss, its optimizer and its loader are the package's own, or those of its examples; where a package trains by an
+  interface of its own, they are taken from that. Settings are no others than those named here: no module gets a plan,
+  a list of layers or a function that splits its batches.
 - **What is compared**: the loss of each step and every parameter after the last, with those of Lightning's own Trainer
   in one process on the whole batch. *Equal*: the largest deviation, relative to the largest entry of the tensor, is at
-  most {exact}, or {coarse} for modules that run in float32 only.
+  most {exact}. Modules that run in float32 only are compared by their losses, to {coarse}.
 - **Layouts**: `1F1B`, `ZB-V` and `asynchronous` are pipelines of two stages with {microbatches} microbatches, `tensor`
   and `fully sharded` have two ranks. An asynchronous pipeline has late gradients by its nature; here it saves a
   checkpoint after each step that is compared, which completes the step, and then goes on for as many steps without.

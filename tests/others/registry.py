@@ -24,6 +24,11 @@ ROOMS = {  # module in rooms/: what its entries import
     "lifestream": ("ptls",),
     "bolts": ("pl_bolts",),
     "pina": ("pina",),
+    "anomalib": ("anomalib",),
+    "cellarium": ("cellarium",),
+    "rl4co": ("rl4co",),
+    "careamics": ("careamics",),
+    "terratorch": ("terratorch",),
 }
 
 

@@ -18,6 +18,7 @@ import numpy
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
+from tests.others.captured import shared
 from tests.others.entry import BATCH, STEPS
 from tests.others.layouts import ASYNCHRONOUS, find
 from tests.zoo.layouts import Layout
@@ -90,6 +91,8 @@ def _fit(entry: Any, layout: Layout, report: Report, layers: tuple[str, ...]) ->
         "callbacks": [Notes(report, drains=drains)],
     }
     trainer = L.Trainer(**(settings | entry.trainer))
+    if layout.shares and "train_dataloaders" in loaders:
+        loaders["train_dataloaders"] = shared(loaders["train_dataloaders"], layout.ranks, trainer.global_rank)
     random.seed(11)
     numpy.random.seed(11)
     torch.manual_seed(11)

@@ -111,7 +111,7 @@ def of_errors(reports: list[Report]) -> Verdict | None:
         and all(report.updates == 0 for report in reports)
     )
     if refused:
-        return Verdict(Outcome.REFUSED, cause.message)
+        return Verdict(Outcome.REFUSED, cause.message, trace=cause.trace)
     ranks = f"{len(errors)} of {len(reports)} ranks, after {max(report.updates for report in reports)} updates"
     if causes and len(causes) < len(errors):
         ranks += f", {len(errors) - len(causes)} of them only lost the others"

@@ -71,7 +71,7 @@ class BarlowTwins(SimCLR):
 class VICReg(SimCLR):
     def __init__(self) -> None:
         super().__init__()
-        self.projection_head = heads.VICRegProjectionHead(WIDTH, WIDTH, WIDTH, num_layers=2)
+        self.projection_head = heads.BarlowTwinsProjectionHead(WIDTH, WIDTH, WIDTH)
         self.criterion = losses.VICRegLoss()
 
 

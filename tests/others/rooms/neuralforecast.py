@@ -19,7 +19,9 @@ def table() -> pandas.DataFrame:
     random = numpy.random.default_rng(0)
     times = pandas.date_range("2026-01-01", periods=PAST + FUTURE, freq="D")
     frames = [
-        pandas.DataFrame({"unique_id": f"s{i:02d}", "ds": times, "y": random.normal(size=len(times)).cumsum()})
+        pandas.DataFrame(
+            {"unique_id": f"s{i:02d}", "ds": times, "y": random.normal(size=len(times)).cumsum().astype("float32")}
+        )
         for i in range(SAMPLES)
     ]
     return pandas.concat(frames)
