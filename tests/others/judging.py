@@ -19,7 +19,7 @@ from tests.zoo.layouts import PLAIN, REPLICAS, Layout
 from tests.zoo.outcome import Outcome, Verdict, largest, of_errors
 from tests.zoo.training import Report
 
-# As a user's optimizer is Adam more often than not: a gradient that is zero but for rounding is a step for it. In float32
+# Users' optimizers are Adam more often than not: a gradient that is zero but for rounding is a step for it. In float32
 # it is a step of full size, so there the losses alone are compared, the second of which is made by updated weights.
 TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4}
 

@@ -69,10 +69,6 @@ def entry(name: str, kind: Any, data: dict[str, Any], **settings: Any) -> Entry:
 
 
 ENTRIES = (
-    entry("temporal fusion transformer", pf.TemporalFusionTransformer, RICH, hidden_size=8, attention_head_size=2,
-          hidden_continuous_size=4, dropout=0.0, loss=QuantileLoss()),
-    entry("temporal fusion transformer, dropout", pf.TemporalFusionTransformer, RICH, hidden_size=8,
-          attention_head_size=2, hidden_continuous_size=4, dropout=0.1, loss=QuantileLoss()),
     entry("n-beats", pf.NBeats, PLAIN, widths=[8, 16], num_blocks=[1, 1], num_block_layers=[2, 2], dropout=0.0),
     entry("n-hits", pf.NHiTS, PLAIN, hidden_size=16, dropout=0.0, loss=MAE()),
     entry("deepar", pf.DeepAR, RECURRENT, hidden_size=8, rnn_layers=2, dropout=0.0, loss=NormalDistributionLoss()),
@@ -80,4 +76,6 @@ ENTRIES = (
     entry("decoder mlp", pf.DecoderMLP, {"time_varying_known_reals": ["time", "known"],
           "min_encoder_length": PAST}, hidden_size=16, n_hidden_layers=3, dropout=0.0),
     entry("tide", pf.models.TiDEModel, RECURRENT, hidden_size=16, dropout=0.0),
+    entry("temporal fusion transformer", pf.TemporalFusionTransformer, RICH, hidden_size=8, attention_head_size=2,
+          hidden_continuous_size=4, dropout=0.0, loss=QuantileLoss()),
 )  # fmt: skip

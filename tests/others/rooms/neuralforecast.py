@@ -17,7 +17,7 @@ PAST, FUTURE = 12, 4
 
 def table() -> pandas.DataFrame:
     random = numpy.random.default_rng(0)
-    times = pandas.date_range("2026-01-01", periods=PAST + FUTURE, freq="D")
+    times = pandas.date_range("2026-01-01", periods=PAST + 2 * FUTURE, freq="D")
     frames = [
         pandas.DataFrame(
             {"unique_id": f"s{i:02d}", "ds": times, "y": random.normal(size=len(times)).cumsum().astype("float32")}
@@ -27,21 +27,22 @@ def table() -> pandas.DataFrame:
     return pandas.concat(frames)
 
 
-def entry(name: str, kind: Any, *, multivariate: bool = False, **settings: Any) -> Entry:
+def entry(name: str, kind: Any, *, multivariate: bool = False, validated: int = FUTURE, **settings: Any) -> Entry:
     def train(batch_size: int) -> None:
         given = {"h": FUTURE, "input_size": PAST, "max_steps": 2, "batch_size": batch_size, "windows_batch_size": None}
         if multivariate:
             given |= {"n_series": SAMPLES}
             del given["windows_batch_size"]
-        NeuralForecast([kind(**(given | settings))], freq="D").fit(table())
+        NeuralForecast([kind(**(given | settings))], freq="D").fit(table(), val_size=validated)
 
     # Series are float32 in the package's own data sets.
     return Entry(name, "neuralforecast", trains=train, dtype=torch.float32)
 
 
 ENTRIES = (
+    entry("mlp, no validation", models.MLP, validated=0, hidden_size=16, num_layers=3),
+    entry("n-beats, no validation", models.NBEATS, validated=0, mlp_units=[[16, 16]] * 3),
     entry("mlp", models.MLP, hidden_size=16, num_layers=3),
-    entry("n-beats", models.NBEATS, mlp_units=[[16, 16]] * 3),
     entry("n-hits, quantiles", models.NHITS, mlp_units=[[16, 16]] * 3, loss=MQLoss(level=[80])),
     entry("lstm", models.LSTM, encoder_hidden_size=8, decoder_hidden_size=8),
     entry("deepar", models.DeepAR, lstm_hidden_size=8, lstm_dropout=0.0, loss=DistributionLoss("Normal", level=[80])),
