@@ -34,22 +34,24 @@ def main() -> int:
     if options.inside is not None:
         return _run(options.inside, options)
     wanted = [room for room in ROOMS if options.room is None or room in options.room]
-    missing = [room for room in wanted if not is_installed(room)]
+    absent = [room for room in wanted if not is_installed(room)]
     codes = [0]
     if not options.page_only:
         # A process of its own for each: packages patch torch or each other, and take seconds to import.
         command = [sys.executable, "-m", "tests.others", *sys.argv[1:], "--inside"]
-        codes = [subprocess.call([*command, room]) for room in wanted if room not in missing]
+        codes = [subprocess.call([*command, room]) for room in wanted if room not in absent]
     results = Results()
-    for file in (options.out / f"{room}.json" for room in wanted):
-        if file.exists():
-            read = Results.read(file)
-            results.verdicts |= read.verdicts
-            results.seconds += read.seconds
+    missing = []
+    for room in wanted:
+        file = options.out / f"{room}.json"
+        read = Results.read(file) if file.exists() else Results()
+        results.verdicts |= read.verdicts
+        results.seconds += read.seconds
+        missing += [] if read.verdicts else [room]
     outcomes = [verdict.outcome for cases in results.verdicts.values() for verdict in cases.values() if verdict]
     print(", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in Outcome))
     if missing:
-        print(f"Not installed, not run: {', '.join(missing)}")
+        print(f"Without results: {', '.join(missing)}")
     if options.page is not None:
         page.write(results, missing, options.page)
     return max(codes, default=1)

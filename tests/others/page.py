@@ -27,7 +27,7 @@ def write(results: Results, missing: Iterable[str], file: Path) -> None:
 
     Args:
         results: of a run.
-        missing: rooms whose packages weren't installed.
+        missing: rooms without results.
         file: the page.
     """
     cases = {name: verdicts for name, verdicts in results.verdicts.items() if PLAIN not in verdicts}
@@ -36,7 +36,9 @@ def write(results: Results, missing: Iterable[str], file: Path) -> None:
     versions = ", ".join(f"{package} {_version(package)}" for package in packages)
     here = about()
     left = [f"in one process it doesn't train here: {name}" for name in useless]
-    left += [f"not installed: the packages of rooms/{room}.py" for room in missing]
+    left += [
+        f"no module of tests/others/rooms/{room}.py: not installed, not importable, or not yet run" for room in missing
+    ]
     left += [f"{name}: not yet run under {', '.join(absent)}" for name, absent in _absent(cases)]
     parts = [
         _INTRODUCTION.format(
@@ -44,7 +46,7 @@ def write(results: Results, missing: Iterable[str], file: Path) -> None:
             exact=f"{TOLERANCES[min(TOLERANCES, key=TOLERANCES.__getitem__)]:g}", coarse=f"{max(TOLERANCES.values()):g}"
         ),
         "\n".join(_summary(cases)),
-        f"One run on {here['date']}, on {here['machine']}, {results.seconds / 60:.0f} minutes; "
+        f"Made on {here['date']}, on {here['machine']}, all cases {results.seconds / 60:.0f} minutes; "
         f"python {here['python']}, torch {here['torch']}, lightning {here['lightning']}; {versions}.",
         "## Modules\n\n`=` equal, `n` different by nature, `r` refused.",
         *("\n".join(_table(package, cases)) for package in packages),
@@ -140,4 +142,5 @@ and compared with one process. `make others` installs the packages, runs all of 
 - *Different by nature*: the numbers are those of the same division of the batch without other ranks (one stage with the
   same microbatches, or Lightning's DDP), and under pipelines a step draws random numbers, or the strategy has warned.
 - *Refused*: an error of the strategy before the first update, of the same kind on all ranks. *DIFFERENT*: any other
-  difference; nobody is told of it. *Crashed*: any other error. *Hang*: a rank that waits until the timeout."""
+  difference, which nobody is told of; a loader that draws its samples by itself and so gives other batches is one, too.
+  *Crashed*: any other error. *Hang*: a rank that waits until the timeout."""

@@ -22,7 +22,6 @@ ROOMS = {  # module in rooms/: what its entries import
     "torch_uncertainty": ("torch_uncertainty",),
     "torchgeo": ("torchgeo",),
     "lifestream": ("ptls",),
-    "bolts": ("pl_bolts",),
     "pina": ("pina",),
     "anomalib": ("anomalib",),
     "cellarium": ("cellarium",),
