@@ -26,7 +26,7 @@ def entry(name: str, kind: Any, config: Any, classes: bool = False) -> Entry:
 
 ENTRIES = (
     entry("mlp", models.MLPRegressor, configs.MLPConfig(layer_sizes=[16, 16], dropout=0.0)),
-    entry("resnet, classes", models.ResNetClassifier, configs.ResNetConfig(layer_sizes=[16, 16], dropout=0.0), True),
+    entry("mlp, classes", models.MLPClassifier, configs.MLPConfig(layer_sizes=[16, 16], dropout=0.0), True),
     entry("ft-transformer", models.FTTransformerRegressor,
           configs.FTTransformerConfig(d_model=8, n_layers=2, n_heads=2, attn_dropout=0.0, ff_dropout=0.0)),
     entry("mambular", models.MambularRegressor, configs.MambularConfig(d_model=8, n_layers=2, dropout=0.0)),

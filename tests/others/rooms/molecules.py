@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy
-import torch
 from chemprop import data, models, nn
 
 from tests.others.entry import SAMPLES, Entry
@@ -36,6 +35,5 @@ ENTRIES = (
           lambda: network(nn.BinaryClassificationFFN(n_tasks=2, input_dim=16, hidden_dim=16), batch_norm=False),
           loader(2, True)),
     Entry("mpnn, atoms", "chemprop",
-          lambda: network(nn.MveFFN(input_dim=16, hidden_dim=16), batch_norm=False, atoms=True), loader(),
-          dtype=torch.float32),
+          lambda: network(nn.RegressionFFN(input_dim=16, hidden_dim=16), batch_norm=False, atoms=True), loader()),
 )  # fmt: skip
