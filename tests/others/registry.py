@@ -22,12 +22,9 @@ ROOMS = {  # module in rooms/: what its entries import
     "torch_uncertainty": ("torch_uncertainty",),
     "torchgeo": ("torchgeo",),
     "lifestream": ("ptls",),
-    "pina": ("pina",),
     "anomalib": ("anomalib",),
     "cellarium": ("cellarium",),
     "rl4co": ("rl4co",),
-    "careamics": ("careamics",),
-    "terratorch": ("terratorch",),
 }
 
 
