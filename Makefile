@@ -11,6 +11,8 @@
 #     make docs                                # the site of docs/, into site/
 #     make zoo                                 # three hundred small models under every layout, into docs/zoo.md
 #     make zoo ARGS="--only 'gpt2*' --traces"  # some of them; ARGS="--resume" goes on after an interruption
+#     make others                              # modules of other people's packages, into docs/others.md: hours
+#     make others ARGS="--room lightly"        # some of them; ARGS="--resume" goes on after an interruption
 #     make torture                             # runs that are killed at every moment, into docs/torture.md: an hour or two
 #     make torture ARGS="--sample"             # some of them; ARGS="--resume" goes on after an interruption
 
@@ -18,6 +20,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # The zoo has one of its own: torchvision would change what the tests import.
 ZOO_VENV ?= .venv-zoo
+# Other people's packages have one of their own too: they bring several hundred others.
+OTHERS_VENV ?= .venv-others
 # For the tests of model=timm, these two lie in a folder of their own, for the same reason.
 TIMM := $(abspath $(VENV)/timm)
 ARGS ?=
@@ -29,9 +33,11 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 RUN_ZOO := $(ZOO_VENV)/bin/python
 ZOO_READY := $(ZOO_VENV)/.ready
+RUN_OTHERS := $(OTHERS_VENV)/bin/python
+OTHERS_READY := $(OTHERS_VENV)/.ready-others
 TIMM_READY := $(TIMM)/.ready
 
-.PHONY: train compare test timm-tests thorough cluster-tests slurm zoo torture lightning-tests gpu lint docs clean
+.PHONY: train compare test timm-tests thorough cluster-tests slurm zoo others torture lightning-tests gpu lint docs clean
 
 train: $(READY)
 	$(RUN) -m recipes.train strategy=pipeline_async $(ARGS)
@@ -64,6 +70,9 @@ slurm:
 zoo: $(ZOO_READY)
 	$(RUN_ZOO) -m tests.zoo --page docs/zoo.md --record $(ARGS)
 
+others: $(OTHERS_READY)
+	$(RUN_OTHERS) -m tests.others --page docs/others.md $(ARGS)
+
 torture: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m tests.torture --record $(ARGS)
 
@@ -82,7 +91,7 @@ docs: $(READY)
 	$(RUN) -m zensical build --clean --strict
 
 clean:
-	rm -rf $(VENV) $(ZOO_VENV) build site .cache *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(ZOO_VENV) $(OTHERS_VENV) build site .cache *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Made anew when what is to be installed changes; a set-up that was cut short has no .ready and is done again.
@@ -92,6 +101,15 @@ $(READY) $(ZOO_READY): %/.ready: pyproject.toml constraints.txt
 	@echo "Setting up $*: once, a minute or more"
 	$(PYTHON) -m venv $*
 	$*/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
+	@touch $@
+
+# torch first, for the CPU where pip's settings say so: what a package would bring by itself is built for CUDA.
+$(OTHERS_READY): tests/others/requirements.txt tests/others/constraints.txt
+	@echo "Setting up $(OTHERS_VENV): once, half an hour or more"
+	$(PYTHON) -m venv $(OTHERS_VENV)
+	@for package in torch torchvision lightning pytorch-lightning $$(sed 's/#.*//' tests/others/requirements.txt); do \
+		$(RUN_OTHERS) -m pip install -qq --disable-pip-version-check -c tests/others/constraints.txt "$$package" || \
+			echo "$$package can't be installed: its modules are not run"; done
 	@touch $@
 
 $(TIMM_READY): $(READY)

@@ -119,9 +119,12 @@ class WorkerPool:
     Args:
         preload: modules that the server imports that workers are forked from. A process has one such server: the first
             pool's modules count.
+        forks: fork workers from this process, with what it has imported, in the place of a server. For modules that
+            take long to import, in a process without threads.
     """
 
     preload: list[str] = field(default_factory=lambda: list(PRELOAD))
+    forks: bool = False
     _workers: list[_Worker] = field(default_factory=list)
     _directory: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="lightning-parallel-tests-")))
     _serial: itertools.count[int] = field(default_factory=itertools.count)
@@ -182,8 +185,9 @@ class WorkerPool:
 
     def _grow(self, count: int) -> None:
         new: list[_Worker] = []
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(self.preload)
+        context = multiprocessing.get_context("fork" if self.forks else "forkserver")
+        if not self.forks:
+            context.set_forkserver_preload(self.preload)
         while len(self._workers) < count:
             log = self._directory / f"worker{next(self._serial)}.log"
             log.touch()

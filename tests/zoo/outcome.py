@@ -73,11 +73,11 @@ def judge(
         plain: of the plain Trainer on the whole batch.
         fallback: makes the reports of the layout's fallback, for an entry that differs by nature.
     """
-    failed = _of_errors(reports)
+    failed = of_errors(reports)
     if failed is not None:
         return failed
     tolerance = TOLERANCES[entry.dtype]
-    deviation, where = _largest(reports, [plain], layout.shares)
+    deviation, where = largest(reports, [plain], layout.shares)
     if deviation <= tolerance:
         return Verdict(Outcome.EQUAL, deviation=deviation)
     if entry.by_nature is None or entry.by_nature not in layout.natures:
@@ -87,13 +87,14 @@ def judge(
         for report in others:
             if report.error is not None:
                 return Verdict(Outcome.CRASHED, f"{layout.fallback}: {report.error.message}", trace=report.error.trace)
-        beside, where = _largest(reports, others, layout.shares)
+        beside, where = largest(reports, others, layout.shares)
         if not beside <= tolerance:
             return Verdict(Outcome.DIFFERENT, f"from {layout.fallback} too, largest in {where}", beside)
     return Verdict(Outcome.BY_NATURE, entry.by_nature, deviation)
 
 
-def _of_errors(reports: list[Report]) -> Verdict | None:
+def of_errors(reports: list[Report]) -> Verdict | None:
+    """The verdict on ranks of which at least one has raised; None if none has."""
     errors = [report.error for report in reports if report.error is not None]
     if not errors:
         return None
@@ -110,14 +111,14 @@ def _of_errors(reports: list[Report]) -> Verdict | None:
         and all(report.updates == 0 for report in reports)
     )
     if refused:
-        return Verdict(Outcome.REFUSED, cause.message)
+        return Verdict(Outcome.REFUSED, cause.message, trace=cause.trace)
     ranks = f"{len(errors)} of {len(reports)} ranks, after {max(report.updates for report in reports)} updates"
     if causes and len(causes) < len(errors):
         ranks += f", {len(errors) - len(causes)} of them only lost the others"
     return Verdict(Outcome.CRASHED, f"{cause.kind} ({ranks}): {cause.message}", trace=cause.trace)
 
 
-def _largest(reports: list[Report], reference: list[Report], shares: bool) -> tuple[float, str]:
+def largest(reports: list[Report], reference: list[Report], shares: bool) -> tuple[float, str]:
     """The largest relative deviation, and where it is. A weight that no rank holds, or a NaN, is an infinite one."""
     if any(len(report.losses) != len(reference[0].losses) for report in (*reports, *reference)):
         return math.inf, "the number of losses"

@@ -77,7 +77,7 @@ def _wrong(cases: Cases) -> Iterable[str]:
     yield "## What is wrong\n"
     for name, layout, verdict in wrong:
         size = "" if verdict.deviation is None else f" by {verdict.deviation:.0e}"
-        yield f"- {name}, {layout}: {verdict.outcome}{size}. {_line(verdict.detail)}"
+        yield f"- {name}, {layout}: {verdict.outcome}{size}. {line(verdict.detail)}"
 
 
 def _refusals(cases: Cases) -> Iterable[str]:
@@ -85,7 +85,7 @@ def _refusals(cases: Cases) -> Iterable[str]:
     groups: dict[tuple[str, str], list[str]] = {}
     for name, layout, verdict in _all(cases):
         if verdict.outcome is Outcome.REFUSED:
-            groups.setdefault((name, _line(verdict.detail)), []).append(layout)
+            groups.setdefault((name, line(verdict.detail)), []).append(layout)
     if not groups:
         return
     yield "## What is refused, and why\n"
@@ -117,7 +117,7 @@ def _of(cases: Cases, layout: str) -> Iterable[Verdict | None]:
     return (of_layouts.get(layout) for of_layouts in cases.values())
 
 
-def _line(message: str) -> str:
+def line(message: str) -> str:
     """The first line of a message, shortened, without what changes from run to run, safe in Markdown."""
     line = message.strip().splitlines()[0] if message.strip() else ""
     line = re.sub(r"0x[0-9a-f]+|\b\d+\.\d+\.\d+\.\d+:\d+\b", "...", line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tests.pool import WorkerError, WorkerPool
@@ -18,10 +19,21 @@ class UselessEntryError(RuntimeError):
 
 @dataclass(slots=True)
 class Runner:
-    """Keeps the references of the entry that it ran last, since an entry's layouts come one after the other."""
+    """Keeps the references of the entry that it ran last, since an entry's layouts come one after the other.
+
+    Args:
+        pool: where the ranks run.
+        patience: seconds until ranks that don't even time out are given up.
+        train: trains an entry on one rank, as `training.train`.
+        judge: compares reports, as `outcome.judge`.
+        find: a layout or reference by its name.
+    """
 
     pool: WorkerPool
-    patience: float = 3 * TIMEOUT  # seconds until ranks that don't even time out are given up
+    patience: float = 3 * TIMEOUT
+    train: Callable[..., Report] = train
+    judge: Callable[..., Verdict] = judge
+    find: Callable[[str], Layout] = layouts.find
     _of: tuple[str, str] = ("", "")
     _references: dict[tuple[str, tuple[str, ...]], list[Report]] = field(default_factory=dict)
 
@@ -44,7 +56,9 @@ class Runner:
         except WorkerError as error:
             return _lost(error)
         layers = reports[0].layers  # a layer that is cut inside draws other random numbers
-        return judge(entry, layout, reports, plain, lambda: self._reference(room, entry, layout.fallback or "", layers))
+        return self.judge(
+            entry, layout, reports, plain, lambda: self._reference(room, entry, layout.fallback or "", layers)
+        )
 
     def _plain(self, room: str, entry: Entry) -> Report:
         (plain,) = self._reference(room, entry, layouts.PLAIN)
@@ -58,12 +72,12 @@ class Runner:
         if self._of != (room, entry.name):
             self._of, self._references = (room, entry.name), {}
         if (name, layers) not in self._references:
-            self._references[name, layers] = self._train(room, entry, layouts.find(name), layers)
+            self._references[name, layers] = self._train(room, entry, self.find(name), layers)
         return self._references[name, layers]
 
     def _train(self, room: str, entry: Entry, layout: Layout, layers: tuple[str, ...] = ()) -> list[Report]:
         given = (room, entry.name, layout.name, layers)
-        return self.pool.run(train, layout.ranks, *given, init=False, timeout=self.patience)
+        return self.pool.run(self.train, layout.ranks, *given, init=False, timeout=self.patience)
 
 
 def _lost(error: WorkerError) -> Verdict:

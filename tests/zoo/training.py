@@ -58,6 +58,8 @@ class Report:
         layers: between which a pipeline was cut.
         updates: the optimizer steps that it made.
         error: how the run ended, if not well.
+        warnings: what lightning_parallel has warned of, where a run notes it.
+        draws: whether a step draws random numbers, where a run notes it.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -66,6 +68,8 @@ class Report:
     layers: tuple[str, ...] = ()
     updates: int = 0
     error: Error | None = None
+    warnings: list[str] = field(default_factory=list)
+    draws: bool = False
 
 
 class Witness(Callback):
@@ -101,14 +105,14 @@ def train(room: str, name: str, layout_name: str, layers: tuple[str, ...] = ()) 
         with everything_in(entry.dtype):
             _fit(entry, layouts.find(layout_name), report, layers)
     except BaseException as error:  # SystemExit too
-        report.error = _described(error, monotonic() - begin)
+        report.error = described(error, monotonic() - begin)
         traceback.clear_frames(error.__traceback__)
     if report.error is not None:
-        _hang_up()
+        hang_up()
     return report
 
 
-def _hang_up() -> None:
+def hang_up() -> None:
     """Closed connections tell the ranks that wait for this one, as the end of a user's process would."""
     gc.collect()  # a pipeline's engine holds some
     if dist.is_initialized():
@@ -134,6 +138,11 @@ def _fit(entry: Entry, layout: layouts.Layout, report: Report, layers: tuple[str
         batches = [split(batch, layout.ranks)[trainer.global_rank] for batch in batches]
     torch.manual_seed(11)
     trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    collect(report, trainer, module)
+
+
+def collect(report: Report, trainer: L.Trainer, module: L.LightningModule) -> None:
+    """Note what this rank has of the weights."""
     report.weights = {name: complete(parameter.detach()) for name, parameter in here(module).items()}
     if isinstance(trainer.strategy, lightning_parallel.PipelineStrategy | lightning_parallel.TensorParallelStrategy):
         report.shards = trainer.strategy.local_model.shards
@@ -141,7 +150,8 @@ def _fit(entry: Entry, layout: layouts.Layout, report: Report, layers: tuple[str
         report.layers = tuple(trainer.strategy.stage.partition.layers)
 
 
-def _described(error: BaseException, seconds: float) -> Error:
+def described(error: BaseException, seconds: float) -> Error:
+    """What a report says of an error."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = bool(frames) and Path(frames[-1].filename).is_relative_to(PACKAGE)
     kind = type(error)
