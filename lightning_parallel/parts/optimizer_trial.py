@@ -266,3 +266,20 @@ def _like(value: Any, parameter: Tensor, small: Tensor) -> Any:
         return copy.deepcopy(value)
     here = local_part(value).flatten()
     return torch.full_like(small, float(here[0]) if here.numel() else 0.0, requires_grad=False)
+
+
+def refuse_strange_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse parameters that an optimizer has and the module hasn't: no rank would train them, or each another copy.
+
+    Raises:
+        ValueError: there are some.
+    """
+    own = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            if id(parameter) not in own:
+                raise ValueError(
+                    f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that isn't one of "
+                    f"the module's. Make the optimizer in configure_optimizers, after the module has been divided, of "
+                    f"self.parameters(). Register what else it has on the LightningModule, as an nn.Module."
+                )

@@ -55,7 +55,7 @@ from lightning_parallel.parts.collectives import Collectives
 from lightning_parallel.parts.equal_steps import EqualSteps
 from lightning_parallel.parts.gradient_watch import GradientWatch, refuse_hooks_of_parameters
 from lightning_parallel.parts.metric_sync import MetricSync
-from lightning_parallel.parts.optimizer_trial import refuse_parts
+from lightning_parallel.parts.optimizer_trial import refuse_parts, refuse_strange_parameters
 from lightning_parallel.parts.options import ProcessOptions
 from lightning_parallel.parts.other_lightning import warn_of_other_modules
 from lightning_parallel.parts.predictions import share_predictions
@@ -360,6 +360,7 @@ class LayoutStrategy(ParallelStrategy):
         return nullcontext() if self._collectives is None else self._collectives.inside_step(name)
 
     def _try_optimizers(self) -> None:
+        refuse_strange_parameters(self.run.module, self.optimizers)
         for optimizer in self.optimizers:
             refuse_parts(optimizer, self.local_model, self.layout, type(self).__name__)
 

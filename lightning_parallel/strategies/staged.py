@@ -16,7 +16,7 @@ Training differs: see ``pipeline.py`` and ``pipeline_async.py``. The parts, in t
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel.layout import Placement
@@ -156,8 +155,6 @@ class StagedStrategy(LayoutStrategy):
         )
         local = self._stages.local_model(self._shards.shards)
         self.hold(local, counts=counts, norm_group=norm_group)
-        if run.trains:  # else the optimizers may be those of another module, trained before
-            _refuse_strange_parameters(module, self.optimizers)
         share_overflows(self.precision_plugin, run.device)
 
         # Make equal what several ranks hold.
@@ -332,16 +329,3 @@ class StagedStrategy(LayoutStrategy):
 
 def _has_absent_ones(module: nn.Module) -> bool:
     return any(isinstance(parameter, AbsentTensor) for parameter in module.parameters())
-
-
-def _refuse_strange_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse parameters that an optimizer has and the module doesn't: no stage would train them."""
-    own = {id(parameter) for parameter in module.parameters()}
-    for optimizer in optimizers:
-        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-            if id(parameter) not in own:
-                raise ValueError(
-                    f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that isn't one of "
-                    f"the module's. Register what holds it on the LightningModule, as an attribute that is an "
-                    f"nn.Module or in an nn.ModuleList, so that a stage trains it."
-                )
