@@ -10,16 +10,16 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
+from lightning_parallel.callbacks.exact_resume import ExactResume
+from lightning_parallel.callbacks.finite_loss import FiniteLoss
+from lightning_parallel.callbacks.memory_snapshot import MemorySnapshot
+from lightning_parallel.callbacks.performance_monitor import PerformanceMonitor
+from lightning_parallel.callbacks.preemption import Preemption
+from lightning_parallel.callbacks.resumable_loader import ResumableDataLoader
 from lightning_parallel.checkpoint import is_checkpoint, read_plain
 from lightning_parallel.checkpoint.directory import replacing
-from lightning_parallel.lightning_private.checkpoints import open_directories
-from lightning_parallel.parts.exact_resume import ExactResume
-from lightning_parallel.parts.finite_loss import FiniteLoss
-from lightning_parallel.parts.memory_snapshot import MemorySnapshot
-from lightning_parallel.parts.performance_monitor import PerformanceMonitor
-from lightning_parallel.parts.preemption import Preemption
 from lightning_parallel.passes import in_passes
-from lightning_parallel.resumable_loader import ResumableDataLoader
+from lightning_parallel.private.lightning.checkpoints import open_directories
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.fully_sharded import FullyShardedStrategy
 from lightning_parallel.strategies.pipeline import PipelineStrategy

@@ -13,7 +13,7 @@ and return a tensor. Only these tensors are exchanged between the stages::
             return tokens
 
 Without a pipeline the passes run one after the other. A pipeline runs the generator on every rank and each pass through
-the stages, and sends to all what a pass returned on the last one (``parts/several_passes.py``).
+the stages, and sends to all what a pass returned on the last one (``steps/several_passes.py``).
 """
 
 from __future__ import annotations

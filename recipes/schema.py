@@ -13,7 +13,7 @@ from datetime import timedelta
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from lightning_parallel.parts.options import Seconds
+from lightning_parallel.set_up.options import Seconds
 from lightning_parallel.settings import Auto, Count, Natural, NotNegative, Range
 from lightning_parallel.strategies.data_parallel import DataParallelOptions
 from lightning_parallel.strategies.fully_sharded import FullyShardedOptions

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.torch_private import TorchDispatchMode, boxed_group, group_by_name, tree_leaves
+from lightning_parallel.private.torch import TorchDispatchMode, boxed_group, group_by_name, tree_leaves
 
 POINT_TO_POINT, SCALARS = "point-to-point", "scalars"
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", POINT_TO_POINT, SCALARS)

@@ -21,8 +21,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.elastic.multiprocessing.errors import record as record_error
 
-from lightning_parallel.layout import Layout
-from lightning_parallel.parts import process_group
+from lightning_parallel.ranks import process_group
+from lightning_parallel.ranks.layout import Layout
 from recipes import attempts, build, record, resume, trackers, using
 from recipes.logs import ContinuedLogs
 from recipes.processes import REQUEUE, restarts

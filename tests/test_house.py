@@ -15,18 +15,24 @@ from recipes import ROOT
 PACKAGE = Path(lightning_parallel.__file__).parent
 # Arrows run from a row to the rows after it, and within a row.
 ROWS = (
-    {"as_pytorch_lightning"},
     {"strategies"},
-    {"parts"},
-    {"pipeline", "tensor", "checkpoint", "fully_sharded", "local_replicas"},
-    {
-        "gradients", "layout", "groups", "shard", "local_model", "batch", "batch_objects", "collectives", "settings",
-        "resumable_loader", "passes", "disk_offload", "writes",
-    },
-    {"lightning_private", "torch_private"},
+    {"steps", "late"},
+    {"set_up"},
+    {"checks"},
+    {"pipeline", "tensor", "callbacks", "fully_sharded", "local_replicas"},
+    {"plan", "results"},
+    {"checkpoint", "tracing", "losses", "timeline", "schedules"},
+    {"absent", "messages", "gradients"},
+    {"backward", "ranks"},
+    {"batch", "disk_offload", "interception", "passes", "seeding", "settings"},
+    {"batch_objects", "as_pytorch_lightning"},
+    {"private"},
 )
-KNOW_NO_LIGHTNING = ("pipeline", "tensor", "checkpoint", "fully_sharded", "local_replicas", "gradients")
-PRIVATE = {*(PACKAGE / "lightning_private").glob("*.py"), PACKAGE / "torch_private.py"}
+KNOW_NO_LIGHTNING = (
+    "pipeline", "plan", "tracing", "absent", "schedules", "messages", "backward", "losses", "timeline", "tensor",
+    "fully_sharded", "local_replicas",
+)  # fmt: skip
+PRIVATE = {*(PACKAGE / "private").rglob("*.py")}
 OWN = {"self", "cls", "other", "ctx"}  # other: an object of the same class
 
 

@@ -24,22 +24,22 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _world
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend
 
-from lightning_parallel import groups as groups_module
 from lightning_parallel.checkpoint.agreement import RankSummary, agree, writers
 from lightning_parallel.checkpoint.keys import divided
-from lightning_parallel.groups import Groups, Links
-from lightning_parallel.layout import Layout
-from lightning_parallel.parts import meeting
-from lightning_parallel.pipeline.actions import Step, placement
-from lightning_parallel.pipeline.channel import Link
+from lightning_parallel.losses.normaliser import BatchLoss
+from lightning_parallel.messages.channel import Link
+from lightning_parallel.messages.message import encode
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.engine import Engine
-from lightning_parallel.pipeline.message import encode
-from lightning_parallel.pipeline.normaliser import BatchLoss
-from lightning_parallel.pipeline.partitioning import partition
-from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.torch_private import group_of_members
+from lightning_parallel.plan.partitioning import partition
+from lightning_parallel.private.torch import group_of_members
+from lightning_parallel.ranks import groups as groups_module
+from lightning_parallel.ranks import meeting
+from lightning_parallel.ranks.groups import Groups, Links
+from lightning_parallel.ranks.layout import Layout
+from lightning_parallel.schedules.actions import Step, placement
+from lightning_parallel.schedules.generators import SCHEDULES
 from tests.pool import WorkerPool
 
 META = torch.device("meta")  # messages carry nothing here

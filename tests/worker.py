@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from lightning_parallel.parts import rendezvous
+from lightning_parallel.ranks import rendezvous
 
 ROOT = Path(__file__).resolve().parent.parent
 HUNG_UP = (

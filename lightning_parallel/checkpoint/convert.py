@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_parallel.checkpoint import directory, format, plain
 from lightning_parallel.checkpoint.directory import PathLike
 from lightning_parallel.checkpoint.keys import OptimizerState
-from lightning_parallel.layout import Layout
+from lightning_parallel.ranks.layout import Layout
 
 
 def convert(source: PathLike, target: PathLike, *, save_weights_only: bool = False, weights_only: bool = True) -> None:

@@ -32,7 +32,7 @@ from lightning_parallel.checkpoint.plain import as_plain
 from lightning_parallel.checkpoint.reading import Reader, plain_errors
 from lightning_parallel.checkpoint.slices import Slices, collected, empty_like
 from lightning_parallel.checkpoint.whole import CONTENTS, contents_of
-from lightning_parallel.collectives import Group, decided_by_first, gather_objects_on_first, guarded, together
+from lightning_parallel.ranks.collectives import Group, decided_by_first, gather_objects_on_first, guarded, together
 
 
 @dataclass(frozen=True, slots=True)

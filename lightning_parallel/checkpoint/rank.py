@@ -26,9 +26,9 @@ from lightning_parallel.checkpoint.keys import OptimizerState
 from lightning_parallel.checkpoint.plain import OF_TENSORS
 from lightning_parallel.checkpoint.random_state import RANDOM_STATE, random_state
 from lightning_parallel.checkpoint.slices import Slices, empty_like, fill, on_host
-from lightning_parallel.collectives import together
-from lightning_parallel.local_model import LocalModel, memory_of
-from lightning_parallel.torch_private import tree_map
+from lightning_parallel.private.torch import tree_map
+from lightning_parallel.ranks.collectives import together
+from lightning_parallel.ranks.local_model import LocalModel, memory_of
 
 
 class RankCheckpoint:

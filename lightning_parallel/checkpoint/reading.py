@@ -25,7 +25,7 @@ from lightning_parallel.checkpoint import directory
 from lightning_parallel.checkpoint.agreement import first_few
 from lightning_parallel.checkpoint.directory import FILES, METADATA, TRAINER, PathLike
 from lightning_parallel.checkpoint.whole import check_archive, damaged, verified
-from lightning_parallel.torch_private import METADATA_CLASSES
+from lightning_parallel.private.torch import METADATA_CLASSES
 
 
 class _Unpickler(pickle.Unpickler):

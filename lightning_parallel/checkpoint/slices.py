@@ -11,7 +11,7 @@ A shard that is fully sharded too has its rows divided once more, over the repli
 
 The checkpoint asks a tensor for its boxes through three methods, ``torch.distributed._checkpointable._Checkpointable``,
 which DTensor implements too. A DTensor won't do here: it has one box, and the shard of a fused projection has several
-(:mod:`~lightning_parallel.shard`). The protocol is undocumented; ``tests/checkpoint/test_slices.py`` pins it.
+(:mod:`~lightning_parallel.ranks.shard`). The protocol is undocumented; ``tests/checkpoint/test_slices.py`` pins it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.collectives import Group, gather_objects_on_first
-from lightning_parallel.local_model import local_part
-from lightning_parallel.shard import Shard, piece
-from lightning_parallel.torch_private import wrapper_tensor
+from lightning_parallel.private.torch import wrapper_tensor
+from lightning_parallel.ranks.collectives import Group, gather_objects_on_first
+from lightning_parallel.ranks.local_model import local_part
+from lightning_parallel.ranks.shard import Shard, piece
 
 Box = tuple[Sequence[int], Tensor]  # its offsets in the whole, and a view of its values
 

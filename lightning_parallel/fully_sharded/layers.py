@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from lightning_parallel.collectives import broadcast_tensors
 from lightning_parallel.gradients.swapping import multiplied
+from lightning_parallel.ranks.collectives import broadcast_tensors
 
 
 class FullyShardedLayers:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_parallel.collectives import gather_objects, guarded
+from lightning_parallel.ranks.collectives import gather_objects, guarded
 
 
 class ModuleUses:

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.collectives import guarded
 from lightning_parallel.gradients.swapping import Gradients
+from lightning_parallel.ranks.collectives import guarded
 
 BUCKET_BYTES = 25 * 2**20  # as in DDP
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.collectives import guarded
-from lightning_parallel.local_model import local_part
-from lightning_parallel.torch_private import norms_of, scale_all
+from lightning_parallel.private.torch import norms_of, scale_all
+from lightning_parallel.ranks.collectives import guarded
+from lightning_parallel.ranks.local_model import local_part
 
 
 def clip_by_norm(

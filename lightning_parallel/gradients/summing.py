@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.collectives import guarded
 from lightning_parallel.gradients.swapping import Gradients
-from lightning_parallel.local_model import local_part
+from lightning_parallel.ranks.collectives import guarded
+from lightning_parallel.ranks.local_model import local_part
 
 
 def summed_over(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric, MetricCollection
 
-from lightning_parallel.torch_private import buffers_of, modules_of, parameters_of, shallow_copy
+from lightning_parallel.private.torch import buffers_of, modules_of, parameters_of, shallow_copy
 
 
 def replicate(model: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:

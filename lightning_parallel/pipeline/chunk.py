@@ -21,17 +21,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lightning_parallel.pipeline.arrival import Arrival, Departure
-from lightning_parallel.pipeline.channel import Receiver
-from lightning_parallel.pipeline.ends import Ends
-from lightning_parallel.pipeline.loss_graph import Term
-from lightning_parallel.pipeline.message import Format, gradient_format
-from lightning_parallel.pipeline.normaliser import BatchLoss
-from lightning_parallel.pipeline.seeding import TorchGenerators
-from lightning_parallel.pipeline.split_backward import WeightGradients, begin_backward
+from lightning_parallel.backward.split import WeightGradients, begin_backward
+from lightning_parallel.losses.graph import Term
+from lightning_parallel.losses.normaliser import BatchLoss
+from lightning_parallel.messages.arrival import Arrival, Departure
+from lightning_parallel.messages.channel import Receiver
+from lightning_parallel.messages.ends import Ends
+from lightning_parallel.messages.message import Format, gradient_format
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.pipeline.timeline import Timeline
 from lightning_parallel.pipeline.weights import Weights
+from lightning_parallel.seeding import TorchGenerators
+from lightning_parallel.timeline.recording import Timeline
 
 
 @dataclass(frozen=True)

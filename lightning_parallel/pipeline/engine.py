@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.groups import Links
-from lightning_parallel.layout import Layout
-from lightning_parallel.pipeline.actions import Action, Backward, BackwardInput, BackwardWeight, Forward, Step
+from lightning_parallel.messages.ends import ends_of
+from lightning_parallel.messages.posting import short_switch_interval
 from lightning_parallel.pipeline.chunk import Chunk, Microbatch
-from lightning_parallel.pipeline.ends import ends_of
-from lightning_parallel.pipeline.posting import short_switch_interval
-from lightning_parallel.pipeline.seeding import TorchGenerators
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.pipeline.timeline import Timeline
 from lightning_parallel.pipeline.weights import CurrentWeights, Weights
+from lightning_parallel.ranks.groups import Links
+from lightning_parallel.ranks.layout import Layout
+from lightning_parallel.schedules.actions import Action, Backward, BackwardInput, BackwardWeight, Forward, Step
+from lightning_parallel.seeding import TorchGenerators
+from lightning_parallel.timeline.recording import Timeline
 
 
 class Engine:

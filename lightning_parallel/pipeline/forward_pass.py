@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_parallel.pipeline.absent import first_absent
-from lightning_parallel.pipeline.arrival import Arrival, Departure
-from lightning_parallel.pipeline.flow import Cargo, Flow, tensors_of
-from lightning_parallel.pipeline.partition import Partition
-from lightning_parallel.pipeline.seeding import TorchGenerators, seed_host_generators
-from lightning_parallel.pipeline.traced import Call
-from lightning_parallel.torch_private import tensors_in
+from lightning_parallel.absent.tensor import first_absent
+from lightning_parallel.messages.arrival import Arrival, Departure
+from lightning_parallel.plan.flow import Cargo, Flow, tensors_of
+from lightning_parallel.plan.partition import Partition
+from lightning_parallel.private.torch import tensors_in
+from lightning_parallel.seeding import TorchGenerators, seed_host_generators
+from lightning_parallel.tracing.traced import Call
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.pipeline.absent import AbsentValueError
-from lightning_parallel.pipeline.absent_forward import AbsentForward
-from lightning_parallel.pipeline.absent_module import everything_absent
+from lightning_parallel.absent.forward import AbsentForward
+from lightning_parallel.absent.module import everything_absent
+from lightning_parallel.absent.tensor import AbsentValueError
+from lightning_parallel.interception import LeaveStep
 from lightning_parallel.pipeline.forward_pass import Underway
-from lightning_parallel.pipeline.interception import LeaveStep
-from lightning_parallel.pipeline.seeding import draw_seed
-from lightning_parallel.torch_private import tree_flatten, tree_unflatten
+from lightning_parallel.private.torch import tree_flatten, tree_unflatten
+from lightning_parallel.seeding import draw_seed
 
 
 class OtherUnits:

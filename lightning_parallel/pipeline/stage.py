@@ -1,11 +1,11 @@
 """Runs the user's own step on this rank, up to a chunk's last call of a unit.
 
 The step (``training_step``, any callable) runs on every stage, from its first line. The units of other chunks return
-absent tensors (``absent.py``), for the cost of a look-up. Where the output of such a call is needed in this chunk or
-later (``flow.py``), it returns what arrived from the previous chunk, in the structure that the unit itself returns. So
-the code between the units (unpacking tuples, masks, residual scaling) runs as written, on live values. The chunk's last
-call doesn't return: the user's step is left there. In the last chunk it goes on to the loss. ``forward_pass.py``
-remembers what happens in one such pass::
+absent tensors (``absent/tensor.py``), for the cost of a look-up. Where the output of such a call is needed in this
+chunk or later (``plan/flow.py``), it returns what arrived from the previous chunk, in the structure that the unit
+itself returns. So the code between the units (unpacking tuples, masks, residual scaling) runs as written, on live
+values. The chunk's last call doesn't return: the user's step is left there. In the last chunk it goes on to the loss.
+``forward_pass.py`` remembers what happens in one such pass::
 
         stage 0                stage 1                stage 2
         embed, layer 0, 1      layer 2, 3             layer 4, 5, head, loss
@@ -19,8 +19,8 @@ remembers what happens in one such pass::
                                                       layer 5
                                                       head, loss
 
-A stage may run several chunks of the step, one after the other (``actions.py``). Each is a run of the step of its own:
-while one of them runs, the units of the stage's other chunks are as absent as those of other stages.
+A stage may run several chunks of the step, one after the other (``schedules/actions.py``). Each is a run of the step of
+its own: while one of them runs, the units of the stage's other chunks are as absent as those of other stages.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.pipeline.absent import AbsentTensor, first_absent, make_absent
-from lightning_parallel.pipeline.absent_forward import AbsentForward
-from lightning_parallel.pipeline.arrival import Arrival
-from lightning_parallel.pipeline.flow import Flow
+from lightning_parallel.absent.forward import AbsentForward
+from lightning_parallel.absent.origins import origin_of_parameter
+from lightning_parallel.absent.tensor import AbsentTensor, first_absent, make_absent
+from lightning_parallel.backward.recompute import Recomputed
+from lightning_parallel.interception import Interception, LeaveStep, can_intercept
+from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.pipeline.forward_pass import Cuts, ForwardPass, Underway
-from lightning_parallel.pipeline.interception import Interception, LeaveStep, can_intercept
-from lightning_parallel.pipeline.origins import origin_of_parameter
 from lightning_parallel.pipeline.other_units import OtherUnits
-from lightning_parallel.pipeline.partition import Partition
-from lightning_parallel.pipeline.recompute import Recomputed
-from lightning_parallel.pipeline.seeding import TorchGenerators, draw_seed
-from lightning_parallel.pipeline.survey import survey
-from lightning_parallel.pipeline.traced import Call
-from lightning_parallel.torch_private import forward_hooks
+from lightning_parallel.plan.flow import Flow
+from lightning_parallel.plan.partition import Partition
+from lightning_parallel.plan.survey import survey
+from lightning_parallel.private.torch import forward_hooks
+from lightning_parallel.seeding import TorchGenerators, draw_seed
+from lightning_parallel.tracing.traced import Call
 
 
 class Stage:

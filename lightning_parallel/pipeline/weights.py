@@ -30,10 +30,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.pipeline.absent import AbsentTensor
-from lightning_parallel.pipeline.normaliser import BatchLoss
+from lightning_parallel.absent.tensor import AbsentTensor
+from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.pipeline.staleness import Stashing, extrapolate
-from lightning_parallel.torch_private import parameters_of
+from lightning_parallel.private.torch import parameters_of
 
 
 class Weights(Protocol):

@@ -25,12 +25,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel.collectives import together
+from lightning_parallel.callbacks.defaults import (
+    IN_PARTS,
+    Reasons,
+    bring_along,
+    refuse_callbacks,
+    refuse_saves_after_errors,
+)
+from lightning_parallel.callbacks.start_table import Holding, StartTable
+from lightning_parallel.checkpoint.background import BackgroundSave
+from lightning_parallel.checkpoint.in_trainer import Checkpoints, check_file
+from lightning_parallel.checks.optimizer_trial import refuse_parts, refuse_strange_parameters
+from lightning_parallel.checks.other_lightning import warn_of_other_modules
 from lightning_parallel.disk_offload import DiskOffload
-from lightning_parallel.groups import Groups
-from lightning_parallel.layout import Layout, Size
-from lightning_parallel.lightning_private.data import take_back_loaders
-from lightning_parallel.lightning_private.launching import (
+from lightning_parallel.gradients.hook_watch import GradientWatch, refuse_hooks_of_parameters
+from lightning_parallel.gradients.in_trainer import install_clipping
+from lightning_parallel.private.lightning.data import take_back_loaders
+from lightning_parallel.private.lightning.launching import (
     asked_weights_only,
     callbacks_of,
     launched_by_make_launcher,
@@ -39,30 +50,20 @@ from lightning_parallel.lightning_private.launching import (
     script_launcher,
     trainer_of,
 )
-from lightning_parallel.local_model import LocalModel
-from lightning_parallel.parts import loaders, process_group
-from lightning_parallel.parts.background import BackgroundSave
-from lightning_parallel.parts.callbacks import (
-    IN_PARTS,
-    Reasons,
-    bring_along,
-    refuse_callbacks,
-    refuse_saves_after_errors,
-)
-from lightning_parallel.parts.checkpoints import Checkpoints, check_file
-from lightning_parallel.parts.clipping import install_clipping
-from lightning_parallel.parts.collectives import Collectives
-from lightning_parallel.parts.equal_steps import EqualSteps
-from lightning_parallel.parts.gradient_watch import GradientWatch, refuse_hooks_of_parameters
-from lightning_parallel.parts.metric_sync import MetricSync
-from lightning_parallel.parts.optimizer_trial import refuse_parts, refuse_strange_parameters
-from lightning_parallel.parts.options import ProcessOptions
-from lightning_parallel.parts.other_lightning import warn_of_other_modules
-from lightning_parallel.parts.predictions import share_predictions
-from lightning_parallel.parts.replicas import Replicas
-from lightning_parallel.parts.run import Run
-from lightning_parallel.parts.start_table import Holding, StartTable
-from lightning_parallel.torch_private import group_of_members
+from lightning_parallel.private.torch import group_of_members
+from lightning_parallel.ranks import process_group
+from lightning_parallel.ranks.collectives import together
+from lightning_parallel.ranks.groups import Groups
+from lightning_parallel.ranks.in_steps import Collectives
+from lightning_parallel.ranks.layout import Layout, Size
+from lightning_parallel.ranks.local_model import LocalModel
+from lightning_parallel.ranks.run import Run
+from lightning_parallel.results.metric_sync import MetricSync
+from lightning_parallel.results.predictions import share_predictions
+from lightning_parallel.set_up import loaders
+from lightning_parallel.set_up.options import ProcessOptions
+from lightning_parallel.set_up.replicas import Replicas
+from lightning_parallel.steps.equal_steps import EqualSteps
 
 T = TypeVar("T")
 
@@ -73,7 +74,7 @@ class LayoutStrategy(ParallelStrategy):
     the axis."""
 
     refused_callbacks: Reasons = IN_PARTS
-    calls_configure_part = False  # is a module's configure_part called (parts/own_part.py)?
+    calls_configure_part = False  # is a module's configure_part called (set_up/own_part.py)?
 
     def __init__(self, options: ProcessOptions, **axes: Size) -> None:
         warn_of_other_modules()
@@ -119,7 +120,7 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def global_rank(self) -> int:
         """This rank; in a step, or a hook that makes loaders, its place on the data axis
-        (:mod:`lightning_parallel.parts.collectives`)."""
+        (:mod:`lightning_parallel.ranks.in_steps`)."""
         return self.layout.index("data") if self._counts_replicas else super().global_rank
 
     @property

@@ -29,17 +29,17 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_parallel.batch import batch_size
+from lightning_parallel.callbacks.defaults import bring_along
 from lightning_parallel.checkpoint.agreement import first_few
-from lightning_parallel.lightning_private.launching import launched_by_make_launcher, layer_sync_of
-from lightning_parallel.lightning_private.metrics import set_device
+from lightning_parallel.checks.manual import networks
+from lightning_parallel.checks.other_lightning import warn_of_other_modules
+from lightning_parallel.interception import Interception
 from lightning_parallel.local_replicas.data_parallel import Share, on_replicas
 from lightning_parallel.local_replicas.replicate import set_apart
-from lightning_parallel.parts.callbacks import bring_along
-from lightning_parallel.parts.log_joins import LogJoins
-from lightning_parallel.parts.logs import LogRecorder, logging_through
-from lightning_parallel.parts.manual import networks
-from lightning_parallel.parts.other_lightning import warn_of_other_modules
-from lightning_parallel.pipeline.interception import Interception
+from lightning_parallel.private.lightning.launching import launched_by_make_launcher, layer_sync_of
+from lightning_parallel.private.lightning.metrics import set_device
+from lightning_parallel.results.log_joins import LogJoins
+from lightning_parallel.results.logs import LogRecorder, logging_through
 from lightning_parallel.settings import SET_BY_TRAINER, Auto, check, takes
 
 LossOn = Literal["replicas", "output_device"]

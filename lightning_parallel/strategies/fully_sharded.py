@@ -39,21 +39,21 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel.collectives import broadcast_tensors
+from lightning_parallel.callbacks.start_table import Holding
+from lightning_parallel.checks.manual import BackwardGuard, networks
 from lightning_parallel.fully_sharded.units import check_dtypes, materialize, refuse_second_derivatives, untied
 from lightning_parallel.fully_sharded.uses import ModuleUses
 from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
-from lightning_parallel.lightning_private.launching import say_device
-from lightning_parallel.local_model import LocalModel
-from lightning_parallel.parts.afterwards import PartOfModel
-from lightning_parallel.parts.manual import BackwardGuard, networks
-from lightning_parallel.parts.options import ProcessOptions
-from lightning_parallel.parts.own_part import configure_part
-from lightning_parallel.parts.start_table import Holding
-from lightning_parallel.pipeline.layers import Layers, named_layers
+from lightning_parallel.plan.layers import Layers, named_layers
+from lightning_parallel.private.lightning.launching import say_device
+from lightning_parallel.ranks.collectives import broadcast_tensors
+from lightning_parallel.ranks.local_model import LocalModel
+from lightning_parallel.ranks.writes import Writes
+from lightning_parallel.set_up.afterwards import PartOfModel
+from lightning_parallel.set_up.options import ProcessOptions
+from lightning_parallel.set_up.own_part import configure_part
 from lightning_parallel.settings import Auto, Count, takes
 from lightning_parallel.strategies.base import LayoutStrategy
-from lightning_parallel.writes import Writes
 
 T = TypeVar("T")
 

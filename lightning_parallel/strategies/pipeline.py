@@ -25,18 +25,18 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_parallel.gradients.earlier_gradients import earlier_gradients
 from lightning_parallel.gradients.swapping import Gradients, add_gradients, swap_gradients
-from lightning_parallel.parts.between_batches import gained, reasons_to_wait
-from lightning_parallel.parts.earlier_gradients import earlier_gradients
-from lightning_parallel.parts.logs import LogRecorder
-from lightning_parallel.parts.microbatches import loss_scale
-from lightning_parallel.parts.options import StagedOptions
-from lightning_parallel.pipeline.actions import Schedule, placement
-from lightning_parallel.pipeline.normaliser import BatchLoss
-from lightning_parallel.pipeline.schedule import SCHEDULES, Generator, interleaved
-from lightning_parallel.pipeline.schedule_checks import check_placement, of_one_update
-from lightning_parallel.pipeline.simulate import busy_across_batches, ideal_bubble, most_held
+from lightning_parallel.losses.normaliser import BatchLoss
+from lightning_parallel.results.logs import LogRecorder
+from lightning_parallel.schedules.actions import Schedule, placement
+from lightning_parallel.schedules.checks import check_placement, of_one_update
+from lightning_parallel.schedules.generators import SCHEDULES, Generator, interleaved
+from lightning_parallel.schedules.simulate import busy_across_batches, ideal_bubble, most_held
+from lightning_parallel.set_up.options import StagedOptions
 from lightning_parallel.settings import Auto, Count, takes
+from lightning_parallel.steps.between_batches import gained, reasons_to_wait
+from lightning_parallel.steps.microbatches import loss_scale
 from lightning_parallel.strategies.staged import StagedStrategy
 
 
@@ -48,7 +48,7 @@ class PipelineOptions(StagedOptions):
         schedule: ``"1f1b"`` (each backward as early as it can run; activations of at most ``stages`` microbatches),
             ``"gpipe"`` (all forwards, then all backwards: the same bubble and numbers, more memory), ``"naive"`` (the
             model split, one stage at work at a time), or a function that makes one from a number of stages and a number
-            of microbatches (:mod:`lightning_parallel.pipeline.schedule`). The bubble of the first two is
+            of microbatches (:mod:`lightning_parallel.schedules.generators`). The bubble of the first two is
             (stages - 1) / (microbatches + stages - 1). ``"interleaved"``: 1F1B with several chunks of layers a stage:
             a bubble smaller by their number, for more messages and activations. ``"zbv"``: two chunks a stage, and
             backwards in two halves: the smallest bubble; every stage holds what the first one does in 1F1B.

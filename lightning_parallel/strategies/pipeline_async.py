@@ -31,17 +31,17 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_parallel.callbacks.defaults import ASYNCHRONOUS
+from lightning_parallel.callbacks.start_table import Holding
 from lightning_parallel.gradients.swapping import Gradients
-from lightning_parallel.lightning_private.launching import callbacks_of
-from lightning_parallel.parts.asynchronous import AsynchronousTraining
-from lightning_parallel.parts.callbacks import ASYNCHRONOUS
-from lightning_parallel.parts.late_gradients import LateGradients
-from lightning_parallel.parts.logs import LogRecorder
-from lightning_parallel.parts.options import StagedOptions
-from lightning_parallel.parts.start_table import Holding
-from lightning_parallel.pipeline.partition import Partition
+from lightning_parallel.late.settings import LateGradients
+from lightning_parallel.late.training import AsynchronousTraining
 from lightning_parallel.pipeline.staleness import Correction, Stashing
 from lightning_parallel.pipeline.weights import WeightVersions
+from lightning_parallel.plan.partition import Partition
+from lightning_parallel.private.lightning.launching import callbacks_of
+from lightning_parallel.results.logs import LogRecorder
+from lightning_parallel.set_up.options import StagedOptions
 from lightning_parallel.settings import Count, Natural, takes
 from lightning_parallel.strategies.staged import StagedStrategy
 

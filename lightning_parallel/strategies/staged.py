@@ -27,35 +27,35 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from lightning_parallel.layout import Placement
-from lightning_parallel.lightning_private.launching import trainer_of
-from lightning_parallel.parts.afterwards import PartOfModel
-from lightning_parallel.parts.callbacks import IN_STAGES
-from lightning_parallel.parts.clipping import share_overflows
-from lightning_parallel.parts.cutting import agreed_partition
-from lightning_parallel.parts.earlier_chunks import EarlierChunks
-from lightning_parallel.parts.evaluation import Evaluation
-from lightning_parallel.parts.first_batch import trial_of
-from lightning_parallel.parts.first_look import FirstLook
-from lightning_parallel.parts.last_stage import LastStage
-from lightning_parallel.parts.loss_means import LossMeans
-from lightning_parallel.parts.manual import SEVERAL_OPTIMIZERS, refuse_manual_optimization
-from lightning_parallel.parts.microbatches import Microbatches, loss_of
-from lightning_parallel.parts.options import StagedOptions
-from lightning_parallel.parts.performance import StageFigures
-from lightning_parallel.parts.splitting import Splitting
-from lightning_parallel.parts.stages import Stages, refuse_evaluation, refuse_training
-from lightning_parallel.parts.start_table import Holding
-from lightning_parallel.parts.tensor_shards import TensorShards
-from lightning_parallel.parts.timelines import warn_without_pictures, write_timeline
-from lightning_parallel.pipeline.absent import AbsentTensor
+from lightning_parallel.absent.tensor import AbsentTensor
+from lightning_parallel.callbacks.defaults import IN_STAGES
+from lightning_parallel.callbacks.performance import StageFigures
+from lightning_parallel.callbacks.start_table import Holding
+from lightning_parallel.checks.manual import SEVERAL_OPTIMIZERS, refuse_manual_optimization
+from lightning_parallel.gradients.in_trainer import share_overflows
+from lightning_parallel.losses.graph import Number
 from lightning_parallel.pipeline.engine import Engine
-from lightning_parallel.pipeline.loss_graph import Number
-from lightning_parallel.pipeline.partition import Partition
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.pipeline.timeline import Timeline
 from lightning_parallel.pipeline.weights import Weights
+from lightning_parallel.plan.partition import Partition
+from lightning_parallel.private.lightning.launching import trainer_of
+from lightning_parallel.ranks.layout import Placement
+from lightning_parallel.results.last_stage import LastStage
+from lightning_parallel.results.timelines import warn_without_pictures, write_timeline
+from lightning_parallel.set_up.afterwards import PartOfModel
+from lightning_parallel.set_up.cutting import agreed_partition
+from lightning_parallel.set_up.first_batch import trial_of
+from lightning_parallel.set_up.first_look import FirstLook
+from lightning_parallel.set_up.options import StagedOptions
+from lightning_parallel.set_up.splitting import Splitting
+from lightning_parallel.set_up.stages import Stages, refuse_evaluation, refuse_training
+from lightning_parallel.set_up.tensor_shards import TensorShards
+from lightning_parallel.steps.earlier_chunks import EarlierChunks
+from lightning_parallel.steps.evaluation import Evaluation
+from lightning_parallel.steps.loss_means import LossMeans
+from lightning_parallel.steps.microbatches import Microbatches, loss_of
 from lightning_parallel.strategies.base import LayoutStrategy
+from lightning_parallel.timeline.recording import Timeline
 
 
 class StagedStrategy(LayoutStrategy):

@@ -23,15 +23,15 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
+from lightning_parallel.callbacks.start_table import Holding
+from lightning_parallel.checks.manual import BackwardGuard
+from lightning_parallel.gradients.in_trainer import share_overflows
 from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
-from lightning_parallel.local_model import LocalModel
-from lightning_parallel.parts.clipping import share_overflows
-from lightning_parallel.parts.first_batch import trial_of
-from lightning_parallel.parts.manual import BackwardGuard
-from lightning_parallel.parts.options import ProcessOptions
-from lightning_parallel.parts.own_part import configure_part
-from lightning_parallel.parts.start_table import Holding
-from lightning_parallel.parts.tensor_shards import TensorShards
+from lightning_parallel.ranks.local_model import LocalModel
+from lightning_parallel.set_up.first_batch import trial_of
+from lightning_parallel.set_up.options import ProcessOptions
+from lightning_parallel.set_up.own_part import configure_part
+from lightning_parallel.set_up.tensor_shards import TensorShards
 from lightning_parallel.settings import Auto, Count, takes
 from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.tensor.style import Plan

@@ -13,9 +13,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_parallel.private.torch import parameters_of, tree_map
 from lightning_parallel.tensor.layer import ParallelLayer, check_plain
 from lightning_parallel.tensor.region import ShardedRegion
-from lightning_parallel.torch_private import parameters_of, tree_map
 
 Map = Callable[[Tensor, dist.ProcessGroup], Tensor]
 

@@ -9,10 +9,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_parallel.shard import Shard
+from lightning_parallel.private.torch import move_forward_hooks
+from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.layer import ParallelLayer, check_plain, shard_parameter
-from lightning_parallel.torch_private import move_forward_hooks
 
 
 class VocabParallelEmbedding(ParallelLayer):

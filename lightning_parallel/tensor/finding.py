@@ -22,15 +22,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_parallel.pipeline.kept_state import StateKept
-from lightning_parallel.pipeline.seeding import host_generators_kept
-from lightning_parallel.shard import Shard, piece
+from lightning_parallel.private.torch import tensors_in, tree_map
+from lightning_parallel.ranks.shard import Shard, piece
+from lightning_parallel.seeding import host_generators_kept
 from lightning_parallel.tensor.flows import Pair, find_pairs
 from lightning_parallel.tensor.linear import is_divisible, is_linear
 from lightning_parallel.tensor.rules import pattern_of
 from lightning_parallel.tensor.style import Style
 from lightning_parallel.tensor.styles import HEAD_COUNTS
-from lightning_parallel.torch_private import tensors_in, tree_map
+from lightning_parallel.tracing.snapshot import StateKept
 
 _HUGE = 1e3  # masks hold larger values
 _ATTEMPTS = 40  # ways to divide one pair that are tried

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_parallel.private.torch import tensors_in
 from lightning_parallel.tensor.linear import is_linear
-from lightning_parallel.torch_private import tensors_in
 
 Label = frozenset[str] | None  # linear layers by name; the empty set for a whole activation; None for no activation
 _WHOLE: Label = frozenset()

@@ -12,7 +12,7 @@ With t ranks, x_i the tensor on rank i, and [x_0 .. x_t-1] their concatenation a
 
 ``x`` without an index is equal on all ranks, and so is all that is computed from it. That is why the backward of
 ``reduce`` sends nothing, and that of ``gather`` takes its piece without a sum: each rank has computed the whole loss,
-not a part of it. Sizes that t doesn't divide are cut as :func:`~lightning_parallel.shard.piece` cuts them.
+not a part of it. Sizes that t doesn't divide are cut as :func:`~lightning_parallel.ranks.shard.piece` cuts them.
 
 Inputs are never written to. Tensors without memory (on the meta device, or standing for a value of another pipeline
 stage) get results of the right shape, and nothing is sent. None of the functions has a second derivative. If a rank is
@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_parallel.shard import piece
+from lightning_parallel.ranks.shard import piece
 
 Group = dist.ProcessGroup
 Map = Callable[[Tensor], Tensor]

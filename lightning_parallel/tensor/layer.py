@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrize
 
-from lightning_parallel.shard import Shard
-from lightning_parallel.torch_private import has_hooks
+from lightning_parallel.private.torch import has_hooks
+from lightning_parallel.ranks.shard import Shard
 
 
 class ParallelLayer(nn.Module):

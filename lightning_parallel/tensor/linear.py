@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from lightning_parallel.shard import Shard
+from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.layer import ParallelLayer, check_plain, shard_parameter
 from lightning_parallel.tensor.region import ShardedRegion

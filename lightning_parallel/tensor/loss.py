@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_parallel.shard import Shard
+from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.tensor.functions import all_reduced, has_memory
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_parallel.shard import Shard
+from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.around import Work, around
 from lightning_parallel.tensor.embedding import VocabParallelEmbedding

@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 from torch import nn
 
+from lightning_parallel.ranks.writes import digest
 from lightning_parallel.tensor.finding import changed, found_plan, table_of
 from lightning_parallel.tensor.layer import ParallelLayer
 from lightning_parallel.tensor.rules import layers_of, resolve
 from lightning_parallel.tensor.style import Plan, Style
 from lightning_parallel.tensor.transformers_plans import caches_off, transformers_plans
-from lightning_parallel.writes import digest
 
 MakeRun = Callable[[], Callable[[], Any]]  # makes what runs a step
 Found = tuple[dict[str, str | Style] | None, str]  # rules (None: the step can't be tried), and why there aren't any

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from lightning_parallel.private.torch import tensors_in
 from lightning_parallel.tensor.functions import has_memory
-from lightning_parallel.torch_private import tensors_in
 
 
 class ReadsOfShards(TorchFunctionMode):

@@ -32,12 +32,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_parallel.private.torch import tree_flatten, tree_unflatten
 from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.linear import is_linear
 from lightning_parallel.tensor.region import ShardedRegion
 from lightning_parallel.tensor.style import Rule
 from lightning_parallel.tensor.styles import STYLES
-from lightning_parallel.torch_private import tree_flatten, tree_unflatten
 
 _TIME = 1  # the sequence's dimension of a hidden state [batch, time, width]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 
-from lightning_parallel.shard import Shard
+from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.tensor.layer import ParallelLayer
 from lightning_parallel.tensor.region import ShardedRegion
 from lightning_parallel.tensor.rules import resolve, with_few_heads

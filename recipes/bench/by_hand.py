@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_parallel.pipeline.actions import (
+from lightning_parallel.schedules.actions import (
     Backward,
     BackwardInput,
     Forward,
@@ -23,7 +23,7 @@ from lightning_parallel.pipeline.actions import (
     placement,
     sent,
 )
-from lightning_parallel.pipeline.schedule import SCHEDULES
+from lightning_parallel.schedules.generators import SCHEDULES
 from recipes.bench.contestants import Synchronous, place
 from recipes.bench.layers import MakeOptimizer, loss_of, sgd
 

@@ -25,17 +25,17 @@ from torch.distributed.pipelining import (
 )
 
 from lightning_parallel.gradients.swapping import swap_gradients
-from lightning_parallel.groups import Groups
-from lightning_parallel.layout import Layout, Placement
-from lightning_parallel.pipeline.actions import placement
-from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB
+from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.engine import Engine
-from lightning_parallel.pipeline.normaliser import BatchLoss
-from lightning_parallel.pipeline.partitioning import partition
-from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.weights import WeightVersions
+from lightning_parallel.plan.partitioning import partition
+from lightning_parallel.ranks.groups import Groups
+from lightning_parallel.ranks.layout import Layout, Placement
+from lightning_parallel.schedules.actions import placement
+from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
+from lightning_parallel.schedules.generators import SCHEDULES
 from recipes.bench.layers import MakeOptimizer, intervals, loss_of, sgd
 from recipes.bench.rounds import in_turn
 

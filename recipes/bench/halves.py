@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from lightning_parallel.pipeline.split_backward import begin_backward
+from lightning_parallel.backward.split import begin_backward
 from recipes.bench import processes
 from recipes.bench.layers import LlamaBlock, blocks
 from recipes.bench.report import Cell, Table

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB
-from lightning_parallel.pipeline.schedule import SCHEDULES
+from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
+from lightning_parallel.schedules.generators import SCHEDULES
 from recipes.bench import processes
 from recipes.bench.contestants import Contestant, Ours, OursAsync, Torch
 from recipes.bench.report import Table

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lightning_parallel.shard import Shard as Cut
+from lightning_parallel.ranks.shard import Shard as Cut
 from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.region import ShardedRegion
 from lightning_parallel.tensor.sharding import shard_module

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_parallel import AsyncPipelineStrategy, PipelineStrategy
-from lightning_parallel.pipeline.actions import placement
-from lightning_parallel.pipeline.schedule import SCHEDULES
-from lightning_parallel.pipeline.simulate import busy_across_batches, simulate
+from lightning_parallel.schedules.actions import placement
+from lightning_parallel.schedules.generators import SCHEDULES
+from lightning_parallel.schedules.simulate import busy_across_batches, simulate
 from lightning_parallel.strategies.staged import StagedStrategy
 from recipes.bench import processes
 from recipes.bench.by_hand import Bare, BareOnwards

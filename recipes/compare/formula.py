@@ -22,14 +22,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_parallel.pipeline.absent import AbsentTensor
+from lightning_parallel.absent.tensor import AbsentTensor
+from lightning_parallel.private.torch import tree_leaves
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.fully_sharded import FullyShardedStrategy
 from lightning_parallel.strategies.staged import StagedStrategy
 from lightning_parallel.strategies.tensor import TensorParallelStrategy
 from lightning_parallel.tensor.embedding import VocabParallelEmbedding
 from lightning_parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_parallel.torch_private import tree_leaves
 from recipes.traffic import POINT_TO_POINT, wire_bytes
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_parallel.pipeline.absent import AbsentTensor
+from lightning_parallel.absent.tensor import AbsentTensor
 
 
 def resident() -> int:

@@ -131,7 +131,7 @@ def _expected(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
 
 def _bubble(ranks: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:
     """Measured and by theory, of the first replica's stages. Without a flush: while the pipeline is full."""
-    from lightning_parallel.pipeline.timeline import Span, measured_bubble, utilisation
+    from lightning_parallel.timeline.recording import Span, measured_bubble, utilisation
 
     staged = [
         rank for rank in ranks if "spans" in rank and not (rank["coordinates"]["data"] or rank["coordinates"]["tensor"])

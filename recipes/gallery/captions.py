@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from statistics import fmean, median
 from types import MappingProxyType
 
-from lightning_parallel.pipeline.timeline import measured_bubble
+from lightning_parallel.timeline.recording import measured_bubble
 from recipes.gallery.pictures import BACKWARD, FORWARD, STAGES, TIMELINES, Rows, busy, length
 
 _NEAR = 0.03  # of the bubble by theory

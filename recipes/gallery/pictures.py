@@ -18,9 +18,9 @@ import torch.distributed as dist
 from PIL import Image, PngImagePlugin
 
 from lightning_parallel import AsyncPipelineStrategy, PipelineStrategy
-from lightning_parallel.pipeline.drawing import write_png
-from lightning_parallel.pipeline.timeline import COMPUTE, Span
 from lightning_parallel.strategies.staged import StagedStrategy
+from lightning_parallel.timeline.picture import write_png
+from lightning_parallel.timeline.recording import COMPUTE, Span
 from recipes import ROOT
 from recipes.bench import processes
 from recipes.bench.layers import fit, sleeping

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_parallel.parts.options import Seconds
+from lightning_parallel.set_up.options import Seconds
 from lightning_parallel.settings import Count, Natural, check
 from recipes import IN_CHECKOUT, ROOT
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import yaml
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-from lightning_parallel.parts import rendezvous
+from lightning_parallel.ranks import rendezvous
 from recipes.launchers.cluster import Cluster, interface_variables
 from recipes.processes import RESTARTS
 from recipes.worker import start

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_parallel.pipeline.seeding import mix
+from lightning_parallel.seeding import mix
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
-from lightning_parallel.pipeline.absent import AbsentTensor
+from lightning_parallel.absent.tensor import AbsentTensor
 from recipes.models.hf_folder import without_adapters
 
 

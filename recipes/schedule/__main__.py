@@ -6,10 +6,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB
-from lightning_parallel.pipeline.schedule import SCHEDULES
-from lightning_parallel.pipeline.schedule_checks import validate
-from lightning_parallel.pipeline.simulate import ideal_bubble, simulate
+from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
+from lightning_parallel.schedules.checks import validate
+from lightning_parallel.schedules.generators import SCHEDULES
+from lightning_parallel.schedules.simulate import ideal_bubble, simulate
 from recipes.schedule.clock_table import clock_table
 from recipes.schedule.figures import asynchronous, asynchronous_utilisation, peak_activations, steady, utilisation
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lightning_parallel.pipeline.actions import Action, Backward, BackwardInput, Forward, Schedule, Step
-from lightning_parallel.pipeline.simulate import Simulation, simulate
+from lightning_parallel.schedules.actions import Action, Backward, BackwardInput, Forward, Schedule, Step
+from lightning_parallel.schedules.simulate import Simulation, simulate
 
 
 def clock_table(schedule: Schedule | Simulation, *, column: float | None = None, width: int | None = None) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lightning_parallel.pipeline.actions import Action, Backward, BackwardInput, Forward, Schedule, placement
-from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB
-from lightning_parallel.pipeline.schedule import check_sizes
-from lightning_parallel.pipeline.simulate import Simulation, most_held
+from lightning_parallel.schedules.actions import Action, Backward, BackwardInput, Forward, Schedule, placement
+from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
+from lightning_parallel.schedules.generators import check_sizes
+from lightning_parallel.schedules.simulate import Simulation, most_held
 
 
 def asynchronous(stages: int, microbatches: int, updates: int, extra_in_flight: int = 0) -> Schedule:

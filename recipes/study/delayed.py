@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.pipeline.actions import Forward, Step
-from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB
 from lightning_parallel.pipeline.staleness import Correction, Stashing, correction_weight, extrapolate, is_second_order
+from lightning_parallel.schedules.actions import Forward, Step
+from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import inf
 from statistics import fmean, stdev
 
-from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB
 from lightning_parallel.pipeline.staleness import copies, mean_staleness
+from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
 from recipes.study import clock
 from recipes.study.arms import Arm, Run, Setting, chosen, tried, wanted
 from recipes.study.clock import Curve, Synchronous

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Shard as Shard0
 
 from lightning_parallel.checkpoint.slices import Slices
-from lightning_parallel.shard import Shard
+from lightning_parallel.ranks.shard import Shard
 from tests.pool import WorkerPool
 
 WHOLES = {  # by name: shape, divided dimension, fused parts

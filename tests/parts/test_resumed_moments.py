@@ -18,7 +18,7 @@ from torchmetrics import MeanMetric, Metric, MinMetric, SumMetric
 from torchmetrics.wrappers import LambdaInputTransformer, Running
 
 import lightning_parallel as lp
-from lightning_parallel.lightning_private.batches import ends_update
+from lightning_parallel.private.lightning.batches import ends_update
 from tests.pool import WorkerPool
 from tests.thorough import thorough
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_parallel.pipeline.actions import Backward, BackwardInput, BackwardWeight, Forward, Schedule, Step
-from lightning_parallel.pipeline.simulate import simulate
-from lightning_parallel.pipeline.timeline import Span
+from lightning_parallel.schedules.actions import Backward, BackwardInput, BackwardWeight, Forward, Schedule, Step
+from lightning_parallel.schedules.simulate import simulate
+from lightning_parallel.timeline.recording import Span
 
 UNIT = 1e-3  # seconds for each unit of a simulation's time
 KINDS = {

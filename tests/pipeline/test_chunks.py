@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_parallel.pipeline.actions import (
+from lightning_parallel.schedules.actions import (
     Action,
     Backward,
     BackwardInput,
@@ -22,8 +22,8 @@ from lightning_parallel.pipeline.actions import (
     placement,
     sent,
 )
-from lightning_parallel.pipeline.schedule import Generator, interleaved, zbv
-from lightning_parallel.pipeline.schedule_checks import of_one_update
+from lightning_parallel.schedules.checks import of_one_update
+from lightning_parallel.schedules.generators import Generator, interleaved, zbv
 from recipes.schedule.figures import peak_activations
 from tests.pipeline.nets import BLOCKS
 from tests.pipeline.test_engine import BATCHES, Rank, assert_equal, double, joined, model_of, rows, whole_batch

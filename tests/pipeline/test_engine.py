@@ -17,22 +17,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_parallel.collectives import PeerLostError
-from lightning_parallel.groups import Groups
-from lightning_parallel.layout import Layout
-from lightning_parallel.pipeline.actions import Forward, Step
-from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB
-from lightning_parallel.pipeline.channel import Sender
+from lightning_parallel.losses.normaliser import BatchLoss
+from lightning_parallel.messages.channel import Sender
+from lightning_parallel.messages.ends import Ends
 from lightning_parallel.pipeline.chunk import Microbatch
-from lightning_parallel.pipeline.ends import Ends
 from lightning_parallel.pipeline.engine import Engine
-from lightning_parallel.pipeline.normaliser import BatchLoss
-from lightning_parallel.pipeline.partition import Partition
-from lightning_parallel.pipeline.partitioning import partition
-from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.pipeline.timeline import Timeline
 from lightning_parallel.pipeline.weights import CurrentWeights, WeightVersions
+from lightning_parallel.plan.partition import Partition
+from lightning_parallel.plan.partitioning import partition
+from lightning_parallel.ranks.collectives import PeerLostError
+from lightning_parallel.ranks.groups import Groups
+from lightning_parallel.ranks.layout import Layout
+from lightning_parallel.schedules.actions import Forward, Step
+from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
+from lightning_parallel.schedules.generators import SCHEDULES
+from lightning_parallel.timeline.recording import Timeline
 from tests.pipeline import nets
 from tests.pipeline.nets import BLOCKS, Net
 from tests.pipeline.versions import copies_held, version

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.pipeline.arrival import Arrival
-from lightning_parallel.pipeline.flow import Cargo, Flow
+from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.pipeline.forward_pass import Cuts, ForwardPass
-from lightning_parallel.pipeline.partition import Partition
-from lightning_parallel.pipeline.partitioning import partition
+from lightning_parallel.plan.flow import Cargo, Flow
+from lightning_parallel.plan.partition import Partition
+from lightning_parallel.plan.partitioning import partition
 
 
 def chain(layers: int) -> Partition:

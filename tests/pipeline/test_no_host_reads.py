@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_parallel.groups import Groups, Links, Wire
-from lightning_parallel.layout import Layout
-from lightning_parallel.pipeline.actions import Step, placement
-from lightning_parallel.pipeline.channel import Link
+from lightning_parallel.losses.normaliser import BatchLoss
+from lightning_parallel.messages.channel import Link
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.engine import Engine
-from lightning_parallel.pipeline.normaliser import BatchLoss
-from lightning_parallel.pipeline.partitioning import partition
-from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.pipeline.stage import Stage
+from lightning_parallel.plan.partitioning import partition
+from lightning_parallel.ranks.groups import Groups, Links, Wire
+from lightning_parallel.ranks.layout import Layout
+from lightning_parallel.schedules.actions import Step, placement
+from lightning_parallel.schedules.generators import SCHEDULES
 from tests.pool import WorkerPool
 
 GPU = torch.device("meta")

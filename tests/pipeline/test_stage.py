@@ -32,10 +32,10 @@ from transformers import (
     ResNetForImageClassification,
 )
 
-from lightning_parallel.pipeline.absent import AbsentTensor, AbsentValueError
-from lightning_parallel.pipeline.arrival import Arrival, Departure
-from lightning_parallel.pipeline.partitioning import partition
+from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError
+from lightning_parallel.messages.arrival import Arrival, Departure
 from lightning_parallel.pipeline.stage import Stage
+from lightning_parallel.plan.partitioning import partition
 from tests.pipeline import by_hand
 from tests.pipeline.by_hand import CPU, arrived, backward, forward, stages_of
 from tests.pipeline.nets import (

@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_parallel.pipeline.actions import Backward, Forward, Step
-from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB
 from lightning_parallel.pipeline.staleness import (
     Correction,
     copies,
@@ -20,6 +18,8 @@ from lightning_parallel.pipeline.staleness import (
     is_second_order,
     mean_staleness,
 )
+from lightning_parallel.schedules.actions import Backward, Forward, Step
+from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
 from recipes.schedule.figures import asynchronous
 from tests.pipeline.versions import version
 

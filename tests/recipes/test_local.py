@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from lightning_parallel.parts import process_group
+from lightning_parallel.ranks import process_group
 from recipes import record
 from recipes.launchers import local
 from recipes.launchers.launcher import Failure, WorkersFailed

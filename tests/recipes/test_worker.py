@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from lightning_parallel import PipelineStrategy
-from lightning_parallel.collectives import PeerLostError
+from lightning_parallel.ranks.collectives import PeerLostError
 from recipes import record, work, worker
 from recipes.processes import LAUNCHED
 from tests.pool import Failure, WorkerPool

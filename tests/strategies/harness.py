@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import lightning_parallel as lp
-from lightning_parallel.pipeline.absent import AbsentTensor
-from lightning_parallel.shard import Shard
+from lightning_parallel.absent.tensor import AbsentTensor
+from lightning_parallel.ranks.shard import Shard
 from tests.strategies.counted import COUNTED
 from tests.strategies.models import BATCH, MODELS, SAMPLES
 from tests.strategies.replicated import REPLICATED

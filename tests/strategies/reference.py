@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.func import functional_call
 
 from lightning_parallel.batch import batch_size, split
-from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB
-from lightning_parallel.pipeline.partitioning import partition
 from lightning_parallel.pipeline.staleness import discount, mean_staleness
+from lightning_parallel.plan.partitioning import partition
+from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
 from recipes.study.delayed import Delayed
 from tests.strategies.harness import Report
 from tests.strategies.models import MODELS, Base

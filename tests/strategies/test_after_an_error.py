@@ -14,7 +14,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
-from lightning_parallel.collectives import PeerLostError
+from lightning_parallel.ranks.collectives import PeerLostError
 from tests.pool import WorkerPool
 from tests.strategies.harness import Report, Witness, joined, largest_difference, make_trainer, train
 from tests.strategies.shardable import Mixed

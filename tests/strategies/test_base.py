@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.batch import split
-from lightning_parallel.pipeline.absent import AbsentTensor
 from tests.pool import WorkerPool
 from tests.strategies.harness import here
 from tests.strategies.models import Rows

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lightning_parallel import PipelineStrategy
-from lightning_parallel.layout import Placement
-from lightning_parallel.pipeline.actions import Action, Backward, Forward, Schedule, Step, placement
+from lightning_parallel.ranks.layout import Placement
+from lightning_parallel.schedules.actions import Action, Backward, Forward, Schedule, Step, placement
 from tests.pool import WorkerPool
 from tests.strategies.harness import Report, joined, largest_difference, train
 from tests.strategies.models import BATCH, MODELS

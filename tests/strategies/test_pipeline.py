@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from lightning_parallel import PipelineStrategy
-from lightning_parallel.pipeline.actions import Action, Backward, Forward, Schedule, Step
-from lightning_parallel.pipeline.schedule import one_f_one_b
+from lightning_parallel.schedules.actions import Action, Backward, Forward, Schedule, Step
+from lightning_parallel.schedules.generators import one_f_one_b
 from tests.pool import WorkerPool
 from tests.strategies.harness import Report, joined, largest_difference, train
 from tests.strategies.models import MODELS

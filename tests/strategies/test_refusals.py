@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import lightning_parallel as lp
-from lightning_parallel.pipeline.absent import AbsentTensor
+from lightning_parallel.absent.tensor import AbsentTensor
 from tests.pool import Failure, WorkerPool
 from tests.strategies.failures import LIMIT, assert_lost, assert_refused
 from tests.strategies.observed import CLASSES, WIDTH, Net, Observed, loader, make_trainer

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.testing import assert_close
 
-from lightning_parallel.pipeline.absent import AbsentTensor, absent_like
+from lightning_parallel.absent.tensor import AbsentTensor, absent_like
 from lightning_parallel.tensor.embedding import VocabParallelEmbedding
 from lightning_parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from tests.pool import WorkerPool

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from lightning_parallel.pipeline.absent import AbsentTensor, absent_like
+from lightning_parallel.absent.tensor import AbsentTensor, absent_like
 from lightning_parallel.tensor import functions
 from tests.pool import WorkerPool
 

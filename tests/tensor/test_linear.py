@@ -19,7 +19,7 @@ from torch.nn.utils.weight_norm import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
-from lightning_parallel.pipeline.absent import AbsentTensor, absent_like
+from lightning_parallel.absent.tensor import AbsentTensor, absent_like
 from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from lightning_parallel.tensor.region import ShardedRegion

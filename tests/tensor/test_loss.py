@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_parallel.pipeline.absent import AbsentTensor, absent_like
-from lightning_parallel.shard import Shard
+from lightning_parallel.absent.tensor import AbsentTensor, absent_like
+from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.loss import vocab_parallel_cross_entropy
 from tests.pool import WorkerPool

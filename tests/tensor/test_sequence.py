@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_parallel.pipeline.absent import absent_like, make_absent
+from lightning_parallel.absent.tensor import absent_like, make_absent
 from lightning_parallel.tensor.plan import find_plan
 from lightning_parallel.tensor.region import ShardedRegion
 from lightning_parallel.tensor.sharding import shard_module

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.overrides import TorchFunctionMode
 
-from lightning_parallel.pipeline.absent import AbsentTensor, make_absent
+from lightning_parallel.absent.tensor import AbsentTensor, make_absent
+from lightning_parallel.private.torch import tree_map
 from lightning_parallel.tensor.linear import ColumnParallelLinear
 from lightning_parallel.tensor.plan import find_plan
 from lightning_parallel.tensor.region import ShardedRegion
 from lightning_parallel.tensor.sharding import Sharding, shard_module
-from lightning_parallel.torch_private import tree_map
 from recipes.models.gpt import GPT
 from recipes.models.lenet import LeNet
 from recipes.models.mlp import MLP

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_parallel.shard import Shard
+from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.tensor.layer import ParallelLayer, shard_parameter
 from lightning_parallel.tensor.rules import resolve
 from lightning_parallel.tensor.style import Plan, Rule, Site, Style

@@ -11,7 +11,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from lightning_parallel.shard import Shard
+from lightning_parallel.ranks.shard import Shard
 from tests.zoo.entry import Entry
 from tests.zoo.layouts import TIMEOUT, Layout
 from tests.zoo.training import Report

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 import lightning_parallel
 from lightning_parallel.batch import split
-from lightning_parallel.shard import Shard
+from lightning_parallel.ranks.shard import Shard
 from tests.strategies.harness import complete, here
 from tests.zoo import layouts
 from tests.zoo.entry import Entry

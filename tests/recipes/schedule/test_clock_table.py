@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_parallel.pipeline.schedule import gpipe
-from lightning_parallel.pipeline.simulate import simulate
+from lightning_parallel.schedules.generators import gpipe
+from lightning_parallel.schedules.simulate import simulate
 from recipes.schedule.clock_table import clock_table
 from recipes.schedule.figures import asynchronous
 

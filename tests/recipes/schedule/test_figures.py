@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_parallel.pipeline.schedule import gpipe, naive, one_f_one_b
-from lightning_parallel.pipeline.simulate import Simulation, simulate
+from lightning_parallel.schedules.generators import gpipe, naive, one_f_one_b
+from lightning_parallel.schedules.simulate import Simulation, simulate
 from recipes.schedule.figures import asynchronous, asynchronous_utilisation, peak_activations, steady, utilisation
 
 

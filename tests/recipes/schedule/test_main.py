@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lightning_parallel.pipeline.schedule import naive, one_f_one_b
+from lightning_parallel.schedules.generators import naive, one_f_one_b
 from recipes.schedule.__main__ import main
 from recipes.schedule.clock_table import clock_table
 from recipes.schedule.figures import asynchronous

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_parallel.pipeline.schedule import one_f_one_b
-from lightning_parallel.pipeline.simulate import simulate
+from lightning_parallel.schedules.generators import one_f_one_b
+from lightning_parallel.schedules.simulate import simulate
 from recipes.schedule.figures import asynchronous
 from recipes.study import clock
 

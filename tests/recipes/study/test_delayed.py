@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_parallel.gradients.swapping import swap_gradients
-from lightning_parallel.pipeline.actions import Action, Backward, Forward
-from lightning_parallel.pipeline.async_schedule import AsyncOneFOneB
 from lightning_parallel.pipeline.staleness import Correction, Stashing, copies, correction_weight, is_second_order
 from lightning_parallel.pipeline.weights import WeightVersions
+from lightning_parallel.schedules.actions import Action, Backward, Forward
+from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
 from recipes.schedule.figures import asynchronous
 from recipes.study.delayed import Delayed, Reading
 from tests.pipeline.nets import LAYERS

@@ -1,0 +1,57 @@
+"""Makes a whole module absent, for the trace of a step (``tracing/trace.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_parallel.absent.origins import METRIC_STATE, origin_of_parameter
+from lightning_parallel.absent.tensor import AbsentTensor, absent_like
+from lightning_parallel.private.torch import buffers_of, parameters_of
+
+
+@contextmanager
+def everything_absent(module: nn.Module, units: Iterable[nn.Module]) -> Iterator[dict[str, AbsentTensor]]:
+    """Inside, all parameters are absent, and the buffers of units: their forwards may write to them. So are the states
+    of units' metrics.
+
+    Yields:
+        The absent tensors, by their first names; states of metrics are left out.
+    """
+    in_units = {id(part) for unit in units for part in unit.modules()}
+    kept: list[tuple[dict[str, Any], str, Tensor]] = []
+    made: dict[int, AbsentTensor] = {}  # a parameter with two names is one tensor
+    named: dict[AbsentTensor, str] = {}  # by identity
+
+    def replace(store: dict[str, Any], key: str, origin: str) -> AbsentTensor | None:
+        tensor = store[key]
+        if tensor is None or isinstance(tensor, AbsentTensor):  # another stage's
+            return tensor
+        kept.append((store, key, tensor))
+        made.setdefault(id(tensor), absent_like(tensor, origin))
+        store[key] = made[id(tensor)]
+        return made[id(tensor)]
+
+    try:
+        for prefix, part in module.named_modules():
+            stores: list[dict[str, Any]] = [parameters_of(part)]
+            if id(part) in in_units:
+                stores.append(buffers_of(part))
+            for store in stores:
+                for key in store:
+                    name = f"{prefix}.{key}" if prefix else key
+                    absent = replace(store, key, origin_of_parameter(name))
+                    if absent is not None:
+                        named.setdefault(absent, name)
+            if id(part) in in_units and isinstance(part, Metric):
+                for key, state in part.metric_state.items():
+                    if isinstance(state, Tensor):
+                        replace(vars(part), key, METRIC_STATE)
+        yield {name: absent for absent, name in named.items()}
+    finally:
+        for store, key, tensor in kept:
+            store[key] = tensor

@@ -1,0 +1,436 @@
+"""Tensors that live on another stage: their shape is known here, their values are not.
+
+The user's ``training_step`` runs on every stage, so it meets layers whose parameters are elsewhere. Such a parameter,
+and whatever an absent layer would have computed, is an :class:`AbsentTensor`. Shape, dtype and device are right, so
+masks, position ids and reshapes work. Values don't exist: every operation on it is done on the meta device, without
+memory and without arithmetic. What depends on an absent tensor is absent too::
+
+    hidden = embed(ids)                       absent on stage 1, with the origin "the output of 'embed'"
+    mask = torch.ones_like(hidden)[..., 0]    depends on the shape alone: an ordinary tensor
+    noise = torch.randn_like(hidden)          drawn, as on stage 0: an ordinary tensor
+    penalty = hidden.pow(2).mean()            absent, with the same origin
+
+So a value that another stage has, and that no message brings, never turns into a silent zero. It reaches this stage's
+output or the loss as an absent tensor, which names its origin. An operation that draws random numbers draws them for an
+absent tensor too, so that the generators of all stages stay equal.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import CodeType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.absent.on_meta import Argument, computed_on_meta
+from lightning_parallel.private.torch import (
+    VALUE_OF,
+    TorchDispatchMode,
+    buffers_of,
+    dispatch_disabled,
+    drawing_for_nothing,
+    make_parameter,
+    parameters_of,
+    subclass_functions_disabled,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+    wrapper_tensor,
+    written_arguments,
+)
+
+_IN_STEPS = (
+    "A callback, or a hook outside of the steps, can't call a model in stages: compute it in validation_step or "
+    "predict_step."
+)
+
+
+class AbsentValueError(RuntimeError):
+    """Code needs the values of a tensor that another stage holds.
+
+    Attributes:
+        origins: what the tensor was computed from, in words for an error.
+    """
+
+    def __init__(self, message: str, origins: frozenset[str] = frozenset()) -> None:
+        super().__init__(message)
+        self.origins = origins
+
+
+class TakesGradientsError(AbsentValueError):
+    """Code calls torch.autograd.grad, or backward, on absent tensors.
+
+    Attributes:
+        origins: the origins of the tensors by which it differentiates.
+        present: True if some of these tensors have values.
+    """
+
+    def __init__(self, inputs: tuple[Any, ...]) -> None:
+        absent = [x for x in inputs if isinstance(x, AbsentTensor)]
+        super().__init__(
+            "The step calls torch.autograd.grad or backward on what several pipeline stages compute, but no stage has "
+            "the graph of the others. Use a strategy without stages, such as 'ddp' or 'fully_sharded'.",
+            frozenset().union(*(x.origins for x in absent)),
+        )
+        self.present = len(absent) < len(inputs)
+
+
+class AbsentMemory:
+    """The memory that an absent tensor and its views would share: a write to one of them changes all.
+
+    Attributes:
+        origins: what the tensor was computed from, in words that an error can show: "the output of 'blocks.1'".
+        copy_of: the memory of the input of which this is a copy, while a module runs on copies (``forward.py``).
+        listeners: functions that are called after each write, with whether it is one that changes nothing when it is
+            made again, such as a clamp.
+    """
+
+    __slots__ = ("copy_of", "listeners", "origins")
+
+    def __init__(self, origins: frozenset[str], copy_of: AbsentMemory | None = None) -> None:
+        self.origins = origins
+        self.copy_of = copy_of
+        self.listeners: tuple[Callable[[bool], None], ...] = ()
+
+    def write(self, origins: frozenset[str], *, settles: bool = False) -> None:
+        self.origins = origins
+        for listener in self.listeners:
+            listener(settles)
+
+
+class AbsentTensor(Tensor):
+    """A tensor without values.
+
+    Args:
+        like: the tensor that gives shape, strides and dtype.
+        memory: a memory of its own, or that of the tensor that it is a view of.
+        requires_grad: whether gradients flow to it, as for any tensor. By default False.
+    """
+
+    memory: AbsentMemory
+
+    @staticmethod
+    def __new__(
+        cls, like: Tensor, device: torch.device, memory: AbsentMemory, requires_grad: bool = False
+    ) -> AbsentTensor:
+        self = wrapper_tensor(
+            cls, like.size(), strides=like.stride(), dtype=like.dtype, device=device, requires_grad=requires_grad
+        )
+        self.memory = memory
+        return self
+
+    @property
+    def origins(self) -> frozenset[str]:
+        """What the tensor was computed from."""
+        return self.memory.origins
+
+    @property
+    def origin(self) -> str:
+        """One of the origins, for errors."""
+        return min(self.origins)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"AbsentTensor({self.origin}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __format__(self, spec: str) -> str:
+        return self._refuse("format") if spec else repr(self)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._refuse("numpy")
+
+    def tolist(self) -> Any:
+        return self._refuse("tolist")
+
+    def data_ptr(self) -> int:
+        return self._refuse("data_ptr")  # a Triton kernel would read from address 0
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise AbsentValueError(
+            f"{name} failed on {self.origin}, which lives on another pipeline stage: its shape is known here, its "
+            f"values are not. {_IN_STEPS}",
+            self.origins,
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{self.origin} lives on another pipeline stage, so it can't be saved from here. Save the whole model with "
+            f"trainer.save_checkpoint(path) on all ranks; lightning_parallel.checkpoint.read_full(path) reads it."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AbsentTensor:
+        copy = AbsentTensor(self, self.device, AbsentMemory(self.origins), self.requires_grad)
+        if isinstance(self, nn.Parameter):
+            make_parameter(copy)
+        return copy
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.autograd.grad:
+            raise TakesGradientsError(tuple(args[1]))
+        if func is Tensor.backward:
+            raise TakesGradientsError((None,))  # by all leaves, also those with values
+        # Tensor's own would make every result an AbsentTensor, also those that have values.
+        with subclass_functions_disabled():
+            output = func(*args, **(kwargs or {}))
+        if func == _SET_DATA and isinstance(args[0], AbsentTensor):  # nothing is dispatched
+            given = args[1].memory if isinstance(args[1], AbsentTensor) else AbsentMemory(frozenset())
+            if given is not args[0].memory:  # module.to(dtype) gives a parameter its own data again
+                args[0].memory.write(given.origins)
+        return output
+
+    @classmethod
+    @torch.compiler.disable
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        kind = _kind_of(func)
+        if kind.is_foreach and (parts := _present_and_absent(args)) is not None:
+            return _joined([(places, func(*some, **kwargs)) for places, some in parts])
+        flat, spec = tree_flatten((args, kwargs))
+        absent = [x for x in flat if isinstance(x, AbsentTensor)]
+        origins = absent[0].origins.union(*(x.origins for x in absent[1:]))
+        written: Iterable[Any] = written_arguments(func, args, kwargs)
+        if func.namespace == "c10d":  # a collective, whose schema doesn't say what it writes to; nobody is met in it
+            written = flat
+            for tensor in absent:
+                tensor.memory.write(origins)
+        _refuse_writes_into_present_tensors(func, written, absent[0].origin, origins)
+        if kind.reshapes_in_place:  # x.unsqueeze_(0) changes only what a tensor says of its shape
+            with dispatch_disabled():
+                return func(*args, **kwargs)
+
+        if kind.may_draw and not drawing_for_nothing(func, args, kwargs):
+            drawn = func(*tree_map(_stand_in_for, args), **tree_map(_stand_in_for, kwargs))
+            if func.overloadpacket in _DRAWN_BY_SHAPE:
+                return drawn
+
+        device = absent[0].device
+        if "device" in kwargs:  # x.to("cuda"): the result is said to be there, and still has no values
+            device = torch.device(kwargs["device"] or device)
+            flat, spec = tree_flatten((args, kwargs | {"device": torch.device("meta")}))
+        # What is like a parameter is an optimizer's state: it stays absent, and takes no memory.
+        if func in _FILLED and not isinstance(args[0], nn.Parameter):
+            return torch.full_like(computed_on_meta(func, flat, spec)[0][0], _FILLED[func](*args), device=device)
+        try:
+            out, out_spec = computed_on_meta(func, flat, spec)
+        except (RuntimeError, NotImplementedError) as error:
+            raise AbsentValueError(
+                f"{func} failed on {absent[0].origin}, which lives on another pipeline stage: its shape is known here, "
+                f"its values are not ({error}). {_IN_STEPS}",
+                origins,
+            ) from error
+
+        def wrap(value: Any) -> Any:
+            if isinstance(value, Argument):  # in place: the same object
+                same = flat[value.index]
+                if isinstance(same, AbsentTensor):
+                    same.memory.write(origins, settles=func.overloadpacket in _SETTLE)
+                return same
+            memory = absent[0].memory if kind.is_view else AbsentMemory(origins)
+            return AbsentTensor(value, device, memory) if isinstance(value, Tensor) else value
+
+        result = tree_unflatten([wrap(value) for value in out], out_spec)
+        if len(out) == 1 and out[0] is None:  # torch._foreach_lerp_ and its like write to lists, and return nothing
+            _write_to_lists(func, args, kwargs)
+        return result
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """The properties of an operator that every call of it needs."""
+
+    is_foreach: bool
+    is_view: bool
+    reshapes_in_place: bool
+    may_draw: bool
+
+
+@cache  # to ask the operator itself takes as long as all else
+def _kind_of(func: Any) -> _Kind:
+    return _Kind(
+        is_foreach=func.overloadpacket.__name__.startswith("_foreach"),
+        is_view=func.is_view,
+        reshapes_in_place=torch.Tag.inplace_view in func.tags,
+        may_draw=torch.Tag.nondeterministic_seeded in func.tags,
+    )
+
+
+def _present_and_absent(args: tuple[Any, ...]) -> list[tuple[list[int], tuple[Any, ...]]] | None:
+    """Split an operation on lists in two: its arguments at the places where all tensors are present, and at the others,
+    each with these places. None if all places are alike."""
+    count = len(args[0])
+    lists = [i for i, arg in enumerate(args) if isinstance(arg, (list, tuple)) and len(arg) == count]
+    absent = [any(isinstance(args[i][place], AbsentTensor) for i in lists) for place in range(count)]
+    if len(set(absent)) < 2:
+        return None
+    parts = []
+    for wanted in (False, True):
+        places = [place for place in range(count) if absent[place] is wanted]
+        some = tuple([arg[place] for place in places] if i in lists else arg for i, arg in enumerate(args))
+        parts.append((places, some))
+    return parts
+
+
+def _joined(parts: list[tuple[list[int], Any]]) -> list[Any] | None:
+    """Join the lists that both operations have returned; None if they return nothing."""
+    at = {place: value for places, values in parts for place, value in zip(places, values or (), strict=False)}
+    return [at[place] for place in sorted(at)] if at else None
+
+
+def _write_to_lists(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Record that each tensor of a list is written to from those at its place in the other lists."""
+    lists = [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple))]
+    single = [each for each in (*args, *kwargs.values()) if isinstance(each, AbsentTensor)]
+    for written in written_arguments(func, args, kwargs):
+        for i, tensor in enumerate(written if isinstance(written, (list, tuple)) else ()):
+            given = [*single, *(each[i] for each in lists if len(each) == len(written))]
+            if isinstance(tensor, AbsentTensor):
+                tensor.memory.write(frozenset().union(*(x.origins for x in given if isinstance(x, AbsentTensor))))
+
+
+class ValuesGuessed(TorchDispatchMode):
+    """Inside, code that needs an absent tensor's value gets a guess, so that it goes on. A line that has needed many,
+    such as that of a loop until something converges, gets another guess every now and then.
+
+    Args:
+        here: tells whether a tensor's value is guessed for the code that needs it.
+        truth: the guess for booleans, such as ``x.isfinite()``.
+        number: the guess for other values, rounded up for integer types.
+
+    Raises:
+        AbsentValueError: a step has needed too many values.
+
+    Attributes:
+        booleans: the number of booleans guessed so far.
+    """
+
+    _OFTEN, _TOO_OFTEN = 20, 2000
+
+    def __init__(self, here: Callable[[AbsentTensor], bool], *, truth: bool = False, number: float = 1.0) -> None:
+        super().__init__()
+        self._here, self._truth, self._number = here, truth, number
+        self.booleans = 0
+        self._asked: Counter[tuple[CodeType, int]] = Counter()  # by line
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asks = func is VALUE_OF and isinstance(args[0], AbsentTensor)
+        return self._guess(args[0]) if asks and self._here(args[0]) else func(*args, **(kwargs or {}))
+
+    def _guess(self, tensor: AbsentTensor) -> Any:
+        line = _line_of_user()
+        self._asked[line] += 1
+        if self._asked.total() > self._TOO_OFTEN:
+            tensor.tolist()  # refused
+        other = self._asked[line] % self._OFTEN == 0
+        if tensor.dtype is torch.bool:
+            self.booleans += 1
+            return self._truth is not other
+        number = 0.0 if other else self._number
+        return number if tensor.dtype.is_floating_point else math.ceil(number)
+
+
+def _line_of_user() -> tuple[CodeType, int]:
+    """The line that is running, of code other than torch's and this file's."""
+    frame = inspect.currentframe()
+    assert frame is not None, "CPython has frames"
+    while frame.f_back is not None and (frame.f_globals.get("__name__") or "").startswith((__name__, "torch.")):
+        frame = frame.f_back
+    return frame.f_code, frame.f_lineno
+
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+# Operations that only read the shape of their input, each with the value that fills the result.
+_FILLED: Mapping[Any, Callable[..., Any]] = {
+    torch.ops.aten.zeros_like.default: lambda like: 0,
+    torch.ops.aten.ones_like.default: lambda like: 1,
+    torch.ops.aten.full_like.default: lambda like, value: value,
+    torch.ops.aten.new_zeros.default: lambda like, size: 0,
+    torch.ops.aten.new_ones.default: lambda like, size: 1,
+    torch.ops.aten.new_full.default: lambda like, size, value: value,
+}
+
+
+# Operations in place that change nothing when they are done again.
+_SETTLE = (torch.ops.aten.clamp_, torch.ops.aten.clamp_min_, torch.ops.aten.clamp_max_, torch.ops.aten.nan_to_num_)
+
+# Operations that only read the shape of their input, and draw what fills the result.
+_DRAWN_BY_SHAPE = (torch.ops.aten.rand_like, torch.ops.aten.randn_like, torch.ops.aten.randint_like)
+
+
+def _stand_in_for(value: Any) -> Any:
+    """An ordinary tensor of ones in the place of an absent one. Ones are valid as probabilities, weights and standard
+    deviations alike, and how many numbers an operation draws depends on shapes only."""
+    if isinstance(value, AbsentTensor):
+        return torch.ones(value.shape, dtype=value.dtype, device=value.device)
+    return value
+
+
+def _refuse_writes_into_present_tensors(
+    func: Any, written: Iterable[Any], origin: str, origins: frozenset[str]
+) -> None:
+    """Refuse ``present[mask] = absent``: the tensor would then look like a value that it isn't."""
+    for each in written:
+        if any(isinstance(x, Tensor) and not isinstance(x, AbsentTensor) for x in tree_leaves(each)):
+            raise AbsentValueError(
+                f"{func} writes {origin}, which lives on another pipeline stage, into a tensor of this one.", origins
+            )
+
+
+def absent_like(tensor: Tensor, origin: str, device: torch.device | None = None) -> AbsentTensor:
+    """A tensor like ``tensor`` without its values. A parameter stays one, trainable or frozen as it was.
+
+    Args:
+        tensor: the tensor that gives shape, strides and dtype.
+        origin: what the new tensor is, in words for an error.
+        device: the device that it reports; by default the tensor's.
+    """
+    copy_of = tensor.memory if isinstance(tensor, AbsentTensor) else None
+    absent = AbsentTensor(tensor, device or tensor.device, AbsentMemory(frozenset([origin]), copy_of))
+    if isinstance(tensor, nn.Parameter):
+        absent.requires_grad_(tensor.requires_grad)
+        make_parameter(absent)
+    return absent
+
+
+def first_absent(value: Any) -> AbsentTensor | None:
+    """The first absent tensor in a nested structure, or None."""
+    if isinstance(value, Tensor):
+        return value if isinstance(value, AbsentTensor) else None
+    if type(value) in (tuple, list, dict):  # torch's walk is slow, and every layer's input is looked at
+        inside = value.values() if type(value) is dict else value
+        return next((x for x in map(first_absent, inside) if x is not None), None)
+    return next((x for x in tree_leaves(value) if isinstance(x, AbsentTensor)), None)
+
+
+def make_absent(
+    module: nn.Module, origin: Callable[[str], str], device: torch.device, kept: Collection[int] = ()
+) -> None:
+    """Replace every parameter and buffer of ``module`` by an absent one. The memory is freed with its last user.
+
+    Args:
+        module: the module, with all its submodules.
+        origin: gives the words of the origin for a tensor's name.
+        device: the device that the absent tensors report.
+        kept: the ids of tensors that stay as they are; by default none.
+    """
+    for prefix, submodule in module.named_modules():
+        for name, tensor in [*parameters_of(submodule).items(), *buffers_of(submodule).items()]:
+            if tensor is not None and id(tensor) not in kept and not isinstance(tensor, AbsentTensor):
+                absent = absent_like(tensor, origin(f"{prefix}.{name}" if prefix else name), device)
+                setattr(submodule, name, absent)  # not into the dictionaries: an RNN keeps a second list of its weights

@@ -1,0 +1,1 @@
+"""A backward in two halves (``split.py``, ``matmuls.py``), and layers that run again in it (``recompute.py``)."""

@@ -1,0 +1,155 @@
+"""Activation checkpointing (arXiv:1604.06174): a layer keeps only its inputs, and runs again in the backward.
+
+torch's own checkpoint gives out each recomputed tensor once, to the node of the graph that needs it. A backward in two
+halves (``split.py``) needs some of them for its second half too, so it may look first::
+
+    layer's forward           x --> Recalled(what the checkpoint packed)
+    split backward, a look          Recalled.look()  --> runs the layer again, if nobody has; keeps x
+    the node of the graph           Recalled.take()  --> x, which is no longer kept
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from lightning_parallel.private.torch import buffers_of, parameters_of, saved_hooks
+from lightning_parallel.seeding import host_generators_from, host_generators_now
+
+_Place = tuple[dict[str, Any], str]  # a module's dictionary of buffers or parameters, and a name in it
+
+
+class Recomputed:
+    """A layer's forward that runs again in each backward through it, as it ran the first time. If it ``draws_on_host``,
+    the states of Python's and NumPy's generators are put back for the second run; torch restores its own."""
+
+    def __init__(self, layer: nn.Module, forward: Callable[..., Any], draws_on_host: bool = False) -> None:
+        self._layer, self._forward, self._draws_on_host = layer, forward, draws_on_host
+        self._written: list[_Place] | None = None  # where the tensors are that the first run has written to
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        args, kwargs = without_caches(args, kwargs)
+        places = [*self._without_gradient()] if self._written is None else self._written
+        again = _Again(places, host_generators_now() if self._draws_on_host else None)
+        # The first context is entered inside the checkpoint's hooks.
+        output = checkpoint(
+            self._forward, *args, use_reentrant=False, context_fn=lambda: (_recalled(), again), **kwargs
+        )
+        if self._written is None:
+            self._written = again.forget_unwritten()
+        return output
+
+    def _without_gradient(self) -> Iterator[_Place]:
+        """The tensors that the layer may write to: BatchNorm's statistics, a codebook."""
+        for part in self._layer.modules():
+            for store in (buffers_of(part), parameters_of(part)):
+                yield from ((store, name) for name, x in store.items() if x is not None and not x.requires_grad)
+
+
+class Recalled:
+    """A tensor that a node of the graph needs, and that is computed again in each backward.
+
+    Args:
+        x: the tensor. No reference to it is kept.
+        pack, unpack: the checkpoint's saved-tensor hooks.
+
+    Attributes:
+        plain: whether ``x`` is a dense tensor of torch's own class.
+    """
+
+    __slots__ = ("_packed", "_unpack", "_x", "plain")
+
+    def __init__(self, x: Tensor, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        self.plain = type(x) is Tensor and x.layout is torch.strided
+        self._packed, self._unpack = pack(x), unpack
+        self._x: Tensor | None = None
+
+    def look(self) -> Tensor:
+        """The tensor, computed again if need be. For a backward before the node runs; it stays until :meth:`take`."""
+        if self._x is None:
+            self._x = self._unpack(self._packed)
+        return self._x
+
+    def take(self) -> Tensor:
+        """The tensor for the node. It is no longer kept here."""
+        x, self._x = self.look(), None
+        return x
+
+
+@contextmanager
+def _recalled() -> Iterator[None]:
+    """A context for the first run of a layer inside a checkpoint, in which the graph saves its tensors as
+    :class:`Recalled`."""
+    hooks = saved_hooks()
+    assert hooks is not None, "the checkpoint's"
+    with saved_tensors_hooks(lambda x: Recalled(x, *hooks), Recalled.take):
+        yield
+
+
+class _Again:
+    """A context for a further run of a layer: the tensors that it writes to are as before the first run, and afterwards
+    as now.
+
+    Args:
+        places: where the layer keeps the tensors that it may write to.
+        drawn: the states of Python's and NumPy's generators before the first run; None if the layer doesn't draw from
+            them.
+    """
+
+    def __init__(self, places: Sequence[_Place], drawn: tuple[Any, Any] | None) -> None:
+        self._tensors = [(store, name, _copy(store[name])) for store, name in places if store.get(name) is not None]
+        self._drawn = drawn
+        self._now: list[tuple[dict[str, Any], str, Tensor | None]] = []
+        self._generators = ExitStack()
+
+    def forget_unwritten(self) -> list[_Place]:
+        """After the first run, drop the copies of what the layer has not written to, such as frozen weights. Returns
+        the places of the others.
+
+        Values are compared: BatchNorm writes to its statistics without raising their versions.
+        """
+        self._tensors = [(store, name, old) for store, name, old in self._tensors if not _equal(store.get(name), old)]
+        return [(store, name) for store, name, _ in self._tensors]
+
+    def __enter__(self) -> None:
+        self._now = [(store, name, store.get(name)) for store, name, _ in self._tensors]
+        for store, name, tensor in self._tensors:
+            store[name] = _copy(tensor)  # there may be another backward
+        if self._drawn is not None:
+            self._generators.enter_context(host_generators_from(self._drawn))
+
+    def __exit__(self, *error: Any) -> None:
+        self._generators.close()
+        for store, name, tensor in self._now:
+            store[name] = tensor
+
+
+def _equal(tensor: Tensor | None, old: Tensor) -> bool:
+    return tensor is not None and tensor.shape == old.shape and torch.equal(tensor, old)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    copy = tensor.detach().clone()
+    return nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
+
+
+def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments for a layer that is to run twice, without caches."""
+    return tuple(None if _is_cache(x) else x for x in args), {
+        name: None if _is_cache(x) else x for name, x in kwargs.items()
+    }
+
+
+def _is_cache(x: Any) -> bool:
+    """Is it a cache of keys and values? transformers' models pass one to their layers by default. Training doesn't
+    read it. A layer that runs twice would append to it twice, and attend to both. Their own checkpointing leaves it
+    out too."""
+    return any(kind.__name__ == "Cache" and kind.__module__.startswith("transformers.") for kind in type(x).__mro__)

@@ -1,0 +1,308 @@
+"""The backward of one microbatch through a chunk, in two halves (zero-bubble schedules, arXiv:2401.10241).
+
+The previous chunk waits for the gradient of what arrived, and for nothing else. A matmul's backward computes that one
+and the gradient of its weight, at equal cost. The second may come later, where the stage would otherwise wait::
+
+    first half, begin_backward()
+        gradient --> matmul -------> norm -------> matmul ---> arrival
+                     |   keeps       |             |   keeps
+                     |   x, dy       weight.grad   |   x, dy
+                     :                             :
+    second half, WeightGradients.run()
+                     dW = dy^T x                   dW = dy^T x
+                     |                             |
+                     transpose, cast, ...          transpose, cast, ...
+                     |                             |
+                     weight.grad                   weight.grad
+
+The first half is one ordinary backward that frees as it goes, but stops short of the weights that can wait. Of their
+matmuls it keeps what the weights' gradients are computed from. The second half computes each, and starts a backward at
+the weight's own edge of the graph: casts, weight norm, ties and hooks on parameters are left to autograd.
+
+What isn't known here belongs to the first half: then less is left for later, and the numbers are the same. That goes
+for norms, embeddings and biases, functions of users and of torch.compile, and a user's own activation checkpointing.
+Under the project's own (``recompute.py``) a layer runs again in the first half, and its matmuls keep what the second
+needs.
+
+A parameter's gradient comes whole in one half. Whoever averages it is called once, when it is complete.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from lightning_parallel.backward.matmuls import KNOWN, Formula
+from lightning_parallel.backward.recompute import Recalled
+from lightning_parallel.private.torch import (
+    hooks_beside,
+    memory_is_shared,
+    packed_tensor,
+    saved_tensor,
+    saves_tensors,
+    version_of,
+)
+
+
+def begin_backward(
+    edges: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> WeightGradients:
+    """Run the first half of a backward.
+
+    Args:
+        edges: the edges of the graph at which it begins.
+        gradients: the gradient for each of these edges.
+        inputs: the leaves whose gradients are needed now. If the graph reaches none of them, the backward runs whole.
+
+    Returns:
+        The second half. It is empty where no weight can wait.
+
+    Raises:
+        ValueError: an input is not a leaf.
+    """
+    if not all(x.is_leaf for x in inputs):
+        raise ValueError("`inputs` must be leaves: give the stage x.detach().requires_grad_() instead of x")
+    leaves = [get_gradient_edge(x).node for x in inputs if x.requires_grad]
+    now, late = _Graph([edge.node for edge in edges], leaves).divide()
+    if not late:
+        if edges:
+            torch.autograd.backward(edges, gradients)
+        return WeightGradients(late)
+    shared: list[Tensor] = []
+
+    def keep_apart(given: tuple[Tensor | None, ...]) -> None:
+        """Keep another reference to gradients whose memory is shared. A leaf without a gradient takes over the memory
+        of the first one that comes, if nobody else refers to that tensor. Autograd doesn't see that a kept ``dy`` is a
+        view of it, to which the next gradient would be added. The reference makes the leaf take a copy."""
+        shared.extend(g for g in given if g is not None and memory_is_shared(g))
+
+    handles = [node.register_prehook(keep_apart) for node in now]
+    handles += [handle for part in late for use in part.uses for handle in use.handles]
+    try:
+        torch.autograd.backward(edges, gradients, inputs=[GradientEdge(node, 0) for node in now])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return WeightGradients(late)
+
+
+class WeightGradients:
+    """The second half of a backward. Until it runs, the tensors that it needs are held.
+
+    Args:
+        parts: the parts of the graph that wait.
+    """
+
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        for part in parts:
+            part.uses = [use for use in part.uses if use.dy is not None]
+        self._parts = deque(part for part in parts if part.uses)
+
+    def run(self) -> None:
+        """Compute the gradients that wait, one parameter after the other, and free what was held for each.
+
+        Raises:
+            RuntimeError: an activation or its gradient was changed in place since the first half.
+        """
+        while self._parts:
+            part = self._parts.popleft()
+            sums: dict[tuple[Node, int], tuple[GradientEdge, Tensor]] = {}
+            while part.uses:
+                use = part.uses.pop(0)
+                edge, gradient = use.edge, use.gradient()
+                key = (edge.node, edge.output_nr)
+                if key in sums:  # a weight's node that several matmuls share
+                    gradient = sums[key][1].add_(gradient)
+                sums[key] = (edge, gradient)
+                del use, gradient
+            # One backward for all uses of a parameter, so its hooks see their sum, once.
+            torch.autograd.backward([edge for edge, _ in sums.values()], [gradient for _, gradient in sums.values()])
+
+
+@dataclass(eq=False)
+class _Use:
+    """A matmul whose weight's gradient waits.
+
+    Attributes:
+        edge: the edge from the matmul to the weight, or to the operation that made the weight.
+        x: the other operand.
+        formula: computes the weight's gradient from ``x`` and ``dy``.
+        handles: the handles that remove the hooks on the matmul.
+        dy: the gradient of the product, from the first half.
+        versions: the versions of ``x`` and ``dy`` at that time, which count in-place changes.
+    """
+
+    edge: GradientEdge
+    x: Tensor | Recalled
+    formula: Formula
+    handles: list[RemovableHandle] = field(default_factory=list)
+    dy: Tensor | None = None
+    versions: tuple[int, int] = (0, 0)
+
+    def listen(self, node: Node) -> bool:
+        """Put hooks on the matmul's node. Returns whether there are no other hooks on it."""
+        self.handles.append(node.register_hook(self.keep))
+        if isinstance(self.x, Recalled):
+            self.handles.append(node.register_prehook(self.look))
+        return not hooks_beside(self.handles[0])
+
+    def look(self, _: Any) -> None:
+        """Get the operand in a layer that runs again, before the node uses it."""
+        assert isinstance(self.x, Recalled)
+        self.x = self.x.look().detach()
+
+    def keep(self, _: Any, gradients: tuple[Tensor | None, ...]) -> None:
+        """Keep the gradient of the product: the tensor itself and no alias, so that others can see that it is in
+        use."""
+        assert isinstance(self.x, Tensor)
+        (self.dy,) = gradients
+        if self.dy is not None:
+            self.versions = version_of(self.x), version_of(self.dy)
+
+    def stop(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    @torch.no_grad()
+    def gradient(self) -> Tensor:
+        assert isinstance(self.x, Tensor) and self.dy is not None
+        if (version_of(self.x), version_of(self.dy)) != self.versions:
+            raise RuntimeError(
+                f"A tensor of shape {[*self.x.shape]} that a weight's gradient is computed from, or the gradient of its"
+                " product, was changed in place between the two halves of a backward. Change a clone of it, or choose"
+                " a schedule that does not split the backward."
+            )
+        return self.formula(self.x, self.dy)
+
+
+@dataclass(eq=False)
+class _Part:
+    """A part of the graph that waits: the way from one or more matmuls to one parameter, or to several that meet on it,
+    such as direction and magnitude of a weight norm."""
+
+    uses: list[_Use]
+
+
+class _Graph:
+    """The graph of a backward that begins at ``roots``, where the gradients of ``inputs`` are needed now."""
+
+    def __init__(self, roots: Sequence[Node], inputs: Sequence[Node]) -> None:
+        nodes = [*dict.fromkeys(roots)]
+        parents: dict[Node, list[Node]] = {node: [] for node in nodes}
+        children: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
+        for node in nodes:  # it grows, as the lists of the other loops do
+            children[node] = below = node.next_functions
+            for child, _ in below:
+                if child is None:
+                    continue
+                above = parents.get(child)
+                if above is None:
+                    parents[child] = [node]
+                    nodes.append(child)
+                else:
+                    above.append(node)
+        path = [node for node in dict.fromkeys(inputs) if node in parents]
+        self._inputs, on_path = [*path], {*path}
+        for node in path:
+            for parent in parents[node]:
+                if parent not in on_path:
+                    on_path.add(parent)
+                    path.append(parent)
+        self._roots, self._parents, self._children = {*roots}, parents, children
+        self._path = on_path  # the nodes that a gradient passes on its way to an input
+        self._saving: dict[type, bool] = {}  # kinds of nodes
+
+    def divide(self) -> tuple[list[Node], list[_Part]]:
+        """The leaves that the first half computes, and the parts that wait, with the matmuls that keep what they
+        need."""
+        if any("Checkpoint" in kind.__name__ for kind in {*map(type, self._children)}):
+            return [], []  # a reentrant checkpoint refuses a backward that is told where to stop
+        now = [*self._inputs]
+        late: list[_Part] = []
+        seen = {*self._path}
+        for start in self._children:
+            if start not in seen:
+                region = self._region(start, seen)
+                uses = self._uses(region)
+                if uses:
+                    late.append(_Part(uses))
+                else:
+                    now += (node for node in region if not any(child for child, _ in self._children[node]))
+        return now, late
+
+    def _region(self, start: Node, seen: set[Node]) -> list[Node]:
+        """The nodes off the path that are connected with each other. All of them wait, or none."""
+        region = [start]
+        seen.add(start)
+        for node in region:
+            for child, _ in self._children[node]:
+                if child is not None and child not in seen:
+                    seen.add(child)
+                    region.append(child)
+            for parent in self._parents[node]:
+                if parent not in seen:
+                    seen.add(parent)
+                    region.append(parent)
+        return region
+
+    def _uses(self, region: list[Node]) -> list[_Use]:
+        """The matmuls through which gradients enter a region; none if gradients may enter it in another way."""
+        if not self._roots.isdisjoint(region):
+            return []
+        uses: list[_Use] = []
+        for node in region:
+            for parent in dict.fromkeys(self._parents[node]):
+                for operand, (child, number) in enumerate(self._children[parent]):
+                    if child is node and parent in self._path:
+                        use = self._use(parent, operand, GradientEdge(node, number))
+                        if use is None:
+                            for other in uses:
+                                other.stop()
+                            return []
+                        uses.append(use)
+        return uses
+
+    def _use(self, node: Node, operand: int, edge: GradientEdge) -> _Use | None:
+        """One operand of a node as a weight that can wait; None if that isn't known."""
+        find = KNOWN.get(type(node).__name__)
+        found = find(node, operand) if find else None
+        # Older versions of torch free the nodes of Python functions with the graph, also where an edge refers to them.
+        if found is None or isinstance(edge.node, FunctionCtx):
+            return None
+        other, name, formula = found
+        if self._children[node][other][0] not in self._path:
+            return None  # then what would be held is no activation
+        x: Tensor | Recalled | None = saved_tensor(node, name)
+        if x is None:
+            x = packed_tensor(node, name)
+            if not isinstance(x, Recalled) or not x.plain or self._saves(edge.node):
+                return None  # what the second half asked for would be computed again, by another run of the layer
+        elif type(x) is Tensor and x.layout is torch.strided:
+            x = x.detach()
+        else:
+            return None
+        use = _Use(edge, x, formula)
+        if not use.listen(node):  # another hook is to see the weight's gradient, and may change it
+            use.stop()
+            return None
+        return use
+
+    def _saves(self, top: Node) -> bool:
+        """Does the way from a matmul to the parameter need saved tensors?"""
+        way = [top]
+        for node in way:
+            kind = type(node)
+            if kind not in self._saving:
+                self._saving[kind] = saves_tensors(node)
+            if self._saving[kind]:
+                return True
+            way += (child for child, _ in self._children[node] if child is not None)
+        return False

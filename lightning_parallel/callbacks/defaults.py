@@ -1,0 +1,111 @@
+"""Callbacks that the strategies add, and those of Lightning's that they refuse because they work on the whole model in
+one process.
+
+::
+
+    callback                            process on each device     one process
+    WeightAveraging, EMAWeightAveraging refused                    as in one process
+    StochasticWeightAveraging           refused                    as in one process
+    BatchSizeFinder                     refused                    as in one process
+    ModelPruning                        refused                    as in one process
+    BaseFinetuning                      refused under pipelines    as in one process
+    OnExceptionCheckpoint               refused for several ranks as in one process
+    LearningRateFinder                  refused if asynchronous    as in one process
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    Callback,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelPruning,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+
+from lightning_parallel.callbacks.exact_resume import ExactResume
+from lightning_parallel.callbacks.finite_loss import FiniteLoss
+from lightning_parallel.callbacks.preemption import Preemption
+from lightning_parallel.private.lightning.launching import callbacks_of
+
+Reasons = Sequence[tuple[type[Callback], str]]
+
+_AVERAGES = (
+    "it averages a copy of the whole model, of which a rank holds a part. Average the weights of checkpoints after "
+    "training (lightning_parallel.checkpoint.read_full), or use DataParallelStrategy or strategy='ddp'"
+)
+# Subclasses too: EMAWeightAveraging is a WeightAveraging.
+IN_PARTS: Reasons = (
+    (WeightAveraging, _AVERAGES),
+    (StochasticWeightAveraging, _AVERAGES),
+    (
+        BatchSizeFinder,
+        "it goes on after one rank has run out of memory, while the other ranks wait for that one. Set the batch size "
+        "by hand",
+    ),
+    (
+        ModelPruning,
+        "it ranks the values of whole parameters, of which a rank holds a part. Prune a checkpoint after training, or "
+        "use DataParallelStrategy or strategy='ddp'",
+    ),
+)
+IN_STAGES: Reasons = (
+    *IN_PARTS,
+    (
+        BaseFinetuning,
+        "it gives the optimizer parameters of all stages, of which a rank holds those of one. Give the optimizer all "
+        "parameters from the start, and call requires_grad_ in on_train_epoch_start",
+    ),
+)
+ASYNCHRONOUS: Reasons = (
+    *IN_STAGES,
+    (
+        LearningRateFinder,
+        "it acts on the loss of every batch, for which the stages of an asynchronous pipeline would wait. Find the "
+        "learning rate under PipelineStrategy, or in one process",
+    ),
+)
+
+
+def bring_along(trainer: pl.Trainer) -> None:
+    """Add the package's callbacks to the Trainer's, where it has none of their kind. Called before the first hook of a
+    run."""
+    callbacks = callbacks_of(trainer)
+    for own in (ExactResume(), Preemption(), FiniteLoss(stop_after=None)):
+        if not any(isinstance(callback, type(own)) for callback in callbacks):
+            callbacks.insert(0, own)
+
+
+def refuse_saves_after_errors(callbacks: Iterable[Callback]) -> None:
+    """Refuse callbacks that save after an error of a rank, where a checkpoint needs all of them.
+
+    Raises:
+        ValueError: it names the callback.
+    """
+    for callback in callbacks:
+        asked = isinstance(callback, ModelCheckpoint) and callback.save_on_exception
+        if asked or isinstance(callback, OnExceptionCheckpoint):
+            raise ValueError(
+                f"{type(callback).__name__}{'(save_on_exception=True)' * asked} can't save: after an error of one rank "
+                f"the others can't be asked for their parts. Save while training goes on, with "
+                f"ModelCheckpoint(every_n_train_steps=..., save_last=True)."
+            )
+
+
+def refuse_callbacks(callbacks: Iterable[Callback], refused: Reasons, strategy: str) -> None:
+    """Refuse callbacks that can't work under a strategy. ``refused`` maps their classes to the reason and the fix.
+
+    Raises:
+        ValueError: it names the callback.
+    """
+    for callback in callbacks:
+        for kind, reason in refused:
+            if isinstance(callback, kind):
+                raise ValueError(f"{type(callback).__name__} can't be used under {strategy}: {reason}.")

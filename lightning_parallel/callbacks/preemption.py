@@ -1,0 +1,124 @@
+"""Saves and ends a run on all ranks when a scheduler is about to stop it, so that nothing is lost.
+
+The scheduler sends SIGTERM or SIGUSR1 to one rank or to all, at any moment, and kills what still runs some seconds
+later. So the handler only notes the signal. Between two batches, every rank tells the others whether it has got one::
+
+    rank 0    batch 6   no    batch 7      SIGTERM: save, leave
+    rank 1    batch 6   no    batch 7 !    SIGTERM: save, leave
+                                      ^ SIGTERM
+
+In the asynchronous pipeline the first stage is some batches ahead of the last one, and must not wait for it. There the
+rank that gets the signal posts the number of a later batch, before which all ranks leave.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from lightning_parallel.private.lightning.batches import before_each_batch, ends_update
+from lightning_parallel.private.lightning.checkpoints import save_last
+from lightning_parallel.private.lightning.signals import requeue_by_slurm, say_terminated, take_signals
+from lightning_parallel.ranks.meeting import Meeting
+from lightning_parallel.ranks.notice import Notice
+
+# By rank: SIGUSR1 may also ask to be started again. Windows has the first only.
+_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+
+
+class Preemption(Callback):
+    """Ends a run whose process gets SIGTERM or SIGUSR1, after the batch (of an update: after the update) that runs.
+
+    The run is saved as ModelCheckpoint saves its last checkpoint, ``last.ckpt``, whatever its triggers are. Then
+    Lightning's ``SIGTERMException``, a ``SystemExit``, ends the script. Resumed from this checkpoint, the run goes on
+    as if it hadn't been stopped. Before training, and in ``validate``, ``test`` and ``predict``, there is nothing to
+    save, and the exception is raised at once.
+
+    The strategies of this package bring this callback along, and :class:`ExactResume`. With Lightning's own, pass
+    them to the Trainer::
+
+        Trainer(strategy="ddp", callbacks=[Preemption(), ExactResume()])
+
+    A validation runs to its end first, since a module may use other weights meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._signal = 0  # 1 and more: which one of _SIGNALS
+        self._meeting: Meeting | None = None
+        self._notice: Notice | None = None
+        self._put_back: Callable[[], None] | None = None
+        self._begun_at = 0  # batch
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        take_signals(trainer, _SIGNALS, partial(self._received, trainer))
+
+    def _received(self, trainer: pl.Trainer, number: int, frame: Any) -> None:
+        # A run that has failed ends with its error: a signal must not take its place.
+        if self._put_back is None and not trainer.interrupted:
+            raise SIGTERMException
+        self._signal = max(self._signal, 1 + _SIGNALS.index(number))
+
+    # -- a run of Trainer.fit ------------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._put_back is not None:  # of a learning-rate finder, within a run
+            return
+        self._begun_at = trainer.fit_loop.total_batch_idx
+        ahead = getattr(trainer.strategy, "batches_ahead", 0)
+        self._meeting = Meeting(trainer.world_size, getattr(trainer.strategy, "timeout", None))
+        self._notice = Notice(ahead) if ahead else None
+        self._put_back = before_each_batch(trainer, lambda: self._between_batches(trainer))
+
+    def _between_batches(self, trainer: pl.Trainer) -> None:
+        assert self._meeting is not None
+        batch = trainer.fit_loop.total_batch_idx + 1
+        number = self._notice.at(batch, self._signal) if self._notice else self._meeting.highest(self._signal)
+        if number and ends_update(trainer):
+            self._meeting.highest(number)  # a rank that is ahead stays until its messages have been read
+            self._save_and_leave(trainer, number)
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Handle a signal that came in the last batches or after them. A run resumed from there has no batch left."""
+        last = self._meeting.highest(self._signal) if self._meeting is not None else 0
+        if last:
+            self._save_and_leave(trainer, last)
+
+    def _save_and_leave(self, trainer: pl.Trainer, which: int) -> None:
+        self._save(trainer, _SIGNALS[which - 1])
+        say_terminated(trainer)
+        raise SIGTERMException
+
+    def _save(self, trainer: pl.Trainer, number: signal.Signals) -> None:
+        name, step = number.name, trainer.global_step
+        if trainer.fit_loop.total_batch_idx == self._begun_at:
+            rank_zero_info(f"{name} before the first batch: there is nothing to save.")
+            return
+        if requeue_by_slurm(trainer, number):
+            return
+        for checkpoint in trainer.checkpoint_callbacks:
+            if isinstance(checkpoint, ModelCheckpoint) and not checkpoint.save_weights_only:
+                rank_zero_info(f"{name} after step {step}: saved to {save_last(checkpoint, trainer)}.")
+                return
+        rank_zero_warn(f"{name} after step {step}: not saved, since no ModelCheckpoint saves whole checkpoints.")
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._put_back is not None:
+            self._put_back()
+        self._put_back = self._meeting = self._notice = None
+        self._signal = 0

@@ -1,0 +1,159 @@
+"""The table at the start of a run: which rank is where, what it holds of the model, and the memory that it will need.
+
+::
+
+    rank  host   device  stage  layers                         parameters  memory expected
+       0  node1  cpu         1  blocks.2 .. head (4 layers)       823,296         15.1 MiB
+       1  node1  cpu         0  embed .. blocks.1 (3 layers)      840,192         18.4 MiB
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import optim
+
+from lightning_parallel.ranks.collectives import gather_objects_on_first
+from lightning_parallel.ranks.layout import Layout
+from lightning_parallel.ranks.local_model import LocalModel, local_part
+from lightning_parallel.ranks.run import Run
+
+_ROWS = 16  # a longer table is hard to read
+_HELD = ("layers", "parameters", "memory expected", "gradients")  # the columns that say what a rank holds
+_TO_THE_RIGHT = ("parameters", "memory expected")
+
+Row = dict[str, int | str]  # one rank's cells, by the titles of the columns
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a rank holds of the model.
+
+    Attributes:
+        layers: in words.
+        gradients: of an asynchronous pipeline: how late they are, in words.
+        extra: bytes that it will hold in a training besides parameters, gradients and the optimizer's state:
+            activations, copies of weights. None: not known, so the table says "at least".
+    """
+
+    layers: str
+    gradients: str = ""
+    extra: int | None = None
+
+
+class StartTable:
+    """Prints the table of all ranks once for a module, and again when one that was evaluated is trained, which takes
+    more memory."""
+
+    def __init__(self) -> None:
+        self._told: tuple[Any, bool] = (None, False)  # of which module, and whether it was to be trained
+
+    def tell(
+        self, run: Run, holding: Callable[[], Holding], local: LocalModel, optimizers: Sequence[optim.Optimizer]
+    ) -> None:
+        """Print it, if it hasn't been. All ranks call it.
+
+        Args:
+            holding: says what this rank holds; in a pipeline by a simulation, which isn't asked for twice.
+        """
+        told, for_training = self._told
+        if told is run.module and for_training >= run.trains:
+            return
+        self._told = (run.module, run.trains)
+        rows = [row(holding(), run.layout, str(run.device), local, optimizers if run.trains else None)]
+        # Axis after axis, so that no rank receives from more ranks than there are along one of them.
+        for axis in run.layout.axes:
+            if run.layout.size(axis.name) > 1:
+                received = gather_objects_on_first(rows, run.groups.along(axis.name))
+                if received is None:
+                    return
+                rows = [each for part in received for each in part]
+        rank_zero_info(table(sorted(rows, key=lambda each: each["rank"])))
+
+
+def row(
+    holding: Holding, layout: Layout, device: str, local: LocalModel, optimizers: Sequence[optim.Optimizer] | None
+) -> Row:
+    """This rank's row.
+
+    Args:
+        optimizers: of the training; None where nothing is trained.
+    """
+    parts = [local_part(parameter) for parameter in local.parameters.values()]
+    sizes: list[int | None] = [part.nbytes for part in parts]
+    if optimizers is None:
+        sizes.append(None)  # there is no formula for what an evaluation computes
+    else:
+        sizes += [local_part(p).nbytes for p in local.parameters.values() if p.requires_grad]
+        sizes += [holding.extra, *map(state_bytes, optimizers)]
+    memory = ("at least " if None in sizes else "") + _binary_size(sum(size or 0 for size in sizes))
+    return {
+        "rank": layout.rank,
+        "host": socket.gethostname(),
+        "device": device,
+        # The slowest first, as in coordinates.
+        **{axis.member: layout.index(axis.name) for axis in reversed(layout.axes) if layout.size(axis.name) > 1},
+        "layers": holding.layers,
+        "parameters": f"{sum(part.numel() for part in parts):,}",
+        "memory expected": memory,
+        "gradients": holding.gradients,
+    }
+
+
+def state_bytes(optimizer: optim.Optimizer) -> int | None:
+    """The bytes that torch's optimizers keep for their parameters, by their formulas; None for others."""
+    total = 0
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, optim.Adam | optim.AdamW):
+            copies = 2 + bool(group["amsgrad"])
+        elif isinstance(optimizer, optim.NAdam | optim.RAdam | optim.Adamax | optim.Adadelta):
+            copies = 2
+        elif isinstance(optimizer, optim.RMSprop):
+            copies = 1 + bool(group["momentum"]) + bool(group["centered"])
+        elif isinstance(optimizer, optim.Adagrad | optim.SGD):
+            copies = int(isinstance(optimizer, optim.Adagrad) or bool(group["momentum"]))
+        else:
+            return None
+        total += copies * sum(local_part(p).nbytes for p in group["params"] if p.requires_grad)
+    return total
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows, which are in the order of ranks, as text. In a long table, ranks that hold the same share a row."""
+    alike: dict[object, list[Row]] = {}
+    for each in rows:
+        same = tuple(each[title] for title in _HELD) if len(rows) > _ROWS else each["rank"]
+        alike.setdefault(same, []).append(each)
+    columns = []
+    for title, example in rows[0].items():
+        cells = [_cell([each[title] for each in group]) for group in alike.values()]
+        if any(cells):
+            width = max(map(len, (title, *cells)))
+            pad = str.rjust if isinstance(example, int) or title in _TO_THE_RIGHT else str.ljust
+            columns.append([pad(cell, width) for cell in (title, *cells)])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+
+
+def _cell(values: Sequence[int | str]) -> str:
+    """One value; of several numbers runs, as ``0-3``; of several names the first and the last."""
+    numbers = sorted({value for value in values if isinstance(value, int)})
+    if not numbers:
+        names = list(dict.fromkeys(values))
+        return str(names[0]) if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
+    starts = [numbers[0], *(b for a, b in pairwise(numbers) if b != a + 1)]
+    ends = [*(a for a, b in pairwise(numbers) if b != a + 1), numbers[-1]]
+    runs = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
+    return ",".join(runs if len(runs) <= 4 else [*runs[:3], "...", runs[-1]])
+
+
+def _binary_size(nbytes: int) -> str:
+    """Bytes as a text, in units of 1024."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes / 1024:.3g} KiB"

@@ -1,0 +1,76 @@
+"""What a module's ``state_dict()`` says is to be saved, where ranks hold parts of the module.
+
+Each rank saves the tensors that it holds, under the module's names. A ``state_dict()`` of the user's, or
+``on_save_checkpoint``, may leave some out, and add others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor, nn
+
+from lightning_parallel.absent.tensor import AbsentTensor
+from lightning_parallel.ranks.local_model import memory_of
+
+
+def refuse_others(state_dict: Mapping[str, Any], module: pl.LightningModule, what: str) -> None:
+    """Refuse a ``state_dict`` with other values for the module's tensors, or with these under other names. ``what``
+    made it, in words.
+
+    Raises:
+        ValueError: it names the entry.
+    """
+    own = named_tensors(module)
+    for name, value in state_dict.items():
+        if not (_is_same(own[name], value) if name in own else _is_more(module, name, value, own)):
+            raise ValueError(
+                f"{what}[{name!r}]: each rank saves the tensors that it holds, under the names of the module. Save "
+                f"other values under a key of their own in the checkpoint, in on_save_checkpoint."
+            )
+
+
+def extra_state(module: nn.Module) -> dict[str, Any]:
+    """The entries of ``state_dict`` that aren't parameters or buffers, such as what ``get_extra_state`` returns."""
+    tensors = named_tensors(module)
+    return {n: value for n, value in nn.Module.state_dict(module, keep_vars=True).items() if n not in tensors}
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers under all their names."""
+    buffers = module.named_buffers(remove_duplicate=False)
+    return {**dict(module.named_parameters(remove_duplicate=False)), **dict(buffers)}
+
+
+def is_here(module: nn.Module, name: str) -> bool:
+    """Does this rank have tensors of the submodule with this entry, if it has any?"""
+    owner = _owner(module, name)
+    tensors = () if owner is None else (*owner.parameters(), *owner.buffers())
+    return not tensors or not all(isinstance(tensor, AbsentTensor) for tensor in tensors)
+
+
+def _owner(module: nn.Module, name: str) -> nn.Module | None:
+    """The submodule with an entry of a ``state_dict``; None if the user's ``state_dict()`` has made the name up."""
+    try:
+        return module.get_submodule(name.rpartition(".")[0])
+    except AttributeError:
+        return None
+
+
+def _is_same(own: Tensor, value: Any) -> bool:
+    """Is a value in a ``state_dict`` the module's tensor?"""
+    if not isinstance(value, Tensor) or value.shape != own.shape or value.dtype != own.dtype:
+        return False
+    return isinstance(own, AbsentTensor) or memory_of(own) == memory_of(value)
+
+
+def _is_more(module: nn.Module, name: str, value: Any, own: Mapping[str, Tensor]) -> bool:
+    """Is a value in a ``state_dict`` something that a module has besides its tensors, and no tensor of another name?"""
+    if not isinstance(value, Tensor):
+        return True
+    if isinstance(value, AbsentTensor) or _owner(module, name) is None:
+        return False
+    memory = memory_of(value)
+    return memory == 0 or all(memory_of(tensor) != memory for tensor in own.values())

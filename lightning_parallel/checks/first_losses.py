@@ -1,0 +1,133 @@
+"""Compares the losses of a tensor group's ranks in the first step of each kind.
+
+They compute one model together, so all of them must return the same. A difference has causes that no later check finds:
+a parameter read outside of its layer (each rank sees its own shard), or random numbers that the step draws differently.
+The step is compared before its backward, so nothing has been updated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_parallel.ranks.collectives import gather_objects
+from lightning_parallel.results.logs import logging_through
+from lightning_parallel.tensor.reads import ReadsOfShards
+
+T = TypeVar("T")
+
+_ROUNDING = 1e3  # units of the last place by which kernels that add in any order may differ
+_CAUSES = (
+    "Either the step reads a divided parameter outside of its layer, so that each rank sees its own shard (a norm, a "
+    "penalty, F.linear(x, layer.weight)): do this in the optimizer (weight_decay), or leave the layer out of the plan. "
+    "Or it draws random numbers of its own on each rank: draw them with torch's default generator."
+)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What one rank has found in a step.
+
+    Attributes:
+        returned: the scalars that the step returned, by key.
+        logged: the scalars that it logged, by name.
+        reads: the functions that read divided parameters outside of their layers, by parameter.
+    """
+
+    returned: dict[str, float]
+    logged: dict[str, float]
+    reads: dict[str, str]
+
+
+class FirstLosses:
+    """Compares the ranks of a tensor ``group``, once for each kind of step. ``names`` are those of the module's divided
+    parameters."""
+
+    def __init__(self, module: nn.Module, names: list[str], group: dist.ProcessGroup) -> None:
+        self._module, self._names, self._group = module, names, group
+        self._compared: set[str] = set()
+
+    def run(self, kind: str, step: Callable[[], T]) -> T:
+        """Run a step of a kind (its name). The first of each kind is compared between ranks: a collective.
+
+        Raises:
+            RuntimeError: on all ranks of the group, if they come to different losses.
+        """
+        if kind in self._compared:
+            return step()
+        logged: dict[str, Any] = {}
+        reads = ReadsOfShards(self._module, self._names)
+        with _noting(self._module, logged), reads:
+            output = step()
+        self._compared.add(kind)
+        returned = output if isinstance(output, Mapping) else {"loss": output}
+        own = _Seen(_scalars(returned), _scalars(logged), reads.found)
+        _compare(kind, gather_objects(own, self._group), _tolerance(output))
+        return output
+
+
+def _noting(module: nn.Module, logged: dict[str, Any]) -> Any:
+    """Inside, what is passed to ``self.log`` is recorded too."""
+    assert isinstance(module, pl.LightningModule)
+    log = module.log
+
+    def note(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        logged[name] = value
+        log(name, value, *args, **kwargs)
+
+    return logging_through(module, note)
+
+
+def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        str(name): float(value.detach() if isinstance(value, Tensor) else value)
+        for name, value in values.items()
+        if isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex())
+    }
+
+
+def _tolerance(output: Any) -> float:
+    """The relative difference that rounding may cause."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    dtype = loss.dtype if isinstance(loss, Tensor) and loss.is_floating_point() else torch.get_default_dtype()
+    return min(1e-2, _ROUNDING * torch.finfo(dtype).eps)
+
+
+def _compare(kind: str, ranks: list[_Seen], tolerance: float) -> None:
+    for rank, seen in enumerate(ranks):
+        for name, function in seen.reads.items():
+            others = f" (and {len(seen.reads) - 1} other parameters)" if len(seen.reads) > 1 else ""
+            raise RuntimeError(
+                f"{kind} reads '{name}'{others} outside of its layer, in {function}, but the plan divides it: tensor "
+                f"rank {rank} of {len(ranks)} would compute with its own shard, not with the parameter. Do this in the "
+                f"optimizer (weight_decay for an L2 penalty), or leave the layer out of the plan."
+            )
+    if apart := _first_difference([seen.returned for seen in ranks], tolerance):
+        raise RuntimeError(f"The ranks of one tensor group come to different values in {kind}: {apart}. {_CAUSES}")
+    if apart := _first_difference([seen.logged for seen in ranks], tolerance):
+        rank_zero_warn(
+            f"The ranks of one tensor group log different values in {kind}: {apart}. That of the first rank is shown. "
+            f"A value computed from parameters is that of a shard."
+        )
+
+
+def _first_difference(ranks: list[dict[str, float]], tolerance: float) -> str | None:
+    first = ranks[0]
+    for rank, values in enumerate(ranks[1:], start=1):
+        for name in first.keys() | values.keys():
+            a, b = first.get(name), values.get(name)
+            if a is None or b is None:
+                return f"{name!r} is {a} on tensor rank 0, and {b} on rank {rank}"
+            equal = a == b or (math.isnan(a) and math.isnan(b)) or abs(a - b) <= tolerance * max(abs(a), abs(b))
+            if not equal:
+                return f"{name!r} is {a:.9g} on tensor rank 0, and {b:.9g} on rank {rank}"
+    return None

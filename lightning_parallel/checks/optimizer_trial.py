@@ -1,0 +1,285 @@
+"""Refuses optimizers that would give other numbers on parts of the parameters.
+
+Elementwise optimizers (SGD, AdamW, ...) give the same. Others treat a matrix as a whole (Muon, LAMB, Adafactor), or
+compute numbers over several parameters (Prodigy, a norm of all gradients): on parts they are other optimizers, without
+an error. No list of names can be complete. So before training, copies of the user's optimizer make some steps on small
+parameters, once whole, and once divided as the ranks have them::
+
+    whole             one copy           steps   [a, b]
+    tensor ranks      a copy for each    steps   [a's first half, b's first half]    [a's second half, b's second half]
+    stages            a copy for each    steps   [a]    [b]
+    fully sharded     one copy           steps   [a, b] as DTensors, which may compute with the whole
+
+The values, the gradients and the sizes are made up. The number of dimensions, the groups and all options but the
+learning rate are the user's. The rate is 1: a scheduler may begin with 0, and a small rate changes Prodigy's estimates
+too late to be seen.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from lightning_parallel.ranks.layout import Layout
+from lightning_parallel.ranks.local_model import LocalModel, local_part
+from lightning_parallel.seeding import TorchGenerators
+
+# Of the gradients of each step. Lookahead acts every fifth or sixth, SOAP every tenth. Some take a norm only where it
+# is small. Small ones come first, since momentum and second moments remember large ones.
+_SCALES = (1e-3,) * 6 + (1.0,) * 6
+_TOLERANCE = 1e-7  # of the largest change of a parameter: rounding makes far less, a norm of a half far more
+_LARGEST = 32  # size of a dimension in the trial: some treat matrices as such from 16 on
+_LARGEST_OF_MANY = 8  # of more than two dimensions
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A made-up parameter.
+
+    Attributes:
+        group: the index of its parameter group.
+        name: the name of a parameter of the user's that it stands for.
+        like: the parameter of that name.
+        dim: the dimension along which tensor ranks divide it; None: not divided.
+        value: its value before the first step.
+        slope, pull: they give the gradient ``slope * value + pull``, which changes from step to step, and is scaled.
+    """
+
+    group: int
+    name: str
+    like: Tensor
+    dim: int | None
+    value: Tensor
+    slope: Tensor
+    pull: Tensor
+
+
+Piece = Callable[[Tensor], Tensor]  # makes of something of a trial's shape what one copy of the optimizer sees
+Pieces = list[tuple[_Trial, Piece]]
+
+
+def refuse_parts(optimizer: Optimizer, local: LocalModel, layout: Layout, strategy: str) -> None:
+    """Refuse an optimizer that isn't the same on parts as on whole parameters. All ranks call it. ``strategy`` is the
+    class's name, for the message.
+
+    Raises:
+        ValueError: it names the optimizer, a parameter, the axis, and what would work.
+    """
+    kind = type(optimizer).__name__
+    trials = list(_trials(optimizer, local))
+    if not trials or not (layout.stages > 1 or local.shards or local.is_fully_sharded):
+        return
+    with TorchGenerators(local_part(trials[0].like).device).kept():
+        try:
+            whole = _stepped(optimizer, [(trial, _as_it_is) for trial in trials])
+        except Exception as error:  # any: the user's optimizer may need what a trial doesn't have
+            return _warn(kind, strategy, f"{type(error).__name__}: {error}")
+        moved = [(one - trial.value).abs().max() for one, trial in zip(whole, trials, strict=True)]
+        if not all(0 < way < torch.inf for way in moved):
+            return _warn(kind, strategy, "it left parameters as they were, or made them infinite")
+        for axis, divided in _divisions(trials, layout).items():
+            problem = _difference(optimizer, trials, whole, divided)
+            if problem is not None:
+                raise ValueError(f"{kind} under {strategy}: {axis}. {problem} {_ADVICE}")
+
+
+_ADVICE = (
+    "Use an optimizer that treats each entry by itself, such as AdamW, or a strategy that leaves every rank the whole "
+    "parameters: 'ddp', and for one that takes each matrix by itself, such as Muon, also a pipeline with "
+    "tensor_parallel=1 and data_parallel_kind='replicate'."
+)
+
+
+def _warn(kind: str, strategy: str, reason: str) -> None:
+    rank_zero_warn(
+        f"{kind} could not be tried on small parameters ({reason}), so nothing is known of it on the parts of "
+        f"parameters that the ranks of {strategy} have. If it isn't elementwise, as SGD and AdamW are, it trains "
+        f"another model than one process would."
+    )
+
+
+def _divisions(trials: list[_Trial], layout: Layout) -> dict[str, list[Pieces]]:
+    """The ways in which the ranks divide the trial's parameters, under the words for them in messages: for each copy,
+    the pieces it sees."""
+    divisions: dict[str, list[Pieces]] = {}
+    cut = [trial for trial in trials if trial.dim is not None]
+    if cut:
+        axis = f"tensor ranks divide '{cut[0].name}' (tensor_parallel={layout.size('tensor')})"
+        divisions[axis] = [[(trial, _half(trial.dim, index)) for trial in trials] for index in range(2)]
+    if layout.stages > 1:
+        axis = f"each of {layout.stages} stages has only its own parameters, such as '{trials[0].name}'"
+        divisions[axis] = [[(trial, _as_it_is) for trial in trials[index::2]] for index in range(2)]
+    sharded = [trial for trial in trials if isinstance(trial.like, DTensor)]
+    if sharded:
+        axis = f"'{sharded[0].name}' is fully sharded over {layout.size('data')} replicas"
+        divisions[axis] = [[(trial, _sharded_as(trial.like)) for trial in trials]]
+    return divisions
+
+
+def _difference(
+    optimizer: Optimizer, trials: list[_Trial], whole: list[Tensor], divided: list[Pieces]
+) -> str | None:
+    """What is wrong with the optimizer if the parameters are divided like this; None if nothing is."""
+    results: dict[int, list[Tensor]] = defaultdict(list)
+    for pieces in divided:
+        try:
+            stepped = _stepped(optimizer, pieces)
+        except Exception as error:  # any: it would come in the first update
+            return f"Tried on small parameters, it fails there: {type(error).__name__}: {error}."
+        for (trial, _), result in zip(pieces, stepped, strict=True):
+            results[id(trial)].append(result)
+    for trial, one in zip(trials, whole, strict=True):
+        parts = results[id(trial)]
+        joined = parts[0] if trial.dim is None or len(parts) == 1 else torch.cat(parts, trial.dim)
+        # Offloaded parameters are on the CPU, and where they are gathered is on a GPU.
+        if not (joined.to(one.device) - one).abs().max() <= _TOLERANCE * (one - trial.value).abs().max():  # NaN too
+            return (
+                f"Tried on small parameters, it changes what stands for '{trial.name}' (parameter group {trial.group}) "
+                f"otherwise there than in one process."
+            )
+    return None
+
+
+# -- made-up parameters ------------------------------------------------------------------------------------------
+
+
+def _trials(optimizer: Optimizer, local: LocalModel) -> Iterator[_Trial]:
+    """Two made-up parameters for each kind in each group, so that none is alone."""
+    generator = torch.Generator().manual_seed(0)
+    for index, group in enumerate(optimizer.param_groups):
+        kinds: dict[Any, tuple[str, Tensor]] = {}
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.numel():
+                name = local.names.get(id(parameter), "a parameter outside of the module")
+                shard = local.shards.get(name)
+                kind = (parameter.ndim, shard and shard.dim, _uneven(parameter))
+                if kind not in kinds or parameter.numel() > kinds[kind][1].numel():
+                    kinds[kind] = (name, parameter)
+        for (_, dim, _), (name, parameter) in kinds.items():
+            device = local_part(parameter).device
+            for _ in range(2):
+                yield _Trial(index, name, parameter, dim, *_made_up(_shape(parameter, dim), device, generator))
+
+
+def _uneven(parameter: Tensor) -> int:
+    """The number of rows by which the size is too large for equal parts."""
+    return parameter.shape[0] % parameter.device_mesh.size() if isinstance(parameter, DTensor) else 0
+
+
+def _shape(parameter: Tensor, dim: int | None) -> list[int]:
+    largest = _LARGEST if parameter.ndim <= 2 else _LARGEST_OF_MANY
+    shape = [min(size, largest) for size in parameter.shape]
+    if dim is not None:
+        shape[dim] = max(2, shape[dim])
+    if isinstance(parameter, DTensor) and parameter.shape[0] > largest:
+        ranks = parameter.device_mesh.size()
+        shape[0] = max(1, largest // ranks) * ranks + _uneven(parameter)
+    return shape
+
+
+def _made_up(shape: list[int], device: torch.device, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """A value, a slope and a pull. They grow along each dimension, so that no part is like another."""
+    drawn = torch.randn(3, *shape, generator=generator, dtype=torch.float64, device=generator.device)
+    value, slope, pull = drawn.to(device)  # equal on all ranks
+    growing = torch.ones_like(value)
+    for dim, size in enumerate(shape):
+        growing *= torch.linspace(1, 3, size, device=device).view(-1, *[1] * (len(shape) - dim - 1))
+    return value * growing, 0.5 + 0.2 * slope.tanh(), pull * growing
+
+
+def _as_it_is(whole: Tensor) -> Tensor:
+    return whole.clone()
+
+
+def _half(dim: int | None, index: int) -> Piece:
+    return _as_it_is if dim is None else lambda whole: whole.tensor_split(2, dim)[index].clone()
+
+
+def _sharded_as(like: Tensor) -> Piece:
+    if not isinstance(like, DTensor):
+        return _as_it_is
+    # All ranks have made the same: nothing is sent.
+    return lambda whole: distribute_tensor(whole.clone(), like.device_mesh, like.placements, src_data_rank=None)
+
+
+# -- copies of the optimizer -------------------------------------------------------------------------------------
+
+
+def _stepped(optimizer: Optimizer, pieces: Pieces) -> list[Tensor]:
+    """The pieces of parameters after steps of a copy of the optimizer. A piece that was a DTensor is whole again."""
+    given = [[piece(x) for x in (trial.value, trial.slope, trial.pull)] for trial, piece in pieces]
+    parameters = [nn.Parameter(value) for value, _, _ in given]
+    twin = _twin(optimizer, [(trial, each) for (trial, _), each in zip(pieces, parameters, strict=True)])
+    calls = 0
+
+    @torch.no_grad()
+    def closure() -> Any:  # as Lightning's, a tensor
+        nonlocal calls
+        calls += 1  # some call it twice in a step, after they have moved the parameters
+        for parameter, (_, slope, pull) in zip(parameters, given, strict=True):
+            parameter.grad = (slope * parameter + pull * (1 + calls % 3)) * scale
+        return torch.ones(())
+
+    for scale in _SCALES:  # noqa: B007  the closure reads it
+        type(twin).step(twin, closure=closure)  # a scheduler has replaced the method of the optimizer itself
+    return [each.full_tensor() if isinstance(each, DTensor) else each.detach() for each in parameters]
+
+
+def _twin(optimizer: Optimizer, parameters: Sequence[tuple[_Trial, nn.Parameter]]) -> Optimizer:
+    """A copy of the optimizer with other parameters, and without hooks.
+
+    Its class may take other arguments than its groups have, and it may hold another optimizer with the same groups. So
+    it isn't made anew: what it holds is copied, and each of the user's parameters in it is replaced by a small one.
+    """
+    cls = type(optimizer)
+    twin = cls.__new__(cls)
+    Optimizer.__setstate__(twin, {"defaults": dict(optimizer.defaults)})  # what torch keeps itself, hooks too
+    state: dict[Any, Any] = defaultdict(dict)
+    for trial, parameter in parameters:
+        if trial.like in optimizer.state:  # some make it before the first step
+            state[parameter] = {k: _like(v, trial.like, parameter) for k, v in optimizer.state[trial.like].items()}
+    nobody = nn.Parameter(torch.zeros(()))
+    memo: dict[int, Any] = {id(optimizer): twin, id(optimizer.state): state}
+    memo.update((id(p), nobody) for group in optimizer.param_groups for p in group["params"])
+    own = {name: value for name, value in vars(optimizer).items() if name not in vars(twin) and name != "step"}
+    vars(twin).update(copy.deepcopy(own, memo))
+    for index, group in enumerate(twin.param_groups):
+        group["params"] = [parameter for trial, parameter in parameters if trial.group == index]
+        if isinstance(rate := group.get("lr"), int | float | Tensor):
+            group["lr"] = torch.ones_like(rate) if isinstance(rate, Tensor) else 1.0
+    if callable(train := getattr(twin, "train", None)):  # schedule-free ones
+        train()
+    return twin
+
+
+def _like(value: Any, parameter: Tensor, small: Tensor) -> Any:
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return copy.deepcopy(value)
+    here = local_part(value).flatten()
+    return torch.full_like(small, float(here[0]) if here.numel() else 0.0, requires_grad=False)
+
+
+def refuse_strange_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse parameters that an optimizer has and the module hasn't: no rank would train them, or each another copy.
+
+    Raises:
+        ValueError: there are some.
+    """
+    own = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            if id(parameter) not in own:
+                raise ValueError(
+                    f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that isn't one of "
+                    f"the module's. Make the optimizer in configure_optimizers, after the module has been divided, of "
+                    f"self.parameters(). Register what else it has on the LightningModule, as an nn.Module."
+                )

@@ -1,0 +1,175 @@
+"""Refuses hooks that change gradients, or branch, by a number computed from this rank's part of them.
+
+Elementwise changes give what they give in one process: scaling, masks, clipping by value. A norm, or any other number
+that is computed from gradients, is of this rank's part only. It may be logged, but nothing may be decided by it::
+
+    for p in self.parameters():
+        p.grad.clamp_(-1, 1)                                  the same as in one process
+    self.log_dict(grad_norm(self, 2))                         warned of: of this rank's part
+    torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)    refused: each rank would scale by another norm
+    self.clip_gradients(optimizer, 1.0, "norm")               by the norm of the whole model
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_parallel.private.lightning.batches import around_step_hooks
+from lightning_parallel.private.lightning.launching import callbacks_of
+from lightning_parallel.private.torch import has_gradient_hooks, tensors_in
+from lightning_parallel.ranks.local_model import memory_of
+
+_SET_GRADIENT = Tensor.grad.__set__  # type: ignore[union-attr]
+_ASKS = ("__bool__", "equal", "allclose")  # what branches are decided by
+_NUMBERS = ("item", "tolist", "numpy", "__float__", "__array__")
+
+
+class GradientWatch(TorchFunctionMode):
+    """Watches what hooks do between the end of a backward and the optimizer's work. ``plugin`` runs the hooks before a
+    step."""
+
+    def __init__(self, module: pl.LightningModule, parameters: Iterable[nn.Parameter], plugin: Precision) -> None:
+        super().__init__()
+        self._module, self._parameters = module, list(parameters)
+        self._put_back = around_step_hooks(plugin, self.begin, self.end)
+        self._is_open = self._is_paused = self._has_warned = False
+        self._is_needed: bool | None = None
+        self._memories: set[int] = set()  # of the gradients
+        self._made: dict[int, tuple[weakref.ref[Tensor], bool]] = {}  # from gradients; is it a number of several?
+        self._number = ""  # the call that has made the last such number
+
+    def begin(self) -> None:
+        """Begin to watch: gradients are complete, and hooks may follow."""
+        if self._is_needed is None:  # asked once: it takes as long as a small step's hooks
+            self._is_needed = _sees_gradients(self._module)
+        if self._is_open or not self._is_needed:
+            return
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        self._memories = {memory_of(gradient) for gradient in gradients} - {0}
+        self._is_open = True
+        self.__enter__()
+
+    def end(self) -> None:
+        """Stop watching: no hook follows that sees gradients."""
+        if self._is_open:
+            self._is_open = False
+            self.__exit__(None, None, None)
+        self._made, self._number = {}, ""
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is watched: the library itself clips."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def close(self) -> None:
+        """End the watch with the run."""
+        self.end()
+        self._put_back()
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if self._is_paused:
+            return function(*args, **(kwargs or {}))
+        given = [tensor for tensor in tensors_in((args, kwargs)) if self._is_of_gradients(tensor)]
+        name = getattr(function, "__name__", "")
+        if self._number and self._changes(function, name, args):
+            raise RuntimeError(
+                f"{_line()} changes gradients, after {self._number} has computed a number from gradients. Each rank "
+                f"has those of its own part of the model, so each would change them otherwise. To clip by the norm of "
+                f"the whole model set gradient_clip_val, or call self.clip_gradients in configure_gradient_clipping."
+            )
+        if given and name in _ASKS:
+            raise RuntimeError(
+                f"{_line()} decides by the gradients of this rank, which has a part of the model, so ranks may decide "
+                f"differently. For losses that are NaN there is the callback FiniteLoss."
+            )
+        output = function(*args, **(kwargs or {}))
+        if given:
+            self._note(given, tensors_in(output), name)
+        return output
+
+    def _changes(self, function: Any, name: str, args: tuple[Any, ...]) -> bool:
+        if function == _SET_GRADIENT:
+            return True
+        in_place = name == "__setitem__" or (name.startswith("__i") and name.endswith("__"))
+        in_place |= name.endswith("_") and not name.endswith("__") and not name.startswith("_amp_")  # a loss scaler's
+        return in_place and any(memory_of(tensor) in self._memories for tensor in tensors_in(args[:1]))
+
+    def _note(self, given: list[Tensor], made: Iterable[Tensor], name: str) -> None:
+        size = max(tensor.numel() for tensor in given)
+        from_numbers = any(self._made.get(id(tensor), (None, False))[1] for tensor in given)
+        if name in _NUMBERS and size > 1:
+            self._found_number(name)
+        for tensor in made:
+            if memory_of(tensor) in self._memories:
+                continue
+            is_number = from_numbers or tensor.numel() < size
+            self._made[id(tensor)] = weakref.ref(tensor), is_number
+            if is_number:
+                self._found_number(name)
+
+    def _found_number(self, name: str) -> None:
+        self._number = self._number or f"{name}() in {_line()}"
+        if not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"{self._number} computes a number from gradients. Each rank has those of its own part of the model: a "
+                f"norm of one parameter may be right, one of all of them isn't."
+            )
+
+    def _is_of_gradients(self, tensor: Tensor) -> bool:
+        known = self._made.get(id(tensor))
+        return (known is not None and known[0]() is tensor) or memory_of(tensor) in self._memories
+
+
+def refuse_hooks_of_parameters(module: pl.LightningModule) -> None:
+    """Refuse hooks of the user's on parameters. A part of a parameter has none of them, and those on a whole one would
+    see the gradients of microbatches or replicas, before they are summed."""
+    for name, parameter in module.named_parameters():
+        if has_gradient_hooks(parameter):
+            raise ValueError(
+                f"'{name}' has a hook on its gradient (register_hook or register_post_accumulate_grad_hook), which "
+                f"would see the gradient of a part of the batch or of the model. Change gradients in "
+                f"on_before_optimizer_step, which sees them complete."
+            )
+
+
+def _sees_gradients(module: pl.LightningModule) -> bool:
+    """Is there code of the user's that can see gradients?"""
+    if not module.automatic_optimization:
+        return True
+    seen = ("on_after_backward", "on_before_optimizer_step")
+    own = (*seen, "optimizer_step", "configure_gradient_clipping")
+    if any(is_overridden(hook, module) for hook in own):
+        return True
+    return any(is_overridden(hook, each, Callback) for each in callbacks_of(module.trainer) for hook in seen)
+
+
+def _line() -> str:
+    """The line of the user's code that is running."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
+        frame = frame.f_back
+    return "a hook" if frame is None else f"{frame.f_code.co_qualname} (line {frame.f_lineno})"
+
+
+_LIBRARIES = ("torch", "lightning", "lightning_parallel", "contextlib")

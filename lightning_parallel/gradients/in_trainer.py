@@ -1,0 +1,68 @@
+"""``gradient_clip_val`` for the whole model. A precision plugin's own clipping sees one rank's gradients only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_parallel.gradients.clipping import clip_by_norm, clip_by_value
+from lightning_parallel.gradients.hook_watch import GradientWatch
+from lightning_parallel.private.torch import CommonScaler
+from lightning_parallel.ranks.local_model import LocalModel
+
+
+def install_clipping(
+    plugin: Precision,
+    local: LocalModel,
+    *,
+    counts: Callable[[str], bool] = lambda name: True,
+    replicas: dist.ProcessGroup | None,
+    parts: dist.ProcessGroup | None,
+    device: torch.device,
+    watch: GradientWatch | None = None,
+) -> None:
+    """Make the plugin clip by the norm of the whole model's gradient.
+
+    Args:
+        counts: tells whether this rank's copy of a parameter, by name, enters the norm.
+        replicas: the ranks over which fully sharded parameters are divided.
+        parts: the ranks whose gradients make one norm; None if each rank has them all.
+        watch: paused while the plugin clips.
+    """
+    paused = nullcontext if watch is None else watch.paused
+
+    def enters_norm(parameter: Tensor) -> bool:
+        name = local.names.get(id(parameter))  # a loss may have parameters of its own, outside the module
+        return name is None or counts(name)
+
+    def by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
+        with paused():
+            clip_by_norm(
+                list(plugin.main_params(optimizer)),
+                clip_val,
+                counts=enters_norm,
+                replicas=replicas if local.is_fully_sharded else None,
+                parts=parts,
+                device=device,
+            )
+
+    def by_value(optimizer: Optimizer, clip_val: int | float) -> None:
+        with paused():
+            clip_by_value(list(plugin.main_params(optimizer)), clip_val)
+
+    plugin.clip_grad_by_norm = by_norm  # type: ignore[method-assign, assignment]
+    plugin.clip_grad_by_value = by_value  # type: ignore[method-assign]
+
+
+def share_overflows(plugin: Precision, device: torch.device) -> None:
+    """Make a loss scaler skip the step on all ranks if the gradients of one overflow."""
+    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+        state = plugin.scaler.state_dict()
+        plugin.scaler = CommonScaler(device=device.type, process_group=dist.group.WORLD)
+        plugin.scaler.load_state_dict(state)

@@ -1,0 +1,175 @@
+"""Asynchronous training of one stage: its pending actions, its updates, and the drains of the pipeline.
+
+Each batch that is fed brings new actions to the stage's endless list. Some fall due at once: forwards of this batch,
+and backwards and updates of batches that this stage saw some steps ago. The rest is owed until later batches come, or
+until the pipeline drains before a validation, at a checkpoint or at the end of an epoch::
+
+    fed        batch 0      batch 1      batch 2      drain
+    runs       F0 F1 F2     F3 B0 | F4   B1 | F5 B2 |  B3 | B4 | B5 |        | is an update
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from lightning_parallel.gradients.swapping import Gradients, swap_gradients
+from lightning_parallel.late.optimizer_options import OptimizerOptions, Options
+from lightning_parallel.late.settings import LateGradients
+from lightning_parallel.pipeline.engine import Engine
+from lightning_parallel.pipeline.staleness import is_second_order
+from lightning_parallel.pipeline.weights import WeightVersions
+from lightning_parallel.plan.partition import Partition
+from lightning_parallel.ranks.collectives import broadcast_tensors, guarded
+from lightning_parallel.ranks.local_model import LocalModel
+from lightning_parallel.ranks.run import Run
+from lightning_parallel.schedules.actions import Action
+
+
+@dataclass(frozen=True)
+class _Owed:
+    """An update whose batches have been fed: its number of microbatches, and the optimizer's options as they were when
+    the last of these batches came."""
+
+    options: Options
+    microbatches: int
+
+
+class AsynchronousTraining:
+    """One stage's updates.
+
+    Args:
+        partition: tells which parameters are loose.
+        versions: the versions of the weights that are in use.
+        completed: given an update's gradients, returns those of all replicas and shards.
+        written: the options that the optimizer is known to write itself. It is added to.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        late: LateGradients,
+        *,
+        local: LocalModel,
+        partition: Partition,
+        versions: WeightVersions,
+        completed: Callable[[Gradients], Gradients],
+        written: set[str],
+    ) -> None:
+        self._run, self._late, self._layout = run, late, run.layout
+        self._local, self.versions = local, versions
+        self._completed = completed
+        self._list = late.actions(run.layout.stages, run.layout.stage)
+        self._written = written
+        self._known_options: OptimizerOptions | None = None
+        self._loose = _LooseParameters(sorted(partition.loose), local, run)
+        self._owed: deque[_Owed] = deque()  # updates under way, the oldest first
+        self.fed = 0  # microbatches so far
+        self.begun = 0  # updates whose last batch has been fed
+        self._fed_to_next = 0  # microbatches fed to the next update
+        self._last = 0  # microbatches of the last of those begun
+
+    @property
+    def _options(self) -> OptimizerOptions:
+        """The options of the Trainer's optimizer. A hook may replace the optimizer during training."""
+        (optimizer,) = self._run.trainer.optimizers
+        if self._known_options is None or self._known_options.optimizer is not optimizer:
+            self._known_options = OptimizerOptions(optimizer, self._written)
+        return self._known_options
+
+    # -- a batch -------------------------------------------------------------------------------------------------
+
+    def feed(self, engine: Engine, count: int, ends_update: bool) -> Iterator[Action]:
+        """Register a batch of ``count`` microbatches before it runs, and give the actions that fall due. If it
+        ``ends_update``, an update follows it."""
+        if not self.fed:
+            self._late.check(self._layout.stages, count * self._run.trainer.accumulate_grad_batches)
+        if self._late.weights == "2bw" and 0 < self._last < self._late.ahead(self._layout.stages, 0):
+            self.drain(engine)  # this batch would ask the first stage for a version that it hasn't made yet
+        self.versions.begin(self.begun)
+        self.fed += count
+        self._fed_to_next += count
+        if ends_update:
+            stages, stage = self._layout.stages, self._layout.stage
+            factor = self._late.rate_factor(stages, stage, self._fed_to_next, self._run.trainer.global_step)
+            self._owed.append(_Owed(self._options.now(factor), self._fed_to_next))
+            self.begun += 1
+            self._last, self._fed_to_next = self._fed_to_next, 0
+        return self._list.feed(count, ends_update=ends_update)
+
+    def update(self) -> None:
+        """One update of this stage: the hooks, the clipping and the step that Lightning would run, with the options
+        that were in force when its batch came."""
+        options, owed = self._options, self._owed.popleft()
+        gradients = self._completed({**self.versions.take_gradients()})
+        self._loose.note(gradients)
+
+        def update() -> None:
+            swap_gradients(self._local.parameters, gradients)
+            with options.restored(owed.options):
+                step = self._run.precision.optimizer_step
+                step(options.optimizer, model=self._run.module, closure=_nothing)  # type: ignore[arg-type]
+            swap_gradients(self._local.parameters, {})
+
+        weight = self._late.correction_factor(self._layout.stages, self._layout.stage, owed.microbatches)
+        self.versions.update(update, weight, is_second_order(self._late.correction, weight))
+
+    # -- where the stages meet -----------------------------------------------------------------------------------
+
+    def drain(self, engine: Engine) -> None:
+        """Run the actions that are left, until nothing is in flight on any stage. Every rank calls it after the same
+        batch."""
+        # Validation, where this is called too, runs in inference mode.
+        with torch.inference_mode(False), torch.enable_grad():
+            engine.run(self._list.drain(), {}, update=self.update, endless=True)
+            engine.end_stream()
+        self.versions.refresh()
+        self._loose.copy()
+
+
+class _LooseParameters:
+    """Parameters outside all layers, of which every stage has a copy. Only one stage may train each of them in an
+    asynchronous pipeline. The other stages' copies are overwritten with its values when the pipeline drains.
+
+    Which stage that is shows at each drain: a step may begin to use a parameter at any time. Before training, the
+    strategy has refused those that the traced step reads on several stages.
+    """
+
+    def __init__(self, names: list[str], local: LocalModel, run: Run) -> None:
+        self._names = names if run.layout.stages > 1 else []
+        self._local, self._layout, self._device = local, run.layout, run.device
+        self._group = run.groups.along("pipeline")
+        self._trained: set[str] = set()  # those that got a gradient on this stage
+
+    def note(self, gradients: Gradients) -> None:
+        """Note which parameters an update's gradients train."""
+        self._trained |= {name for name in self._names if gradients.get(name) is not None}
+
+    def copy(self) -> None:
+        """Copy each parameter from the stage that trains it, at a drain.
+
+        Raises:
+            ValueError: on all stages, if two of them train one.
+        """
+        if not self._names:
+            return
+        table = torch.zeros(self._layout.stages, len(self._names), dtype=torch.int, device=self._device)
+        table[self._layout.stage] = torch.tensor([name in self._trained for name in self._names])
+        guarded(dist.all_reduce, table, group=self._group)
+        for name, trained in zip(self._names, table.T.tolist(), strict=True):
+            stages = [stage for stage, yes in enumerate(trained) if yes]
+            if len(stages) > 1:
+                raise ValueError(
+                    f"'{name}' gets gradients on stages {stages}: asynchronous updates of different staleness would "
+                    f"drive its copies apart. Use it in one stage, or use PipelineStrategy."
+                )
+            for stage in stages:
+                broadcast_tensors((self._local.parameters[name],), self._layout.rank_at(pipeline=stage), self._group)
+
+
+def _nothing() -> None:
+    """A closure for an optimizer that computes nothing."""

@@ -1,0 +1,318 @@
+"""Reads by which numbers a loss is divided, from its autograd graph.
+
+A loss is a sum of *terms*, each a sum over something, divided by its number. The graph of autograd has both: the
+operations between the sum and the loss are its first nodes, and each has saved by what it divides::
+
+    (l * mask).sum() / mask.sum() + 0.1 * z.mean()
+
+    Add <- Div [saved: 13] <- Sum <- Mul <- ...        a term that averages over 13
+        <- Mul [saved: 0.1] <- Mean [saved: 8] <- ...  a term that averages over 8, 80 with its factor
+
+So it doesn't matter how the user has come to the 13: by ``len``, through NumPy, or under a branch on values. Nothing
+watches the step, and no host waits for a GPU: numbers stay on their device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import inf, isinf, prod
+from types import MappingProxyType
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from lightning_parallel.private.torch import saved_tensor, saved_value, shape_of_operand, shape_of_result
+
+Number = float | Tensor  # a tensor without dimensions where it isn't in the host's memory
+
+_MOST = 2_000  # nodes; a loss of more parts is read no further
+
+
+@dataclass(frozen=True)
+class Term:
+    """A part of a loss, which is added to the others.
+
+    Attributes:
+        edge: where the graph of the term begins, below its divisions: 0 / 0 in them spoils no gradient.
+        above: by what the loss divides the term, up to ``edge``.
+        below: by what the graph below ``edge`` divides.
+        nodes: the operations that divide the term, the outermost first; without any it may be a sum.
+    """
+
+    edge: GradientEdge
+    above: Number = 1.0
+    below: Number = 1.0
+    nodes: tuple[Node, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """By which the term is known in other microbatches."""
+        return " ".join(node.name() for node in self.nodes)
+
+    @property
+    def count(self) -> Number:
+        """What the term averages over, in all."""
+        return self.above * self.below
+
+    @property
+    def is_guarded(self) -> bool:
+        """May the number that divides the term be a stand-in for 0, as of ``clamp(min=1)``?"""
+        return not self.nodes or any(node.name() in _DIVISIONS for node in self.nodes)
+
+
+def terms_of(loss: Tensor) -> list[Term]:
+    """The terms of a loss; none of one without a graph.
+
+    Args:
+        loss: a scalar, before its backward.
+    """
+    if not loss.requires_grad:
+        return []
+    edge = get_gradient_edge(loss)
+    found: list[Term] = []
+    waiting: list[_Step] = [(Term(edge), edge)]
+    for _ in range(_MOST):
+        if not waiting:
+            break
+        term, reached = waiting.pop()
+        following = [*_read(term, reached)]
+        waiting += reversed(following)
+        if not following:
+            found.append(term)
+    found += [term for term, _ in waiting]
+    return [term for term in found if not (isinstance(term.above, float) and isinf(term.above))]  # times 0
+
+
+# A term, and how far it has been read. That is its edge as long as a backward may begin there.
+_Step = tuple[Term, GradientEdge]
+
+
+def _read(term: Term, reached: GradientEdge) -> Iterator[_Step]:
+    """Read one node: what the term is below it, or the terms; nothing if the sum is reached."""
+    node = reached.node
+    name = node.name()
+    if name in _LINEAR:
+        yield _moved(term, reached, _operand(node), -1.0 if name in _NEGATIONS else 1.0)
+    elif name in _ADDITIONS and reached is term.edge:
+        for edge, factor in zip(_operands(node).values(), _factors(node), strict=True):
+            yield _moved(term, reached, edge, _inverse(factor))
+    elif name in _MEANS:
+        count = _MEANS[name](node)
+        if count is not None:
+            yield _reduction(replace(term, nodes=(*term.nodes, node)), reached, count)
+    elif name in _SUMS:
+        yield _reduction(term, reached, 1.0)
+    elif name in _DIVISIONS or name in _PRODUCTS:
+        yield from _scaled(term, reached)
+
+
+def _operands(node: Node) -> dict[int, GradientEdge]:
+    """The operands that need a gradient, by their index."""
+    edges = enumerate(node.next_functions)
+    return {i: GradientEdge(each, number) for i, (each, number) in edges if each is not None}
+
+
+def _operand(node: Node) -> GradientEdge:
+    return next(iter(_operands(node).values()))
+
+
+def _moved(term: Term, reached: GradientEdge, edge: GradientEdge, divisor: Number, *, stays: bool = False) -> _Step:
+    """A term that has been read on to an edge.
+
+    Args:
+        divisor: of what is below.
+        stays: the term's own edge stays where it is.
+    """
+    if stays or reached is not term.edge:
+        return replace(term, below=term.below * divisor), edge
+    return replace(term, above=term.above * divisor, edge=edge), edge
+
+
+def _inverse(number: Number) -> Number:
+    return inf if isinstance(number, float) and number == 0 else 1 / number
+
+
+def _factors(node: Node) -> list[float]:
+    """By what an addition multiplies the operands that need a gradient."""
+    operands = _operands(node)
+    if node.name() not in _SIGNS or len(node.next_functions) != 2:
+        return [1.0] * len(operands)
+    signs = _SIGNS[node.name()](float(saved_value(node, "alpha")))
+    return [signs[i] for i in operands]
+
+
+def _reduction(term: Term, reached: GradientEdge, count: Number) -> _Step:
+    """A sum or a mean. Of what has been joined for it, each begins by itself; what has been divided, below that."""
+    edge = _operand(reached.node)
+    goes_on = edge.node.name() in ("StackBackward0", "CatBackward0", *_DIVISIONS)
+    return _moved(term, reached, edge, count, stays=not goes_on)
+
+
+def _scaled(term: Term, reached: GradientEdge) -> Iterator[_Step]:
+    """A division by a number, or a product with one."""
+    node = reached.node
+    divides = node.name() in _DIVISIONS
+    operands = _operands(node)
+    summed = [i for i, edge in operands.items() if not _is_learned(edge.node)]
+    if len(summed) != 1 or (divides and summed != [0]):
+        return  # of two sums: no mean
+    number = _number_beside(node, 1 - summed[0])
+    if number is None:
+        return
+    if divides:
+        term = replace(term, nodes=(*term.nodes, node))
+    # What is learned gets its own gradient from this node.
+    is_learned = len(operands) > len(summed)
+    yield _moved(term, reached, operands[summed[0]], number if divides else _inverse(number), stays=is_learned)
+
+
+def _number_beside(node: Node, operand: int) -> Number | None:
+    """The operand of a product or a division that is no sum; None if it is more than one number."""
+    saved: Tensor | float | None
+    if node.name() in ("MulBackward1", "DivBackward1"):
+        saved = saved_value(node, "other")
+    else:
+        saved = saved_tensor(node, "other" if operand else "self")
+    if isinstance(saved, Tensor):
+        return number_of(saved) if saved.numel() == 1 else None
+    return None if saved is None else float(saved)
+
+
+def _is_learned(node: Node) -> bool:
+    """Does a node give a number that is computed from parameters of one element, such as a temperature?"""
+    waiting = [node]
+    for _ in range(20):
+        if not waiting:
+            return True
+        each = waiting.pop()
+        is_parameter = hasattr(each, "variable")
+        if prod(shape_of_result(each)) != 1 or not (is_parameter or each.next_functions):
+            return False
+        waiting += [edge.node for edge in _operands(each).values()]
+    return False
+
+
+def has_kink(term: Term) -> bool:
+    """Is a term a mean that has been bent at a value: ``relu(mean - 1)``, ``mean.clamp(min=0.5)``, ``mean.abs()``? As
+    long as all microbatches are on one side of it, nothing else tells that it is no mean."""
+    node = term.edge.node
+    operands = _operands(node)
+    shapes = [shape_of_result(node), *(shape_of_operand(node, i) or () for i in operands)]
+    is_learned = all(_is_learned(edge.node) for edge in operands.values())
+    return node.name() in _KINKED and all(prod(shape) == 1 for shape in shapes) and not is_learned
+
+
+def anything_counts(term: Term) -> bool | Tensor | None:
+    """Does any element count in a term's sum? None if its graph doesn't tell."""
+    node = term.edge.node
+    for _ in range(8):
+        name = node.name()
+        if name in ("IndexBackward0", "MaskedSelectBackward0"):
+            return prod(shape_of_result(node)) > 0
+        for mask in _masks(node):
+            if mask is not None and mask.numel() > 1:
+                found = (mask != 0).any()
+                return bool(found) if found.device.type == "cpu" else found
+        if name not in _LINEAR | _SUMS | _PRODUCTS | _DIVISIONS or not _operands(node):
+            return None
+        node = _operand(node).node
+    return None
+
+
+def _masks(node: Node) -> list[Tensor | None]:
+    """What is 0 where an operand of a node doesn't count. A product has one that needs no gradient."""
+    name = node.name()
+    if name == "MaskedFillBackward0":
+        filled = saved_tensor(node, "mask")
+        return [None if filled is None else ~filled]
+    if name == "WhereBackward0":
+        return [saved_tensor(node, "condition")]
+    names = {"MulBackward0": ("self", "other"), "DotBackward0": ("self", "tensor")}.get(name, ())
+    return [saved_tensor(node, names[1 - i]) for i in _operands(node)] if len(names) > len(_operands(node)) else []
+
+
+def number_of(value: Tensor) -> Number:
+    """A tensor of one element as a number, if the host has it; on a GPU it stays there."""
+    value = value.detach()
+    return float(value) if value.device.type == "cpu" else value.double().reshape(())
+
+
+# -- operations ------------------------------------------------------------------------------------------------------
+
+_LINEAR = frozenset(
+    {
+        "NegBackward0", "CloneBackward0", "ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "AliasBackward0",
+        "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2", "UnsqueezeBackward0",
+        "PermuteBackward0", "TransposeBackward0", "TBackward0", "CopyBackwards", "AddBackward1", "SubBackward1",
+        "RsubBackward1", "NanToNumBackward0",
+    }
+)  # fmt: skip
+_NEGATIONS = frozenset({"NegBackward0", "RsubBackward1"})
+_SIGNS = MappingProxyType(
+    {
+        "AddBackward0": lambda alpha: (1.0, alpha),
+        "SubBackward0": lambda alpha: (1.0, -alpha),
+        "RsubBackward0": lambda alpha: (-alpha, 1.0),
+    }
+)
+_ADDITIONS = frozenset({*_SIGNS, "StackBackward0", "CatBackward0"})
+_SUMS = frozenset({"SumBackward0", "SumBackward1", "NansumBackward0"})
+_DIVISIONS = frozenset({"DivBackward0", "DivBackward1"})
+_PRODUCTS = frozenset({"MulBackward0", "MulBackward1"})
+# Straight on either side of a value, so parts of a batch may agree with the whole.
+_KINKED = frozenset(
+    {
+        "AbsBackward0", "ReluBackward0", "LeakyReluBackward0", "EluBackward0", "ClampBackward0", "ClampBackward1",
+        "ClampMinBackward0", "ClampMinBackward1", "ClampMaxBackward0", "ClampMaxBackward1", "HardtanhBackward0",
+        "ThresholdBackward0", "MaximumBackward0", "MinimumBackward0", "MaxBackward0", "MaxBackward1", "MinBackward0",
+        "MinBackward1", "WhereBackward0",
+    }
+)  # fmt: skip
+_MEAN = 1  # torch's number of reduction="mean"
+
+
+def _of_mean(node: Node) -> Number:
+    return float(prod(saved_value(node, "self_sym_sizes")))
+
+
+def _of_mean_over_dims(node: Node) -> Number:
+    sizes = saved_value(node, "self_sym_sizes")
+    # torch saves dims as numbers without sign.
+    dims = {(dim + 2**63) % 2**64 - 2**63 for dim in saved_value(node, "dim") or range(len(sizes))}
+    return float(prod(sizes[dim] for dim in dims))
+
+
+def _of_labels(node: Node) -> Number | None:
+    if int(saved_value(node, "reduction")) != _MEAN:
+        return None
+    total = saved_tensor(node, "total_weight")
+    return None if total is None else number_of(total)
+
+
+def _of_elements(node: Node) -> Number | None:
+    return float(prod(shape_of_operand(node, 0) or ())) if int(saved_value(node, "reduction")) == _MEAN else None
+
+
+def _of_rows(node: Node) -> Number | None:
+    shape = shape_of_operand(node, 0)
+    rows = shape[0] if shape is not None and len(shape) > 1 else 1
+    return float(rows) if int(saved_value(node, "reduction")) == _MEAN else None
+
+
+_MEANS = MappingProxyType(
+    {
+        "MeanBackward0": _of_mean,
+        "MeanBackward1": _of_mean_over_dims,
+        "NllLossBackward0": _of_labels,
+        "NllLoss2DBackward0": _of_labels,
+        **dict.fromkeys(
+            (
+                "MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0", "BinaryCrossEntropyBackward0",
+                "BinaryCrossEntropyWithLogitsBackward0", "SoftMarginLossBackward0",
+            ),
+            _of_elements,
+        ),
+        **dict.fromkeys(("MultiMarginLossBackward0", "MultilabelMarginLossBackward0"), _of_rows),
+    }
+)  # fmt: skip

@@ -1,0 +1,310 @@
+"""Normalises a batch's loss and gradients when microbatches average over different numbers.
+
+A language model's loss is a mean over the labels that count, and their number n_k isn't the same in all microbatches.
+Only when the last one has run its forward, the batch's number N is known; by then most backwards have run. So each
+backward begins with a share of a reference, and the sum of the gradients gets one factor in the end::
+
+    microbatch     labels n_k      its backward begins, at the sum of the losses, with
+    0              12              1 / reference          reference = 12 * 3, a guess from the first one
+    1               0              1 / reference          nothing counts: it adds nothing
+    2               4              1 / reference
+                   N = 16          then all gradients times reference / N = 36 / 16
+
+``graph.py`` reads n_k off each microbatch's own graph. The last stage sends the factor along with the gradients,
+so every stage has it before its last backward of the batch. Where losses are means over samples it is 1.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from enum import Enum
+from functools import reduce
+from math import inf, isclose, isnan, log2, nan
+from operator import or_
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from lightning_parallel.batch import weighted_mean
+from lightning_parallel.gradients.swapping import multiplied
+from lightning_parallel.losses.graph import Number, Term, anything_counts, number_of, terms_of
+from lightning_parallel.private.torch import like_edge
+
+_EQUAL = 1e-6  # relative; sums of class weights are rounded
+
+
+class Rule(Enum):
+    """How the losses of microbatches become that of a batch."""
+
+    COUNTS = "a mean by what each of them averages over"
+    SAMPLES = "a mean by samples"
+    SUM = "a sum"
+
+
+class BatchLoss:
+    """The loss of one batch. Every rank has one; losses are added on the last stage.
+
+    Args:
+        given: what each loss averages over, if the user has said so, instead of samples.
+        batches: that an update's gradients are the mean of.
+
+    Attributes:
+        weights: of the losses of the microbatches that have run, in their order.
+        factor: by what the sum of the microbatches' gradients has to be multiplied, when all of them have run.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        rule: Rule = Rule.SAMPLES,
+        given: Sequence[float] | None = None,
+        batches: int = 1,
+    ) -> None:
+        self.sizes, self._rule = sizes, rule
+        self._given, self._batches = given or sizes, batches
+        self.weights: list[Number] = []
+        self.factor: Number = 1.0
+        self._reference: Number = 1.0
+        self._losses: list[Tensor] = []
+        self._like: Tensor | None = None  # a loss with a graph
+        self._key: str | None = None  # of the term by whose number microbatches are weighted
+        # Of each microbatch: what that term averages over, and that by what each other term averages over.
+        self._ratios: list[tuple[Number, dict[str, Number]]] = []
+        self._terms: dict[int, list[Term]] = {}  # where the backwards that haven't begun will begin
+        self._begun: dict[int, Number] = {}  # the weights with which the others have
+        self._is_unsuited = False  # has a backward begun with a weight that no factor puts right?
+
+    # -- on the last stage -----------------------------------------------------------------------------------------
+
+    def add(self, place: int, loss: Tensor) -> list[Term]:
+        """The forward of a microbatch has run, after those of the microbatches before it.
+
+        Args:
+            loss: a scalar with its graph. It may have none where others have one: nothing counts in this microbatch.
+
+        Returns:
+            The terms of the loss, if they have been read.
+
+        Raises:
+            RuntimeError: no microbatch's loss has a graph.
+        """
+        if loss.requires_grad:
+            self._like = loss.detach()
+        elif place == len(self.sizes) - 1 and self._like is None:
+            raise RuntimeError(
+                "The loss that training_step returned has no gradient: it is a number, was detached, or depends on no "
+                "trainable parameter."
+            )
+        self._losses.append(loss.detach().reshape(()))
+        terms = [] if self._rule is Rule.SAMPLES else terms_of(loss)
+        self._terms[place] = terms or ([Term(get_gradient_edge(loss))] if loss.requires_grad else [])
+        main = _main(terms, self._key)
+        if self._rule is Rule.SUM and terms:  # by the same number in all microbatches
+            self._ratios.append((1.0, {"": 1.0 if main is None else main.count}))
+        elif main is not None:
+            self._key = self._key or main.key
+            self._ratios.append((main.count, _ratios(main, terms)))
+        self.weights.append(self._weight(place, terms))
+        if place == 0:
+            self._reference = self._guess()
+        self._update_factor()
+        return terms
+
+    def _weight(self, place: int, terms: Sequence[Term]) -> Number:
+        if self.is_sum:
+            return 1.0
+        weight = float(self._given[place])
+        return weight if self._rule is Rule.SAMPLES else count_of(terms, self._losses[place], weight, self._key)
+
+    def _guess(self) -> Number:
+        """About what the gradients are to be divided by, from the first microbatch. Exact for a mean over samples."""
+        own, total = (1, 1) if self.is_sum else (self.sizes[0], sum(self.sizes))
+        weight = self.weights[0]
+        weight = torch.where(weight == 0, own, weight) if isinstance(weight, Tensor) else weight or own
+        dtype = torch.float32 if self._like is None else self._like.dtype
+        if torch.finfo(dtype).bits < 32:  # they can't hold one part of 24, but one of a power of two
+            return weight * 2.0 ** round(log2(total / own * self._batches))
+        return weight / own * total * self._batches
+
+    def _update_factor(self) -> None:
+        total = self._batches * (1.0 if self.is_sum else sum(self.weights))
+        if isinstance(total, Tensor):
+            self.factor = torch.where(total == 0, 1.0, self._reference / total)
+        else:
+            self.factor = self._reference / total if total else 1.0
+
+    def change(self, rule: Rule) -> None:
+        """Another rule is found to hold, though backwards may have begun by the old one."""
+        if rule is self._rule:
+            return
+        self._rule = rule
+        self._ratios = []
+        self.weights = [self._weight(place, ()) for place in range(len(self.weights))]
+        # Backwards that have begun keep their weights, so the reference is what makes these the new ones.
+        references: list[Number] = [self._reference / old * self.weights[k] for k, old in self._begun.items()]
+        self._reference = next((each for each in references if float(each)), None) or self._guess()
+        reference = float(self._reference)
+        self._is_unsuited |= any(not isclose(float(each), reference, rel_tol=_EQUAL) for each in references)
+        self._update_factor()
+
+    def begin(self, place: int, scale: float) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Where the backward of a microbatch begins, and with what; nowhere if nothing counts in it.
+
+        Args:
+            scale: a factor of all gradients.
+        """
+        terms, weight = self._terms.pop(place), self.weights[place]
+        if not terms or not _may_count(weight):
+            return [], []
+        self._begun[place] = weight
+        seeds = [(term.edge, _ratio(weight, term.above) / self._reference * scale) for term in terms]
+        seeds = [(edge, seed) for edge, seed in seeds if _may_count(seed)]
+        return [edge for edge, _ in seeds], [_seed(edge, seed) for edge, seed in seeds]
+
+    # -- the batch -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_sum(self) -> bool:
+        """Is the batch's loss the sum of the microbatches'?"""
+        return self._rule is Rule.SUM
+
+    def loss(self) -> Tensor:
+        """Of the whole batch, on the last stage."""
+        assert self._like is not None, "a batch without a gradient is refused"
+        losses = [loss.to(self._like) for loss in self._losses]
+        return torch.stack(losses).sum() if self.is_sum else weighted_mean(losses, self.weights)
+
+    def differs(self, fixed: Collection[str]) -> bool | Tensor:
+        """Do terms of the loss average over numbers whose ratio isn't the same in all microbatches? Then there is no
+        weight that suits all of them.
+
+        Args:
+            fixed: the keys of terms whose number isn't one of samples.
+        """
+        found: bool | Tensor = self._is_unsuited
+        for key in {key for _, ratios in self._ratios for key in ratios} - {*fixed}:
+            # A microbatch whose loss lacks a term has nothing that counts in it.
+            found = found | _differ([ratios.get(key, _ratio_of_nothing(count)) for count, ratios in self._ratios])
+        return found
+
+    def are(self, values: Sequence[object]) -> bool:
+        """Are these values, one for each microbatch, the losses? On a GPU that isn't looked at."""
+        if any(loss.device.type != "cpu" for loss in self._losses) or len(values) != len(self._losses):
+            return False
+        return all(
+            isinstance(value, Tensor | float)
+            and bool(torch.isclose(torch.as_tensor(value).to(loss), loss, 1e-6, 0, equal_nan=True).all())
+            for value, loss in zip(values, self._losses, strict=True)
+        )
+
+    # -- the factor ------------------------------------------------------------------------------------------------
+
+    def receive(self, factor: Tensor) -> None:
+        """The next chunk has sent its factor."""
+        self.factor = number_of(factor)
+
+    def message(self, device: torch.device) -> Tensor:
+        """The factor as it is sent."""
+        if isinstance(self.factor, Tensor):
+            return self.factor.to(device, torch.float64)
+        return torch.tensor(self.factor, dtype=torch.float64, device=device)
+
+    def normalised(self, gradient: Tensor) -> Tensor:
+        """A sum of gradients, with the factor, in place."""
+        return multiplied(gradient, self.factor)
+
+
+def _averaging(terms: Sequence[Term]) -> list[Term]:
+    """The terms that are divided; if there are none, those that are multiplied with a number, as with ``1 / n``."""
+    divided = [term for term in terms if term.nodes]
+    return divided or [term for term in terms if isinstance(term.count, Tensor) or abs(term.count) != 1]
+
+
+def _main(terms: Sequence[Term], key: str | None) -> Term | None:
+    """The term by whose number microbatches are weighted: the first that averages, or the first of this key."""
+    averages = _averaging(terms)
+    return next((term for term in averages if term.key == key), averages[0] if averages else None)
+
+
+def count_of(terms: Sequence[Term], loss: Tensor, otherwise: float, key: str | None = None) -> Number:
+    """What a loss averages over; 0 if nothing counts. A denominator of 1 or less may stand for 0, as ``clamp(min=1)``
+    gives it. Where what is summed doesn't tell whether anything counts, a loss of 0 does.
+
+    Args:
+        key: of the term whose number counts.
+    """
+    main = _main(terms, key)
+    count: Number = otherwise if main is None else main.count
+    if main is not None and not main.is_guarded:
+        return count
+    is_small = main is None or count**2 <= 1
+    is_none = is_small if is_small is False else is_small & _nothing_counts(terms, main, loss)
+    if isinstance(is_none, Tensor):
+        return (~is_none).double() * count
+    return 0.0 if is_none else count
+
+
+def _nothing_counts(terms: Sequence[Term], main: Term | None, loss: Tensor) -> bool | Tensor:
+    """Does nothing count in a loss? False if neither its graph nor its value tells."""
+    averages = _averaging(terms)
+    alike = [term for term in averages if main is not None and term.key == main.key]
+    known = [each for each in map(anything_counts, alike) if each is not None]
+    if alike and len(known) == len(alike):
+        some = reduce(or_, known)
+        return ~some if isinstance(some, Tensor) else not some
+    return number_of(loss) == 0 if len(alike) == len(averages) else False
+
+
+def numbered(terms: Sequence[Term]) -> dict[str, Term]:
+    """The terms by their keys, those of one key with a number."""
+    seen: Counter[str] = Counter()
+    found: dict[str, Term] = {}
+    for term in terms:
+        seen[term.key] += 1
+        found[f"{term.key}#{seen[term.key]}"] = term
+    return found
+
+
+def _ratios(main: Term, terms: Sequence[Term]) -> dict[str, Number]:
+    """What other terms average over, by the number of the main one; what counts in neither is left out."""
+    others = {key: term.count for key, term in numbered(terms).items() if term.nodes and term is not main}
+    some = {key: count for key, count in others.items() if _may_count(count) or _may_count(main.count)}
+    return {key: _ratio(main.count, count) for key, count in some.items()}
+
+
+def _ratio(main: Number, other: Number) -> Number:
+    """Of two numbers; 1 if they are equal, 0 if nothing counts in the other."""
+    if isinstance(main, Tensor) or isinstance(other, Tensor):
+        main, other = torch.as_tensor(main, dtype=torch.float64), torch.as_tensor(other, dtype=torch.float64)
+        return torch.where(main == other, 1.0, torch.where(other == 0, 0.0, main / other))
+    return 1.0 if main == other else main / other if other else 0.0
+
+
+def _ratio_of_nothing(count: Number) -> Number:
+    """The ratio for a term that a microbatch's loss lacks; NaN if nothing counts in the microbatch at all."""
+    if isinstance(count, Tensor):
+        return torch.where(count == 0, nan, 0.0)
+    return 0.0 if count else nan
+
+
+def _differ(ratios: Sequence[Number]) -> bool | Tensor:
+    """Are they different numbers? NaN equals all."""
+    device = next((ratio.device for ratio in ratios if isinstance(ratio, Tensor)), None)
+    if device is None:
+        numbers = [ratio for ratio in ratios if not isinstance(ratio, Tensor) and not isnan(ratio)]
+        return max(numbers) - min(numbers) > _EQUAL * max(map(abs, numbers))
+    values = torch.stack([torch.as_tensor(ratio, dtype=torch.float64, device=device) for ratio in ratios])
+    highest, lowest = values.nan_to_num(nan=-inf).max(), values.nan_to_num(nan=inf).min()
+    return highest - lowest > _EQUAL * torch.maximum(highest.abs(), lowest.abs())
+
+
+def _may_count(weight: Number) -> bool:
+    return isinstance(weight, Tensor) or weight != 0
+
+
+def _seed(edge: GradientEdge, weight: Number) -> Tensor:
+    """A gradient for an edge of a graph, the same for each element."""
+    shape, dtype, device = like_edge(edge)
+    return torch.as_tensor(weight, dtype=dtype, device=device).expand(shape)

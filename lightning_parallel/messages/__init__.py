@@ -1,0 +1,7 @@
+"""What stages send each other: formats, links, and the order in which sends and receives are posted.
+
+``channel.py`` sends and receives through host memory, ``announced.py`` between GPUs, ``handover.py`` between two chunks
+of one stage; ``ends.py`` chooses among them. ``message.py`` is the packet, ``arrival.py`` its tensors as autograd sees
+them, ``posting.py`` and ``streams.py`` the thread and the CUDA streams. ``side_links.py`` carries small messages beside
+a schedule's.
+"""

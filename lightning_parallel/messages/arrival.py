@@ -1,0 +1,79 @@
+"""The tensors that cross a cut between two stages, as autograd sees them on either side.
+
+A stage's autograd graph begins with what arrived, and ends with what departs. Only messages connect the graphs of two
+stages. The next stage's backward computes the gradients of its arrival; they are sent back, and start this stage's
+backward::
+
+    stage 0                                   stage 1
+    layers --> Departure  --- activation -->  Arrival --> layers --> Departure
+           <-- backward  <--- gradient ----- gradients <-- backward
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_parallel.messages.message import Format
+
+
+class Arrival:
+    """The tensors that arrived from the previous stage, and, after the backward, the gradients to send back.
+
+    Args:
+        format: the message's format. It tells for each tensor whether the sender wants a gradient.
+
+    Attributes:
+        anchor: the leaf at which a backward has computed the gradients to send back; None if there are none.
+    """
+
+    def __init__(self, tensors: list[Tensor], format: Format) -> None:
+        self.format = format
+        self._tensors = tensors
+        self.anchor: Tensor | None = None
+        self._gradients: list[Tensor] | None = None
+
+    def copies(self) -> list[Tensor]:
+        """Copies of the values. To be made before :meth:`receive`."""
+        return [tensor.clone() for tensor in self._tensors]
+
+    def receive(self) -> list[Tensor]:
+        """The tensors for one call, as results of an operation whose backward collects the gradients. They are no
+        leaves, so a layer may change them in place (``nn.ReLU(inplace=True)``)."""
+        # `.data`: no views of one message buffer, so each may be changed in place.
+        tensors = [t.data for t in self._tensors]
+        self._tensors = []  # their memory is the step's from here on
+        wanted = [requires_grad for _, _, requires_grad in self.format]
+        if not (any(wanted) and torch.is_grad_enabled()):
+            return tensors
+        self.anchor = torch.empty((), requires_grad=True)
+        live = iter(_Receive.apply(self.anchor, self, [t for t, w in zip(tensors, wanted, strict=True) if w]))  # type: ignore[no-untyped-call]
+        return [next(live) if w else t for t, w in zip(tensors, wanted, strict=True)]
+
+    def gradients(self, device: torch.device) -> list[Tensor]:
+        """A gradient for each tensor of which the sender wants one; zeros where the loss doesn't depend on it."""
+        if self._gradients is None:
+            return [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, wanted in self.format if wanted]
+        return self._gradients
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, arrival: Arrival, tensors: list[Tensor]) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.arrival = arrival
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+        ctx.arrival._gradients = list(gradients)
+        return None, None, None
+
+
+@dataclass
+class Departure:
+    """The tensors that a stage sends on, in order: the outputs that later stages need, then its last layer's."""
+
+    tensors: list[Tensor]

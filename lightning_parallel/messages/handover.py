@@ -1,0 +1,72 @@
+"""A cut between two chunks of one stage: what one sends, the other takes in this process.
+
+It stands in the place of a sender and a receiver over a link (``channel.py``), for one kind of message.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+
+from torch import Tensor
+
+from lightning_parallel.messages.arrival import Arrival
+from lightning_parallel.messages.message import Format, format_of
+
+
+class Handover:
+    """Messages from one chunk of this stage to the next, or back.
+
+    Attributes:
+        sent: the number of messages handed over.
+        acknowledged: always 0, where a link's receiver counts gradient messages: no buffers depend on it here.
+    """
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.acknowledged = 0
+        self._activations: deque[Arrival] = deque()
+        self._gradients: deque[list[Tensor]] = deque()
+
+    # -- activations ---------------------------------------------------------------------------------------------
+
+    def send(self, tensors: Sequence[Tensor], place: Hashable, acknowledged: int = 0) -> Format:
+        """Hand over copies, since the next chunk may change its input in place, as it may change a message. Returns
+        their format."""
+        format = format_of(tensors)
+        self._activations.append(Arrival([tensor.detach().clone() for tensor in tensors], format))
+        self.sent += 1
+        return format
+
+    def post(self, place: Hashable) -> None:
+        """Nothing: there is no receive to post."""
+
+    def take(self, then: Hashable = None) -> Arrival:
+        """The oldest message that hasn't been taken."""
+        return self._activations.popleft()
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def send_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Hand over copies of gradients, if there are any (see :meth:`.Sender.send_gradients`)."""
+        self.sent += 1
+        if gradients:
+            self._gradients.append([gradient.clone() for gradient in gradients])
+
+    def post_gradients(self, format: Format) -> None:
+        """Nothing: there is no receive to post."""
+
+    def take_gradients(self, then: Format = ()) -> list[Tensor]:
+        """The oldest gradients that haven't been taken."""
+        return self._gradients.popleft()
+
+    # -- both ----------------------------------------------------------------------------------------------------
+
+    def confirm(self, messages: int) -> None:
+        """Nothing: no buffers are kept."""
+
+    def flush(self, keep: int = 0) -> None:
+        """Nothing: all messages have arrived."""
+
+    def end(self, place: Hashable, acknowledged: int = 0) -> None:
+        """Nothing: no chunk waits here for a message that won't come."""

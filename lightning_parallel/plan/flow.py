@@ -1,0 +1,81 @@
+"""Describes what crosses the cuts between chunks in a step: the outputs of units that a later chunk needs.
+
+Where each layer needs the output of the layer before it and nothing else, that output crosses. Many models hand on
+more: an encoder's output that every decoder layer attends to, a second embedding, a U-Net's skip connections. A trace
+of the step (``tracing/trace.py``) shows what is needed where. If a unit in chunk 2 gets the output of a unit in chunk
+0, that output crosses the cuts 0|1 and 1|2, and its gradient comes back the same way::
+
+    chunk 0          chunk 1          chunk 2
+    down.0 ----------------------------> up.1
+    down.1 --------> middle -----------> up.0
+
+What the user's code computes between units is computed again in each chunk that needs it. The end of the step, its loss
+and its logs, belongs to the last chunk: whatever they were computed from is needed there (a penalty on an early layer's
+output, a variational autoencoder's divergence).
+
+A value that *escapes* from inside a unit (a hook that collects the router's logits, ``self.attention = weights``) and
+is needed in a later chunk crosses too. There the unit is *transparent*: its own code runs on absent tensors, so that
+the hooks inside fire, and the modules inside that the value comes from answer with what arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from lightning_parallel.ranks.layout import Placement
+from lightning_parallel.tracing.traced import Call
+
+
+@dataclass(frozen=True)
+class Cargo:
+    """The output of one call of a module (the ``call``-th in a step, from 0), which crosses a cut. ``tensors`` is the
+    number of tensors in it."""
+
+    module: str
+    call: int
+    tensors: int
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What crosses each cut c | c+1, and where each chunk leaves the step.
+
+    Attributes:
+        cuts: the cargo of each cut, in the order in which it is computed.
+        last: for each chunk its last call; None if it has none.
+        transparent: units whose own code runs where they are absent, for values that escape from them.
+        inside: the modules inside transparent units whose outputs cross.
+        updated: the parameters that the step's own code changes, from parameters alone: a teacher's, by the student's.
+        own_updates: the parameters, buffers and numbers that units change themselves (:attr:`.Trace.own_updates`).
+        carried: other values that the step's own code changes from step to step.
+    """
+
+    cuts: tuple[tuple[Cargo, ...], ...]
+    last: tuple[Call | None, ...]
+    transparent: frozenset[str] = frozenset()
+    inside: frozenset[str] = frozenset()
+    updated: frozenset[str] = frozenset()
+    carried: frozenset[str] = frozenset()
+    own_updates: dict[str, bool] = field(default_factory=dict, hash=False)
+
+    def into(self, chunk: int) -> tuple[Cargo, ...]:
+        return self.cuts[chunk - 1] if chunk > 0 else ()
+
+    def out_of(self, chunk: int) -> tuple[Cargo, ...]:
+        return self.cuts[chunk] if chunk < len(self.cuts) else ()
+
+    def heaviest(self, placement: Placement) -> int | None:
+        """The chunk before the cut that most tensors cross, among the cuts between two stages; None if there is
+        none."""
+        between = [cut for cut in range(len(self.cuts)) if placement[cut] != placement[cut + 1]]
+        return max(between, key=lambda cut: tensors_of(self.cuts[cut]), default=None)
+
+
+def tensors_of(cargo: Iterable[Cargo]) -> int:
+    """The number of tensors in a cargo."""
+    return sum(item.tensors for item in cargo)
+
+
+class FlowError(RuntimeError):
+    """A step needs something in a chunk that can't have it there."""

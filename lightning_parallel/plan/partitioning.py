@@ -1,0 +1,174 @@
+"""Cuts a module into stages by traces of a step: the first ones find the best cut, later ones check it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_parallel.absent.origins import FROM_EARLIER_STEP, parameter_of
+from lightning_parallel.plan.balance import Balance, balanced
+from lightning_parallel.plan.candidate import Candidate
+from lightning_parallel.plan.layers import Layers, enumerated, named_layers
+from lightning_parallel.plan.partition import Partition
+from lightning_parallel.ranks.layout import Placement
+from lightning_parallel.tracing.trace import trace, trace_after
+from lightning_parallel.tracing.traced import Call, Trace
+
+
+def partition(
+    module: nn.Module,
+    step: Callable[[], Any],
+    stages: int,
+    layers: Sequence[str] | None = None,
+    balance: Balance = "parameters",
+    device: torch.device | None = None,
+    *,
+    placement: Placement | None = None,
+    hooks: Callable[[Any], Any] | None = None,
+    recompute: bool = False,
+) -> Partition:
+    """Cut ``module`` into chunks, and place them on ``stages``.
+
+    Args:
+        step: the step to be run in stages, bound to a batch. It runs on absent tensors at least twice: the second time
+            with other random numbers, and once more for each unit that is opened.
+        layers: names or patterns of the layers between which a cut may fall. ``*`` stands for one part of a dotted
+            name, as in ``"net.blocks.*"``. None to find them.
+        balance: ``"parameters"`` (the largest chunk is as small as can be), ``"operations"`` (the same, by the
+            floating-point operations of the forward), ``"time"`` (the same, by measured times), ``"layers"`` (equal
+            counts), or the number of layers of each chunk.
+        device: the device on which times are measured; by default the CPU.
+        placement: the stage of each chunk. By default each stage has one chunk.
+        hooks: runs the module's hooks around a step, given what the step returns.
+        recompute: layers run again in the backward. This is then tried too.
+
+    Raises:
+        ValueError: a pattern matches nothing or what isn't called, ``balance`` doesn't fit, there are more stages than
+            layers, the step's calls depend on random numbers, or a stage would have no trainable parameters. Or a layer
+            that is to run again would do something else.
+        Exception: the step's own, if it has called too few layers by then.
+    """
+    placement = tuple(range(stages)) if placement is None else placement
+    units = Layers(module, named_layers(module, layers))
+    timed_on = (device or torch.device("cpu")) if balance == "time" else None
+    cuts: list[Candidate] = []
+    while True:
+        seen = trace(module, units.is_unit, step, names=units.names, hooks=hooks, timed_on=timed_on, beyond=True)
+        if overlapping := units.overlapping({call.unit for call in seen.calls}):
+            units.open(overlapping)
+            continue
+        if seen.stopped is None:
+            _check_called(units.named, seen)
+        cut = Candidate.best(module, units, seen, placement, balance)
+        cuts.append(cut)
+        too_large = cut.worth_opening(units)
+        if too_large is None:
+            break
+        units.open(too_large)
+    # The first of nearly equal ones has larger units.
+    best = min(cuts, key=lambda cut: (cut.bounds is None, cut.idle, round(cut.largest, 2)))
+    if best.bounds is None:
+        raise best.refusal()
+    result = best.partition(recompute)
+    _check_updates(result, best.seen)
+    exits = _exits(result)
+    second = trace(module, best.is_unit, step, names=units.names, seed=1, exits=exits)
+    _check_repeatable(best.seen, second)
+    if recompute:
+        again = trace(module, best.is_unit, step, names=units.names, seed=1, twice=set(result.layers))
+        _check_recomputable(again)
+    for call in second.stored_after:
+        third = trace_after(module, best.is_unit, step, call, names=units.names, seed=2)
+        _check_repeatable(best.seen, third)
+        _check_independent(result, third, {exits[call]} if call is not None else set(exits.values()))
+    _check_trainable(result, {name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad})
+    return result
+
+
+def _check_called(named: Sequence[str] | None, seen: Trace) -> None:
+    missing = set(named or ()) - {call.unit for call in seen.calls}
+    if missing:
+        raise ValueError(
+            f"layers: the step doesn't call {enumerated(sorted(missing))}. Leave out what it doesn't call."
+        )
+
+
+def _check_updates(parts: Partition, seen: Trace) -> None:
+    """Refuse parameters that are updated from a buffer that one of their stages doesn't have. Parameters are held where
+    others are updated from them; buffers aren't."""
+    for update in seen.updates:
+        for source in filter(None, map(parameter_of, update.needs)):
+            missing = set(parts.holders_of(update.name)) - set(parts.holders_of(source))
+            if missing and source not in parts.owners:
+                raise ValueError(
+                    f"'{update.name}' is updated from the buffer '{source}', which stage {min(missing)} doesn't have. "
+                    f"Leave buffers out of the update, or use fewer stages."
+                )
+
+
+def _check_repeatable(first: Trace, second: Trace) -> None:
+    """Refuse steps whose calls are random. Under layer drop each microbatch calls different layers, so what crosses a
+    cut can't be known ahead."""
+    calls, again = ([(call.unit, call.call) for call in seen.calls] for seen in (first, second))
+    if calls != again:
+        differing = sorted({name for name, _ in set(calls) ^ set(again)})
+        does = f"calls {enumerated(differing)} or not" if differing else "calls its layers in one order or another"
+        raise ValueError(
+            f"The step {does}, by the random numbers that it draws or by what an earlier step has stored. A pipeline's "
+            f"stages need the same calls in every microbatch: switch this off (layer drop, as in layerdrop=0.0), or "
+            f"drop a layer's output inside the layer's own forward."
+        )
+    for one, other in zip(first.calls, second.calls, strict=True):
+        if one.plain != other.plain:
+            raise ValueError(
+                f"'{one.unit}' returns numbers, or tensors of a shape, that depend on values: {one.plain} and "
+                f"{other.plain} in two looks at the step. Other stages can't know them: return tensors of fixed shapes."
+            )
+
+
+def _check_recomputable(again: Trace) -> None:
+    if again.unrepeatable:
+        raise ValueError(
+            f"activation_checkpointing=True: '{min(again.unrepeatable)[0]}' does something else when it runs again on "
+            f"the same inputs: it keeps a state, or draws from a generator of its own. Leave "
+            f"activation_checkpointing out."
+        )
+
+
+def _exits(parts: Partition) -> dict[Call, int]:
+    """The calls after which chunks leave the step, with these chunks: all but the last one."""
+    last = {chunk: call for call, chunk in parts.calls.items()}
+    return {call: chunk for chunk, call in last.items() if chunk < parts.chunks - 1}
+
+
+def _check_independent(parts: Partition, second: Trace, chunks: Collection[int]) -> None:
+    """Refuse calls that need what an earlier step stored on modules. A stage misses what the step stores after one of
+    these chunks has left it. If the stage runs several chunks, each of them stores its own value, and what the step
+    deletes later stays."""
+    stages = {parts.placement[chunk] for chunk in chunks}
+    for call in second.calls:
+        stage = parts.placement[parts.calls[call.unit, call.call]]
+        if FROM_EARLIER_STEP in call.needs and stage in stages:
+            raise ValueError(
+                f"'{call.unit}' on stage {stage} gets what an earlier step has computed and kept on a module (a "
+                f"hidden state, a running mean). A stage leaves the step after its last layer, so it has another. Keep "
+                f"it inside a layer's own forward, or use fewer stages."
+            )
+
+
+def _check_trainable(parts: Partition, trainable: set[str]) -> None:
+    for stage in range(parts.stages):
+        if not any(stage in parts.owners[name] for name in trainable):
+            learns = [any(name.startswith(f"{layer}.") for name in trainable) for layer in parts.layers]
+            bounds = balanced([1] * len(learns), learns, parts.chunks)
+            move = f", or balance={[b - a for a, b in pairwise(bounds)]}"
+            possible = all(any(learns[a:b]) for a, b in pairwise(bounds))
+            owned = [parts.layers[i] for chunk in parts.chunks_of(stage) for i in parts.layers_of(chunk)]
+            raise ValueError(
+                f"Stage {stage} of {parts.stages} has no trainable parameter: it owns {enumerated(owned)}. Use fewer "
+                f"stages{move if possible else ''}."
+            )

@@ -1,0 +1,249 @@
+"""Finds by a dry run of a step what crosses the cuts in it (``flow.py``), or why it can't be run in stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_parallel.absent.origins import origin_of_parameter, parameter_of
+from lightning_parallel.absent.tensor import TakesGradientsError
+from lightning_parallel.plan.flow import Cargo, Flow, FlowError
+from lightning_parallel.plan.one_sided import TWICE, check_one_sided, chunks_running
+from lightning_parallel.plan.partition import Partition
+from lightning_parallel.private.torch import has_full_backward_hooks
+from lightning_parallel.tracing.trace import names_of, trace
+from lightning_parallel.tracing.traced import Call, Trace, TracedCall, Update
+
+
+def survey(module: nn.Module, partition: Partition, step: Callable[[], Any], logged: Sequence[Any] = ()) -> Flow:
+    """Trace one step, and find what crosses the cuts. What the step returns, logs and leaves on modules is needed in
+    the last chunk. So is the first value that it reads after the last chunk's first call: the dry run ends there, but
+    that chunk itself will have the value. ``logged`` is a list to which the step appends what it logs.
+
+    Raises:
+        FlowError: a chunk needs what a later one computes, what a chunk computes after it has left the step, or a
+            parameter that its stage doesn't hold; or stages would draw, count or update differently from one process.
+        Exception: the step's own, if it came before the last chunk's first call. An ``AbsentValueError`` says that the
+            code before or between the layers asks for values that only one stage has.
+    """
+    units = partition.units
+    names = names_of(module) | {id(module.get_submodule(name)): name for name in units}
+    seen = trace(module, units.__contains__, step, names=names, logged=logged, plain_values=True)
+    placed = _placed(seen.calls, partition)
+    # Later errors are the last chunk's: what the loss can't do with absent values, it may do with real ones.
+    if seen.stopped is not None and max(placed, default=0) < partition.chunks - 1:
+        raise seen.stopped
+    last = partition.chunks - 1
+    elsewhere = [unit for unit in sorted(seen.beyond) if last not in partition.units[unit]]
+    if elsewhere:
+        raise FlowError(
+            f"The step asks for a value, which only {partition.name_of(last)} has, and then calls '{elsewhere[0]}', "
+            f"which is on {partition.name_of(partition.units[elsewhere[0]][-1])}. Ask for it inside a layer's own "
+            f"forward, or after the layers. {seen.stopped}"
+        )
+    flow = _Flows(seen, partition, placed).flow()
+    _check_backward_hooks(module, flow)
+    _check_gradients(module, partition, flow, {(call.unit, call.call) for call in seen.calls if call.detached})
+    return flow
+
+
+def _check_backward_hooks(module: nn.Module, flow: Flow) -> None:
+    for name in {cargo.module for cut in flow.cuts for cargo in cut}:
+        if torch.is_grad_enabled() and has_full_backward_hooks(module.get_submodule(name)):
+            raise RuntimeError(
+                f"'{name}' has a full backward hook, and its output crosses a cut, where it would miss gradients. "
+                f"Register it on a module inside '{name}'."
+            )
+
+
+def _check_gradients(module: nn.Module, partition: Partition, flow: Flow, detached: Container[Call]) -> None:
+    for chunk, cut in enumerate(flow.cuts):
+        for cargo in cut:
+            trains = any(p.requires_grad for p in module.get_submodule(cargo.module).parameters())
+            if trains and (cargo.module, cargo.call) in detached:
+                raise RuntimeError(
+                    f"'{cargo.module}' hands its output from {partition.name_of(chunk)} to a later one, but "
+                    f"runs under torch.no_grad() or in a checkpoint with use_reentrant=True, so no gradient would come "
+                    f"back: use use_reentrant=False, or freeze it with requires_grad_(False)."
+                )
+
+
+def _placed(calls: Sequence[TracedCall], partition: Partition) -> list[int]:
+    """The chunk of each call. A call of a chunk before one that has been reached comes too late."""
+    placed: list[int] = []
+    reached = 0
+    for call in calls:
+        placed.append(partition.chunk_of((call.unit, call.call), reached))
+        reached = max(reached, placed[-1])
+    return placed
+
+
+class _Flows:
+    """Follows each value from the call that computes it to the last chunk that needs it."""
+
+    def __init__(self, seen: Trace, partition: Partition, chunks: Sequence[int]) -> None:
+        self._seen, self._partition = seen, partition
+        self._chunks = chunks  # of each call
+        self._last = partition.chunks - 1
+        self._position = seen.position()
+        # A value inside a unit (0) is computed before the unit's output (1).
+        self._order = {origin: (escape.within, 0, i) for i, (origin, escape) in enumerate(seen.escapes.items())}
+        self._order |= {origin: (index, 1, 0) for origin, index in self._position.items()}
+        self._needed: dict[str, int] = {}  # by origin: the last chunk that needs it
+        self._transparent: set[str] = set()
+        self._late: set[int] = set()  # indices of calls whose chunk has left the step by then
+        reached = 0
+        for i, chunk in enumerate(self._chunks):
+            if chunk < reached:
+                self._late.add(i)
+            reached = max(reached, chunk)
+
+    def flow(self) -> Flow:
+        self._check_gradients_taken()
+        check_one_sided(self._seen, self._chunks, self._partition.placement)
+        for index in self._seen.overwriting:
+            if self._chunks[index] < self._last:
+                raise FlowError(
+                    f"'{self._seen.calls[index].unit}' on {self._name(self._chunks[index])} changes a tensor in "
+                    f"place that the step gives it, of the batch or made by the step. Later stages still have the old "
+                    f"values: set inplace=False there, or hand it a clone."
+                )
+        for i, call in enumerate(self._seen.calls):
+            if i not in self._late:
+                self._need(call.needs, f"'{call.unit}'", self._chunks[i])
+        self._need(self._seen.end, "the end of the step", self._last)
+        for update in self._seen.updates:
+            self._need_update(update)
+        cuts: list[list[Cargo]] = [[] for _ in range(self._last)]
+        inside: set[str] = set()
+        for origin in sorted(self._needed, key=self._order.__getitem__):
+            if origin in self._position:
+                index = self._position[origin]
+                call = self._seen.calls[index]
+                cargo = Cargo(call.unit, call.call, call.tensors)
+            else:
+                escape = self._seen.escapes[origin]
+                index = escape.within
+                cargo = Cargo(*escape.module, escape.tensors or 0)
+                inside.add(cargo.module)
+            for cut in range(self._chunks[index], self._needed[origin]):
+                cuts[cut].append(cargo)
+        last: list[Call | None] = [None] * self._partition.chunks
+        for i, (call, chunk) in enumerate(zip(self._seen.calls, self._chunks, strict=True)):
+            if i not in self._late:
+                last[chunk] = (call.unit, call.call)
+        in_step = [update for update in self._seen.updates if update.place is not None]
+        by_layers = {update.name for update in in_step if any(parameter_of(origin) is None for origin in update.needs)}
+        return Flow(
+            tuple(map(tuple, cuts)),
+            tuple(last),
+            frozenset(self._transparent),
+            frozenset(inside),
+            frozenset(update.name for update in in_step) - by_layers,
+            frozenset(by_layers).union(each.name for each in self._seen.carried if each.is_number),
+            self._seen.own_updates,
+        )
+
+    def _check_gradients_taken(self) -> None:
+        """Refuse ``torch.autograd.grad`` between layers, unless the last chunk differentiates by what it has computed
+        itself, or by parameters that its stage alone holds."""
+        error, stage = self._seen.stopped, self._stage(self._last)
+        if not isinstance(error, TakesGradientsError) or self._last == 0:
+            return
+        own = {call.origin for call, chunk in zip(self._seen.calls, self._chunks, strict=True) if chunk == self._last}
+        own |= {origin_of_parameter(name) for name, stages in self._partition.owners.items() if stages == (stage,)}
+        if error.present or not error.origins <= own:
+            raise error
+
+    def _need(self, origins: Iterable[str], consumer: str, chunk: int) -> None:
+        for origin in origins:
+            if origin in self._position:
+                self._need_output(origin, self._position[origin], consumer, chunk)
+            elif origin in self._seen.escapes:
+                self._need_escape(origin, consumer, chunk)
+            elif origin in self._seen.writes:
+                self._need_written(origin, consumer, chunk)
+            elif (parameter := parameter_of(origin)) is not None:
+                self._need_parameter(parameter, consumer, chunk)
+
+    def _need_output(self, origin: str, index: int, consumer: str, chunk: int) -> None:
+        self._check_order(index, consumer, chunk)
+        if chunk > self._chunks[index]:
+            self._needed[origin] = max(chunk, self._needed.get(origin, 0))
+
+    def _need_escape(self, origin: str, consumer: str, chunk: int) -> None:
+        """Need a value that was computed inside a unit, by a module or by the unit's own code from its inputs."""
+        escape = self._seen.escapes[origin]
+        call = self._seen.calls[escape.within]
+        self._check_order(escape.within, consumer, chunk)
+        if chunk == self._chunks[escape.within]:
+            return
+        self._transparent.add(call.unit)
+        if escape.tensors is None:
+            self._need(escape.needs, consumer, chunk)
+        else:
+            self._needed[origin] = max(chunk, self._needed.get(origin, 0))
+
+    def _need_written(self, origin: str, consumer: str, chunk: int) -> None:
+        """Need a tensor that a call has changed in place. In chunks where the call is absent, it is as it was
+        before."""
+        owner = self._chunks[self._seen.writes[origin]]
+        if chunk > owner:
+            raise FlowError(
+                f"{consumer} on {self._name(chunk)} uses {origin}, on {self._name(owner)}. Later ones "
+                f"still have the old values: set inplace=False there, or hand it a clone."
+            )
+
+    def _need_parameter(self, name: str, consumer: str, chunk: int) -> None:
+        holders, stage = self._partition.holders_of(name), self._stage(chunk)
+        if stage not in holders:
+            raise FlowError(
+                f"{consumer} on stage {stage} reads parameter '{name}', which is on stage {holders[0]}. The pipeline "
+                f"was cut by another step, which doesn't read it there: read it in that step too, or only inside its "
+                f"module."
+            )
+
+    def _need_update(self, update: Update) -> None:
+        """Need an update of a parameter by the code around the units. Each stage that holds it must change it: in each
+        of the stage's chunks that run this code, all of which change it from the same old value."""
+        running = chunks_running(update.place, self._chunks, self._last + 1) if update.place else range(self._last + 1)
+        by_layers = update.place is not None and any(parameter_of(origin) is None for origin in update.needs)
+        for stage in self._partition.holders_of(update.name):
+            chunks = [chunk for chunk in self._partition.chunks_of(stage) if chunk in running]
+            if not chunks:
+                raise FlowError(
+                    f"The step changes '{update.name}', which is on stage {stage}, after that stage has left it: "
+                    f"change it at the beginning of training_step, or in on_train_batch_end."
+                )
+            if by_layers and len(chunks) > 1:
+                raise FlowError(
+                    f"The step changes '{update.name}', on stage {stage}, by what layers return. {TWICE} change it in "
+                    f"on_train_batch_end, or take a schedule with one chunk a stage ('1f1b')."
+                )
+            for chunk in chunks:
+                self._need(update.needs, f"the update of '{update.name}'", chunk)
+
+    def _check_order(self, index: int, consumer: str, chunk: int) -> None:
+        unit, owner = self._seen.calls[index].unit, self._chunks[index]
+        if index in self._late:
+            calls = zip(self._seen.calls, self._chunks, strict=True)
+            before = next(call.unit for call, its_chunk in calls if its_chunk > owner)
+            raise FlowError(
+                f"'{unit}' is on {self._name(owner)}, which leaves the step before this call, made after "
+                f"'{before}'. The pipeline was cut by another step, in which '{unit}' comes earlier: call layers in "
+                f"the same order in every kind of step."
+            )
+        if owner > chunk:
+            raise FlowError(
+                f"{consumer} is on {self._name(chunk)}, but needs the output of '{unit}' on "
+                f"{self._name(owner)}: call them in the same order in every step."
+            )
+
+    def _name(self, chunk: int) -> str:
+        return self._partition.name_of(chunk)
+
+    def _stage(self, chunk: int) -> int:
+        return self._partition.placement[chunk]

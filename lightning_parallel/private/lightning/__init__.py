@@ -1,0 +1,1 @@
+"""Private names of Lightning and torchmetrics, by the part of Lightning that they belong to."""

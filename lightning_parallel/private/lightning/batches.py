@@ -1,0 +1,146 @@
+"""Code that runs between two batches of a run, and at the beginning of a run that is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.plugins.precision import Precision
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_parallel.private.lightning.launching import callbacks_of
+from lightning_parallel.private.lightning.replaced import replaced
+
+
+def before_each_batch(trainer: pl.Trainer, call: Callable[[], None]) -> Callable[[], None]:
+    """Have ``call()`` called before each training batch, after all that belongs to the one before: its hooks,
+    schedulers and validation. Lightning's own broadcast there, by which rank 0 reports a SIGTERM, is left out. Returns
+    a function that ends it."""
+    loop = trainer.fit_loop.epoch_loop
+
+    def advance(fetcher: Any) -> None:
+        call()
+        type(loop).advance(loop, fetcher)
+
+    end = ExitStack()
+    end.callback(replaced(loop, "advance", advance))
+    end.callback(replaced(loop, "_broadcast_sigterm_tensor", lambda: None))
+    return end.close
+
+
+def around_step_hooks(plugin: Precision, begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
+    """Have ``begin()`` called when an update's gradients are complete, before the hooks that see them and the clipping,
+    and ``end()`` after these, before the optimizer's own work. Public hooks are the user's to override. Returns a
+    function that ends it."""
+
+    def hooks(module: pl.LightningModule, optimizer: Any) -> None:
+        begin()
+        type(plugin)._after_closure(plugin, module, optimizer)
+        end()
+
+    return replaced(plugin, "_after_closure", hooks)
+
+
+def continue_epoch(
+    trainer: pl.Trainer, begin: Callable[[], None], *, finish: bool, validated: bool, should_stop: bool
+) -> Callable[[], None]:
+    """Go on inside an epoch, from a checkpoint whose batches all count as completed. Lightning would take it for one
+    inside a validation, or leave the validation and the schedulers out. Called before the loops run. Returns a function
+    that ends it, if the run hasn't come to it.
+
+    Args:
+        begin: called right before the first batch is loaded, when all that draws at the start of a run has drawn.
+        finish: do what was left of the last batch first: the validation that is due, schedulers, counters.
+        validated: leave out this validation.
+        should_stop: the run ends as soon as the last batch is finished. The Trainer must not know this before.
+    """
+    fit, loop, steps = trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.max_steps
+    end = ExitStack()
+
+    def run() -> None:
+        if finish and loop.global_step == steps:
+            loop.max_steps += 1  # or the run would end before it begins
+        try:
+            type(fit).run(fit)
+        finally:
+            loop.max_steps = steps
+
+    def on_run_start(fetcher: Any) -> None:
+        end.close()
+        loop.max_steps = steps
+        if fit._combined_loader_states_to_load:  # the loaders were there before: trainer.estimated_stepping_batches
+            fit._load_combined_loader_states()
+            iter(fetcher)
+        loop.on_run_start(fetcher)
+        _restart_nothing(trainer)
+        begin()
+        trainer.should_stop |= should_stop
+        if finish:
+            loop._skip_next_val = validated
+            loop.on_advance_end(fetcher)
+
+    end.callback(replaced(fit, "run", run))
+    end.callback(replaced(loop, "on_run_start", on_run_start))
+    return end.close
+
+
+def continue_after_epoch(trainer: pl.Trainer, begin: Callable[[], None], *, stepped: bool) -> Callable[[], None]:
+    """Go on from a checkpoint that was saved at the end of an epoch, which counts as completed: step the plateau
+    schedulers, unless they have ``stepped``. Called when training starts. ``begin()`` is called right before the next
+    epoch begins. Loaders begin it after its first hooks, as in an uninterrupted run; Lightning has begun them already.
+    Returns a function that ends it, if no epoch comes."""
+    fit, loop, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
+    fit._resuming_from_checkpoint = False
+    if loop._num_ready_batches_reached() and not stepped:
+        epoch.completed -= 1  # the epoch counts
+        loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        epoch.completed += 1
+    _restart_nothing(trainer)
+
+    def on_advance_start() -> None:
+        end()
+        begin()
+        fit.on_advance_start()
+
+    end = replaced(fit, "on_advance_start", on_advance_start)
+    return end
+
+
+def _restart_nothing(trainer: pl.Trainer) -> None:
+    """Make the loops treat the state they have loaded as one between two batches or two epochs."""
+    trainer.fit_loop._restarting = False  # its setter makes it true where the length is given in steps
+    trainer.fit_loop.epoch_loop.restarting = False
+    trainer.fit_loop.epoch_loop.reset_restart_stage()
+
+
+def validation_has_ended(trainer: pl.Trainer) -> bool:
+    """Of a run that validates: is it in the hooks after the validation, ``on_validation_end``?"""
+    loop, connector = trainer.fit_loop.epoch_loop.val_loop, trainer._logger_connector
+    return loop.batch_progress.is_last_batch and connector._first_loop_iter is None and not loop._logged_outputs
+
+
+def ends_update(trainer: pl.Trainer) -> bool:
+    """Was the last batch the last one of its update? Updates may accumulate several batches."""
+    return not trainer.fit_loop.epoch_loop._should_accumulate()
+
+
+def time_without_broadcasts(trainer: pl.Trainer) -> Callable[[], None]:
+    """Have each rank check ``max_time`` by its own clock after each batch. Lightning's Timer broadcasts rank 0's
+    answer, for which all ranks would wait. Returns a function that ends it."""
+
+    end = ExitStack()
+    for timer in callbacks_of(trainer):
+        if isinstance(timer, Timer):
+            end.callback(replaced(timer, "on_train_batch_end", partial(_stop_in_time, timer, trainer)))
+    return end.close
+
+
+def _stop_in_time(timer: Timer, trainer: pl.Trainer, *_: Any) -> None:
+    left = timer.time_remaining() if timer._interval == "step" else None
+    if left is not None and left <= 0 and not trainer.should_stop:
+        rank_zero_info(f"Time limit reached after {timer.time_elapsed():.0f} s: training ends.")
+        trainer.should_stop = True

@@ -1,0 +1,95 @@
+"""Finds parameters that a step changes in place. That goes wrong where a rank holds a part of them, or a temporary
+copy.
+
+They are found by their values, since a write to ``weight.data`` doesn't raise a tensor's version. This reads the
+parameters twice a step, so only the first two steps are watched. One step isn't enough: a mask changes nothing in
+weights that are masked already, until the optimizer has changed them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_parallel.private.torch import TorchDispatchMode, tensors_in, written_arguments
+from lightning_parallel.ranks.collectives import Group, gather_objects
+from lightning_parallel.ranks.local_model import memory_of
+
+_STEPS = 2  # that are watched
+
+
+class Writes:
+    """Watches parameters while a step's code runs, in the first steps.
+
+    Args:
+        explain: gives the error's text for a parameter's name.
+    """
+
+    def __init__(self, explain: Callable[[str], str], group: Group) -> None:
+        self._explain = explain
+        self._group = group
+        self._left = _STEPS
+        self._before: dict[str, tuple[int, Tensor]] = {}
+        self._found: set[str] = set()
+
+    @property
+    def is_on(self) -> bool:
+        """Is the current step one of the first, which are watched?"""
+        return self._left > 0
+
+    def begin(self, parameters: Mapping[str, Tensor]) -> None:
+        """Note the state of these parameters before code runs that must not change them."""
+        if self.is_on:
+            self._before |= {name: _state_of(parameter) for name, parameter in parameters.items()}
+
+    def end(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Compare them after that code. Parameters not passed to :meth:`begin` are ignored."""
+        for name, parameter in parameters if self._before else ():
+            if name in self._before:
+                memory, digest = self._before.pop(name)
+                new_memory, new_digest = _state_of(parameter)
+                if new_memory != memory or not torch.equal(new_digest, digest):
+                    self._found.add(name)
+
+    def check(self) -> None:
+        """End a step. All ranks of the group call it.
+
+        Raises:
+            ValueError: on all ranks, if one has found a change.
+        """
+        if not self.is_on:
+            return
+        self._left -= 1
+        found = sorted(set().union(*gather_objects(self._found, self._group)))
+        if found:
+            raise ValueError(self._explain(found[0]))
+
+
+class WritesRefused(TorchDispatchMode):
+    """Inside, a write to one of these tensors raises a RuntimeError before it is made. What reads a graph is to stay
+    outside: under a mode torch passes on the numbers that a graph has saved as plain ones."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._memories = {memory_of(tensor) for tensor in tensors} - {0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        written = tensors_in([*written_arguments(func, args, kwargs or {})])
+        if any(memory_of(tensor) in self._memories for tensor in written):
+            raise RuntimeError(f"{func} writes to what a trial must not change.")
+        return func(*args, **(kwargs or {}))
+
+
+def _state_of(tensor: Tensor) -> tuple[int, Tensor]:
+    """The address of a tensor (``weight.data = ...`` replaces it), and its digest."""
+    return tensor.data_ptr(), digest(tensor)
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """A sum over the bits of a tensor, which nearly every change alters."""
+    wide = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    raw = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return raw.view(wide[raw.element_size()]).sum(dtype=torch.int64)

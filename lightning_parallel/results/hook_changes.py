@@ -1,0 +1,82 @@
+"""Makes the changes of a hook that runs on one stage on the other stages too.
+
+``on_train_epoch_end`` and ``on_validation_epoch_end`` run on the last stage, which has what the steps gathered. A user
+may also set something there that other stages read later::
+
+    def on_train_epoch_end(self):
+        self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5     an option of an optimizer
+        self.best = min(self.best, self.trainer.callback_metrics["loss"].item())     a number on a module
+        self.layers[0].requires_grad_(True)                          which parameters are trained
+        self.temperature.mul_(0.9)                                   a buffer outside the layers
+
+Lists, metrics and other objects stay as they are: they hold what was gathered on the last stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_parallel.absent.tensor import AbsentTensor
+
+_PLAIN = (bool, int, float, str, type(None))
+_LARGE = 2**20  # elements; a larger buffer is somebody's data
+_OF_MODULES = frozenset(vars(LightningModule()))  # attributes that torch and Lightning keep
+
+Settings = Mapping[tuple[Any, ...], Any]
+
+
+def settings_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> Settings:
+    """What a hook may set, by where it lies: numbers on modules, flags of parameters, buffers, and options."""
+    found: dict[tuple[Any, ...], Any] = {}
+    for path, part in module.named_modules():
+        if not isinstance(part, Metric):
+            plain = {name: value for name, value in vars(part).items() if type(value) in _PLAIN}
+            found |= {("attribute", path, name): plain[name] for name in plain.keys() - _OF_MODULES}
+    found |= {("trains", name): parameter.requires_grad for name, parameter in module.named_parameters()}
+    found |= {
+        ("buffer", name): buffer.detach().cpu().clone()
+        for name, buffer in module.named_buffers()
+        if not isinstance(buffer, AbsentTensor) and buffer.numel() <= _LARGE
+    }
+    for index, optimizer in enumerate(optimizers):
+        for number, group in enumerate(optimizer.param_groups):
+            options = {name: value for name, value in group.items() if name != "params"}
+            found |= {("option", index, number, name): value for name, value in options.items() if _is_plain(value)}
+    return found
+
+
+def changed(before: Settings, after: Settings) -> Settings:
+    """The settings that are new or have another value."""
+    return {place: value for place, value in after.items() if place not in before or _differ(before[place], value)}
+
+
+def make(changes: Settings, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Make changes of another stage here, as far as what they change is here."""
+    parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    for (kind, *where), value in changes.items():
+        if kind == "attribute":
+            setattr(module.get_submodule(where[0]), where[1], value)
+        elif kind == "trains":
+            parameters[where[0]].requires_grad_(value)
+        elif kind == "buffer":
+            if not isinstance(buffers[where[0]], AbsentTensor):
+                buffers[where[0]].copy_(value)
+        else:
+            optimizers[where[0]].param_groups[where[1]][where[2]] = value
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (isinstance(value, tuple) and all(type(item) in _PLAIN for item in value))
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return not torch.equal(one, other)
+    return type(one) is not type(other) or bool(one != other)

@@ -1,0 +1,199 @@
+"""Runs on the last stage what only that stage can run, and tells the other stages the results.
+
+Only the last stage reaches the end of the user's steps. So the user's hooks that work on outputs of steps run only
+there. What they and the steps log is sent to the other stages (``metric_board.py`` says when)::
+
+    hook                                 runs on       because it works on
+    on_..._epoch_end                     last stage    what the steps gathered: a list of outputs, a metric
+    on_validation_batch_end, ...         last stage    what the step returned
+    on_train_batch_end                   all stages    perhaps the weights: a moving average
+
+What an epoch's end sets, such as a learning rate, is set on the other stages too (``hook_changes.py``).
+
+The other stages get the loss (``late_values.py``), but nothing else that ``training_step`` returned. Collectives of
+code that runs on one stage only are over its replicas. A save of a checkpoint there is refused: all ranks take part.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_parallel.private.lightning.batches import time_without_broadcasts
+from lightning_parallel.private.lightning.launching import callbacks_of
+from lightning_parallel.private.lightning.metrics import reads_training_metric
+from lightning_parallel.private.lightning.replaced import replaced
+from lightning_parallel.ranks.collectives import broadcast_object
+from lightning_parallel.ranks.run import Run
+from lightning_parallel.results import hook_changes
+from lightning_parallel.results.common_stop import CommonStop
+from lightning_parallel.results.late_values import Outcomes
+from lightning_parallel.results.metric_board import MetricBoard
+from lightning_parallel.seeding import TorchGenerators, host_generators_kept, mix, seed_host_generators
+
+EPOCH_END_HOOKS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end")
+OUTPUT_HOOKS = ("on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end")
+WRAPPED_HOOKS = (*EPOCH_END_HOOKS, *OUTPUT_HOOKS, "on_train_batch_end")
+
+
+class LastStage:
+    """The last stage of a pipeline, as this rank sees it.
+
+    Args:
+        deciding: the stage with the step's first chunk.
+        before_meeting: called with the name of a hook at whose end all stages meet.
+        failed: called with an exception, before other callbacks see it.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        deciding: int,
+        before_meeting: Callable[[str], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._run, self._trainer, self._layout = run, run.trainer, run.layout
+        self._before_meeting = before_meeting
+        self._spreading = {name for name in EPOCH_END_HOOKS if is_overridden(name, run.module)}
+        self._generators = TorchGenerators(run.device)
+        self._board = MetricBoard(run)
+        self.outcomes = Outcomes(run)
+        self._stop = CommonStop(run, deciding)
+        self._put_back = ExitStack()
+        self._put_back.callback(time_without_broadcasts(run.trainer))
+        self._publisher = _PublishMetrics(self._publish, failed)
+        if run.layout.stages > 1:
+            for name in WRAPPED_HOOKS:
+                hook = functools.partial(self._run_hook, name, getattr(run.module, name) or _discard)
+                self._put_back.callback(replaced(run.module, name, hook))
+            callbacks_of(run.trainer).insert(0, self._publisher)
+        if not run.layout.is_last_stage:
+            self._put_back.callback(replaced(run.module, "log", _discard))
+
+    def end(self) -> None:
+        """Give the module back its own hooks and its ``log``."""
+        self._put_back.close()
+        self.outcomes.end()
+        if self._publisher in callbacks_of(self._trainer):
+            callbacks_of(self._trainer).remove(self._publisher)
+
+    # -- code that runs on the last stage only -------------------------------------------------------------------
+
+    @contextmanager
+    def alone(self, name: str, *indices: int) -> Iterator[None]:
+        """Inside, the user's code may run on the last stage only, and draws random numbers of its own. They depend on
+        the run, the replica, the update and ``indices``. ``name`` is that of the hook or step, for errors."""
+        seed = mix(self._run.seed, self._layout.index("data"), self._trainer.global_step, *indices)
+        with self.apart(name), self._generators.seeded(seed):
+            seed_host_generators(seed)
+            yield
+
+    @contextmanager
+    def apart(self, name: str) -> Iterator[None]:
+        """Inside, the user's code sees the ranks of the data axis, and random numbers that it draws on the host don't
+        change the generators that the data loaders use."""
+        with self._run.collectives.inside_step(name), host_generators_kept():
+            yield
+
+    def _run_hook(self, name: str, hook: Callable[..., Any], *args: Any) -> None:
+        """Run the user's hook on the results of its steps on the last stage, which has them."""
+        if name == "on_train_batch_end":
+            outputs, *rest = args
+            hook(outputs if self._layout.is_last_stage else _LossOnly(outputs or {}), *rest)
+            self._stop.agree()
+            self.outcomes.take(keep=self._run.ahead())
+            return
+        module, optimizers = self._run.module, self._trainer.optimizers
+        spreads = name in self._spreading and self._run.trains
+        changes: hook_changes.Settings = {}
+        if self._layout.is_last_stage:
+            before = hook_changes.settings_of(module, optimizers) if spreads else {}
+            with self.alone(name):
+                hook(*args)
+            changes = hook_changes.changed(before, hook_changes.settings_of(module, optimizers)) if spreads else {}
+        if name not in OUTPUT_HOOKS:
+            self._publish(name)
+        if spreads:
+            group = self._run.groups.along("pipeline")
+            changes = broadcast_object(changes, self._run.last_rank, group, self._run.device)
+            if not self._layout.is_last_stage:
+                hook_changes.make(changes, module, optimizers)
+
+    # -- metrics -------------------------------------------------------------------------------------------------
+
+    def after_step(self, output: Any) -> Any:
+        """What Lightning gets from a step on a batch: the step's output on the last stage, and on the others, whose
+        ``output`` is None, the loss alone, a :class:`.LateLoss`."""
+        if not self._layout.is_last_stage:
+            return self.outcomes.coming()
+        self.outcomes.send(output["loss"] if isinstance(output, dict) else output)
+        return output
+
+    def settle(self) -> None:
+        """At a point of training where all stages meet, read what they have sent each other. A stage may have set
+        ``should_stop``, which then holds on all of them."""
+        self.outcomes.take(keep=0)
+        self._stop.agree(meet=True)
+
+    def _publish(self, hook: str) -> None:
+        if hook == "on_train_batch_end" and not self._is_read_now():
+            return
+        self._before_meeting(hook)
+        if self._run.trains:
+            self.settle()
+        if hook in ("on_train_batch_end", "on_train_epoch_end"):
+            self._board.publish()
+        elif hook in ("on_validation_epoch_end", "on_test_epoch_end"):
+            self._board.publish_evaluation()
+
+    def _is_read_now(self) -> bool:
+        """Will a checkpoint be saved after this batch, by a metric that a hook may have logged?"""
+        trainer = self._trainer
+        return any(reads_training_metric(callback, trainer.global_step) for callback in trainer.checkpoint_callbacks)
+
+
+class _PublishMetrics(Callback):
+    """A callback that runs before all others: when they read metrics at the end of an epoch, every stage has them."""
+
+    def __init__(self, publish: Callable[[str], None], failed: Callable[[BaseException], None]) -> None:
+        self._publish = publish
+        self._failed = failed
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._publish("on_train_batch_end")
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._publish("on_train_epoch_end")
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._publish("on_validation_epoch_end")
+
+    def on_test_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._publish("on_test_epoch_end")
+
+    def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
+        # Before the other callbacks', one of which may want to save a checkpoint, for which all ranks would meet.
+        self._failed(exception)
+
+
+class _LossOnly(dict[str, Any]):
+    """The output of ``training_step`` on a stage that isn't the last: the loss alone."""
+
+    def __missing__(self, key: str) -> Any:
+        raise RuntimeError(
+            f"on_train_batch_end looks at {key!r} of what training_step returned, which exists on the last pipeline "
+            f"stage only (global rank 0). Do this in training_step, or under `if self.trainer.is_global_zero:`."
+        )
+
+
+def _discard(*args: Any, **kwargs: Any) -> None:
+    """Replaces ``self.log`` on all stages but the last, which logs for all. A step doesn't reach its end on these
+    stages, and a value that a hook computes on them (a norm of gradients) may differ from the last stage's. Also stands
+    for a hook that the user has set to None."""

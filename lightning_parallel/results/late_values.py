@@ -1,0 +1,212 @@
+"""Makes stages without the loss wait for it, and for metrics, only where code reads them.
+
+The last stage sends the *outcome* of each of its steps to the other stages, and goes on. They receive it when somebody
+reads a value, or some batches later, when it has arrived anyway::
+
+    last stage     step 0, outcome 0 ->  | step 1, outcome 1 ->  | step 2 ...
+    other stages   step 0                | step 1                | float(outputs["loss"]): waits for outcome 1
+                   a LateLoss              a LateLoss
+
+A stage that has ended its step on a batch has sent all that the last stage needs for its own. So no wait is endless.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_parallel.messages.side_links import SideLinks
+from lightning_parallel.private.lightning.metrics import metric_places, replace_metric_places, step_metrics
+from lightning_parallel.private.torch import subclass_functions_disabled, tree_map
+from lightning_parallel.ranks.run import Run
+
+_BETWEEN = ("lightning_parallel.", "torch.", "copy.")  # modules between the reader and a value
+# Lightning calls these on each loss. They are done when the value is read.
+_LATER = ("detach", "clone", "div", "mul")
+
+
+class LateLoss(Tensor):
+    """A step's loss on a stage that isn't the last: a scalar whose value is awaited by any operation on it."""
+
+    _get: Callable[[], Tensor]
+
+    @staticmethod
+    def on(device: torch.device, get: Callable[[], Tensor]) -> LateLoss:
+        """A loss on a device, whose value is what ``get()`` returns after waiting for it."""
+        return _late(torch.full((), torch.nan, device=device), get)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function == Tensor.device.__get__:  # type: ignore[attr-defined]
+            with subclass_functions_disabled():
+                return function(*args)
+        if function.__name__ in _LATER and isinstance(args[0], LateLoss) and not kwargs:
+            return _late(args[0], lambda: function(*_read(args)))
+        return function(*_read(args), **_read(kwargs or {}))
+
+    def value(self) -> Tensor:
+        """The loss as an ordinary tensor, the same one each time."""
+        value = vars(self).get("_value")
+        if value is None:
+            value = self._value = self._get()
+        return value
+
+
+def _late(like: Tensor, get: Callable[[], Tensor]) -> LateLoss:
+    with subclass_functions_disabled():
+        late = like.as_subclass(LateLoss)
+    late._get = get
+    return late
+
+
+def _read(arguments: Any) -> Any:
+    return tree_map(lambda each: each.value() if isinstance(each, LateLoss) else each, arguments)
+
+
+class LateMetrics(dict[str, Any]):
+    """Metrics that are brought up to date before they are read. ``update_first`` gets the key, if one is read. Writing
+    doesn't wait."""
+
+    update_first: Callable[..., None] = staticmethod(lambda *keys: None)
+
+    def __reduce__(self) -> Any:  # copies are plain
+        self.update_first()
+        return dict, ([*self.items()],)
+
+
+def _reading(name: str) -> Callable[..., Any]:
+    read = getattr(dict, name)
+
+    def reading(self: LateMetrics, *args: Any) -> Any:
+        self.update_first(*args[:1])
+        return read(self, *args)
+
+    return reading
+
+
+for _name in (
+    *("__getitem__", "__contains__", "__iter__", "__reversed__", "__len__", "__repr__", "__eq__", "__or__", "__ror__"),
+    *("get", "keys", "values", "items", "copy", "pop"),
+):
+    setattr(LateMetrics, _name, _reading(_name))
+
+
+class _Outcome:
+    """The outcome of one step, perhaps not received yet."""
+
+    loss: Tensor | None = None
+
+
+class Outcomes:
+    """The results of the last stage's steps, on all stages of a pipeline.
+
+    Attributes:
+        awaited: how many times somebody read a value that had not been received.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.awaited = 0
+        self._run = run
+        last, links = run.layout.stages - 1, SideLinks(run, 0)
+        self._senders = links.senders(range(last) if run.layout.is_last_stage else ())
+        self._receivers = links.receivers([last])
+        self._pending: deque[_Outcome] = deque()
+
+    def send(self, loss: Tensor) -> None:
+        """Send a step's outcome from the last stage. It waits for nothing, not even for a GPU."""
+        places = step_metrics(self._run.trainer)
+        values = {id(value): value for place in places for value in place.values()}
+        index = {key: i for i, key in enumerate(values)}
+        names = [{name: index[id(value)] for name, value in place.items()} for place in places]
+        text = json.dumps(names).encode()
+        head = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        message = [head, *(value.detach() for value in (loss, *values.values()))]
+        for sender in self._senders:
+            sender.send(message, place=0)
+
+    def coming(self) -> LateLoss:
+        """The loss of the step that has just run, on the other stages."""
+        if not isinstance(metric_places(self._run.trainer)[0], LateMetrics):
+            replace_metric_places(self._run.trainer, self._late_metrics)
+        outcome = _Outcome()
+        self._pending.append(outcome)
+        return LateLoss.on(self._run.device, lambda: self._loss_of(outcome))
+
+    def _late_metrics(self, metrics: Mapping[str, Any]) -> LateMetrics:
+        late = LateMetrics(metrics)
+        late.update_first = self._await_all
+        return late
+
+    # -- on the stages that receive ------------------------------------------------------------------------------
+
+    def _loss_of(self, outcome: _Outcome) -> Tensor:
+        if outcome.loss is None:
+            self._note_wait()
+        while outcome.loss is None:
+            if not self._pending:
+                raise RuntimeError("The run ended before the last stage came to the loss of this step.")
+            self._take()
+        return outcome.loss
+
+    def _await_all(self, *keys: Any) -> None:
+        if self._pending:
+            self._note_wait()
+            self.take(keep=0)
+
+    def take(self, keep: int) -> None:
+        """Receive all but the last ``keep`` outcomes of the steps so far, after a batch."""
+        for sender in self._senders:
+            sender.flush(keep + 1)  # older ones are known to have been received
+        while len(self._pending) > keep:
+            self._take()
+
+    def _take(self) -> None:
+        (receiver,) = self._receivers
+        receiver.post(0)
+        arrival = receiver.take()
+        assert arrival is not None, "outcomes have no end of stream"
+        head, loss, *values = arrival.receive()
+        names = json.loads(head.numpy().tobytes())
+        # Copies: no metric is a view of the message.
+        self._pending.popleft().loss = loss.to(self._run.device, copy=True)
+        own = [value.to(self._run.device, copy=True) for value in values]
+        callback, logged, shown = metric_places(self._run.trainer)
+        callback.update({name: own[i] for name, i in names[0].items()})
+        logged.update({name: own[i] for name, i in names[1].items()})
+        shown.update({name: values[i].item() for name, i in names[2].items()})
+
+    def _note_wait(self) -> None:
+        self.awaited += 1
+        if self.awaited == 1 and self._run.ahead():
+            warnings.warn(
+                f"{_reader()} reads the loss or a metric of a step, so this pipeline stage waits for the last one "
+                f"there. To keep the stages from waiting for each other, read them once in a while, or under "
+                f"`if trainer.is_global_zero:`.",
+                stacklevel=2,
+            )
+
+    def end(self) -> None:
+        """Make the metrics plain dictionaries again. Outcomes that an error has kept from arriving are dropped."""
+        self._pending.clear()
+        if isinstance(metric_places(self._run.trainer)[0], LateMetrics):
+            replace_metric_places(self._run.trainer, dict)
+
+
+def _reader() -> str:
+    """The line that reads a value: of the user's code, or else of Lightning's."""
+    frame = inspect.currentframe()
+    while frame is not None and f"{frame.f_globals.get('__name__')}.".startswith(_BETWEEN):
+        frame = frame.f_back
+    if frame is None:
+        return "Something"
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_qualname})"

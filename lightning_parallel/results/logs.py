@@ -1,0 +1,178 @@
+"""``self.log`` inside microbatches: logs for each name the one value that the undivided batch would have logged."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from lightning_parallel.batch import weighted_mean
+from lightning_parallel.losses.graph import Number
+from lightning_parallel.losses.normaliser import BatchLoss, Rule
+from lightning_parallel.private.lightning.metrics import set_step_value, step_value
+from lightning_parallel.ranks.in_steps import Collectives
+from lightning_parallel.results.log_joins import LogJoins
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of ``self.log``.
+
+    Attributes:
+        value: as it was logged.
+        step_value: what the last forward of a metric object returned.
+        weight: the size of the microbatch.
+        given: the user's ``batch_size=``.
+    """
+
+    value: Any
+    step_value: Any
+    weight: int
+    given: int | None
+
+
+@dataclass(slots=True)
+class _Entry:
+    """The calls with one name, one for each microbatch, and the other arguments of the first."""
+
+    options: dict[str, Any]
+    calls: list[_Call] = field(default_factory=list)
+
+
+_LOG = inspect.signature(pl.LightningModule.log)
+_DEFAULTS = {name: parameter.default for name, parameter in _LOG.parameters.items() if name != "self"}
+
+
+def log_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call of ``self.log``, by name. The dry run has checked them: ``bind`` takes ten times as
+    long."""
+    return {**_DEFAULTS, **dict(zip(_DEFAULTS, args, strict=False)), **kwargs}
+
+
+class LogRecorder:
+    """Stands in for ``LightningModule.log`` while microbatches run.
+
+    ::
+
+        recorder = LogRecorder()
+        with logging_through(module, recorder.log):     # log_dict calls it too
+            for size, microbatch in ...:
+                recorder.weight = size
+                module.training_step(microbatch, batch_idx)
+        recorder.replay(module.log)
+
+    Tensors and numbers become their mean, weighted by microbatch size, or by ``batch_size=`` where the user gives it (a
+    loss per token is then weighted by tokens). With ``reduce_fx`` "sum", "max" or "min" they become their sum, maximum
+    or minimum. Objects of torchmetrics keep their own state and are passed on once: their value over the epoch is that
+    of all samples, and their value of this step is the weighted mean of the microbatches'.
+
+    Attributes:
+        weight: the size of the microbatch that is running.
+    """
+
+    def __init__(self, joins: LogJoins | None = None) -> None:
+        self._joins = LogJoins() if joins is None else joins
+        self._whole: Callable[[], Mapping[str, Any]] | None = None
+        self._known: Container[str] = ()
+        self.weight = 1
+        self._entries: dict[str, _Entry] = {}
+
+    def tell(self, joins: LogJoins, whole: Callable[[], Mapping[str, Any]], known: Container[str]) -> None:
+        """Pass on what is known of the batch: the joins of earlier batches, and ``whole``, which gives what the whole
+        batch logs, for the names in ``known``."""
+        self._joins, self._whole, self._known = joins, whole, known
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Record one value of the current microbatch. It takes the parameters of ``LightningModule.log``."""
+        options = log_arguments(*args, **kwargs)
+        name, value, given = (options.pop(each) for each in ("name", "value", "batch_size"))
+        # A copy, as Lightning makes: the step may change the tensor afterwards. Detached, or graphs would pile up.
+        kept = value.detach().clone() if isinstance(value, Tensor) else value
+        self._entries.setdefault(name, _Entry(options)).calls.append(_Call(kept, step_value(value), self.weight, given))
+
+    def replay(
+        self, log: Callable[..., None], loss: BatchLoss | None = None, rules: Mapping[str, Rule | None] | None = None
+    ) -> None:
+        """Log each name once, by the real ``LightningModule.log``, in the order of the first calls, and forget
+        everything.
+
+        Args:
+            loss: the batch's loss. Values that equal the losses of microbatches are weighted as they are.
+            rules: by name, the ways in which values follow from those of microbatches, as far as they are known.
+        """
+        entries, self._entries = self._entries, {}
+        known = rules or {}
+        for name, entry in entries.items():
+            values = [call.value for call in entry.calls]
+            weights: Sequence[Number] = [call.weight for call in entry.calls]
+            given = [call.given for call in entry.calls if call.given is not None]
+            # One number for microbatches of different sizes is a setting, not a count of what is in each.
+            if len(given) == len(values) and (len(set(given)) > 1 or len(set(weights)) == 1):
+                weights = given
+            size = sum(weights)
+            rule = known.get(name)
+            if loss is not None and (rule is Rule.COUNTS or (name not in known and loss.are(values))):
+                weights = loss.weights if len(loss.weights) == len(values) else weights
+                rule = Rule.SUM if loss.is_sum else Rule.COUNTS
+            log(name, self._joined(name, entry, weights, rule), batch_size=size, **entry.options)
+
+    def _joined(self, name: str, entry: _Entry, weights: Sequence[Number], rule: Rule | None) -> Any:
+        values = [call.value for call in entry.calls]
+        if not all(isinstance(value, Tensor | Real) for value in values):
+            step_values = [call.step_value for call in entry.calls]
+            if all(isinstance(value, Tensor) and value.numel() == 1 for value in step_values):
+                # The metric's forward kept the value of the last microbatch.
+                set_step_value(values[-1], weighted_mean(step_values, weights))
+            return values[-1]
+        if not all(isinstance(value, Real) or value.numel() == 1 for value in values):
+            return values[-1]  # which Lightning refuses, in its own words
+        whole = self._whole if name in self._known else None
+        return self._joins.join(name, values, weights, entry.options["reduce_fx"], rule, whole)
+
+
+@contextmanager
+def logging_through(module: pl.LightningModule, log: Callable[..., None]) -> Iterator[None]:
+    """Inside, ``self.log`` is ``log``. It is set as an instance attribute, since it can't be passed as an argument."""
+    before = vars(module).get("log")
+    module.log = log  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.log
+        else:
+            module.log = before  # type: ignore[method-assign]
+
+
+@contextmanager
+def trial(
+    trainer: pl.Trainer, module: pl.LightningModule, log: Callable[..., None] = lambda *args, **kwargs: None
+) -> Iterator[None]:
+    """Inside, a step doesn't count: what it logs goes to ``log``, it meets no other rank, and it doesn't end the
+    training. The step will do all this when it really runs."""
+    stop = trainer.should_stop
+    collectives: Collectives = trainer.strategy.collectives  # type: ignore[attr-defined]  # of all that take looks
+    try:
+        with collectives.inside_look(), logging_through(module, log):
+            yield
+    finally:
+        trainer.should_stop = stop
+
+
+@contextmanager
+def logging_trial(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[list[dict[str, Any]]]:
+    """A :func:`trial` that gives a list, and appends to it the arguments of each call of ``self.log``, by name."""
+    logged: list[dict[str, Any]] = []
+
+    def note(*args: Any, **kwargs: Any) -> None:
+        _LOG.bind(module, *args, **kwargs)
+        logged.append(log_arguments(*args, **kwargs))
+
+    with trial(trainer, module, note):
+        yield logged

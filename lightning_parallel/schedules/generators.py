@@ -1,0 +1,238 @@
+"""Pipeline schedules: for each stage, the list of what it computes, in order.
+
+A schedule is data. The generators here are pure functions of integers. The same lists are checked
+(``checks.py``), simulated (``simulate.py``), and run (``engine.py``). Messages are implied: the
+forward of a microbatch on chunk c needs the activation that its forward on chunk c - 1 sent, and its backward needs the
+gradient that its backward on chunk c + 1 sent (``actions.py``).
+
+In the clock tables below time runs to the right and a row is a stage. ``F2`` is the forward and ``B2`` the backward of
+microbatch 2; ``.`` is a clock without work, and ``|`` the optimizer step. With several chunks a stage, ``F2b`` is that
+of the stage's second chunk. A forward is one clock long, and so is a whole backward. Where backwards are in halves,
+each half is, and ``=`` continues a whole one.
+
+``python -m recipes.schedule 1f1b --stages 4 --microbatches 8`` draws one for other sizes.
+
+A new schedule is one more generator. ``PipelineStrategy(schedule=...)`` takes it; listed in :data:`SCHEDULES`, it has a
+name too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from types import MappingProxyType
+from typing import TypeAlias
+
+from lightning_parallel.schedules.actions import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    OnChunk,
+    Schedule,
+    Step,
+)
+
+Generator: TypeAlias = Callable[[int, int], Schedule]  # of a number of stages and a number of microbatches
+
+
+# -- generators --------------------------------------------------------------------------------------------------
+
+
+def naive(stages: int, microbatches: int = 1) -> Schedule:
+    """One microbatch at a time: forward through all stages, backward through all stages, then the next.
+
+    It holds the activations of one microbatch. At any time all stages but one wait, whatever `microbatches` is.
+
+    3 stages, 2 microbatches:
+
+        stage 0 | F0  .  .  .  . B0 F1  .  .  .  . B1|
+        stage 1 |  . F0  .  . B0  .  . F1  .  . B1| .
+        stage 2 |  .  . F0 B0  .  .  .  . F1 B1| .  .
+
+    Raises:
+        ValueError: a number is less than one.
+    """
+    check_sizes(stages, microbatches)
+    schedule: Schedule = []
+    for s in range(stages):
+        actions: list[Action] = []
+        for k in range(microbatches):
+            actions += [Forward(s, k), Backward(s, k)]
+        schedule.append([*actions, Step(s, 0)])
+    return schedule
+
+
+def gpipe(stages: int, microbatches: int) -> Schedule:
+    """GPipe (arXiv:1811.06965): the forwards of all microbatches, then the backwards of all microbatches.
+
+    Every stage holds the activations of all microbatches when its last forward is done. The backwards run in the order
+    of the forwards (not reversed), so gradients are summed in the same order as by `one_f_one_b` and by a loop over the
+    microbatches.
+
+    3 stages, 4 microbatches:
+
+        stage 0 | F0 F1 F2 F3  .  .  .  . B0 B1 B2 B3|
+        stage 1 |  . F0 F1 F2 F3  .  . B0 B1 B2 B3| .
+        stage 2 |  .  . F0 F1 F2 F3 B0 B1 B2 B3| .  .
+
+    Raises:
+        ValueError: a number is less than one.
+    """
+    check_sizes(stages, microbatches)
+    schedule: Schedule = []
+    for s in range(stages):
+        forwards: list[Action] = [Forward(s, k) for k in range(microbatches)]
+        backwards: list[Action] = [Backward(s, k) for k in range(microbatches)]
+        schedule.append([*forwards, *backwards, Step(s, 0)])
+    return schedule
+
+
+def one_f_one_b(stages: int, microbatches: int) -> Schedule:
+    """1F1B with a flush (PipeDream-Flush, DAPPLE): each backward as early as it can run.
+
+    Stage s starts with stages - 1 - s warm-up forwards. Then one forward and one backward alternate, and at the end the
+    remaining backwards run. Bubble and gradients are those of `gpipe`. Stage s holds min(stages - s, microbatches)
+    activations in place of `microbatches`. With fewer microbatches than stages the early stages have no steady phase.
+
+    3 stages, 4 microbatches:
+
+        stage 0 | F0 F1 F2  .  . B0 F3 B1  . B2  . B3|
+        stage 1 |  . F0 F1  . B0 F2 B1 F3 B2  . B3| .
+        stage 2 |  .  . F0 B0 F1 B1 F2 B2 F3 B3| .  .
+
+    Raises:
+        ValueError: a number is less than one.
+    """
+    check_sizes(stages, microbatches)
+    schedule: Schedule = []
+    for s in range(stages):
+        warmup = min(stages - 1 - s, microbatches)
+        actions: list[Action] = [Forward(s, k) for k in range(warmup)]  # warm-up
+        for k in range(warmup, microbatches):  # steady state
+            actions += [Forward(s, k), Backward(s, k - warmup)]
+        actions += [Backward(s, k) for k in range(microbatches - warmup, microbatches)]  # cool-down
+        schedule.append([*actions, Step(s, 0)])
+    return schedule
+
+
+def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """Interleaved 1F1B (Megatron-LM, arXiv:2104.04473): stage s runs the chunks s, s + stages, s + 2 stages, ...
+
+    A microbatch passes all stages `chunks` times. So a stage starts its work after a fraction of a whole stage's
+    forward, and the bubble is about 1 / `chunks` of that of `one_f_one_b`. Microbatches go in rounds of `stages` or a
+    few more: all of a round through the first chunks, then all of them through the second ones. A stage begins with
+    forwards until the first gradient is back. It then holds (chunks - 1) rounds and 2 (stages - 1 - s) + 1 more
+    microbatches, each of one chunk: more than with `one_f_one_b`. The last stage sends to the first one.
+
+    2 stages, 4 microbatches, 2 chunks a stage; ``a`` is a stage's first chunk:
+
+        stage 0 | F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a   . B2b   . B3b B2a B3a|
+        stage 1 |   . F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a|  .
+
+    Raises:
+        ValueError: a number is less than one.
+    """
+    check_sizes(stages, microbatches)
+    if chunks < 1:
+        raise ValueError(f"chunks={chunks}: give at least one chunk a stage.")
+    rounds = _rounds(stages, microbatches)
+    forwards = [(chunk, k) for numbers in rounds for chunk in range(chunks) for k in numbers]
+    backwards = [(chunk, k) for numbers in rounds for chunk in reversed(range(chunks)) for k in numbers]
+    schedule: Schedule = []
+    for s in range(stages):
+        ahead = min((chunks - 1) * len(rounds[0]) + 2 * (stages - 1 - s), len(forwards))
+        f: list[Action] = [Forward(s + chunk * stages, k) for chunk, k in forwards]
+        b: list[Action] = [Backward(s + chunk * stages, k) for chunk, k in backwards]
+        actions = f[:ahead]  # warm-up
+        for pair in zip(f[ahead:], b, strict=False):  # steady state
+            actions += pair
+        actions += b[len(f) - ahead :]  # cool-down
+        schedule.append([*actions, Step(s, 0)])
+    return schedule
+
+
+def _rounds(stages: int, microbatches: int) -> list[range]:
+    """The microbatches in rounds of nearly equal size. In a round shorter than the number of stages, the first stage
+    would wait until the round's first microbatch comes back from the last stage."""
+    count = max(1, microbatches // stages)
+    size, larger = divmod(microbatches, count)
+    starts = [i * size + min(i, larger) for i in range(count + 1)]
+    return [range(begin, end) for begin, end in pairwise(starts)]
+
+
+def zbv(stages: int, microbatches: int) -> Schedule:
+    """ZB-V (zero bubble: arXiv:2401.10241; V: arXiv:2405.15362): two chunks a stage in a V, backwards in two halves.
+
+    A microbatch goes from the last stage to the first one and back, so the stage with the loss has the input too. The
+    last stage begins first; each other one begins a clock after the stage that follows it, and ends a clock after it
+    too: the lists of a batch form a parallelogram. So the next batch fills the time in which a stage waits at a batch's
+    end, if nothing makes all stages wait for each other. Second halves of backwards, for which nobody waits, fill the
+    other gaps. Where forward, first and second half take equal times, no stage waits in the middle. Every stage holds
+    the activations of at most 2 `stages` microbatches, of half a stage each: what the first stage of `one_f_one_b`
+    holds.
+
+    2 stages, 4 microbatches; ``a`` is a stage's first chunk, ``I`` and ``W`` the halves of a backward:
+
+        stage 0 |   . F0a F0b F1a F1b I0b W0b F2a I0a W0a F2b I1b W1b F3a I1a W1a F3b I2b W2b I2a I3b I3a W2a W3b W3a|
+        stage 1 | F0a F1a F2a F0b I0b W0b F1b I1b W1b F3a B0a === F2b I2b W2b B1a === F3b I3b W3b B2a === B3a ===|  .
+
+    With fewer than 2 `stages` - 1 microbatches the lists are those for that number, without the microbatches that don't
+    exist.
+
+    Raises:
+        ValueError: a number is less than one.
+    """
+    check_sizes(stages, microbatches)
+    count = max(microbatches, 2 * stages - 1)
+    schedule: Schedule = []
+    for s in range(stages):
+        down, up = _Numbered(stages - 1 - s), _Numbered(stages + s)  # the stage's chunks before and after the turn
+        # Nobody waits for the first half of chunk 0's backward.
+        backward = (Backward,) if s == stages - 1 else (BackwardInput, BackwardWeight)
+        actions: list[OnChunk] = []
+        for _ in range(2 * s + 1):  # until the first microbatch is back from the turn
+            actions += down(Forward)
+        for _ in range(stages - 1 - s):  # until its gradient is back from the last chunk
+            actions += up(Forward) + down(Forward)
+        for _ in range(s + 1):  # until its gradient is back from the turn
+            actions += up(Forward, BackwardInput, BackwardWeight)
+        while up.made[Forward] < count:  # steady state
+            actions += down(Forward) if down.made[Forward] < count else []
+            actions += down(*backward) + up(Forward, BackwardInput, BackwardWeight)
+        for _ in range(stages - 1 - s):  # first halves first: the stages before wait for them
+            actions += down(BackwardInput) + up(BackwardInput)
+        for _ in range(s + 1):
+            actions += down(*backward)
+        for chunk in (up, down):
+            while chunk.made[BackwardWeight] < chunk.made[BackwardInput]:
+                actions += chunk(BackwardWeight)
+        schedule.append([*(action for action in actions if action.microbatch < microbatches), Step(s, 0)])
+    return schedule
+
+
+class _Numbered:
+    """Makes the actions of a chunk: each kind for the microbatches 0, 1, 2, ... in turn."""
+
+    def __init__(self, chunk: int) -> None:
+        self._chunk = chunk
+        self.made: Counter[type[OnChunk]] = Counter()
+
+    def __call__(self, *kinds: type[OnChunk]) -> list[OnChunk]:
+        self.made.update(kinds)
+        return [kind(self._chunk, self.made[kind] - 1) for kind in kinds]
+
+
+SCHEDULES: Mapping[str, Generator] = MappingProxyType(
+    {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zbv": zbv}
+)
+
+
+def check_sizes(stages: int, microbatches: int) -> None:
+    """Refuse sizes below one."""
+    if stages < 1:
+        raise ValueError(f"stages={stages}: give at least one stage.")
+    if microbatches < 1:
+        raise ValueError(f"microbatches={microbatches}: give at least one microbatch.")

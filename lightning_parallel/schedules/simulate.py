@@ -1,0 +1,176 @@
+"""Computes what a schedule costs, without any process: time, waiting, activations held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_parallel.schedules.actions import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Message,
+    Schedule,
+    Step,
+    needed,
+    placement,
+    sent,
+)
+from lightning_parallel.schedules.checks import dependency_order
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """An action and the times at which it runs, in the unit of the durations given to `simulate`."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """A schedule with the times of its actions. The first one starts at 0.
+
+    Attributes:
+        rows: a list for each stage, in the order of the schedule.
+    """
+
+    rows: list[list[Timed]]
+
+    @property
+    def makespan(self) -> float:
+        """The time at which the last stage is done."""
+        return max(row[-1].end for row in self.rows)
+
+    @property
+    def busy(self) -> list[float]:
+        """The time in which each stage computes (forwards, backwards and steps)."""
+        return [sum(timed.end - timed.start for timed in row) for row in self.rows]
+
+    @property
+    def bubble(self) -> float:
+        """The fraction of stages x makespan in which a stage waits, fill and drain included."""
+        return 1 - sum(self.busy) / (len(self.rows) * self.makespan)
+
+
+def most_held(actions: Iterable[Action], sizes: Sequence[int], between: Sequence[int] | None) -> int:
+    """The most that a stage holds at once, from forwards to the ends of their backwards.
+
+    Args:
+        sizes: what each chunk holds of a microbatch up to its backward, in any unit.
+        between: what each chunk holds of a microbatch between the two halves of its backward; None if second halves run
+            with the first.
+    """
+    held = most = 0
+    for action in actions:
+        if isinstance(action, Step):
+            continue
+        chunk = action.chunk
+        if isinstance(action, Forward):
+            held += sizes[chunk]
+        elif isinstance(action, Backward | BackwardInput):
+            waits = isinstance(action, BackwardInput) and between is not None
+            held += (between[chunk] if waits and between is not None else 0) - sizes[chunk]
+        elif between is not None:
+            held -= between[chunk]
+        most = max(most, held)
+    return most
+
+
+def simulate(
+    schedule: Schedule,
+    forward: float | Sequence[float] = 1.0,
+    backward: float | Sequence[float] = 2.0,
+    step: float | Sequence[float] = 0.0,
+    latency: float = 0.0,
+) -> Simulation:
+    """Run a schedule on paper: every action starts as soon as its stage is free and its message is there.
+
+    Args:
+        schedule: a list of actions for each stage.
+        forward: the duration of a chunk's forward, for all chunks or for each, in any unit of time.
+        backward: the duration of a chunk's whole backward, in the same unit.
+        step: the duration of an update, for all stages or for each, in the same unit.
+        latency: the time from the end of an action until another stage can use its message. Messages overlap with
+            computing and with each other.
+
+    Raises:
+        ValueError: a duration is not positive (`step`, `latency`: negative), there is a wrong number of them, or the
+            schedule deadlocks.
+    """
+    places = placement(schedule)
+    forwards, backwards = (
+        _durations(name, value, len(places), "chunks") for name, value in (("forward", forward), ("backward", backward))
+    )
+    steps = _durations("step", step, len(schedule), "stages", allow_zero=True)
+    if latency < 0:
+        raise ValueError(f"latency={latency}: give 0 or more.")
+    shares = {Backward: 1.0, BackwardInput: 0.5, BackwardWeight: 0.5}
+    rows: list[list[Timed]] = [[] for _ in schedule]
+    arrivals: dict[Message, tuple[int, float]] = {}  # from which stage, and when it was sent
+    for action in dependency_order(schedule):
+        if isinstance(action, Step):
+            stage, duration = action.stage, steps[action.stage]
+        elif isinstance(action, Forward):
+            stage, duration = places[action.chunk], forwards[action.chunk]
+        else:
+            stage, duration = places[action.chunk], backwards[action.chunk] * shares[type(action)]
+        row = rows[stage]
+        start = row[-1].end if row else 0.0
+        message = needed(action, len(places))
+        if message is not None:
+            source, time = arrivals[message]
+            start = max(start, time if source == stage else time + latency)
+        row.append(Timed(action, start, start + duration))
+        message = sent(action, len(places))
+        if message is not None:
+            arrivals[message] = stage, start + duration
+    return Simulation(rows)
+
+
+def _durations(
+    name: str, value: float | Sequence[float], count: int, of: str, *, allow_zero: bool = False
+) -> Sequence[float]:
+    values = [float(value)] * count if isinstance(value, (int, float)) else value
+    if len(values) != count:
+        raise ValueError(f"{name}={value}: give one number, or one for each of the {count} {of}.")
+    if any(v < 0 or (v == 0 and not allow_zero) for v in values):
+        raise ValueError(f"{name}={value}: durations must be {'0 or more' if allow_zero else 'above 0'}.")
+    return values
+
+
+def ideal_bubble(schedule: Schedule) -> float:
+    """The bubble of a schedule by theory: equal chunks, backwards of twice the forwards, messages that take no time.
+
+    For p stages and m microbatches it is (p - 1) / (m + p - 1) for GPipe and 1F1B, and (p - 1) / p for the naive
+    schedule. An asynchronous schedule has none in its steady state.
+    """
+    return simulate(schedule).bubble
+
+
+_BATCHES, _FILL = 5, 2  # batches, and those until the period is steady
+
+
+def repeated(schedule: Schedule, batches: int) -> Schedule:
+    """The lists of several batches, where each stage goes on to the next one as soon as its own update is done."""
+    count = 1 + max(a.microbatch for actions in schedule for a in actions if not isinstance(a, Step))
+    return [
+        [
+            replace(a, update=batch) if isinstance(a, Step) else replace(a, microbatch=a.microbatch + batch * count)
+            for batch in range(batches)
+            for a in actions
+        ]
+        for actions in schedule
+    ]
+
+
+def busy_across_batches(schedule: Schedule, latency: float = 0.0) -> float:
+    """The fraction of the stages' time in which they compute if none waits for the others between batches, for equal
+    chunks and backwards of twice the forwards. `latency` is in forwards of a chunk."""
+    simulation = simulate(repeated(schedule, _BATCHES), latency=latency)
+    ends = [timed.end for timed in simulation.rows[-1] if isinstance(timed.action, Step)]
+    period = (ends[-1] - ends[_FILL - 1]) / (_BATCHES - _FILL)
+    return sum(simulation.busy) / _BATCHES / (len(schedule) * period)

@@ -1,0 +1,111 @@
+"""Decides where a module is cut: every rank traces the first step, and all take the first rank's partition."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_parallel.absent.tensor import AbsentValueError
+from lightning_parallel.batch import rebuilt
+from lightning_parallel.checks.batch_watch import BatchWatch
+from lightning_parallel.plan.partition import Partition
+from lightning_parallel.plan.partitioning import partition
+from lightning_parallel.ranks.collectives import broadcast_object, gather_if_different, together
+from lightning_parallel.ranks.layout import Placement
+from lightning_parallel.ranks.run import Run
+from lightning_parallel.results.logs import trial
+from lightning_parallel.set_up.first_batch import as_in, first_step
+from lightning_parallel.set_up.options import StagedOptions
+from lightning_parallel.set_up.splitting import Splitting
+from lightning_parallel.set_up.step_hooks import StepHooks
+
+
+def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, placement: Placement) -> Partition:
+    """The partition of a module, the same on all ranks.
+
+    Args:
+        splitting: makes microbatches.
+
+    Raises:
+        ValueError: the module can't be cut like this.
+        RuntimeError: ranks that get the same batch see different calls.
+    """
+    trainer, module, layout = run.trainer, run.module, run.layout
+    if placement == (0,) and options.keeps_steps_whole(layout.size("data")):
+        return Partition.whole(module)
+
+    def first_microbatch(batch: Any) -> Any:
+        return splitting.parts(batch)[0][0]
+
+    def look() -> Partition:
+        balance = options.balance
+        if balance == "time" and layout.rank > 0:  # only the first rank's partition counts
+            balance = "parameters"
+        try:
+            step = first_step(trainer, module, first_microbatch if run.trains else lambda batch: batch)
+            with as_in(trainer, module), trial(trainer, module):
+                # On copies of the batch's tensors: an iterator's first batch is put back.
+                own = partial(step.func, *rebuilt(step.args, torch.clone))
+                hooks = StepHooks(trainer, module, own) if run.trains else None
+                found = partition(
+                    module,
+                    partial(BatchWatch().look, step.func, *step.args),
+                    layout.stages,
+                    options.layers,
+                    balance,
+                    run.device,
+                    placement=placement,
+                    hooks=hooks,
+                    recompute=options.activation_checkpointing and run.trains,
+                )
+                if hooks is not None:
+                    hooks.check(found, layout.stage)
+                return found
+        except AbsentValueError as error:
+            error.add_note(
+                "The step asks for a value between the layers, which only one stage has. Ask for it inside a layer's "
+                "own forward, or after the layers."
+            )
+            raise
+        except ValueError:  # a setting's
+            raise
+        except Exception as error:
+            error.add_note(
+                "The first step was looked at before training, to see where the model can be cut. What it and its "
+                "loader need must exist by then: make it in __init__, setup or configure_model, not in on_fit_start or "
+                "on_train_start."
+            )
+            raise
+
+    world = dist.group.WORLD
+    assert world is not None, "the ranks have met"
+    mine = together(world, look)
+    if options.balance != "time":
+        check_equal(mine, run.groups.model)
+    # Replicas see batches of their own, perhaps of other shapes: the first one decides.
+    return broadcast_object(mine, 0, world, run.device)
+
+
+def check_equal(mine: Partition, group: dist.ProcessGroup) -> None:
+    """Check that all ranks of a group have seen the same calls and cut them alike.
+
+    Raises:
+        RuntimeError: on all ranks. It names the first call that differs.
+    """
+    views = gather_if_different((list(mine.calls), mine.bounds), group)
+    first_calls, _ = views[0]
+    for rank, view in enumerate(views):
+        if view == views[0]:
+            continue
+        calls, _ = view
+        differ = next((k for k, (a, b) in enumerate(zip(first_calls, calls, strict=False)) if a != b), None)
+        k = min(len(first_calls), len(calls)) if differ is None else differ
+        names = [repr(c[k][0]) if k < len(c) else "the end" for c in (first_calls, calls)]
+        raise RuntimeError(
+            f"The ranks of one replica see different calls in the first step: call {k + 1} is {names[0]} on the first "
+            f"rank, and {names[1]} on rank {rank} of the group. The step must not depend on the rank, nor on random "
+            f"numbers that differ from rank to rank: seed them with seed_everything(...)."
+        )

@@ -1,0 +1,159 @@
+"""Takes a batch before training, to trace the step with, from the loader that Lightning will use. The loader stays as
+it was.
+
+Lightning is handed the same loader later, so the user's hook that makes it is called once. (It is called again before a
+checkpoint is restored, since the loader may depend on that.) The batch comes from an iterator of its own, with the
+generators put back, so training sees the same samples in the same order, the first batch included.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_parallel.batch import batch_size, split
+from lightning_parallel.passes import first_pass
+from lightning_parallel.private.lightning.data import before_batch_transfer, loader_source, mode_of
+from lightning_parallel.results.logs import trial
+from lightning_parallel.seeding import TorchGenerators, host_generators_kept
+
+_FEW = 4  # samples
+
+STEPS = {
+    TrainerFn.FITTING: "training_step",
+    TrainerFn.VALIDATING: "validation_step",
+    TrainerFn.TESTING: "test_step",
+    TrainerFn.PREDICTING: "predict_step",
+}
+
+
+def first_step(trainer: pl.Trainer, module: pl.LightningModule, part: Callable[[Any], Any]) -> partial[Any]:
+    """The first step that the Trainer is going to run, bound to a batch on the module's present device. ``part`` gives
+    the part of the batch that a step gets.
+
+    Raises:
+        ValueError: there is no batch.
+    """
+    assert trainer.state.fn is not None
+    name = STEPS[trainer.state.fn]
+    step = getattr(module, name)
+    with TorchGenerators(trainer.strategy.root_device).kept(), host_generators_kept():
+        batch, one_after_another = _first_batch(trainer, name)
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = before_batch_transfer(module, batch)
+        batch = trainer.strategy.batch_to_device(batch, device=module.device)
+    indices = [0] if is_param_in_hook_signature(step, "batch_idx", min_args=2) else []
+    if one_after_another:
+        indices.append(0)  # dataloader_idx
+    return partial(first_pass(step), part(batch), *indices)
+
+
+def trial_of(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[], None]:
+    """A function that runs the first step on some samples. What a run changes in the module, the caller has to undo.
+
+    Raises:
+        RuntimeError: with manual optimization. There are no optimizers yet.
+    """
+    if not module.automatic_optimization:
+        raise RuntimeError("with manual optimization it can't be run ahead")
+    step = first_step(trainer, module, _few_samples)
+
+    def run() -> None:
+        with trial(trainer, module), as_in(trainer, module):
+            step()
+
+    return run
+
+
+def _few_samples(batch: Any) -> Any:
+    try:
+        size = batch_size(batch)
+    except ValueError:  # whatever it is, the step takes it
+        return batch
+    return split(batch, -(-size // _FEW))[0]
+
+
+@contextmanager
+def as_in(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
+    """Inside, the module's parts are in the mode in which Lightning will run them, in the Trainer's precision."""
+    precision = trainer.precision_plugin
+    contexts = {
+        TrainerFn.FITTING: precision.train_step_context,
+        TrainerFn.VALIDATING: precision.val_step_context,
+        TrainerFn.TESTING: precision.test_step_context,
+        TrainerFn.PREDICTING: precision.predict_step_context,
+    }
+    assert trainer.state.fn is not None
+    before = {part: part.training for part in module.modules()}
+    try:
+        if trainer.state.fn != TrainerFn.FITTING:
+            module.eval()
+        with contexts[trainer.state.fn]():
+            yield
+    finally:
+        for part, training in before.items():
+            part.training = training
+
+
+def _first_batch(trainer: pl.Trainer, step: str) -> tuple[Any, bool]:
+    """The first batch, and whether it is from one of several loaders, which are read one after another."""
+    source = loader_source(trainer)
+    loader = source.get()
+    # It gives each batch once: the first is put back. A CombinedLoader has an iterator's methods, too.
+    if isinstance(loader, Iterator) and not isinstance(loader, CombinedLoader):
+        first = next(loader, None)
+        loader = chain([first], loader)
+        source.hand_over(loader)
+        return first, False
+    if trainer.ckpt_path is None:  # otherwise the loader may depend on what the checkpoint restores
+        source.hand_over(loader)
+    if isinstance(loader, CombinedLoader):
+        combined = CombinedLoader(loader.iterables, mode_of(loader))
+    else:
+        combined = CombinedLoader(loader, "max_size_cycle" if step == "training_step" else "sequential")
+    combined.flattened = [_of_its_own(each) for each in combined.flattened]
+    states = [(g, g.get_state()) for each in combined.flattened for g in _generators(each)]
+    try:
+        batch, *_ = next(iter(combined))
+    except StopIteration:
+        raise ValueError(
+            f"The loader of {step} gives no batch. The model is divided by a look at {step}, for which one is needed."
+        ) from None
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+    return batch, len(combined.flattened) > 1 and mode_of(combined) == "sequential"
+
+
+def _of_its_own(loader: Any) -> Any:
+    """A loader over the same data that can be iterated without an effect on the given one. A worker opens what the
+    dataset opens when it is read, so later workers don't share it; of a stream that gives each sample once, a worker
+    reads its own copy."""
+    if not isinstance(loader, DataLoader):
+        return loader
+    own = copy.copy(loader)
+    stream = isinstance(loader.dataset, IterableDataset) and iter(loader.dataset) is iter(loader.dataset)
+    own.num_workers = 1 if loader.num_workers > 0 or stream else 0
+    own.prefetch_factor = 1 if own.num_workers else None
+    object.__setattr__(own, "persistent_workers", False)
+    return own
+
+
+def _generators(loader: Any) -> Iterator[torch.Generator]:
+    """The generators that a loader and its samplers draw from."""
+    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    for holder in (loader, sampler, batches, getattr(batches, "sampler", None)):
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator):
+            yield generator

@@ -1,0 +1,149 @@
+"""The dry run of the first step of a kind, which finds what crosses the cuts between stages.
+
+Before the first real step of each kind (training, the validation step of each loader, ...), every rank runs that step
+once on absent tensors (:func:`lightning_parallel.plan.survey.survey`). If it fails on one rank, all ranks raise.
+Otherwise all use what the last stage has found, since it alone runs the end of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+
+from lightning_parallel.absent.tensor import AbsentTensor
+from lightning_parallel.checkpoint.agreement import first_few
+from lightning_parallel.plan.flow import Flow, tensors_of
+from lightning_parallel.ranks.collectives import gather_objects, together
+from lightning_parallel.ranks.run import Run
+from lightning_parallel.results.last_stage import LastStage
+from lightning_parallel.results.log_joins import depends_on_layers
+from lightning_parallel.results.logs import logging_trial
+from lightning_parallel.set_up.stages import Stages
+
+# They normalise over samples, also those that keep no statistics.
+_OVER_SAMPLES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+MANY = 5  # this many tensors may cross a cut without a warning: a layer's output and a U-Net's skip connections
+
+
+class FirstLook:
+    """Sets on the stage the flow of the step that is about to run.
+
+    Args:
+        late: backwards read weights of their own versions.
+    """
+
+    def __init__(self, run: Run, stages: Stages, last_stage: LastStage, *, late: bool) -> None:
+        self._run, self._stages, self._last_stage = run, stages, last_stage
+        self._group = run.groups.along("pipeline")
+        self._late = late
+        self._flows: dict[str, Flow] = {}  # by the kind of step
+        self._known: dict[str, set[str]] = {}  # the names logged in it, of values that depend on no layer
+        self._warned = False
+
+    def follow(self, kind: str, step: Callable[[], Any], count: int = 1) -> Flow | None:
+        """Set what crosses the cuts in steps of this kind, before such a step runs.
+
+        Args:
+            kind: the name of the user's method first, then what else tells steps apart.
+            count: how often the step will be called for one batch.
+
+        Returns:
+            The flow; None if there is one stage and one call, as in one process.
+
+        Raises:
+            RuntimeError: on all ranks, if the step can't be run in stages.
+            ValueError: on all ranks, if layers change their parameters in a way that can't be as in one process.
+        """
+        if self._group.size() == 1 and count == 1:
+            return None
+        if kind not in self._flows:
+            layers = self._stages.fully_sharded
+            with layers.gathered() if layers is not None else nullcontext():  # else hooks would gather in the survey
+                flow = self._flows[kind] = self._agreed(lambda: self._look(kind, step))
+            parameters = {name for name, _ in self._run.module.named_parameters(remove_duplicate=False)}
+            of_parameters = {name: settles for name, settles in flow.own_updates.items() if name in parameters}
+            self._stages.refuse_own_updates(of_parameters, count, late=self._late)
+            self._warn_of_cargo(flow)
+            if count > 1:
+                advancing = {name for name, settles in flow.own_updates.items() if not settles} - parameters
+                self._warn_of_carried(flow, advancing, count)
+        self._stages.stage.flow = self._flows[kind]
+        return self._flows[kind]
+
+    def _look(self, kind: str, step: Callable[[], Any]) -> Flow:
+        flow, logged = self._surveyed(kind, step)
+        self._known[kind] = {
+            name for name, value in logged.items() if not (isinstance(value, AbsentTensor) and depends_on_layers(value))
+        }
+        return flow
+
+    def _surveyed(self, kind: str, step: Callable[[], Any]) -> tuple[Flow, dict[str, Any]]:
+        """What the dry run found, and what was logged until the step needed a value: from there on values are
+        guesses."""
+        counts: list[int] = []
+        with logging_trial(self._run.trainer, self._run.module) as logged, self._last_stage.alone(kind.split()[0]):
+
+            def counted() -> Any:
+                try:
+                    return step()
+                finally:
+                    counts.append(len(logged))
+
+            flow = self._stages.stage.survey(counted, logged)
+        return flow, {call["name"]: call["value"] for call in logged[: counts[0]]}
+
+    def known(self, kind: str) -> Container[str]:
+        """The names whose values in steps of this kind :meth:`logged` gives."""
+        # Where layers are gathered in a look, all replicas have to look.
+        return self._known.get(kind, ()) if self._stages.fully_sharded is None else ()
+
+    def logged(self, kind: str, step: Callable[[], Any]) -> dict[str, Any]:
+        """What a step logs, by name, in a dry run on this rank alone. Values that depend on layers are absent."""
+        return self._surveyed(kind, step)[1]
+
+    def _agreed(self, look: Callable[[], Flow]) -> Flow:
+        """The last stage's result, on all ranks. An error on one rank is raised on all, since none may wait for what
+        another won't send."""
+        views = gather_objects((self._stages.stage.index, together(self._group, look)), self._group)
+        return max(views, key=lambda view: view[0])[1]
+
+    def _warn_of_carried(self, flow: Flow, of_layers: Iterable[str], count: int) -> None:
+        parts = dict.fromkeys(name.rpartition(".")[0] for name in sorted(of_layers))
+        named = self._run.module.named_modules()
+        parts |= dict.fromkeys(name for name, part in named if isinstance(part, _OVER_SAMPLES) and part.training)
+        if parts:
+            kinds = [f"'{name}' is a {type(self._run.module.get_submodule(name)).__name__}" for name in parts]
+            rank_zero_warn(
+                f"{first_few(kinds)}: what such a layer computes depends on how often it runs, or on which samples run "
+                f"together. It runs on each of {count} microbatches, so the loss differs from that of one process. Use "
+                f"microbatches=1, or in the place of BatchNorm GroupNorm or LayerNorm."
+            )
+        if flow.carried:
+            rank_zero_warn(
+                f"training_step keeps and changes {first_few([repr(name) for name in sorted(flow.carried)])}. It is "
+                f"called for each of {count} microbatches, so they change {count} times a batch. Count batches in "
+                f"on_train_batch_start or on_train_batch_end."
+            )
+
+    def _warn_of_cargo(self, flow: Flow) -> None:
+        """Warn of a residual sum between layers: each stage computes it again, from all its terms, O(layers) of
+        them."""
+        places = self._stages.stage.partition.placement
+        chunk = flow.heaviest(places)
+        if chunk is None:
+            return
+        cargo = flow.out_of(chunk)
+        if self._warned or tensors_of(cargo) <= MANY:
+            return
+        self._warned = True
+        rank_zero_warn(
+            f"{tensors_of(cargo)} tensors cross the cut between stages {places[chunk]} and {places[chunk + 1]} for "
+            f"each microbatch, and their gradients come back: the outputs of "
+            f"{first_few([repr(item.module) for item in cargo])}. Later stages use them. If training_step or forward "
+            f"adds them up between the layers, as in `x = x + layer(x)`, move this into the layer's forward: then its "
+            f"output is all that crosses."
+        )

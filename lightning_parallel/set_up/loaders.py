@@ -1,0 +1,131 @@
+"""Data loaders: different replicas must get different samples, and the ranks of one replica the same ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from itertools import product
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_parallel.batch import fingerprint
+from lightning_parallel.checkpoint.random_state import random_state, restore_random_state
+from lightning_parallel.private.lightning.replaced import replaced
+from lightning_parallel.ranks.collectives import broadcast_object, guarded
+from lightning_parallel.ranks.layout import Layout
+from lightning_parallel.ranks.run import Run
+
+_DATA_HOOKS = ("setup", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+
+
+def data_hooks_inside(
+    owners: Sequence[pl.LightningModule | pl.LightningDataModule | None],
+    context: Callable[[], AbstractContextManager[None]],
+) -> Callable[[], None]:
+    """Have the owners' own hooks that set up data and make loaders run inside a context. Returns a function that ends
+    this."""
+    put_back = ExitStack()
+
+    def inside(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with context():
+            return hook(*args, **kwargs)
+
+    for owner, name in product(filter(None, owners), _DATA_HOOKS):
+        hook = getattr(owner, name)
+        if hook is not None:  # `module.val_dataloader = None` switches it off
+            put_back.callback(replaced(owner, name, partial(inside, hook)))
+    return put_back.close
+
+
+def prepare(dataloader: object, layout: Layout) -> object:
+    """A loader as this rank uses it, with its workers seeded by replica. If it gives all replicas the same samples, a
+    warning says so."""
+    if not isinstance(dataloader, DataLoader):
+        return dataloader
+    if layout.size("data") > 1:
+        warn_of_equal_shares(dataloader, layout.size("data"))
+    # Lightning seeds workers by global rank, which would give the stages of one replica different augmentations.
+    if int(os.environ.get("PL_SEED_WORKERS", 0)) and dataloader.worker_init_fn is None:
+        dataloader.worker_init_fn = partial(pl_worker_init_function, rank=layout.index("data"))
+    return dataloader
+
+
+def warn_of_equal_shares(dataloader: DataLoader[Any], replicas: int) -> None:
+    """Warn of a loader that doesn't divide its samples over the replicas, after Lightning has done what it can."""
+    if isinstance(dataloader.dataset, IterableDataset):
+        rank_zero_warn(
+            f"{type(dataloader.dataset).__name__} is an iterable dataset: each of the {replicas} replicas iterates it "
+            f"by itself. Unless it selects its samples by trainer.strategy.layout.index('data'), all replicas train "
+            f"on the same samples."
+        )
+    elif not _is_distributed(dataloader):
+        rank_zero_warn(
+            f"The sampler {type(dataloader.sampler).__name__} isn't distributed: all {replicas} replicas draw from all "
+            f"samples. Use DistributedSampler(dataset, **trainer.distributed_sampler_kwargs), or leave "
+            f"use_distributed_sampler=True."
+        )
+
+
+def _is_distributed(dataloader: DataLoader[Any]) -> bool:
+    samplers = (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None))
+    return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
+
+
+class SameBatches:
+    """Keeps the training batches of the ranks of one replica the same, which hold one copy of the model together.
+
+    Samplers and augmentations draw from the global generators, which the ranks have each their own of. Code that runs
+    on one rank only moves that rank's (``if trainer.is_global_zero: torch.randn(4)``), and stages that draw for their
+    own parameters move theirs apart. So before each epoch all ranks get those of the replica's first rank, global rank
+    0 among them, which has drawn what one process draws. Data that are different all the same would train nonsense:
+    they are looked for in the first batch, and in each epoch's batches 0, 1, 2, 4, 8, ...
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._has_checked = False
+        hook = partial(self._begin, run.module.on_train_epoch_start)
+        self._put_back = replaced(run.module, "on_train_epoch_start", hook)
+
+    def end(self) -> None:
+        """Give the module back its own hook."""
+        self._put_back()
+
+    def _begin(self, hook: Callable[[], None]) -> None:
+        hook()  # Lightning's last before the loaders draw
+        run, group = self._run, self._run.groups.model
+        if group.size() > 1:
+            restore_random_state(broadcast_object(random_state(), dist.get_global_rank(group, 0), group, run.device))
+
+    def check(self, batch: Any, index: int) -> None:
+        """Called with each training batch and its index in the epoch.
+
+        Raises:
+            RuntimeError: the ranks' batches differ, on all ranks.
+        """
+        # Within an epoch, a rank that may be ahead doesn't wait for the others.
+        due = index == 0 or (index.bit_count() == 1 and not self._run.ahead())
+        if self._run.groups.model.size() == 1 or (self._has_checked and not due):
+            return
+        self._has_checked = True
+        number = fingerprint(batch)
+        both = torch.tensor([number, -number], device=self._run.device)
+        guarded(dist.all_reduce, both, dist.ReduceOp.MAX, group=self._run.groups.model)
+        highest, lowest = both.tolist()
+        if highest != -lowest:
+            raise RuntimeError(
+                f"The ranks of one replica see different batches: their batches {index} differ. Every stage and every "
+                f"tensor rank must load the same samples in the same order: seed the sampler with "
+                f"`seed_everything(...)` or a generator of its own, or leave `use_distributed_sampler=True`. Code that "
+                f"runs on some ranks only (`if trainer.is_global_zero:`) mustn't draw from the generators that the "
+                f"data are drawn from."
+            )

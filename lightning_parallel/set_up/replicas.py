@@ -1,0 +1,119 @@
+"""Replicas of the model along the data axis: equal at the start, with gradients averaged in each batch.
+
+Each replica gets its share of every batch (samplers see to that). The gradients of a batch are averaged bucket by
+bucket, during the last backward of the batch (:mod:`lightning_parallel.gradients.averaging`). With accumulation, the
+averages of the batches are added up::
+
+    batch 0 (accumulates)    forward  backward + average
+    batch 1 (ends update)    forward  backward + average   step
+
+The asynchronous pipeline averages once an update, within the update's last backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_parallel.gradients.averaging import GradientAverager
+from lightning_parallel.gradients.swapping import Gradients, multiplied
+from lightning_parallel.losses.graph import Number
+from lightning_parallel.ranks.collectives import broadcast_tensors
+from lightning_parallel.ranks.local_model import LocalModel
+
+
+class Replicas:
+    """This rank's replica of the model, among the others. ``group`` are the ranks that hold the same part in their
+    replicas."""
+
+    def __init__(self, local: LocalModel, group: dist.ProcessGroup) -> None:
+        self._local = local
+        self._group = group
+        self._first = dist.get_global_rank(group, 0)
+        self._averager: GradientAverager | None = None
+        self._factor: Callable[[], Number] = lambda: 1.0
+        self._hooks: list[RemovableHandle] = []
+
+    @property
+    def averages(self) -> bool:
+        """Are gradients averaged?"""
+        return self._averager is not None
+
+    def copy_parameters(self) -> None:
+        """Copy the first replica's parameters and buffers. So a script needs no seed for its initial weights."""
+        broadcast_tensors(self._local.replicated.values(), self._first, self._group)
+        self.copy_buffers()
+
+    def copy_buffers(self) -> None:
+        """Copy the first replica's buffers. Batches leave different values there (BatchNorm's statistics); wherever
+        buffers are used or saved, the first replica's count."""
+        broadcast_tensors(self._local.buffers().values(), self._first, self._group)
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def begin(self, *, watch: bool, factor: Callable[[], Number] = lambda: 1.0) -> None:
+        """Begin training.
+
+        Args:
+            watch: put hooks on the parameters that notice their gradients. Otherwise :meth:`ready` is called.
+            factor: gives the number by which this replica's complete gradients are multiplied before they are averaged.
+        """
+        self._factor = factor
+        if self._group.size() == 1:
+            return
+        self._averager = GradientAverager(self._local.replicated, self._group, factor=factor)
+        if watch:
+            self._hooks = [
+                parameter.register_post_accumulate_grad_hook(partial(self._grown, name))
+                for name, parameter in self._local.replicated.items()
+                if parameter.requires_grad
+            ]
+
+    def _grown(self, name: str, parameter: nn.Parameter | Tensor) -> None:
+        assert parameter.grad is not None
+        self.ready(name, parameter.grad)
+
+    def begin_last_backward(self) -> None:
+        """Make the next backward the one that completes a batch's gradients: they are averaged while it runs."""
+        if self._averager is not None:
+            self._averager.begin()
+
+    @contextmanager
+    def completing(self, names: Collection[str] | None = None) -> Iterator[None]:
+        """Inside, a backward completes a batch's gradients of these parameters, by default of all."""
+        if self._averager is None:
+            yield
+            return
+        with self._averager.completing(self._local.replicated.keys() if names is None else names):
+            yield
+
+    @property
+    def in_last_backward(self) -> bool:
+        """Has an update's last backward begun? :meth:`ready` has to be called in it."""
+        return self._averager is not None and self._averager.begun
+
+    def ready(self, name: str, gradient: Tensor) -> None:
+        """Take a parameter's gradient that has grown. In a batch's last backward it is complete."""
+        if self._averager is not None:
+            self._averager.ready(name, gradient)
+
+    def averaged(self, gradients: Mapping[str, Tensor | None]) -> Gradients:
+        """The mean of complete gradients over the replicas, with their factors. All replicas call it. Gradients of
+        fully sharded parameters are means already."""
+        if self._averager is not None:
+            return {**gradients, **self._averager.finish(gradients)}
+        for name in self._local.replicated:
+            if (gradient := gradients.get(name)) is not None:
+                multiplied(gradient, self._factor())
+        return {**gradients}
+
+    def end(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._averager = [], None

@@ -1,0 +1,88 @@
+"""Splits batches into microbatches, as the settings say."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_parallel.batch import batch_size, sizes, split
+from lightning_parallel.set_up.options import StagedOptions
+
+_WAYS = (
+    "Give the strategy split=, a function of a batch and a number that returns at most so many batches; or use "
+    "microbatches=1"
+)
+
+
+class Splitting:
+    """Splits each batch of a run.
+
+    Args:
+        options: of the strategy.
+        automatic: the number for ``microbatches="auto"``, given a batch's size.
+
+    Attributes:
+        by_user: does the user's function split?
+    """
+
+    def __init__(self, options: StagedOptions, automatic: Callable[[int], int]) -> None:
+        self.by_user = options.split is not None
+        self._options, self._automatic = options, automatic
+        self._is_first_batch = True
+        self._whole = options.microbatches == 1
+
+    def parts(self, batch: Any) -> tuple[list[Any], list[int]]:
+        """The microbatches of a batch, and their sizes: the numbers of samples, as far as they can be told.
+
+        Raises:
+            ValueError: the batch can't be split as the settings want it.
+        """
+        first, self._is_first_batch = self._is_first_batch, False
+        wanted = self._options.microbatches
+        if self._options.split is not None:
+            count = self._automatic(sys.maxsize) if wanted == "auto" else wanted
+            parts = [*self._options.split(batch, count)]
+            if not 0 < len(parts) <= count:
+                raise ValueError(
+                    f"split= returned {len(parts)} parts of a batch for {count} microbatches: it has to return at "
+                    f"least one, and at most so many."
+                )
+            return parts, [_size(part) for part in parts]
+        if not self._whole:
+            try:
+                size = batch_size(batch)
+            except ValueError as error:
+                problem = f"microbatches={wanted!r}: {error} {_WAYS}."
+                if wanted != "auto" or not first:
+                    raise ValueError(problem) from None
+                self._whole = True
+                rank_zero_warn(f"{problem} Until then each batch is one microbatch, for which stages wait.")
+            else:
+                return self._equal_parts(batch, size, first)
+        return [batch], [_size(batch)]
+
+    def _equal_parts(self, batch: Any, size: int, first: bool) -> tuple[list[Any], list[int]]:
+        wanted = self._options.microbatches
+        count = self._automatic(size) if wanted == "auto" else wanted
+        if first and count > size:
+            raise ValueError(
+                f"microbatches={wanted}, but the first batch has only {size} samples: use at most {size} "
+                f"microbatches, or a larger batch_size in the DataLoader."
+            )
+        count = min(count, size)  # the last batch of an epoch may be smaller
+        return split(batch, count), sizes(size, count)
+
+
+def _size(batch: Any) -> int:
+    try:
+        return batch_size(batch)
+    except ValueError:
+        pass
+    try:
+        return extract_batch_size(batch)  # as Lightning weighs what one process logs
+    except Exception:  # it finds none
+        return 1

@@ -1,0 +1,80 @@
+"""Runs a module's own hooks around a training step in the trace of that step: a mean teacher is often updated in
+one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_parallel.absent.origins import parameter_of
+from lightning_parallel.absent.tensor import AbsentValueError
+from lightning_parallel.plan.partition import Partition
+
+
+class StepHooks:
+    """Runs each of the module's own hooks once, given what the step returned. Inside, only numbers and texts of the
+    Trainer can be read; a hook that needs more is broken off. ``step`` is bound to a batch."""
+
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, step: partial[Any]) -> None:
+        self._trainer, self._module = trainer, module
+        self._batch = step.args[0]
+        self._asked: dict[str, str] = {}  # parameters and buffers whose values a hook has asked for, with the hook
+
+    def __call__(self, output: Any) -> None:
+        options: dict[str, float] = defaultdict(lambda: 1.0)  # the learning rate, and so on
+        optimizer = SimpleNamespace(step=lambda *args, **kwargs: None, param_groups=[options], state={})
+        outputs = output if isinstance(output, Mapping) else {"loss": output}  # as Lightning passes it
+        arguments: dict[str, tuple[Any, ...]] = {
+            "on_train_batch_start": (self._batch, 0),
+            "optimizer_step": (0, 0, optimizer, lambda: None),
+            "on_before_zero_grad": (optimizer,),
+            "on_train_batch_end": (outputs, self._batch, 0),
+        }
+        self._module.trainer = _Numbers(self._trainer)  # type: ignore[assignment]
+        try:
+            for name, given in arguments.items():
+                if is_overridden(name, self._module):
+                    self._run(name, given)
+        finally:
+            self._module.trainer = self._trainer
+
+    def _run(self, name: str, arguments: tuple[Any, ...]) -> None:
+        try:
+            getattr(self._module, name)(*arguments)
+        except AbsentValueError as error:
+            self._asked |= {found: name for origin in error.origins if (found := parameter_of(origin)) is not None}
+        except Exception:  # any: what it needs isn't there yet. The run will tell
+            pass
+
+    def check(self, partition: Partition, stage: int) -> None:
+        """Check that this rank can run the hooks.
+
+        Raises:
+            ValueError: one asks for the value of a parameter that another stage holds.
+        """
+        for parameter, hook in self._asked.items():
+            holders = partition.holders_of(parameter)
+            if stage not in holders:
+                raise ValueError(
+                    f"{hook} asks for the value of '{parameter}', which only stage {holders[0]} has, but it runs on "
+                    f"all stages. Compute it in training_step, or use a strategy without stages."
+                )
+
+
+class _Numbers:
+    """Gives a Trainer's numbers and texts, such as ``global_step``, and nothing else."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._trainer, name)
+        if value is None or isinstance(value, int | float | str):
+            return value
+        raise RuntimeError(f"trainer.{name} can't be used in the dry run of the first step.")

@@ -1,0 +1,203 @@
+"""Layers divided over the tensor axis: what strategies with such an axis do besides running the layers.
+
+The layers that the plan names are replaced by this rank's shards before optimizers are made. From then on the ranks of
+a tensor group compute one model together: they must see the same batch, and compute the same loss. In the first update,
+the batch is compared between ranks, then the loss (:mod:`lightning_parallel.checks.first_losses`), then the gradients
+of parameters that the plan leaves whole. Otherwise an incomplete plan would train wrongly without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from lightning_parallel.checks.first_losses import FirstLosses
+from lightning_parallel.disk_offload import DiskOffload
+from lightning_parallel.gradients.summing import summed_over
+from lightning_parallel.gradients.swapping import Gradients
+from lightning_parallel.ranks.collectives import broadcast_object, broadcast_tensors, guarded, together
+from lightning_parallel.ranks.local_model import LocalModel, local_part
+from lightning_parallel.ranks.shard import Shard
+from lightning_parallel.ranks.writes import Writes
+from lightning_parallel.tensor.plan import MakeRun, find_plan
+from lightning_parallel.tensor.region import ShardedRegion
+from lightning_parallel.tensor.sharding import Sharding, shard_module
+from lightning_parallel.tensor.style import Plan
+
+T = TypeVar("T")
+
+_TOLERANCE = 1e-2  # of norms: rounding differs by far less, a forgotten sum by far more
+
+
+class TensorShards:
+    """This rank's shards of a module's layers.
+
+    Args:
+        plan: which layers are divided, and how; ``"none"`` for none, None for the module's own plan.
+        sequence_parallel: divide activations between the layers along the sequence.
+        disk_offload: the files in which the module's large tensors may lie.
+    """
+
+    def __init__(self, plan: Plan | Literal["none"] | None, sequence_parallel: bool, disk_offload: DiskOffload) -> None:
+        self._plan = plan
+        self._sequence_parallel = sequence_parallel
+        self._disk_offload = disk_offload
+        self._divided: nn.Module | None = None
+        self._sharding = Sharding({}, ())
+        self._region: ShardedRegion | None = None
+        self._unchecked = False  # until the gradients of the first update have been compared
+        self._local: LocalModel | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._losses: FirstLosses | None = None
+        self._writes: Writes | None = None
+
+    def divide(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device, make_run: MakeRun) -> None:
+        """Replace the layers that the plan names by this rank's shards, once for a module. All ranks of the world call
+        it. ``make_run`` makes a function that runs the first step, to find a plan by where none is known.
+
+        Raises:
+            ValueError: there is no plan, or it doesn't fit.
+        """
+        if self._divided is module or group.size() == 1:
+            return
+        world = dist.group.WORLD
+        assert world is not None, "the ranks have met"
+        with self._disk_offload:
+            plan = together(
+                world,
+                lambda: find_plan(
+                    module,
+                    self._plan,
+                    group.size(),
+                    announce=rank_zero_info,
+                    make_run=make_run,
+                    agreed=lambda found: broadcast_object(found, 0, world, device),  # replicas try batches of their own
+                ),
+            )
+        self._region = ShardedRegion(group.rank(), device)
+        with self._disk_offload.reading():  # shards are what stays
+            self._sharding = shard_module(
+                module, plan, group, sequence_parallel=self._sequence_parallel, region=self._region
+            )
+        self._divided = module
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """How the divided parameters were cut, by name."""
+        return self._sharding.shards
+
+    def begin(self, local: LocalModel, group: dist.ProcessGroup, *, automatic: bool = True) -> None:
+        """Make parameters and buffers that are whole on every tensor rank equal, at the start of a run. If not
+        ``automatic``, steps run the optimizer themselves."""
+        self._local, self._group = local, group
+        self._unchecked = group.size() > 1
+        self._losses = FirstLosses(self._divided, list(self.shards), group) if self._divided is not None else None
+        self._writes = Writes(_of_parts, group) if group.size() > 1 and automatic else None
+        whole = [local_part(parameter) for name, parameter in local.parameters.items() if name not in self.shards]
+        broadcast_tensors((*whole, *local.buffers().values()), dist.get_global_rank(group, 0), group)
+
+    def run(self, step: Callable[[], T], kind: str | None) -> T:
+        """Run a step of a kind (its name; None for a dry run on absent tensors). Afterwards the tensor ranks draw the
+        same random numbers again, even if the step raised.
+
+        Raises:
+            RuntimeError: on all ranks of the group, if they come to different losses in the first step of this kind.
+        """
+        trained = self._trained() if kind == "training_step" else {}
+        if self._writes is not None:
+            self._writes.begin(trained)
+        try:
+            return step() if self._losses is None or kind is None else self._losses.run(kind, step)
+        finally:
+            if self._writes is not None:
+                self._writes.end(trained.items())
+            if self._region is not None:
+                self._region.leave()
+
+    def _trained(self) -> dict[str, Tensor]:
+        """This rank's parts of parameters, without a mean teacher's, which follow the student's element by element."""
+        parameters = {} if self._local is None else self._local.parameters
+        return {name: local_part(p) for name, p in parameters.items() if name in self.shards and p.requires_grad}
+
+    def counts(self, name: str) -> bool:
+        """Does this rank's copy of a parameter enter a norm over the tensor group?"""
+        assert self._group is not None
+        return name in self.shards or self._group.rank() == 0
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_first_update(self) -> bool:
+        """Is this the first update, in which gradients are compared?"""
+        return self._unchecked
+
+    def end_step(self) -> None:
+        """End a step that ran backwards itself."""
+        self._unchecked = False
+        if self._region is not None:
+            self._region.close()
+
+    def completed(self, gradients: Gradients, *, more_follow: bool = False) -> Gradients:
+        """An update's gradients, where partial ones are summed over the tensor group. A collective.
+
+        Args:
+            gradients: this rank's gradients by name, with the same names on all ranks of the group.
+            more_follow: other backwards of the step may follow, until :meth:`end_step` is called.
+
+        Raises:
+            RuntimeError: in the first update, if ranks have different gradients of what they hold whole.
+            ValueError: in the first updates, if the step has changed divided parameters itself.
+        """
+        assert self._local is not None and self._group is not None
+        if self._writes is not None:
+            self._writes.check()
+        if self._region is not None and not more_follow:
+            self._region.close()
+        partial = [name for name in self._sharding.partial if name in gradients]
+        gradients = {**gradients, **summed_over(self._group, partial, self._local.parameters, gradients)}
+        if self._unchecked:
+            self._unchecked = more_follow
+            self._check_whole(gradients)
+        return gradients
+
+    def _check_whole(self, gradients: Gradients) -> None:
+        whole = [name for name in gradients if name not in self.shards]
+        if not whole:
+            return
+        assert self._local is not None and self._group is not None
+        device = self._local.parameters[whole[0]].device
+        own = torch.stack([_fingerprint(gradients[name]) for name in whole]).to(device)  # [names, 2]
+        first = own.clone()
+        guarded(dist.broadcast, first, dist.get_global_rank(self._group, 0), self._group)
+        apart = (own - first).abs().amax(1) > _TOLERANCE * torch.maximum(own[:, 0], first[:, 0])
+        votes = apart.to(torch.int32)
+        guarded(dist.all_reduce, votes, dist.ReduceOp.MAX, group=self._group)
+        differing = [name for name, vote in zip(whole, votes.tolist(), strict=True) if vote]
+        if differing:
+            raise RuntimeError(
+                f"'{differing[0]}' is whole on every tensor rank, but its gradient differs between them"
+                + (f" (so do {len(differing) - 1} others, such as '{differing[1]}')" if len(differing) > 1 else "")
+                + ". If it works on shards, give its module the style 'sum_gradient' in the plan. Otherwise the ranks "
+                "come to different losses: by random numbers of their own, or by gathered outputs that differ."
+            )
+
+
+def _of_parts(name: str) -> str:
+    return (
+        f"training_step changes '{name}' in place, which is divided over tensor ranks: each would do so by its own "
+        f"part alone, as in a norm of that part. Compute with another tensor inside the layer, or leave the layer out "
+        f"of the plan, so that it is whole."
+    )
+
+
+def _fingerprint(gradient: Tensor | None) -> Tensor:
+    """Two numbers of similar size that differ where gradients do: the norm, and a scaled sum."""
+    if gradient is None:
+        return torch.zeros(2, dtype=torch.float64)
+    values = local_part(gradient).double().flatten()
+    return torch.stack([values.norm(), values.sum() / max(1, values.numel()) ** 0.5])

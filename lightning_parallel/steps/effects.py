@@ -1,0 +1,150 @@
+"""Refuses what ``training_step`` does to the whole run, since it is called for each microbatch of a batch, and only the
+last stage runs its end::
+
+    group["lr"] *= 0.5                                 refused, as is a scheduler's step
+    self.log("loss", loss)
+    self.trainer.callback_metrics["loss"]              refused: it is logged when all microbatches have run
+    if loss < 0.1: self.trainer.should_stop = True     warned of, where microbatches disagree
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import zip_longest
+from typing import Any, NoReturn
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_parallel.private.lightning.metrics import metric_places, replace_metric_places
+from lightning_parallel.private.torch import version_of
+from lightning_parallel.ranks.run import Run
+from lightning_parallel.results.late_values import LateMetrics
+from lightning_parallel.results.logs import log_arguments, logging_through
+
+
+class StepEffects:
+    """Watches the steps of a run on the last stage, which alone runs all of them. Metrics and ``self.log`` are replaced
+    once a batch, since this takes longer than a short step."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._found: RuntimeError | None = None
+        self._is_watching = False
+        self._logged: set[str] = set()  # the names that the step has logged
+        self._stops: list[bool] = []  # of the batch's microbatches: did the step set `should_stop`?
+
+    @contextmanager
+    def watching(self, log: Callable[..., None]) -> Iterator[None]:
+        """A context for the steps of a batch, which log through ``log``."""
+        trainer, stop = self._run.trainer, self._run.trainer.should_stop
+        places = metric_places(trainer)
+
+        def note(*args: Any, **kwargs: Any) -> None:
+            call = log_arguments(*args, **kwargs)
+            if call["on_step"] is not False:  # else it is a metric at the epoch's end only, as in one process
+                self._logged.update((call["name"], f"{call['name']}_step"))
+            log(*args, **kwargs)
+
+        replace_metric_places(trainer, self._guarded)
+        self._is_watching = True
+        try:
+            with logging_through(self._run.module, note):
+                yield
+        finally:
+            self._is_watching = False
+            before = iter(places)
+            replace_metric_places(trainer, lambda _: next(before))
+            trainer.should_stop |= stop
+
+    def run(self, step: Callable[[], Any]) -> Any:
+        """Run a step of the batch.
+
+        Raises:
+            RuntimeError: it has set an option of an optimizer, stepped a scheduler, or read a metric that it has
+                logged.
+        """
+        trainer = self._run.trainer
+        stop, trainer.should_stop = trainer.should_stop, False
+        try:
+            result = self._checked(step)
+            self._stops.append(trainer.should_stop)
+        finally:
+            trainer.should_stop |= stop
+        return result
+
+    def look(self, step: Callable[[], Any]) -> Any:
+        """Run a step that doesn't count, outside of a batch or within one."""
+        with nullcontext() if self._is_watching else self.watching(self._run.module.log):
+            return self._checked(step)
+
+    def _checked(self, step: Callable[[], Any]) -> Any:
+        self._logged.clear()
+        options = _options(self._run.trainer)
+        try:
+            return step()
+        finally:  # a look ends where the step needs a value
+            none: dict[str, Any] = {}
+            for before, now in zip_longest(options, _options(self._run.trainer), fillvalue=none):
+                for name, value in now.items():
+                    if not _is_same(value, before.get(name)):
+                        self._refuse(f"changes {name!r} of {now[_KIND]}", "on_train_batch_start or on_train_batch_end")
+
+    def _guarded(self, metrics: dict[str, Any]) -> LateMetrics:
+        guard = LateMetrics(metrics)
+        guard.update_first = self._refuse_read
+        return guard
+
+    def _refuse_read(self, *keys: Any) -> None:
+        if self._logged.intersection(keys) if keys else self._logged:
+            name = keys[0] if keys else min(self._logged)
+            self._refuse(f"reads the metric {name!r} of the Trainer, which it has just logged", "on_train_batch_end")
+
+    def _refuse(self, what: str, instead: str) -> NoReturn:
+        self._found = RuntimeError(
+            f"training_step {what}. It is called for each microbatch of a batch, and only the last stage runs its end. "
+            f"Do this in {instead}."
+        )
+        raise self._found
+
+    def check(self) -> None:
+        """Raise what a look has found, where errors of the step don't count."""
+        if self._found is not None:
+            raise self._found
+
+    def end_batch(self) -> None:
+        """Warn if some microbatches of a batch have asked for the end, and others haven't."""
+        stops, self._stops = self._stops, []
+        if len({*stops}) > 1:
+            rank_zero_warn(
+                "training_step has set trainer.should_stop in some microbatches of a batch, and not in others, so the "
+                "run ends. The loss of the whole batch might decide otherwise: look at it in on_train_batch_end."
+            )
+
+
+_KIND = "class"
+
+
+def _options(trainer: pl.Trainer) -> list[dict[str, Any]]:
+    """What schedulers, then groups of optimizers' parameters have. A tensor isn't read, since a GPU would be waited
+    for: its version tells whether it has changed."""
+    found: list[dict[str, Any]] = []
+    for config in trainer.lr_scheduler_configs:
+        scheduler = config.scheduler
+        found.append({_KIND: type(scheduler).__name__, "last_epoch": getattr(scheduler, "last_epoch", None)})
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            tensors = {name: (value, version_of(value)) for name, value in group.items() if isinstance(value, Tensor)}
+            found.append({**group, **tensors, _KIND: type(optimizer).__name__})
+    return found
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    if now is before:
+        return True
+    if isinstance(now, tuple) and isinstance(before, tuple) and len(now) == len(before):
+        return all(map(_is_same, now, before))
+    plain = isinstance(now, int | float | str)
+    return plain and bool(now == before)

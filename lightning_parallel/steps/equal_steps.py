@@ -1,0 +1,71 @@
+"""Gives all fully sharded replicas the same number of prediction steps, though some have fewer batches.
+
+Lightning deals out the samples of ``trainer.predict`` without repeating any, so a replica may have one batch less than
+another. But a replica can gather its layers only together with the others::
+
+    replica 0    batch 0 | batch 1 | batch 2
+    replica 1    batch 0 | batch 1 | batch 1 again, without an effect
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_parallel.ranks.collectives import guarded
+from lightning_parallel.ranks.run import Run
+from lightning_parallel.seeding import TorchGenerators, host_generators_kept
+from lightning_parallel.tracing.snapshot import StateKept
+
+T = TypeVar("T")
+
+
+class EqualSteps:
+    """The prediction steps of this replica. All replicas make one before they predict: the Trainer's loop knows by then
+    how many batches each loader has.
+
+    Raises:
+        ValueError: on all ranks, if a replica has no batch of a loader of which others have some, or the step takes its
+            batches itself.
+    """
+
+    def __init__(self, run: Run) -> None:
+        if is_param_in_hook_signature(run.module.predict_step, "dataloader_iter", explicit=True):
+            raise ValueError(
+                "predict_step(dataloader_iter): fully sharded replicas have to take as many steps each, so they take "
+                "predict_step(batch, batch_idx)."
+            )
+        self._module = run.module
+        self._generators = TorchGenerators(run.device)
+        own = [float(count) for count in run.trainer.predict_loop.max_batches]  # infinite where a loader doesn't know
+        extremes = torch.tensor([*own, *(-count for count in own)], dtype=torch.float64, device=run.device)
+        guarded(dist.all_reduce, extremes, dist.ReduceOp.MAX, group=run.groups.along("data"))
+        most, least = extremes[: len(own)].tolist(), (-extremes[len(own) :]).tolist()
+        for loader, (high, low) in enumerate(zip(most, least, strict=True)):
+            if low == 0 < high:
+                raise ValueError(
+                    f"Loader {loader} of trainer.predict has a batch for some of the fully sharded replicas and none "
+                    f"for others, but they gather layers together. Use fewer replicas, or smaller batches."
+                )
+        # For each loader with batches: how many are left, and how many steps are missing then.
+        self._loaders = [
+            [count, high - count if math.isfinite(high) else 0.0]
+            for count, high in zip(own, most, strict=True)
+            if count > 0
+        ]
+
+    def run(self, step: Callable[[], T]) -> T:
+        """Run the step on a batch. On a loader's last batch, run it as often as other replicas still have batches."""
+        output = step()
+        self._loaders[0][0] -= 1
+        if self._loaders[0][0] == 0:
+            _, missing = self._loaders.pop(0)
+            for _ in range(int(missing)):
+                with StateKept(self._module, parameters=False), self._generators.kept(), host_generators_kept():
+                    step()
+        return output

@@ -1,0 +1,170 @@
+"""Weights the losses of microbatches: by what each averages over, or by ``microbatch_weight``.
+
+The rule is tried on the last stage, where losses are (``loss_pairs.py``). What can't be right is warned of once, by the
+lines that divide the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_parallel.checkpoint.agreement import first_few
+from lightning_parallel.losses.normaliser import BatchLoss, Rule
+from lightning_parallel.losses.trial import Findings
+from lightning_parallel.pipeline.chunk import Trial
+from lightning_parallel.ranks.run import Run
+from lightning_parallel.results.last_stage import LastStage
+from lightning_parallel.steps.loss_pairs import LossPairs, Step
+
+_UNTRIED = 3  # batches without a trial that has shown anything are warned of
+
+
+class LossMeans:
+    """The losses of batches.
+
+    Args:
+        wanted: the setting ``microbatch_weight``.
+        last_stage: in whose name steps run that don't count.
+        known: gives the names whose value for the whole batch is known without the layers.
+        by_user: the user's function splits batches. It can't put two microbatches together.
+
+    Attributes:
+        logs: rules for what steps log, by name, as far as they are known.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        wanted: Callable[[Any], float] | None,
+        last_stage: LastStage,
+        known: Callable[[], Container[str]],
+        *,
+        by_user: bool,
+    ) -> None:
+        self._run, self._wanted, self._known, self._by_user = run, wanted, known, by_user
+        self._pairs = LossPairs(run, last_stage, self._take)
+        self._warned: set[str] = set()
+        self._is_first_batch = True
+        self._rule = Rule.COUNTS
+        self._rules = frozenset(Rule)  # of which it is one
+        self._rules_of_logs: dict[str, frozenset[Rule]] = {}
+        self._differs: bool | Tensor = False  # did the last batch's terms?
+        self._fixed: frozenset[str] = frozenset()
+        self._lines: Sequence[str] = ()
+        self.logs: dict[str, Rule | None] = {}
+
+    def of(self, parts: Sequence[Any], sizes: Sequence[int]) -> BatchLoss:
+        """The loss of a batch.
+
+        Args:
+            parts: the batch's microbatches.
+
+        Raises:
+            ValueError: ``microbatch_weight`` returned something else than a number of at least 0.
+        """
+        first, self._is_first_batch = self._is_first_batch, False
+        batches = self._run.trainer.accumulate_grad_batches
+        if len(parts) == 1:
+            return BatchLoss(sizes, batches=batches)
+        if self._wanted is None:
+            return BatchLoss(sizes, self._rule, batches=batches)
+        # In the first batch on all stages, so that an error is raised on all.
+        given = self._by_function(self._wanted, parts) if first or self._run.layout.is_last_stage else None
+        return BatchLoss(sizes, given=given, batches=batches)
+
+    def trial(self, step: Step, batch: Any, sizes: Sequence[int], place: int, batch_loss: BatchLoss) -> Trial | None:
+        """What a microbatch is tried with (:meth:`.LossPairs.trial`)."""
+        known = len(sizes) == 1 or self._wanted is not None or "loss" in self._warned
+        if known or self._by_user or not self._run.layout.is_last_stage:
+            return None
+        return self._pairs.trial(step, batch, sizes, place, batch_loss)
+
+    def check(self, loss: BatchLoss) -> None:
+        """All microbatches of a batch have run: warn if no weights suit its loss. A GPU's answer is read in the next
+        batch, when it has come."""
+        answer, self._differs = self._differs, loss.differs(self._fixed) if "loss" not in self._warned else False
+        if bool(answer) or (isinstance(self._differs, bool) and self._differs):
+            self._warn_of_loss("has several terms, which average over numbers whose ratio differs between microbatches")
+        if len(loss.sizes) == 1 or self._wanted is not None:
+            return
+        self._pairs.end_batch()
+        if self._pairs.batches == _UNTRIED and not self._pairs.has_tried:
+            two = "split= makes them" if self._by_user else "training_step fails on two as one, or draws random numbers"
+            self._warn(
+                "untried",
+                f"It could not be tried whether the loss of a batch follows from those of its microbatches: {two}. "
+                "The losses are combined by what each averages over. "
+                "This is right for means over samples, labels or masks. "
+                "If samples are compared with each other, use microbatches=1.",
+            )
+
+    def _take(self, found: Findings, batch_loss: BatchLoss) -> bool:
+        self._fixed |= found.fixed
+        self._lines = found.lines or self._lines
+        self._rules &= found.rules
+        if self._rules:
+            self._rule = next(rule for rule in Rule if rule in self._rules)
+        else:
+            self._rules = frozenset(Rule)
+            self._warn_of_loss(
+                "is neither a mean over samples, nor over a number that adds up over microbatches, nor a sum: samples "
+                "may be compared with each other, several terms may average over different numbers, or the mean is "
+                "rooted or smoothed"
+            )
+        for name, rules in found.logs.items():
+            rules = self._rules_of_logs[name] = self._rules_of_logs.get(name, frozenset(Rule)) & rules
+            first = Rule.SAMPLES if Rule.SAMPLES in rules else Rule.COUNTS
+            self.logs[name] = next((rule for rule in (first, *Rule) if rule in rules), None)
+        self.logs |= dict.fromkeys(found.losses & found.logs.keys(), self._rule)
+        wrong = [name for name, rule in self.logs.items() if rule is None and name not in self._known()]
+        if wrong:
+            self._warn(
+                "logs",
+                f"What is logged as {first_few([repr(name) for name in wrong])} is the mean over microbatches, which "
+                f"differs from its value for the whole batch. Log an object of torchmetrics, or use microbatches=1.",
+            )
+        if found.left:
+            self._warn(
+                "left",
+                f"training_step is called for each microbatch, and leaves other values in "
+                f"{first_few([repr(name) for name in sorted(found.left)])} than for the whole batch, such as a maximum "
+                f"or a list of numbers of microbatches. Pass what each sample has, use self.log, or use "
+                f"microbatches=1.",
+            )
+        batch_loss.change(self._rule)
+        return len(self._rules) > 1
+
+    # -- settings and warnings -------------------------------------------------------------------------------------
+
+    def _by_function(self, function: Callable[[Any], float], parts: Sequence[Any]) -> list[float]:
+        weights = []
+        for part in parts:
+            weight = function(part)
+            scalar = isinstance(weight, Tensor) and weight.numel() == 1
+            number = float(weight) if scalar or isinstance(weight, int | float) else math.nan
+            if not 0 <= number < math.inf:
+                raise ValueError(
+                    f"microbatch_weight returned {weight!r}: it has to return what the loss of a microbatch averages "
+                    f"over, a number of at least 0."
+                )
+            weights.append(number)
+        return weights if any(weights) else [1.0] * len(weights)  # all 0: the loss is 0 / 0, as in one process
+
+    def _warn_of_loss(self, problem: str) -> None:
+        self._warn(
+            "loss",
+            f"The loss of a batch can't be put together from those of its microbatches. It is computed at "
+            f"{first_few(self._lines) if self._lines else 'the end of training_step'}, and {problem}. So the loss and "
+            f"its gradients differ from those of one process. Use microbatches=1, or give the strategy "
+            f"microbatch_weight, a function of a batch that returns what its loss averages over.",
+        )
+
+    def _warn(self, key: str, words: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            rank_zero_warn(words)

@@ -1,0 +1,187 @@
+"""Turns a batch into the work of its microbatches, and their outputs into the output of the whole batch.
+
+::
+
+    batch of 10 samples, microbatches=4    sizes 3, 3, 2, 2    weights of the losses 0.3, 0.3, 0.2, 0.2
+
+``loss_means.py`` has what is weighted otherwise: losses that average over labels, for example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch import Tensor
+
+from lightning_parallel.batch import join_outputs
+from lightning_parallel.checks.batch_watch import BatchWatch
+from lightning_parallel.losses.normaliser import BatchLoss
+from lightning_parallel.pipeline.chunk import Microbatch
+from lightning_parallel.pipeline.stage import Stage
+from lightning_parallel.ranks.collectives import together
+from lightning_parallel.ranks.run import Run
+from lightning_parallel.results.last_stage import LastStage
+from lightning_parallel.results.log_joins import LogJoins
+from lightning_parallel.results.logs import LogRecorder, logging_through
+from lightning_parallel.seeding import mix, seed_host_generators
+from lightning_parallel.set_up.first_look import FirstLook
+from lightning_parallel.set_up.splitting import Splitting
+from lightning_parallel.set_up.tensor_shards import TensorShards
+from lightning_parallel.steps.earlier_chunks import EarlierChunks
+from lightning_parallel.steps.effects import StepEffects
+from lightning_parallel.steps.loss_means import LossMeans
+from lightning_parallel.steps.once_a_batch import OnceABatch
+from lightning_parallel.steps.sample_mixing import SampleMixing
+
+
+class Microbatches:
+    """Splits batches into microbatches, and joins what these return.
+
+    Args:
+        splitting: makes them.
+        shards: whose region a step leaves at its end.
+        earlier: drops what runs for earlier chunks log.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        splitting: Splitting,
+        *,
+        shards: TensorShards,
+        look: FirstLook,
+        means: LossMeans,
+        last_stage: LastStage,
+        earlier: EarlierChunks,
+        stage: Stage,
+    ) -> None:
+        self._run, self._splitting = run, splitting
+        self._shards, self._earlier, self._stage = shards, earlier, stage
+        self._look, self._means, self._last_stage = look, means, last_stage
+        self._watch = BatchWatch()
+        self._joins = LogJoins()
+        self._effects = StepEffects(run)
+        self._mixing = SampleMixing(run, last_stage, stage.partition)
+        self.once = OnceABatch(run.module)
+        self.count = 0
+        self._is_watched = False  # in the last batch, did this stage end steps that aren't called as in one process?
+        self._is_first_batch = True
+
+    def of(
+        self, arguments: tuple[Any, ...], recorder: LogRecorder, *, scale: float = 1.0, first: int = 0
+    ) -> tuple[dict[int, Microbatch], BatchLoss]:
+        """The work of a batch.
+
+        Args:
+            arguments: of ``training_step``, the batch first.
+            scale: a factor of the gradients, besides those of the loss.
+
+        Returns:
+            The work by microbatch number, and the batch's loss.
+
+        Raises:
+            ValueError: the batch can't be split like this.
+        """
+        batch, *rest = arguments
+        parts, counts = self._splitting.parts(batch)
+        self.count = len(parts)
+        self._is_watched = self._run.layout.is_last_stage and not self._run.layout.stages == self.count == 1
+        # Numbered through the whole run, so a resumed run draws the same random numbers.
+        number = self._run.trainer.fit_loop.total_batch_idx
+        work: dict[int, Microbatch] = {}
+        loss = self._means.of(parts, counts)
+        tries_mixing = self._is_first_batch and not self._splitting.by_user
+
+        def step(part: Any, seed: int, size: int, kind: str | None) -> Callable[[], Any]:
+            return partial(self._step, (part, *rest), recorder, size, seed, kind)
+
+        for k, part in enumerate(parts):
+            seed = mix(self._run.seed, self._run.layout.index("data"), number, k)
+            again = partial(step, seed=seed, size=counts[k], kind=None)
+            work[first + k] = Microbatch(
+                step=step(part, seed, counts[k], "training_step"),
+                scale=scale,
+                loss=loss,
+                place=k,
+                seed=seed,
+                ends_batch=k == len(parts) - 1,
+                trial=self._means.trial(again, batch, counts, k, loss),
+                mixing=self._mixing.trial(again, batch, counts, k) if tries_mixing else None,
+            )
+        trace = step(parts[0], work[first].seed, counts[0], None)
+        flow = self._look.follow("training_step", trace, len(counts))
+        self._watch.check("training_step", self._stage.partition)
+        if self._is_first_batch:
+            together(None, self._effects.check)
+        self.once.follow(() if flow is None else flow.updated, len(counts) * len(self._stage.chunks))
+        self._is_first_batch = False
+        if self.once.names:  # a trial would change them once more, before the backward
+            work = {k: replace(each, trial=None, mixing=None) for k, each in work.items()}
+        whole = partial(self._look.logged, "training_step", step(batch, mix(self._run.seed, number), sum(counts), None))
+        recorder.tell(self._joins, whole, self._look.known("training_step"))
+        return work, loss
+
+    def _step(self, arguments: tuple[Any, ...], recorder: LogRecorder, size: int, seed: int, kind: str | None) -> Any:
+        """The user's step on one microbatch; ``kind=None`` for a look at it."""
+        recorder.weight = size
+        seed_host_generators(seed)
+        step, watched = self._run.module.training_step, self._is_watched
+        with self._run.precision.train_step_context():
+            if kind is None:
+                look = partial(self._watch.look, step, *arguments)
+                return self._effects.look(look) if watched else look()
+            with self.once.run():
+                run = partial(self._shards.run, partial(self._earlier.run, step, *arguments), kind)
+                return self._effects.run(run) if watched else run()
+
+    @contextmanager
+    def recorded(self, recorder: LogRecorder) -> Iterator[None]:
+        """Around the engine's run: the recorder keeps what steps log on the last stage. It is dropped on the others."""
+        log: AbstractContextManager[None] = nullcontext()
+        if self._is_watched:
+            log = self._effects.watching(recorder.log)
+        elif self._run.layout.is_last_stage:
+            log = logging_through(self._run.module, recorder.log)
+        with log, self._last_stage.apart("training_step"):
+            yield
+
+    def joined(self, outputs: list[Any], loss: BatchLoss, recorder: LogRecorder) -> Any:
+        """On the last stage: log what the batch would have logged, and return what its step would have returned,
+        detached."""
+        self._effects.end_batch()
+        self._means.check(loss)
+        recorder.replay(self._run.module.log, loss, self._means.logs)
+        output = join_outputs(outputs, loss.sizes)
+        return {**output, "loss": loss.loss()} if isinstance(output, Mapping) else loss.loss()
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what ``training_step`` returned. A number stands for that of a microbatch in which nothing counts, as
+    ``sum([])`` gives it.
+
+    Raises:
+        RuntimeError: there is none, or it is no scalar.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(loss, int | float):
+        loss = torch.tensor(float(loss))
+    if not isinstance(loss, Tensor):
+        raise RuntimeError(
+            f"training_step returned {'no loss' if loss is None else type(loss).__name__}: a pipeline can't skip a "
+            f"batch, since every stage has to take part. Return a tensor, or a dict with a tensor under 'loss'."
+        )
+    if loss.numel() != 1:
+        raise RuntimeError(f"training_step returned a loss of shape {tuple(loss.shape)}: return a scalar.")
+    return loss
+
+
+def loss_scale(precision: Precision) -> float:
+    """The factor that fp16's gradient scaler wants on the loss; 1 with any other precision."""
+    scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
+    return 1.0 if scaler is None else float(scaler.get_scale())

@@ -1,0 +1,122 @@
+"""Has parameters that the step itself updates, such as a mean teacher's, updated once a batch, not once a microbatch.
+
+The step runs for each microbatch, and on a stage with several chunks for each of them. Before each run but the first,
+these parameters get their old values back::
+
+    one process           t --step--> t'
+    three microbatches    t --step--> t'   back to t --step--> t'   back to t --step--> t'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.absent.tensor import AbsentTensor
+from lightning_parallel.interception import LeaveStep
+from lightning_parallel.private.torch import version_of
+from lightning_parallel.ranks.writes import digest
+
+
+class OnceABatch:
+    """Puts back the parameters of ``module`` before each further run of the step in a batch. ``names`` are the
+    parameters and buffers that change in the batch that is running."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.names: list[str] = []
+        self._runs = 1  # of the step in the batch
+        self._begun = 0  # of these
+        self._changing: list[Tensor] = []
+        self._before: list[Tensor] = []
+        self._after: dict[int, Tensor] = {}  # by index, as a run has left it
+        self._frozen: list[tuple[Tensor, tuple[int, int]]] = []  # those that are not to change, as they were
+        self._written: dict[int, Tensor] = {}  # digests of those of them that have been written to, by id
+        self._put_back: set[int] = set()  # ids of those that a run writes to, and leaves as it found them
+
+    def follow(self, names: Collection[str], runs: int) -> None:
+        """Prepare a batch that takes this many runs of the step, in which these parameters and buffers change. Those of
+        other stages are ignored."""
+        self.names, self._runs, self._begun = sorted(names), runs, 0
+        self._after, self._written = {}, {}
+        self._changing, self._before, self._frozen = [], [], []
+        if names:
+            tensors = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
+            self._changing = [tensors[name] for name in self.names if _is_here(tensors[name])]
+        if runs > 1:
+            self._before = [tensor.detach().clone() for tensor in self._changing]
+            others = self._put_back | set(map(id, self._changing))
+            frozen = [p for p in self._module.parameters() if not p.requires_grad and _is_here(p)]
+            self._frozen = [(p, _state_of(p)) for p in frozen if id(p) not in others]
+
+    def run(self) -> AbstractContextManager[None]:
+        """A context for one run of the step. A run that is left before it changes a tensor (for an earlier chunk)
+        leaves it as the other runs do, since their backwards may read it.
+
+        Raises:
+            RuntimeError: the second run has changed a frozen parameter again, which the dry run of the step didn't
+                find.
+        """
+        looks = self._changing or (self._frozen and self._begun < 2)
+        return self._around_run() if looks else nullcontext()
+
+    @contextmanager
+    def _around_run(self) -> Iterator[None]:
+        self._begun += 1
+        self._restore()
+        try:
+            yield
+        except LeaveStep:
+            self._check_frozen()
+            raise
+        else:
+            self._check_frozen()
+        finally:
+            self._leave()
+
+    @torch.no_grad()
+    def _leave(self) -> None:
+        for i, (tensor, before) in enumerate(zip(self._changing, self._before, strict=False)):
+            if not torch.equal(tensor, before):
+                self._after[i] = tensor.detach().clone()
+            elif i in self._after:
+                tensor.data.copy_(self._after[i])
+
+    @torch.no_grad()
+    def _restore(self) -> None:
+        # .data counts no version up, so a backward that saved the tensor accepts it: its value will be the same again.
+        for tensor, before in zip(self._changing, self._before, strict=False):
+            tensor.data.copy_(before)
+
+    def _check_frozen(self) -> None:
+        """Compare the frozen parameters, in the first two runs of a batch. Versions cost nothing to read; only
+        parameters that were written to are read, once in each run. PEFT writes to a parameter for a call, and puts it
+        back."""
+        if self._begun > 2:
+            return
+        for parameter, state in self._frozen:
+            if _state_of(parameter) == state:
+                continue
+            before, now = self._written.get(id(parameter)), digest(parameter)
+            self._written[id(parameter)] = now
+            if before is None:
+                continue
+            if not torch.equal(now, before):
+                name = next(name for name, p in self._module.named_parameters() if p is parameter)
+                raise RuntimeError(
+                    f"training_step has changed '{name}' inside a layer, or not in the first step. It is called "
+                    f"for each microbatch, and would change it each time: change it in on_train_batch_end, or use "
+                    f"microbatches=1."
+                )
+            self._put_back.add(id(parameter))
+
+
+def _is_here(tensor: Tensor) -> bool:
+    return not isinstance(tensor, AbsentTensor)
+
+
+def _state_of(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), version_of(tensor)

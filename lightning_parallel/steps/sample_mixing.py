@@ -1,0 +1,114 @@
+"""Tests whether layers before the loss compute with several samples of a batch together.
+
+On the way to the loss too, a microbatch is all that a layer sees: a normalisation by the batch's own mean, attention
+over samples, a batch whose samples don't lie along dimension 0. So in the first batch each chunk but the last runs
+again on the first two microbatches, alone and as one, in evaluation mode::
+
+    both     4 samples     what the chunk sends on
+    each     2 samples     what it sends on, joined        -> the same? else samples are mixed
+
+The last chunk's part is tried by its loss (``loss_pairs.py``).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_parallel.batch import split_into
+from lightning_parallel.checkpoint.agreement import first_few
+from lightning_parallel.losses.trial import joined
+from lightning_parallel.pipeline.chunk import Mixing
+from lightning_parallel.plan.partition import Partition
+from lightning_parallel.ranks.run import Run
+from lightning_parallel.ranks.writes import WritesRefused
+from lightning_parallel.results.last_stage import LastStage
+from lightning_parallel.steps.loss_pairs import FAILURES, TOLERANCES, without_effect
+
+Step = Callable[[Any], Callable[[], Any]]  # makes the step of a batch
+Runner = Callable[[Callable[[], Any], Sequence[Tensor]], list[Tensor]]
+
+
+class SampleMixing:
+    """The trials of a run, on this rank."""
+
+    def __init__(self, run: Run, last_stage: LastStage, partition: Partition) -> None:
+        self._run, self._last_stage, self._partition = run, last_stage, partition
+        self._arrived: dict[int, Sequence[Tensor]] = {}  # by chunk, for the first microbatch
+
+    def trial(self, step: Step, batch: Any, sizes: Sequence[int], place: int) -> Mixing | None:
+        """What follows a microbatch's forward in the chunks before the last, in the first batch.
+
+        Args:
+            step: makes the user's step of a part of the batch.
+            batch: as the loader gave it.
+            sizes: of its microbatches.
+            place: of the microbatch.
+        """
+        return partial(self._try, step, batch, sizes, place) if place < 2 <= len(sizes) else None
+
+    def _try(
+        self,
+        step: Step,
+        batch: Any,
+        sizes: Sequence[int],
+        place: int,
+        chunk: int,
+        arrived: Sequence[Tensor],
+        run: Runner,
+    ) -> None:
+        if place == 0:
+            self._arrived[chunk] = arrived
+            return
+        pair = (sizes[0], sizes[1])
+        first = self._arrived.pop(chunk)
+        both = [joined(*tensors, pair) for tensors in zip(first, arrived, strict=True)]
+        together = [tensor for tensor in both if tensor is not None]
+        if len(together) < len(both):
+            return
+
+        def sent(lengths: Sequence[int], place: int, tensors: Sequence[Tensor], seed: int = 0) -> list[Tensor]:
+            with without_effect(self._run, self._last_stage, seed), torch.no_grad():
+                with WritesRefused(self._run.module.parameters()):
+                    return run(step(split_into(batch, lengths)[place]), tensors)
+
+        whole = [sum(pair), *sizes[2:]]
+        try:
+            one, other = sent(sizes, 0, first), sent(sizes, 1, arrived)
+            as_one = sent(whole, 0, together)
+            mixed = any(_differ(*each, pair) for each in zip(as_one, one, other, strict=True))
+            if not mixed or any(
+                not torch.equal(*each) for each in zip(as_one, sent(whole, 0, together, 1), strict=True)
+            ):
+                return  # or it draws random numbers
+        except FAILURES:
+            return  # the step wasn't made for other sizes
+        self._warn(chunk, len(sizes))
+
+    def _warn(self, chunk: int, count: int) -> None:
+        layout = self._run.layout
+        if layout.index("data") or layout.index("tensor"):
+            return  # another rank does
+        units = [repr(name) for name, chunks in self._partition.units.items() if chunk in chunks]
+        warnings.warn(
+            f"training_step computes with several samples of a batch together, in or before {first_few(units)}: "
+            f"a statistic of the batch, attention over samples, or a batch whose samples don't lie along dimension 0. "
+            f"There it sees one of {count} microbatches, so the loss differs from that of one process. Use "
+            f"microbatches=1.",
+            stacklevel=2,
+        )
+
+
+def _differ(whole: Tensor, one: Tensor, other: Tensor, sizes: tuple[int, int]) -> bool:
+    parts = joined(one, other, sizes)
+    if parts is None or parts.shape != whole.shape:
+        return True  # it's of no sample, and not the same
+    if not whole.is_floating_point():
+        return not torch.equal(parts, whole)
+    tolerance = TOLERANCES.get(whole.dtype, 0.02) * 10 * float(whole.abs().max().nan_to_num())
+    return not torch.allclose(parts, whole, 0.0, tolerance, equal_nan=True)

@@ -1,0 +1,1 @@
+"""What ran when on each rank: recorded, measured against theory, and written as a picture and a trace."""

@@ -1,0 +1,228 @@
+"""Records on each rank what ran when, and measures it against theory. ``picture.py`` makes pictures of it.
+
+A row is what one stage recorded, a list of `Span` in the order of time. Rows can be compared where the ranks share a
+clock, as the processes of one machine share `time.monotonic`. A GPU runs what is launched later than the host launches
+it: there the GPU notes the time, and the host reads it when the run is over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import groupby, zip_longest
+from typing import Any
+
+import torch
+
+PASSES = frozenset({"forward", "backward", "backward input", "backward weight"})
+COMPUTE = PASSES | {"step"}
+_NOTHING = nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that one stage did for one microbatch, or for one update.
+
+    Computing spans of a row don't overlap.
+
+    Attributes:
+        kind: "forward", "backward", "backward input" and "backward weight" (its halves) or "step" (computing);
+            "receive" (waiting for a message); "evaluate" (validation, test, prediction); or "omitted" (recording that
+            was dropped).
+        microbatch: its number; for a step, that of the update.
+        version: for a forward of an asynchronous pipeline, the number of updates that made its weights.
+        chunk: which of the stage's chunks, from 0.
+    """
+
+    kind: str
+    microbatch: int
+    start: float
+    end: float
+    version: int | None = None
+    chunk: int = 0
+
+
+_Marked = tuple[str, int, Any, Any, int | None, int]  # a span, with its clock's marks for times
+
+
+class HostClock:
+    """Measures when the host comes to a place, by `time.monotonic`."""
+
+    def now(self) -> Any:
+        """A mark of this moment."""
+        return time.monotonic()
+
+    def seconds(self, mark: Any) -> float:
+        """A mark's time in seconds."""
+        return float(mark)
+
+
+class GPUClock:
+    """Measures when a GPU comes to a place in its queue, in the time of the host's clock. The host waits for the GPU
+    when this is set up, and when marks are read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        torch.cuda.synchronize(device)
+        self._begin, self._began = self.now(), time.monotonic()
+
+    def now(self) -> Any:
+        """A mark of this moment in the GPU's queue."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, mark: Any) -> float:
+        """A mark's time in seconds."""
+        mark.synchronize()
+        return self._began + float(self._begin.elapsed_time(mark)) / 1000
+
+
+class Timeline:
+    """Recorder of one rank's spans.
+
+    A long run keeps its first and its last spans; an "omitted" span stands for those between.
+
+        timeline = Timeline(enabled=True)
+        with timeline.span("forward", microbatch):
+            ...
+
+    Args:
+        limit: the number of first, and of last, spans that are kept.
+    """
+
+    def __init__(self, enabled: bool, limit: int = 20_000, device: torch.device | None = None) -> None:
+        self.enabled = enabled
+        self._clock: HostClock | GPUClock = HostClock()
+        if enabled and device is not None and device.type == "cuda":
+            self._clock = GPUClock(device)
+        self._limit = limit
+        self._first: list[_Marked] = []
+        self._last: deque[_Marked] = deque(maxlen=limit)
+        self._omitted_from: Any = None
+        self.recorded = 0  # the number of spans so far, omitted ones too
+
+    def span(
+        self, kind: str, microbatch: int, version: int | None = None, *, chunk: int = 0
+    ) -> AbstractContextManager[None]:
+        """Record what runs in the `with` block, also if it raises. It costs next to nothing when disabled."""
+        return _Recording(self, kind, microbatch, version, chunk) if self.enabled else _NOTHING
+
+    @property
+    def spans(self) -> list[Span]:
+        """The recorded spans, in the order in which they ended."""
+        first, last = [self._read(marked) for marked in self._first], [self._read(marked) for marked in self._last]
+        if self._omitted_from is None:
+            return [*first, *last]
+        return [*first, Span("omitted", -1, self._clock.seconds(self._omitted_from), last[0].start), *last]
+
+    def newest(self, count: int) -> list[Span]:
+        """The last spans, as many of them as are kept. On a GPU the host waits for their ends."""
+        kept = [*self._first, *self._last] if self._omitted_from is None else [*self._last]
+        return [self._read(marked) for marked in kept[-count:]] if count else []
+
+    def _read(self, marked: _Marked) -> Span:
+        kind, microbatch, start, end, version, chunk = marked
+        return Span(kind, microbatch, self._clock.seconds(start), self._clock.seconds(end), version, chunk)
+
+    def _add(self, marked: _Marked) -> None:
+        self.recorded += 1
+        if len(self._first) < self._limit:
+            self._first.append(marked)
+            return
+        if len(self._last) == self._limit and self._omitted_from is None:
+            self._omitted_from = self._first[-1][3]  # its end
+        self._last.append(marked)
+
+
+class _Recording:
+    """One `with timeline.span(...)`. It is a class, since `contextlib.contextmanager` costs several times more."""
+
+    __slots__ = ("_chunk", "_kind", "_microbatch", "_start", "_timeline", "_version")
+
+    def __init__(self, timeline: Timeline, kind: str, microbatch: int, version: int | None, chunk: int) -> None:
+        self._timeline, self._kind, self._microbatch = timeline, kind, microbatch
+        self._version, self._chunk = version, chunk
+
+    def __enter__(self) -> None:
+        self._start = self._timeline._clock.now()
+
+    def __exit__(self, *error: object) -> None:
+        end = self._timeline._clock.now()
+        self._timeline._add((self._kind, self._microbatch, self._start, end, self._version, self._chunk))
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------
+
+
+def _phases(rows: Sequence[Sequence[Span]]) -> Iterator[list[list[Span]]]:
+    """The training between one evaluation, or omission, and the next: the computing spans of each row."""
+    omitted = [span for row in rows for span in row if span.kind == "omitted"]
+    # What only some rows still know can't be measured: all rows drop the same time.
+    begin = min((span.start for span in omitted), default=float("inf"))
+    end = max((span.end for span in omitted), default=float("inf"))
+    split = []
+    for row in rows:
+        known = [span for span in row if span.kind in COMPUTE | {"evaluate"} and not begin <= span.end <= end]
+        runs = groupby(known, key=lambda span: (span.kind in COMPUTE, span.end > end))
+        split.append([list(run) for (computes, _), run in runs if computes])
+    for phase in zip_longest(*split, fillvalue=()):
+        yield [list(run) for run in phase]
+
+
+def _busy(row: Sequence[Span], begin: float, end: float) -> float:
+    return sum(max(0.0, min(span.end, end) - max(span.start, begin)) for span in row)
+
+
+def measured_bubble(rows: Sequence[Sequence[Span]]) -> float:
+    """The fraction of the stages' time without forward, backward or step.
+
+    It is counted from the first forward to the last backward, without the evaluations in between.
+
+    Raises:
+        ValueError: no forward or backward was recorded.
+    """
+    busy = total = 0.0
+    for phase in _phases(rows):
+        passes = [span for row in phase for span in row if span.kind in PASSES]
+        if passes:
+            begin, end = min(span.start for span in passes), max(span.end for span in passes)
+            busy += sum(_busy(row, begin, end) for row in phase)
+            total += len(rows) * (end - begin)
+    if total == 0:
+        raise ValueError("The timeline has no forward or backward: record at least one training step.")
+    return 1 - busy / total
+
+
+def utilisation(rows: Sequence[Sequence[Span]]) -> float | None:
+    """The fraction of the stages' time in which they compute while the pipeline is full; None if it never is.
+
+    It is full from when every stage has begun a backward until the first stage ends its last forward: the steady state
+    of the asynchronous schedule, between fill and drain.
+    """
+    busy = total = 0.0
+    for phase in _phases(rows):
+        forwards = [[span.end for span in row if span.kind == "forward"] for row in phase]
+        backwards = [[span.start for span in row if span.kind in ("backward", "backward input")] for row in phase]
+        if not all((*forwards, *backwards)):
+            continue
+        begin, end = max(column[0] for column in backwards), min(column[-1] for column in forwards)
+        if begin < end:
+            busy += sum(_busy(row, begin, end) for row in phase)
+            total += len(rows) * (end - begin)
+    return busy / total if total else None
+
+
+def report(rows: Sequence[Sequence[Span]], theory: float | None) -> str:
+    """The measured bubble beside ``theory``, in one line. A theory of 0 stands for a schedule that is never flushed, of
+    which only the steady state counts; None for no theory."""
+    whole = measured_bubble(rows)
+    if theory is None:
+        return f"bubble {whole:.1%} measured"
+    full = utilisation(rows) if theory == 0 else None
+    if full is None:
+        return f"bubble {whole:.1%} measured, {theory:.1%} by theory"
+    return f"steady-state bubble {1 - full:.1%} measured, 0% by theory ({whole:.1%} with fill and drain)"

@@ -1,0 +1,240 @@
+"""Undoes what a step writes to its modules besides parameters: a counter, a list of outputs, a metric's state.
+
+It is for runs that don't count: the trace of a step (``trace.py``), a trial, an extra step. Some things can't be found
+or copied in general, and are not undone: slots, iterators, files, very large tensors, the state of libraries' objects,
+and what lies in containers within an attribute beyond a million items, which is likely somebody's data.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from numbers import Number
+from types import SimpleNamespace, TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_parallel.absent.tensor import AbsentTensor
+from lightning_parallel.private.torch import buffers_of, parameters_of, tree_leaves, version_of
+from lightning_parallel.tracing.own_generators import LIBRARIES, globals_beside, is_own_generator, set_state, state_of
+
+_MANY = 10_000  # items; those of a longer container are put back, but not looked into
+_MANY_IN_ALL = 1_000_000  # items of containers within one attribute; about a tenth of a second, and 8 MB
+_LARGE = 2**26  # bytes; a larger tensor is somebody's data
+
+_OF_MODULES = frozenset(vars(nn.Module()))  # attributes that torch keeps
+
+# Of these exact types nothing is kept: they can't be written to.
+_IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
+
+_NOTHING = object()
+
+_Held = dict[Any, Any] | list[Any]
+
+
+class StateKept:
+    """A context after which things are as before: attributes of a module and of its parts, and the tensors, arrays,
+    lists, dictionaries, sets and objects (other than libraries') that are found there, to any depth.
+
+    Args:
+        apart: parts whose changed state is reported by :meth:`written_apart`, not by :meth:`written`.
+        parameters: restore the module's parameters too. They are copied.
+    """
+
+    def __init__(self, module: nn.Module, apart: Iterable[nn.Module] = (), *, parameters: bool = True) -> None:
+        self._module, self._parts_apart = module, tuple(apart)
+        self._left_out = () if parameters else tuple(module.parameters())
+        self._modules = {id(m): m for m in module.modules()}
+        self._owners = {id(vars(m)): key for key, m in self._modules.items()}
+        self._apart = {id(m) for part in self._parts_apart for m in part.modules()}
+        self._containers: list[tuple[Any, _Held, bool]] = []  # with what they held; does `written` look at it?
+        self._tensors: list[tuple[Tensor, Tensor]] = []
+        self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
+        self._generators: list[tuple[Any, Any]] = []  # with their states
+
+    def __enter__(self) -> StateKept:
+        seen = set(map(id, self._left_out))
+        # With the attribute in which it was found, by its id; 0: the module's own. Outer containers come first.
+        waiting = deque[tuple[Any, bool, int]]((vars(m), key not in self._apart, 0) for key, m in self._modules.items())
+        waiting += [(generator, True, 0) for generator in globals_beside([*self._modules.values()])]
+        within = Counter[int]()  # an attribute: items so far
+        while waiting:
+            value, looked_at, attribute = waiting.popleft()
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, Tensor):
+                # A tensor of another layout can't be compared, and is hardly ever written to.
+                plain = value.layout is torch.strided and not (value.is_meta or value.is_nested)
+                if plain and not isinstance(value, AbsentTensor) and value.nbytes <= _LARGE:
+                    self._tensors.append((value, value.detach().clone()))
+            elif isinstance(value, np.ndarray):
+                if value.nbytes <= _LARGE:
+                    self._arrays.append((value, value.copy()))
+            elif is_own_generator(value):
+                self._generators.append((value, state_of(value)))
+            elif within[attribute] < _MANY_IN_ALL and (held := self._contents(value)) is not None:
+                if attribute:
+                    within[attribute] += len(held)
+                if not isinstance(value, tuple):
+                    self._containers.append((value, held, looked_at))
+                if isinstance(held, dict) and isinstance(value, nn.Module):
+                    # A module hidden in a list or a dictionary: its weights may be large, and aren't copied.
+                    held = {name: item for name, item in held.items() if item is not parameters_of(value)}
+                if len(held) <= _MANY:
+                    items = [item for item in _items(held) if type(item) not in _IMMUTABLE]
+                    waiting.extend((item, looked_at, attribute or id(item)) for item in items)
+        return self
+
+    def _contents(self, value: Any) -> _Held | None:
+        """A copy of a container's or an object's contents; None if it is neither."""
+        if isinstance(value, dict):
+            return dict(value)
+        if isinstance(value, list | tuple | set | deque):
+            return list(value)
+        if isinstance(value, nn.Module):
+            return None if id(value) in self._modules else dict(vars(value))  # a metric in a plain dictionary
+        library = type(value).__module__.partition(".")[0] in LIBRARIES and not isinstance(value, SimpleNamespace)
+        return None if library or isinstance(value, type) or not hasattr(value, "__dict__") else dict(vars(value))
+
+    def absent(self) -> Iterator[AbsentTensor]:
+        """The absent tensors that were found, besides parameters and buffers."""
+        own = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
+        for _, held, _ in self._containers:
+            for item in _items(held):
+                if isinstance(item, AbsentTensor) and id(item) not in own:
+                    yield item
+
+    def is_changed(self) -> bool:
+        """Has anything but a tensor's values changed?"""
+        return bool(self._changed_containers())
+
+    def content_of(self, part: nn.Module, name: str) -> Any:
+        """An attribute's present content, for comparisons: a number itself, a container's items, a tensor's version."""
+        value = vars(part).get(name, buffers_of(part).get(name))
+        if isinstance(value, Tensor):
+            return id(value), version_of(value)
+        if isinstance(value, np.ndarray):
+            return value.tobytes()
+        held = self._contents(value)
+        return _plain(value) if held is None else [_plain(item) for item in _items(held)]
+
+    def is_number(self, part: nn.Module, name: str) -> bool:
+        """Does an attribute hold a number, or an array or a tensor of them?"""
+        value = vars(part).get(name, buffers_of(part).get(name))
+        return isinstance(value, (Number, np.generic, np.ndarray, Tensor))
+
+    def again(self) -> StateKept:
+        """The same, beginning from the present state."""
+        return StateKept(self._module, self._parts_apart)
+
+    @property
+    def generators(self) -> list[Any]:
+        """The random generators that were found, among them those that are global variables beside the modules."""
+        return [generator for generator, _ in self._generators]
+
+    def written(self) -> Iterator[AbsentTensor]:
+        """The absent tensors that have been stored there so far."""
+        for container, held, looked_at in self._containers:
+            if looked_at and (now := self._changed(container, held)) is not None:
+                before = {id(item) for item in _items(held)}
+                new = [item for item in _items(now) if id(item) not in before]
+                yield from (leaf for leaf in tree_leaves(new) if isinstance(leaf, AbsentTensor))
+
+    def written_apart(self) -> dict[nn.Module, set[str]]:
+        """For each part in ``apart``, the attributes that have changed and hold no absent tensors, such as numbers. A
+        value that several parts share is left out."""
+        written = list(self._written_attributes(self._changed_containers()))
+        holders = Counter(id(value) for _, _, before, value in written if before is value)
+        found: dict[nn.Module, set[str]] = {}
+        for part, name, _, value in written:
+            if id(part) in self._apart and holders[id(value)] < 2 and not _has_absent(value):
+                found.setdefault(part, set()).add(name)
+        return found
+
+    def written_around(self) -> dict[nn.Module, set[str]]:
+        """For each of the other parts, the attributes that have changed and hold no absent tensors. The state of
+        metrics is left out."""
+        tensors = {id(tensor) for tensor, content in self._tensors if not _equal(tensor, content)}
+        arrays = {id(array) for array, values in self._arrays if array.tobytes() != values.tobytes()}
+        found = {
+            part: {name for name, buffer in buffers_of(part).items() if id(buffer) in tensors}
+            for key, part in self._modules.items()
+            if key not in self._apart and not isinstance(part, Metric)
+        }
+        for part, name, before, value in self._written_attributes(self._changed_containers() | tensors | arrays):
+            differs = before is value or _plain(before) != _plain(value)
+            if differs and part in found and not _has_absent(value):
+                found[part].add(name)
+        return {part: names for part, names in found.items() if names}
+
+    def _written_attributes(self, changed: set[int]) -> Iterator[tuple[nn.Module, str, Any, Any]]:
+        """The attributes that hold another object than before, or one of the changed objects: the module, the
+        attribute's name, what it held (for a new one nothing), and what it holds."""
+        for container, held, _ in self._containers:
+            part = self._modules.get(self._owners.get(id(container), 0))
+            if part is None or not isinstance(held, dict):
+                continue
+            for name, value in vars(part).items():
+                before = held.get(name, _NOTHING)
+                if name not in _OF_MODULES and (before is not value or id(value) in changed):
+                    yield part, name, before, value
+
+    def _changed_containers(self) -> set[int]:
+        return {id(each) for each, held, _ in self._containers if self._changed(each, held) is not None}
+
+    def _changed(self, container: Any, held: _Held) -> _Held | None:
+        """A container's present contents if they differ from the earlier ones."""
+        now = self._contents(container)
+        assert now is not None
+        same = len(now) == len(held) and all(a is b for a, b in zip(_items(now), _items(held), strict=True))
+        return None if same and (isinstance(now, list) or list(now) == list(held)) else now
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for container, held, _ in self._containers:
+            if self._changed(container, held) is not None:
+                _put_back(container, held)
+        for tensor, content in self._tensors:
+            if tensor.shape != content.shape:
+                tensor.data = content
+            elif not _equal(tensor, content):
+                tensor.data.copy_(content)
+        for array, values in self._arrays:
+            array[...] = values
+        for generator, state in self._generators:
+            set_state(generator, state)
+
+
+def _has_absent(value: Any) -> bool:
+    return any(isinstance(leaf, AbsentTensor) for leaf in tree_leaves(value))
+
+
+def _equal(tensor: Tensor, content: Tensor) -> bool:
+    return tensor.shape == content.shape and tensor.equal(content)
+
+
+def _plain(value: Any) -> Any:
+    """A key for comparisons: numbers and texts count by value, all else by identity."""
+    is_nan = isinstance(value, float) and value != value
+    return "not a number" if is_nan else value if isinstance(value, int | float | str) else id(value)
+
+
+def _items(held: _Held) -> list[Any]:
+    return list(held.values()) if isinstance(held, dict) else held
+
+
+def _put_back(container: Any, held: _Held) -> None:
+    now = container if isinstance(container, dict | list | set | deque) else vars(container)
+    try:
+        now.clear()
+        now.extend(held) if isinstance(now, list | deque) else now.update(held)
+    except Exception as error:  # from a class of somebody's own, which doesn't allow it
+        name = type(container).__name__
+        warnings.warn(f"The look at the first step has written to a {name} that can't be reset: {error}", stacklevel=2)

@@ -1,0 +1,172 @@
+"""The result of tracing a step (``trace.py``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_parallel.absent.origins import origin_of
+
+Call = tuple[str, int]  # of a module: its name, and which of its calls in a step
+
+
+@dataclass(frozen=True)
+class TracedCall:
+    """A call of a unit.
+
+    Attributes:
+        call: the call's number among the unit's calls in the step, from 0.
+        needs: the origins of its inputs, and of the parameters of other modules that it reads.
+        tensors: the number of tensors in its output.
+        operations: the floating-point operations of its forward: those of matrix products and convolutions.
+        computed: the bytes of all that it computes: about what its backward needs.
+        nanoseconds: the time of its forward and backward; 0 if it wasn't measured.
+        inside: the modules that its own code calls, by name.
+        plain: the numbers and texts in its output, and the shapes of the tensors.
+        draws_on_host: it draws from Python's or NumPy's generator.
+        direct: it was called by its method ``forward``, past its hooks.
+        detached: it ran with gradients off, in a step that has them on.
+    """
+
+    unit: str
+    call: int
+    needs: frozenset[str]
+    tensors: int
+    operations: int
+    computed: int
+    returned: int
+    nanoseconds: int
+    inside: frozenset[str]
+    plain: tuple[Any, ...]
+    draws_on_host: bool
+    direct: bool
+    detached: bool
+
+    @property
+    def origin(self) -> str:
+        return origin_of(self.unit, self.call)
+
+
+@dataclass(frozen=True)
+class Escape:
+    """A value that was computed inside a unit's call, and that code outside can get by a hook or an attribute.
+
+    Attributes:
+        within: the index of the unit's call in the trace.
+        module: the module whose output it is, or whose own code computed it (the unit, or a module inside), and the
+            number of that module's call.
+        tensors: the number of tensors in that output; None for a value of the module's own code.
+        needs: the origins of that module's inputs.
+    """
+
+    within: int
+    module: Call
+    tensors: int | None
+    needs: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a step something happens, relative to the calls of units.
+
+    ::
+
+        code        call 0     hooks of call 0     code        call 1     hooks of call 1     code
+        Place(0)    (0, call)  (0, hooks)          Place(1)    (1, call)  (1, hooks)          Place(2)
+
+    Attributes:
+        index: the call's index in the trace; for code around the calls, that of the next call.
+        during: ``"call"``: inside the unit; ``"hooks"``: in the user's hooks on it, after its forward.
+    """
+
+    index: int
+    during: Literal["code", "call", "hooks"] = "code"
+
+
+@dataclass(frozen=True)
+class Update:
+    """A change in place, by the code around the units, of a unit's parameter or buffer, such as a mean teacher's.
+
+    Attributes:
+        place: where it is changed; None outside the step, in a hook around it.
+        needs: the origins of what it is computed from.
+    """
+
+    name: str
+    place: Place | None
+    needs: frozenset[str]
+
+
+@dataclass(frozen=True)
+class PlainRead:
+    """A value without absent tensors, such as a number, that a unit has stored on a module, and that is read outside
+    the unit.
+
+    Attributes:
+        module: the name of the module that keeps the value.
+        attribute: the attribute's name there; None for the state of a metric.
+    """
+
+    unit: str
+    module: str
+    attribute: str | None
+    place: Place
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A value without absent tensors that the code around the units keeps on a module, and reads in the next step
+    before it changes it: a count of steps, a list of earlier batches.
+
+    Attributes:
+        name: the attribute's name, after its module's.
+        is_number: the value is a number, or an array or a tensor of them.
+        reads, writes: the places where it is read and changed.
+    """
+
+    name: str
+    is_number: bool
+    reads: tuple[Place, ...]
+    writes: tuple[Place, ...]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a step did.
+
+    Attributes:
+        end: the origins of what the step returned, logged and stored on modules, and of the value that ended the trace,
+            if it needed one. What it goes on with then is found by guesses (see :func:`.trace`).
+        writes: the indices of the calls that change an input in place, by the origin that it has afterwards.
+        overwriting: the indices of calls that change in place a tensor that isn't absent, such as one of the batch.
+        updates: the updates of parameters and buffers by the code around the units.
+        own_updates: what units change themselves: parameters, as a masked convolution does in its forward, buffers, and
+            (only with ``plain_values``) numbers that they read first. True for those that another forward leaves as
+            they are then, such as clamped ones.
+        draws: for each of the module's own generators that was drawn from, the places where it was.
+        plain_reads, carried: found only with ``plain_values``.
+        unrepeatable: of the units in question, the calls that did something else when they ran again.
+        stopped: the error that ended the step early; None if it came to its end.
+        beyond: the units that it goes on to call then.
+        stored_after: the exits in question at which the step's own code had stored on modules what it computed from
+            what units return; None stands for the end of the step.
+    """
+
+    calls: tuple[TracedCall, ...]
+    end: frozenset[str]
+    escapes: dict[str, Escape]
+    writes: dict[str, int]
+    overwriting: frozenset[int]
+    updates: tuple[Update, ...]
+    own_updates: dict[str, bool]
+    draws: tuple[tuple[Place, ...], ...]
+    plain_reads: tuple[PlainRead, ...]
+    carried: tuple[Carried, ...]
+    unrepeatable: frozenset[Call]
+    stopped: Exception | None
+    stored_after: frozenset[Call | None]
+    beyond: frozenset[str] = frozenset()
+
+    def position(self) -> dict[str, int]:
+        """The index of each call, by the origin of its output."""
+        return {call.origin: i for i, call in enumerate(self.calls)}

@@ -1,0 +1,345 @@
+"""Replaces the forwards of a module's parts while a step runs, and records what happens (``trace.py``).
+
+A module is taken as a whole, or its own code runs. ``is_unit`` decides, as ``is_leaf_module`` does in torch.fx.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from lightning_parallel.absent.forward import asked
+from lightning_parallel.absent.origins import (
+    FROM_EARLIER_STEP,
+    changed_by,
+    inside_of,
+    origin_of,
+    parameter_of,
+    shared_with,
+)
+from lightning_parallel.absent.tensor import AbsentMemory, AbsentTensor
+from lightning_parallel.backward.recompute import without_caches
+from lightning_parallel.interception import Interception, LeaveStep, can_intercept
+from lightning_parallel.private.torch import forward_hooks, tensors_in, tree_leaves, tree_map
+from lightning_parallel.seeding import TorchGenerators, host_generators_state
+from lightning_parallel.tracing.operations import OperationsNoted, nbytes_of
+from lightning_parallel.tracing.own_generators import GeneratorsWatched
+from lightning_parallel.tracing.snapshot import StateKept
+from lightning_parallel.tracing.timing import nanoseconds_of
+from lightning_parallel.tracing.traced import Call, Escape, Place, TracedCall, Update
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """What is to be recorded of a step, besides what is always recorded.
+
+    Attributes:
+        timed_on: the device on which to measure how long calls take; None to measure nothing.
+        exits: the calls after each of which to record whether the step has stored something on modules.
+        until: the call after which to end the step; None for its end.
+        twice: the units of which to record whether they do the same when they run again.
+    """
+
+    timed_on: torch.device | None = None
+    exits: Container[Call] = ()
+    until: Call | None = None
+    twice: Container[str] = ()
+
+
+class Tracer:
+    """Records what happens in one step, in attributes of the same names as :class:`.traced.Trace`'s.
+
+    Args:
+        names: the names of the module's parts, by their ids.
+        is_unit: tells by name whether a called module is taken as a whole.
+        state: the state of the modules, which the step writes to.
+    """
+
+    def __init__(
+        self, names: dict[int, str], is_unit: Callable[[str], bool], state: StateKept, options: TraceOptions
+    ) -> None:
+        self.calls: list[TracedCall] = []
+        self.escapes: dict[str, Escape] = {}
+        self.writes: dict[str, int] = {}
+        self.overwriting: set[int] = set()
+        self.updates: list[Update] = []
+        self.own_updates: dict[str, bool] = {}
+        self.draws: dict[int, list[Place]] = {}
+        self.unrepeatable: set[Call] = set()
+        self.stored_after: set[Call | None] = set()
+        self._names = names
+        self._is_unit = is_unit
+        self._state = state
+        self._options = options
+        self._generators = GeneratorsWatched(state.generators)
+        self._count: Counter[str] = Counter()
+        self._announced: Counter[int] = Counter()  # by id: calls whose forward is yet to come
+        self._with_gradients = torch.is_grad_enabled()
+        self._in_step = True
+        self._depth = 0  # of modules inside a unit
+        self._hooked: set[int] = set()  # ids of units with hooks of the user's
+        self._in_hooks = False  # of the unit that was called last
+        self._unit: nn.Module | None = None  # the unit under way
+        self._inside: set[str] = set()  # modules that it has called
+        self._read: set[str] = set()  # origins of what it and these returned, before they get their own
+
+    @contextmanager
+    def installed(self, parts: Iterable[nn.Module], absent: Mapping[str, AbsentTensor]) -> Iterator[None]:
+        """Inside, the calls of these parts of the module, and the changes of these parameters, are recorded."""
+        watched = Interception()
+        announced = register_module_forward_pre_hook(self._announce)
+        own = {name: tensor.origins for name, tensor in absent.items()}
+        try:
+            for name, tensor in absent.items():
+                tensor.memory.listeners = (partial(self._updated, name, tensor.memory, own[name]),)
+            for part in parts:
+                if can_intercept(part):
+                    watched.instead(part, partial(self._called, part, part.forward))
+                if can_intercept(part) and forward_hooks(part) > 0 and self._is_unit(self._names[id(part)]):
+                    self._hooked.add(id(part))
+                    watched.after(part, self._hooks_over, first=False)
+            yield
+        finally:
+            announced.remove()
+            watched.remove()
+            for name, tensor in absent.items():
+                tensor.memory.listeners, tensor.memory.origins = (), own[name]
+
+    @contextmanager
+    def around_step(self) -> Iterator[None]:
+        """Inside, what happens is recorded as being in the hooks around the step."""
+        self._in_step = False
+        yield
+        self._in_step = True
+
+    def end(self) -> Collection[AbsentTensor]:
+        """End the step, and record what it has left on modules."""
+        left = [*self._state.written()]
+        self.stored_after.update([None] if left else [])
+        self._note_draws()
+        return left
+
+    # -- calls of modules ----------------------------------------------------------------------------------------
+
+    def _announce(self, part: nn.Module, args: Any) -> None:
+        self._announced[id(part)] += 1
+
+    def _called(self, part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        direct = self._announced[id(part)] == 0
+        self._announced[id(part)] -= not direct
+        name = self._names[id(part)]
+        if self._depth > 0:
+            return self._called_inside(part, name, forward, args, kwargs)
+        if not self._is_unit(name):
+            return forward(*args, **kwargs)
+        needs = origins_in((args, kwargs))
+        call = name, self._next(name)
+        asked_twice = name in self._options.twice
+        if asked_twice:
+            args, kwargs = without_caches(args, kwargs)
+        self._unit, self._inside, self._read = part, set(), set()
+        self._note_draws()
+        host = host_generators_state()
+        drawn_from = torch.get_rng_state() if asked_twice else None
+        detached = self._with_gradients and not torch.is_grad_enabled()
+        # With gradients on, as a checkpoint runs it the second time. Otherwise no graph is made.
+        with OperationsNoted(named=asked_twice) as noted, torch.set_grad_enabled(asked_twice):
+            output = self._asked(part, forward, args, kwargs, call)
+        self._note_draws(place=Place(len(self.calls), "call"))
+        if drawn_from is not None:
+            with TorchGenerators(torch.device("cpu")).kept():
+                torch.set_rng_state(drawn_from)  # stand-ins and dropout are drawn again
+                self._ask_again(part, forward, args, kwargs, call, noted)
+        self._read |= origins_in(output)
+        # A unit may read another one's parameters, which it was given as a module.
+        own = origins_in(list(part.parameters()))
+        needs |= {origin for origin in self._read - own if parameter_of(origin) is not None}
+        output = self._relabelled(output, call)
+        self.calls.append(
+            TracedCall(
+                *call,
+                needs=needs,
+                tensors=len(tensors_in(output)),
+                operations=noted.flops,
+                computed=noted.nbytes,
+                returned=nbytes_of(output),
+                nanoseconds=self._time(part, forward, args, kwargs),
+                inside=frozenset(self._inside),
+                plain=_plain_parts(output),
+                draws_on_host=host_generators_state() != host,
+                direct=direct,
+                detached=detached,
+            )
+        )
+        self._unit, self._in_hooks = None, not direct and id(part) in self._hooked
+        if call in self._options.exits and any(True for _ in self._state.written()):
+            self.stored_after.add(call)
+        if call == self._options.until:
+            raise LeaveStep
+        return output
+
+    def _hooks_over(self, part: nn.Module, args: Any, output: Any) -> None:
+        """Note that a unit's call, and the user's hooks on it, are over."""
+        if self._depth == 0:
+            self._note_draws()
+            self._in_hooks = False
+
+    def _called_inside(
+        self, part: nn.Module, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._depth == 1:
+            self._inside.add(name)
+        if not origins_in((args, kwargs)) and not any(isinstance(p, AbsentTensor) for p in part.parameters()):
+            return forward(*args, **kwargs)  # on stand-ins, or on shapes alone
+        call = name, self._next(name)
+        output = self._asked(part, forward, args, kwargs, call)
+        self._read |= origins_in(output)
+        count = len(tensors_in(output))
+        self.escapes[origin_of(*call)] = Escape(len(self.calls), call, count, origins_in((args, kwargs)))
+        return relabelled(output, origin_of(*call))
+
+    def _asked(
+        self, part: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
+    ) -> Any:
+        inside = inside_of(*call)
+        self.escapes[inside] = Escape(len(self.calls), call, None, origins_in((args, kwargs)))
+        is_unit = self._depth == 0
+        written = partial(self._written, call) if is_unit else None
+        self._depth += 1
+        try:
+            return asked(part, forward, args, kwargs, inside, written, strict=is_unit)
+        finally:
+            self._depth -= 1
+
+    def _ask_again(
+        self,
+        part: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: Call,
+        before: OperationsNoted,
+    ) -> None:
+        """Run a unit's call again, as a recomputation would."""
+        with StateKept(part, parameters=False) as state:
+            for kept in state.absent():
+                kept.memory.origins = frozenset([FROM_EARLIER_STEP])
+            with OperationsNoted(named=True) as again, torch.enable_grad():
+                try:
+                    output = self._asked(part, forward, args, kwargs, call)
+                except Exception:  # any: of the second time only, so it is what differs
+                    output, again.saved = None, []
+            # What it makes the first time only, such as a mask, does no harm.
+            written = state.written_around().items()
+            counts = any(state.is_number(inner, name) for inner, names in written for name in names)
+            goes_on = counts or (again.names != before.names and state.is_changed())
+            reads = FROM_EARLIER_STEP in origins_in(output)
+            if again.saved != before.saved or goes_on or reads or self._generators.drawn():
+                self.unrepeatable.add(call)
+
+    def _time(self, part: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        if self._options.timed_on is None:
+            return 0
+        self._depth += 1
+        try:
+            return nanoseconds_of(part, forward, args, kwargs, self._options.timed_on)
+        finally:
+            self._depth -= 1
+
+    def _next(self, name: str) -> int:
+        self._count[name] += 1
+        return self._count[name] - 1
+
+    # -- what is written to, and drawn from ------------------------------------------------------------------------
+
+    @property
+    def place(self) -> Place:
+        """The place that the step has reached."""
+        if self._depth > 0:
+            return Place(len(self.calls), "call")
+        return Place(len(self.calls) - 1, "hooks") if self._in_hooks else Place(len(self.calls))
+
+    def is_under_way(self, part: nn.Module) -> bool:
+        """Does the part belong to the unit whose call is running?"""
+        return self._unit is not None and any(part is each for each in self._unit.modules())
+
+    def _written(self, call: Call, tensor: Tensor) -> None:
+        """Record that a unit's call has changed a tensor of the code around it in place. Later stages have it as it was
+        before."""
+        if isinstance(tensor, AbsentTensor):
+            tensor.memory.write(self._write(changed_by(*call), len(self.calls)))
+        else:
+            self.overwriting.add(len(self.calls))
+
+    def _write(self, origin: str, index: int) -> frozenset[str]:
+        self.writes[origin] = index
+        return frozenset([origin])
+
+    def _updated(self, name: str, memory: AbsentMemory, own: frozenset[str], settles: bool) -> None:
+        if self._depth == 0:
+            place = self.place if self._in_step else None
+            self.updates.append(Update(name, place, memory.origins - own))
+        else:
+            self.own_updates[name] = settles and self.own_updates.get(name, True)
+
+    def _relabelled(self, output: Any, call: Call) -> Any:
+        """The output as the code around the unit gets it. Tensors that share memory on the unit's own stage cross a cut
+        one by one: a write to one of them doesn't change the others there."""
+        output_of_call = frozenset([origin_of(*call)])
+        changed = shared_with(*call)
+        index = len(self.calls)
+        sharing: dict[int, list[AbsentMemory]] = {}
+
+        def relabel(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            memory = AbsentMemory(output_of_call)
+            if isinstance(leaf, AbsentTensor):
+                given = leaf.memory.copy_of
+                sharing.setdefault(id(leaf.memory), [] if given is None else [given]).append(memory)
+            return AbsentTensor(leaf, leaf.device, memory)
+
+        def listen(memory: AbsentMemory, others: list[AbsentMemory]) -> None:
+            def written(settles: bool) -> None:
+                for other in others:
+                    other.origins = self._write(changed, index)
+
+            memory.listeners += (written,)
+
+        relabelled_output = tree_map(relabel, output)
+        for memories in sharing.values():
+            for memory in memories if len(memories) > 1 else ():
+                listen(memory, [other for other in memories if other is not memory])
+        return relabelled_output
+
+    def _note_draws(self, place: Place | None = None) -> None:
+        for generator in self._generators.drawn():
+            self.draws.setdefault(generator, []).append(place or self.place)
+
+
+def origins_in(values: Any) -> frozenset[str]:
+    """The origins of the absent tensors in a nested structure."""
+    return frozenset().union(*(leaf.origins for leaf in tree_leaves(values) if isinstance(leaf, AbsentTensor)))
+
+
+def relabelled(output: Any, origin: str) -> Any:
+    """The output with absent tensors of this origin in the place of all tensors."""
+    origins = frozenset([origin])
+    return tree_map(lambda x: AbsentTensor(x, x.device, AbsentMemory(origins)) if isinstance(x, Tensor) else x, output)
+
+
+def _plain_parts(output: Any) -> tuple[Any, ...]:
+    leaves = tree_leaves(output)
+    return tuple(
+        tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves
+        if isinstance(leaf, (Tensor, int, float, str))
+    )

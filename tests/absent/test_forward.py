@@ -1,0 +1,351 @@
+"""What a module without values answers: the structure of what it would return, whatever it asks for inside."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.dlpack import from_dlpack, to_dlpack
+from transformers import GPT2Config, LlamaConfig
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from lightning_parallel.absent.forward import ANSWERS_KEPT, AbsentForward
+from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError, absent_like, make_absent
+
+CPU = torch.device("cpu")
+
+
+def made_absent(module: nn.Module) -> nn.Module:
+    make_absent(module, lambda name: f"parameter '{name}'", CPU)
+    return module
+
+
+def absent_forward(module: nn.Module, name: str) -> Callable[..., Any]:
+    """It is called as the module is."""
+    forward = AbsentForward(module, name)
+    return lambda *args, **kwargs: forward.answer(args, kwargs)
+
+
+class Pair(nn.Module):
+    """A dict of tuples, an int among them; something changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Any]:
+        y = self.layer(x)
+        y[:, 0].zero_()
+        return {"pair": (y * scale, y.sum(-1)), "count": 3, "none": None}
+
+
+def gpt2_block() -> nn.Module:
+    return GPT2Block(GPT2Config(n_embd=8, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0), layer_idx=0)
+
+
+class LlamaLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        config = LlamaConfig(hidden_size=8, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1)
+        self.rotary = LlamaRotaryEmbedding(config)
+        self.layer = LlamaDecoderLayer(config, layer_idx=0)
+
+    def forward(self, x: Tensor) -> Any:
+        positions = torch.arange(x.shape[1])[None]
+        return self.layer(x, position_ids=positions, position_embeddings=self.rotary(x, positions))
+
+
+class Attention(nn.Module):
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=batch_first)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.attention(x, x, x, attn_mask=torch.zeros(x.shape[1], x.shape[1]) if x.shape[0] > 3 else None)
+
+
+TWINS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(8, 3), (4, 5, 8)),
+    "conv1d": (lambda: nn.Conv1d(4, 6, 3, padding="same"), (2, 4, 8)),
+    "conv2d": (lambda: nn.Conv2d(3, 4, 3, stride=2), (2, 3, 9, 9)),
+    "conv transposed": (lambda: nn.ConvTranspose2d(3, 4, 3), (2, 3, 5, 5)),
+    "batchnorm": (lambda: nn.BatchNorm1d(8), (4, 8)),
+    "batchnorm2d": (lambda: nn.BatchNorm2d(3), (4, 3, 5, 5)),
+    "groupnorm": (lambda: nn.GroupNorm(2, 8), (4, 8, 3)),
+    "layernorm": (lambda: nn.LayerNorm(8), (4, 8)),
+    "rmsnorm": (lambda: nn.RMSNorm(8), (4, 8)),
+    "lstm": (lambda: nn.LSTM(8, 6, num_layers=2, bidirectional=True, dropout=0.1), (5, 4, 8)),
+    "gru": (lambda: nn.GRU(8, 6, batch_first=True), (5, 4, 8)),
+    "attention": (lambda: Attention(batch_first=True), (3, 4, 8)),
+    "attention, mask": (lambda: Attention(batch_first=True), (5, 4, 8)),
+    "attention, sequence first": (lambda: Attention(batch_first=False), (4, 4, 8)),
+    "encoder layer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (3, 4, 8)),
+    "encoder": (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2), (3, 4, 8)),
+    "gpt2": (gpt2_block, (3, 4, 8)),
+    "llama": (LlamaLayer, (3, 4, 8)),
+    "pair": (Pair, (3, 8)),
+    "pooling": (lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2)), (2, 3, 5, 5)),
+    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 3)), (2, 8)),
+    "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 3)), (2, 8)),
+}
+
+
+@pytest.mark.parametrize("mode", ["train", "eval", "autocast"])
+@pytest.mark.parametrize("name", TWINS)
+def test_an_absent_module_answers_in_the_structure_of_the_real_one(name: str, mode: str) -> None:
+    make, shape = TWINS[name]
+    module = make().train(mode != "eval")
+    x = torch.randn(shape)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16, enabled=mode == "autocast"),
+        torch.set_grad_enabled(mode != "eval"),
+    ):
+        expected, structure = pytree.tree_flatten(copy.deepcopy(module)(x))
+        forward = absent_forward(made_absent(module), "far")
+        answers = [forward(x), forward(x), forward(absent_like(x, "before"))]
+    for answer in answers:
+        found, found_structure = pytree.tree_flatten(answer)
+        assert str(found_structure) == str(structure)
+        for one, other in zip(found, expected, strict=True):
+            if isinstance(other, Tensor):
+                assert isinstance(one, AbsentTensor) and one.origins == {"the output of 'far'"}
+                assert one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+            else:
+                assert one == other
+
+
+@pytest.mark.parametrize(("name", "index"), [("embedding", 0), ("bag", 1)])
+def test_an_absent_embedding_answers_to_token_ids(name: str, index: int) -> None:
+    module = [nn.Embedding(10, 8), nn.EmbeddingBag(10, 8)][index]
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    expected = module(ids)
+    answer = absent_forward(made_absent(module), name)(ids)
+    assert answer.shape == expected.shape and answer.dtype == expected.dtype
+
+
+class Counting(nn.Linear):
+    """Counts how often its forward runs."""
+
+    calls = 0
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Any:
+        self.calls += 1
+        result = super().forward(x)
+        return (result, result) if self.training else result
+
+
+class Colour(Enum):
+    RED = 1
+    BLUE = 2
+
+
+def test_the_module_is_asked_once_for_each_kind_of_input() -> None:
+    module = made_absent(Counting(4, 2))
+    assert isinstance(module, Counting)
+    forward = absent_forward(module, "far")
+    x = torch.ones(3, 4)
+    kinds: list[Callable[[], Any]] = [
+        lambda: forward(x),
+        lambda: forward(torch.ones(2, 4)),
+        lambda: forward(x, 1),
+        lambda: forward(x, True),  # equal to 1, and not the same
+        lambda: forward(x, key=1),
+        lambda: forward(x, torch.float16),
+        lambda: forward(x, torch.bfloat16),
+        lambda: forward(x, Colour.RED),
+        lambda: forward(x, Colour.BLUE),
+        lambda: forward(x, torch.ones(1)),
+        lambda: forward(x, [torch.ones(1)]),
+        lambda: forward(x, torch.ones(1, dtype=torch.int64)),
+    ]
+    for _ in range(3):
+        for kind in kinds:
+            kind()
+    assert module.calls == len(kinds)
+
+
+def test_answers_are_kept_for_the_inputs_that_came_last() -> None:
+    """A step that hands a layer a number that counts up must not fill the memory."""
+    module = made_absent(Counting(4, 2))
+    forward = absent_forward(module, "far")
+    x = torch.ones(3, 4)
+    for number in range(3 * ANSWERS_KEPT):
+        forward(x)
+        forward(x, number)
+    assert module.calls == 1 + 3 * ANSWERS_KEPT  # what comes again and again is asked once
+    forward(x, 0)
+    assert module.calls == 2 + 3 * ANSWERS_KEPT  # what came long ago was forgotten
+
+
+class Settings:
+    """An object of a class that torch's containers don't know."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.seen: list[Any] = []
+
+
+class Narrow(nn.Module):
+    """Its output's shape is in an object; it hands that on, or one that it makes."""
+
+    def __init__(self, makes: bool = False) -> None:
+        super().__init__()
+        self.makes = makes
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, settings: Settings) -> tuple[Tensor, Settings]:
+        return self.layer(x)[:, : settings.width], Settings(settings.width) if self.makes else settings
+
+
+def test_what_an_object_says_of_shapes_counts() -> None:
+    forward = absent_forward(made_absent(Narrow()), "far")
+    settings, x = Settings(2), torch.ones(3, 4)
+    assert forward(x, settings)[0].shape == (3, 2)
+    assert forward(x, Settings(3))[0].shape == (3, 3)
+    settings.width = 1
+    assert forward(x, settings)[0].shape == (3, 1)
+
+
+@pytest.mark.parametrize("makes", [False, True])
+def test_an_object_in_an_answer_is_this_call_s(makes: bool) -> None:
+    forward = absent_forward(made_absent(Narrow(makes)), "far")
+    x, given = torch.ones(3, 4), [Settings(2), Settings(2)]
+    answers = [forward(x, settings)[1] for settings in given]
+    assert answers[0] is not answers[1]
+    assert makes or answers == given
+
+
+def test_the_answer_follows_autocast_and_the_mode() -> None:
+    module = made_absent(Counting(4, 2))
+    forward = absent_forward(module, "far")
+    x = torch.ones(3, 4)
+    dtypes = []
+    for dtype in (None, torch.bfloat16, torch.float16, None, torch.bfloat16):
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            dtypes.append(forward(x)[0].dtype)
+    assert dtypes == [torch.float32, torch.bfloat16, torch.float16, torch.float32, torch.bfloat16]
+    module.eval()
+    assert isinstance(forward(x), Tensor)
+    module.train()
+    assert isinstance(forward(x), tuple)
+
+
+def test_an_answer_changed_in_place_does_not_reach_the_next() -> None:
+    forward = absent_forward(made_absent(nn.Linear(4, 2)), "far")
+    x = torch.ones(3, 4)
+    forward(x).add_(absent_like(torch.ones(3, 2), "another")).unsqueeze_(0)
+    assert forward(x).shape == (3, 2) and forward(x).origins == {"the output of 'far'"}
+
+
+def test_an_answer_first_asked_for_in_inference_mode_serves_training() -> None:
+    forward = absent_forward(made_absent(nn.Linear(4, 2)), "far")
+    with torch.inference_mode():
+        forward(torch.ones(3, 4))
+    answer = forward(torch.ones(3, 4))
+    loss = (answer.mul_(2) * nn.Parameter(torch.ones(2))).sum()
+    assert loss.requires_grad and not answer.is_inference()
+
+
+def test_later_calls_in_a_step_have_an_origin_of_their_own() -> None:
+    forward = AbsentForward(made_absent(nn.Linear(4, 2)), "far")
+    assert forward.answer((torch.ones(3, 4),), {}, call=1).origin == "the output of 'far' (call 2)"
+    assert forward.answer((torch.ones(3, 4),), {}).origin == "the output of 'far'"
+
+
+# -- modules that can't be asked on absent tensors ---------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """The tokens of each expert, found by their values, written into a tensor made here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            rows = (chosen == i).nonzero().flatten()
+            if len(rows) > 0:
+                out[rows] = expert(x[rows])
+        return out
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(4, 3), Experts()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.gate(x)
+        return self.experts(x, scores.argmax(-1)), scores
+
+
+class Asks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("table", torch.arange(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)[:, self.table]
+        return y if bool(y.isfinite().all()) else y.nan_to_num()
+
+
+class Fills(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.new_zeros(x.shape[0], 2)
+        for t in range(2):
+            out[:, t] = super().forward(x)[:, t]
+        return out
+
+
+class ReadsMemory(nn.Linear):
+    """As a Triton kernel does, which gets the address of a tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        assert len(ctypes.string_at(y.data_ptr(), y.nbytes)) == y.nbytes
+        return y
+
+
+class ReadsMemoryInCpp(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return from_dlpack(to_dlpack(super().forward(x).detach()))
+
+
+@pytest.mark.parametrize("module", [Routed(), Asks(), Fills(4, 4), ReadsMemory(4, 4), ReadsMemoryInCpp(4, 4)])
+def test_a_module_that_needs_values_is_run_on_stand_ins(module: nn.Module) -> None:
+    expected = module(torch.ones(5, 4))
+    before = torch.get_rng_state()
+    absent = made_absent(module)
+    answer = absent_forward(absent, "far")(torch.ones(5, 4))
+    for found, real in zip(pytree.tree_leaves(answer), pytree.tree_leaves(expected), strict=True):
+        assert isinstance(found, AbsentTensor) and found.shape == real.shape and found.dtype == real.dtype
+        assert found.origins == {"the output of 'far'"}
+    assert all(isinstance(p, AbsentTensor) for p in absent.parameters())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_no_more_runs_on_stand_ins_than_needs_values() -> None:
+    """A hook on the router sees what is absent as absent."""
+    seen: list[Tensor] = []
+    module = Routed()
+    module.gate.register_forward_hook(lambda module, args, output: seen.append(output))
+    absent_forward(made_absent(module), "far")(torch.ones(5, 4))
+    assert len(seen) == 1 and isinstance(seen[0], AbsentTensor)
+
+
+def test_hooks_are_never_shown_stand_ins() -> None:
+    module = Experts()
+    module.experts[0].register_forward_hook(lambda module, args, output: pytest.fail("shown"))
+    with pytest.raises(AbsentValueError, match="nonzero"):
+        absent_forward(made_absent(module), "far")(torch.ones(5, 4), torch.zeros(5, dtype=torch.int64))

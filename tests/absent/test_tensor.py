@@ -1,0 +1,387 @@
+"""Tensors without values: right in shape, dtype and device, free of memory, and never mistaken for a value."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_parallel.absent.tensor import (
+    AbsentTensor,
+    AbsentValueError,
+    absent_like,
+    first_absent,
+    make_absent,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def process_of_its_own() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def absent() -> AbsentTensor:
+    return absent_like(torch.randn(3, 4), "the output of 'far'")
+
+
+def made_absent(module: nn.Module) -> nn.Module:
+    make_absent(module, lambda name: f"parameter '{name}'", CPU)
+    return module
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def test_it_looks_like_the_tensor_but_for_the_values(absent: AbsentTensor) -> None:
+    like = torch.empty(2, 3, 5, dtype=torch.bfloat16).transpose(0, 2)
+    found = absent_like(like, "x")
+    assert found.shape == like.shape and found.stride() == like.stride()
+    assert found.dtype == like.dtype and found.device == like.device and not found.requires_grad
+    assert isinstance(found, Tensor) and not isinstance(found, nn.Parameter)
+    assert "the output of 'far'" in repr(absent)
+
+
+def test_it_holds_no_memory() -> None:
+    huge = absent_like(torch.empty(2**40, device="meta"), "x", CPU)  # 4 TB
+    assert huge.device == CPU
+    result = (huge * 2).view(2**20, 2**20) @ huge.view(2**20, 2**20)
+    assert result.shape == (2**20, 2**20)
+    with pytest.raises(AbsentValueError):
+        result.data_ptr()
+    huge.add_(1).zero_()
+
+
+def test_it_is_never_saved(tmp_path: Path) -> None:
+    """A script's torch.save(model.state_dict()) would end without an error, and without the weights."""
+    absent = absent_like(torch.empty(2), "parameter 'a.weight'", CPU)
+    with pytest.raises(RuntimeError, match=r"(?s)a\.weight.*trainer\.save_checkpoint"):
+        torch.save({"a.weight": absent}, tmp_path / "weights.pt")
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: x + 1,
+        lambda x: torch.ones(3, 1) * x,
+        lambda x: x.transpose(0, 1).reshape(2, 6)[:, 1:],
+        lambda x: torch.cat([torch.ones(2, 4), x]),
+        lambda x: torch.stack([x, x], dim=1).sum((0, 1)),
+        lambda x: x.softmax(-1).max(dim=-1),
+        lambda x: torch.where(torch.ones(3, 4) > 0, x, 0),
+        lambda x: x.double().long(),
+        lambda x: nn.functional.layer_norm(x, (4,)),
+        lambda x: nn.functional.cross_entropy(x, torch.tensor([0, 1, 2])),
+        lambda x: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]),
+        lambda x: torch.einsum("ij,kj->ik", x, torch.ones(5, 4)),
+        lambda x: nn.functional.dropout(x, 0.5),
+        lambda x: x.chunk(2, dim=-1),
+        lambda x: x @ nn.Parameter(torch.ones(4, 2)),
+        lambda x: x.unbind(),
+    ],
+)
+def test_what_depends_on_it_is_absent_with_the_right_shape(operation: Callable[[Tensor], Any]) -> None:
+    expected = pytree.tree_leaves(operation(torch.randn(3, 4)))
+    found = pytree.tree_leaves(operation(absent_like(torch.randn(3, 4), "somewhere")))
+    for one, other in zip(found, expected, strict=True):
+        assert isinstance(one, AbsentTensor) and one.origin == "somewhere"
+        assert one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+
+
+def test_origins_gather(absent: AbsentTensor) -> None:
+    other = absent_like(torch.ones(3, 4), "another")
+    assert (absent + other * 2).origins == {"the output of 'far'", "another"}
+    assert (absent + 1).origins == {"the output of 'far'"}
+    changed = absent + 0
+    changed.add_(other)
+    assert changed.origins == {"the output of 'far'", "another"}
+
+
+@pytest.mark.parametrize(
+    ("operation", "expected"),
+    [
+        (lambda x: torch.zeros_like(x), torch.zeros(3, 4)),
+        (lambda x: torch.ones_like(x, dtype=torch.bool), torch.ones(3, 4, dtype=torch.bool)),
+        (lambda x: torch.full_like(x, 2.5), torch.full((3, 4), 2.5)),
+        (lambda x: x.new_zeros(2), torch.zeros(2)),
+        (lambda x: x.new_ones((2, 1), dtype=torch.int64), torch.ones(2, 1, dtype=torch.int64)),
+        (lambda x: x.new_full((2,), 7), torch.full((2,), 7.0)),
+        (lambda x: torch.arange(x.size(1), device=x.device), torch.arange(4)),
+        (lambda x: torch.ones(x.shape[-1], x.shape[-1], dtype=x.dtype).tril(), torch.ones(4, 4).tril()),
+        (lambda x: torch.finfo(x.dtype).min * torch.zeros_like(x).add_(1), torch.full((3, 4), -3.4028234663852886e38)),
+    ],
+)
+def test_what_depends_on_its_shape_alone_has_values(
+    absent: AbsentTensor, operation: Callable[[Tensor], Tensor], expected: Tensor
+) -> None:
+    found = operation(absent)
+    assert type(found) is Tensor and found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+def test_what_is_made_like_a_parameter_stays_absent() -> None:
+    layer = made_absent(nn.Linear(3, 2))
+    optimizer = torch.optim.Adagrad(layer.parameters())  # makes its state in its constructor
+    assert all(isinstance(state["sum"], AbsentTensor) for state in optimizer.state.values())
+
+
+def test_a_change_in_place_stays_the_same_object(absent: AbsentTensor) -> None:
+    result = absent.mul_(2)
+    assert result is absent
+    absent += 1
+    absent[0] = 5
+    absent[:, 1].fill_(0)
+    nn.functional.relu(absent, inplace=True)
+    assert isinstance(absent, AbsentTensor) and absent.shape == (3, 4)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x.t_(), lambda x: x.unsqueeze_(1), lambda x: x[:1].squeeze_(0), lambda x: x.transpose_(0, 1)]
+)
+def test_a_change_of_shape_in_place_is_seen(change: Callable[[Tensor], Tensor]) -> None:
+    expected, found = torch.zeros(3, 4), absent_like(torch.zeros(3, 4), "x")
+    result = change(found)
+    assert (
+        result.shape == change(expected).shape and result.is_contiguous() == change(torch.zeros(3, 4)).is_contiguous()
+    )
+    assert found.shape == expected.shape
+    assert (found + 1).shape == expected.shape
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda real, x: real.add_(x),
+        lambda real, x: real.copy_(x),
+        lambda real, x: real.__setitem__(0, x[0]),
+        lambda real, x: real.__setitem__(x > 0, 1.0),
+        lambda real, x: real.masked_fill_(x > 0, 0),
+        lambda real, x: real[0].mul_(x[0]),
+        lambda real, x: torch.add(x, 1, out=real),
+        lambda real, x: torch.mm(x, x.t(), out=torch.empty(3, 3)),
+        lambda real, x: torch._foreach_add_([real], [x]),
+        lambda real, x: real.scatter_(0, x.long(), 1.0),
+    ],
+)
+def test_a_write_into_a_real_tensor_is_refused(absent: AbsentTensor, write: Callable[[Tensor, Tensor], Any]) -> None:
+    real = torch.ones(3, 4)
+    with pytest.raises(AbsentValueError, match=r"writes the output of 'far'.*another pipeline stage"):
+        write(real, absent)
+    assert torch.equal(real, torch.ones(3, 4))
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool(x.sum() > 0),
+        lambda x: float(x.sum()),
+        lambda x: int(x.sum()),
+        lambda x: 1 if x.isnan().any() else 0,
+        lambda x: x.tolist(),
+        lambda x: x.numpy(),
+        lambda x: x.detach().cpu().numpy(),
+        lambda x: f"{x.sum():.3f}",
+        lambda x: x.nonzero(),
+        lambda x: torch.ones(3, 4)[x > 0],
+        lambda x: x[x > 0],
+        lambda x: torch.equal(x, x + 1),
+        lambda x: torch.allclose(x, torch.ones(3, 4)),
+        lambda x: [0, 1, 2][x[0, 0].long()],
+        lambda x: x.unique(),
+    ],
+)
+def test_a_question_for_its_values_is_refused_naming_the_origin(
+    absent: AbsentTensor, question: Callable[[Tensor], Any]
+) -> None:
+    with pytest.raises(AbsentValueError, match=r"the output of 'far', which lives on another pipeline stage"):
+        question(absent)
+
+
+def test_a_wrong_shape_is_told_as_such(absent: AbsentTensor) -> None:
+    with pytest.raises(AbsentValueError, match=r"\[3, 4\] X \[3, 4\]"):
+        absent @ absent
+
+
+def test_first_absent_looks_into_structures(absent: AbsentTensor) -> None:
+    assert first_absent({"a": [torch.ones(1), (absent,)]}) is absent
+    assert first_absent({"a": [torch.ones(1), "text"]}) is None
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: nn.functional.dropout(x),
+        lambda x: nn.functional.dropout(x, training=False),
+        lambda x: torch.bernoulli(x.sigmoid()),
+        lambda x: x.clone().uniform_(),
+        lambda x: torch.normal(x, 1.0),
+        lambda x: torch.multinomial(x.softmax(-1), 2),
+        lambda x: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]),
+        lambda x: x + torch.randn(x.shape),
+    ],
+)
+def test_as_much_is_drawn_for_it_as_for_a_tensor_with_values(
+    absent: AbsentTensor, draw: Callable[[Tensor], Tensor]
+) -> None:
+    torch.manual_seed(0)
+    draw(torch.randn(3, 4, generator=torch.Generator().manual_seed(0)))
+    drawn = torch.get_rng_state()
+    torch.manual_seed(0)
+    assert isinstance(draw(absent), AbsentTensor)
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_noise_in_its_shape_has_values(absent: AbsentTensor) -> None:
+    for like, plain in ((torch.randn_like, torch.randn), (torch.rand_like, torch.rand)):
+        torch.manual_seed(0)
+        noise = like(absent)
+        torch.manual_seed(0)
+        assert not isinstance(noise, AbsentTensor) and torch.equal(noise, plain(3, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_decides_on_dtypes_as_ever(absent: AbsentTensor, dtype: torch.dtype) -> None:
+    with torch.autocast("cpu", dtype=dtype):
+        assert (absent @ absent.t()).dtype == dtype
+        assert nn.functional.linear(absent, torch.ones(2, 4)).dtype == dtype
+        assert nn.functional.mse_loss(absent.to(dtype), absent.to(dtype)).dtype == torch.float32
+    assert (absent @ absent.t()).dtype == torch.float32
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+
+
+def test_parameters_stay_parameters() -> None:
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    module[0].bias.requires_grad_(False)
+    before = {name: (p.shape, p.requires_grad) for name, p in module.named_parameters()}
+    buffers = {name: (b.shape, b.dtype) for name, b in module.named_buffers()}
+    made_absent(module)
+    assert {name: (p.shape, p.requires_grad) for name, p in module.named_parameters()} == before
+    assert {name: (b.shape, b.dtype) for name, b in module.named_buffers()} == buffers
+    for parameter in module.parameters():
+        assert isinstance(parameter, AbsentTensor) and isinstance(parameter, nn.Parameter) and parameter.is_leaf
+    assert all(isinstance(b, AbsentTensor) and not isinstance(b, nn.Parameter) for b in module.buffers())
+    assert module[0].weight.origin == "parameter '0.weight'"
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_optimizers_take_them_and_leave_them_alone(kind: type[torch.optim.Optimizer]) -> None:
+    absent, real = made_absent(nn.Linear(3, 2)), nn.Linear(2, 1)
+    optimizer = kind([*absent.parameters(), *real.parameters()], lr=0.1)  # type: ignore[call-arg]
+    before = real.weight.detach().clone()
+    real(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert not torch.equal(real.weight, before)
+    assert nn.utils.clip_grad_norm_(absent.parameters(), 1.0) == 0
+
+
+def test_what_a_module_held_is_freed() -> None:
+    module = nn.ModuleList(
+        [nn.Linear(3, 2), nn.GRU(3, 2, num_layers=2), nn.MultiheadAttention(4, 2), nn.BatchNorm1d(2)]
+    )
+    held = [weakref.ref(tensor) for tensor in (*module.parameters(), *module.buffers())]
+    made_absent(module)
+    assert [ref for ref in held if ref() is not None] == []
+
+
+def test_modules_move_and_change_dtype() -> None:
+    module = made_absent(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.GRU(2, 2)))
+    for change, dtype in ((module.double, torch.float64), (module.half, torch.float16)):
+        change()
+        assert all(p.dtype == dtype and isinstance(p, AbsentTensor) for p in module.parameters())
+        assert all(isinstance(p, nn.Parameter) for p in module.parameters())
+        output, _ = module(torch.ones(4, 3, dtype=dtype))
+        assert output.dtype == dtype and output.shape == (4, 2)
+    module.to("meta")
+    assert all(p.device.type == "meta" for p in module.parameters())
+
+
+def test_modules_are_copied() -> None:
+    module = made_absent(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    module[0].bias.requires_grad_(False)
+    twin = copy.deepcopy(module)
+    for (name, one), (_, other) in zip(module.named_parameters(), twin.named_parameters(), strict=True):
+        assert isinstance(other, AbsentTensor) and isinstance(other, nn.Parameter) and one is not other
+        assert other.requires_grad == one.requires_grad and other.origins == one.origins, name
+    both = copy.deepcopy([module[0].weight, module[0].weight])
+    assert both[0] is both[1]
+
+
+def test_loading_a_state_dict_changes_nothing_and_fails_on_nothing() -> None:
+    module = made_absent(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    state = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).state_dict()
+    module.load_state_dict(state)
+    assert all(isinstance(value, AbsentTensor) for value in module.state_dict().values())
+
+
+# -- memory that tensors share -----------------------------------------------------------------------------------
+
+
+def test_a_write_to_a_view_is_one_to_what_it_is_a_view_of() -> None:
+    whole, other = absent_like(torch.zeros(4, 2), "the whole"), absent_like(torch.zeros(2), "another")
+    whole[1:].t()[:, 0].add_(other)
+    assert whole.origins == {"the whole", "another"}
+    copied = whole.clone()
+    copied.mul_(absent_like(torch.zeros(2), "a third"))
+    assert whole.origins == {"the whole", "another"} and "a third" in copied.origins
+
+
+@pytest.mark.parametrize("change", [
+    lambda p, q: setattr(p, "data", p.data * 0.9 + q.data * 0.1),
+    lambda p, q: p.data.mul_(0.9).add_(q.data, alpha=0.1),
+    lambda p, q: p.detach().copy_(q),
+    lambda p, q: torch._foreach_lerp_([p], [q], 0.1),
+], ids=["data set", "data", "detached", "foreach"])  # fmt: skip
+def test_a_parameter_updated_from_another_has_its_origin_too(change: Any) -> None:
+    p, q = (absent_like(nn.Parameter(torch.zeros(2)), name) for name in ("p", "q"))
+    with torch.no_grad():
+        change(p, q)
+    assert p.origins == {"p", "q"} and q.origins == {"q"} and isinstance(p, nn.Parameter)
+
+
+def test_operations_on_lists_are_done_where_values_are() -> None:
+    here, there = torch.ones(2), absent_like(torch.ones(2), "far")
+    values = [here, there, here.clone()]
+    torch._foreach_mul_(values, [torch.full((2,), 3.0)] * 3)
+    assert torch.equal(here, torch.full((2,), 3.0)) and there.origins == {"far"}
+    assert [type(x) is AbsentTensor for x in torch._foreach_norm(values)] == [False, True, False]
+    with pytest.raises(AbsentValueError):
+        torch._foreach_add_([here, here.clone()], [there, here])
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+def test_a_collective_on_absent_tensors_meets_nobody_and_keeps_the_origins(
+    process_of_its_own: None, absent: AbsentTensor
+) -> None:
+    other = absent_like(absent, "the output of 'near'")
+    dist.all_gather([other], absent)
+    assert other.origins == {"the output of 'far'", "the output of 'near'"}
+    dist.all_reduce(absent)
+    assert first_absent(absent) is absent
+
+
+def test_a_collective_does_not_leave_a_zero_where_a_value_is_absent(
+    process_of_its_own: None, absent: AbsentTensor
+) -> None:
+    for gather in (
+        lambda: dist.all_gather([torch.zeros(3, 4)], absent),
+        lambda: dist.all_gather_into_tensor(torch.zeros(3, 4), absent),
+    ):
+        with pytest.raises(AbsentValueError, match="far"):
+            gather()

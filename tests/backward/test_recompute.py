@@ -1,0 +1,138 @@
+"""A layer that runs again in its backward computes what it would have, keeps its input only, and meets no cache."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from lightning_parallel.backward import recompute
+from lightning_parallel.backward.recompute import Recomputed
+from lightning_parallel.seeding import host_generators_state
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.runs = 0
+        self.caches: list[Any] = []
+
+    def forward(self, x: Tensor, scale: float, *, cache: Any = None) -> Tensor:
+        self.runs += 1
+        self.caches.append(cache)
+        return self.linear(x).tanh() * scale
+
+
+def test_a_layer_runs_again_in_the_backward_with_the_same_gradients() -> None:
+    layer, x = Layer(), torch.randn(2, 3)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    layer(inputs[0], 2.0).sum().backward()
+    expected = [p.grad.clone() for p in layer.parameters() if p.grad is not None]
+    layer.zero_grad()
+    output = Recomputed(layer, layer)(inputs[1], 2.0)
+    assert layer.runs == 2
+    output.sum().backward()
+    assert layer.runs == 3
+    assert torch.equal(inputs[0].grad, inputs[1].grad)  # type: ignore[arg-type]
+    assert all(torch.equal(p.grad, g) for p, g in zip(layer.parameters(), expected, strict=True))  # type: ignore[arg-type]
+
+
+def test_a_cache_is_not_handed_to_what_runs_twice() -> None:
+    layer, cache = Layer(), DynamicCache()
+    Recomputed(layer, layer)(torch.randn(2, 3, requires_grad=True), 1.0, cache=cache)
+    assert layer.caches == [None]
+    with torch.no_grad():  # in evaluation it runs once
+        Recomputed(layer, layer)(torch.randn(2, 3), 1.0, cache=cache)
+    assert layer.caches[1] is cache
+
+
+def test_statistics_count_the_inputs_once() -> None:
+    norms = [nn.BatchNorm1d(3) for _ in range(2)]
+    again = Recomputed(norms[1], norms[1].forward)
+    for _ in range(3):
+        x = torch.randn(4, 3, requires_grad=True)
+        norms[0](x).sum().backward()
+        again(x).sum().backward()
+    one, other = (norm.state_dict() for norm in norms)
+    assert all(torch.equal(one[name], other[name]) for name in one) and one["num_batches_tracked"] == 3
+
+
+class Masked(nn.Module):
+    """Masks drawn from NumPy's and Python's generators."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.from_numpy(np.random.rand(x.shape[-1])).to(x.dtype) * random.random()
+
+
+def test_masks_of_python_and_numpy_are_the_same_again() -> None:
+    layer, x = Masked(), torch.randn(2, 3, requires_grad=True)
+    output = Recomputed(layer, layer, True)(x)
+    state = host_generators_state()
+    output.sum().backward()
+    assert torch.allclose(x.grad * x, output)  # type: ignore[operator]
+    assert host_generators_state() == state
+
+
+class Writes(nn.Module):
+    """Its output depends on a tensor without gradient, which it changes."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.weight = nn.Parameter(torch.full((3,), 2.0))
+        self.register_buffer("scale", torch.ones(1).expand(3) if kind == "expanded" else torch.ones(3))
+        self.book = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "in place":
+            self.scale += 1
+        elif self.kind == "assigned":
+            self.scale = self.scale + 1
+        elif self.kind == "frozen parameter":
+            with torch.no_grad():
+                self.book += 1
+        return x * self.weight * self.scale * self.book
+
+
+@pytest.mark.parametrize("kind", ["in place", "assigned", "frozen parameter", "expanded"])
+def test_it_starts_from_what_the_first_run_found(kind: str) -> None:
+    one, other = Writes(kind), Writes(kind)
+    again = Recomputed(other, other.forward)
+    for _ in range(3):
+        x = torch.randn(2, 3)
+        one(x).sum().backward()
+        again(x).sum().backward()
+        assert torch.equal(one.weight.grad, other.weight.grad)  # type: ignore[arg-type]
+    assert torch.equal(one.scale, other.scale) and torch.equal(one.book, other.book)
+
+
+def test_it_runs_in_each_backward() -> None:
+    layer, x = Masked(), torch.randn(2, 3, requires_grad=True)
+    output = Recomputed(layer, layer, True)(x)
+    first, second = (torch.autograd.grad(output.sum(), x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second) and torch.allclose(first * x, output)
+
+
+def test_copies_of_what_it_leaves_alone_are_not_held_until_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frozen weights under adapters would be held twice."""
+    made: list[weakref.ref[Tensor]] = []
+
+    def noted(tensor: Tensor) -> Tensor:
+        copy = original(tensor)
+        made.append(weakref.ref(copy))
+        return copy
+
+    original = recompute._copy
+    monkeypatch.setattr(recompute, "_copy", noted)
+    layer = nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.BatchNorm1d(3))
+    again = Recomputed(layer, layer.forward)
+    outputs = [again(torch.randn(4, 3, requires_grad=True)) for _ in range(2)]
+    assert sum(copy() is not None for copy in made) == 2 * 3 and len(made) == 5 + 3
+    sum(output.sum() for output in outputs).backward()

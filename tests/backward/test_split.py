@@ -1,0 +1,761 @@
+"""The two halves of a backward give what one whole backward gives, and each hook runs once."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, save_on_cpu
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.utils.checkpoint import checkpoint
+from transformers import BertConfig, LlamaConfig
+from transformers.models.bert.modeling_bert import BertLayer
+from transformers.models.llama.modeling_llama import LlamaModel
+from transformers.pytorch_utils import Conv1D
+
+from lightning_parallel.backward.recompute import Recomputed
+from lightning_parallel.backward.split import WeightGradients, begin_backward
+from lightning_parallel.private.torch import TorchDispatchMode, hooks_beside
+from lightning_parallel.tensor import functions
+from tests.pool import WorkerPool
+
+D = 6
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    torch.manual_seed(1)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+# -- both ways ---------------------------------------------------------------------------------------------------
+
+
+def begin(output: Tensor, *inputs: Tensor) -> WeightGradients:
+    """The first half of a backward whose gradients are not all the same."""
+    gradient = torch.linspace(-1, 2, output.numel(), dtype=output.real.dtype).to(output.dtype).view(output.shape)
+    return begin_backward([get_gradient_edge(output)], [gradient], inputs)
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: p.grad.to_dense() if p.grad.is_sparse else p.grad.clone()
+        for name, p in module.named_parameters()
+        if p.grad is not None
+    }
+
+
+def late(module: nn.Module, *inputs: Tensor, autocast: bool = False) -> set[str]:
+    """The names of the parameters whose gradients wait, after a comparison of all gradients, bit by bit."""
+    found = []
+    for one, split in ((copy.deepcopy(module), False), (module, True)):
+        given = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+        one.zero_grad()
+        torch.manual_seed(2)
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            output = one(*given)
+        rest = begin(output, *(given if split else ()))
+        early = gradients(one)
+        assert split or not rest._parts
+        waits = bool(rest._parts)
+        rest.run()
+        assert not rest._parts
+        found.append({**gradients(one), **{f"input {i}": x.grad for i, x in enumerate(given) if x.grad is not None}})
+    whole, halves = found
+    assert whole.keys() == halves.keys()
+    for name, gradient in whole.items():
+        assert torch.equal(gradient, halves[name]), f"{name}: {(gradient - halves[name]).abs().max()}"
+    assert all(torch.equal(gradient, halves[name]) for name, gradient in early.items()), "in both halves"
+    names = {name for name in halves.keys() - early.keys() if not name.startswith("input")}
+    assert bool(names) == waits
+    return names
+
+
+def x(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, requires_grad=True)
+
+
+class Calls(nn.Module):
+    """A function of modules and parameters."""
+
+    def __init__(self, function: Callable[..., Tensor], **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(self, *inputs)
+
+
+class Again(nn.Module):
+    """A layer under activation checkpointing of the project's own."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.runs = layer, 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self.runs += 1
+            return self.layer(*args, **kwargs)
+
+        return Recomputed(self.layer, forward)(*args, **kwargs)
+
+
+def weight(*shape: int, **how: Any) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape, **how))
+
+
+# -- which weights wait ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(4, D), (2, 3, D), (2, 2, 2, D), (D,)], ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_the_weight_of_a_linear_layer_waits(shape: tuple[int, ...], bias: bool) -> None:
+    assert late(nn.Linear(D, 5, bias=bias), x(*shape)) == {"weight"}
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_inputs_may_lie_in_any_order_in_memory(bias: bool) -> None:
+    linear = nn.Linear(D, 5, bias=bias)
+    assert late(Calls(lambda m, a: m.linear(a.transpose(0, 1)), linear=linear), x(2, 3, D)) == {"linear.weight"}
+    assert late(Calls(lambda m, a: m.linear(a.t()), linear=linear), x(D, 3)) == {"linear.weight"}
+    assert late(Calls(lambda m, a: m.linear(a[:, ::2]), linear=linear), x(3, 2 * D)) == {"linear.weight"}
+
+
+class Named(Tensor):
+    pass
+
+
+# A layer, the input's shape, and the parameters that wait.
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
+    "used again": (
+        lambda: Calls(lambda m, a: m.linear(m.linear(m.linear(a))), linear=nn.Linear(D, D)),
+        (3, D),
+        {"linear.weight"},
+    ),
+    "also used otherwise": (
+        lambda: Calls(lambda m, a: m.linear(a) * m.linear.weight.sum(), linear=nn.Linear(D, D)),
+        (3, D),
+        set(),
+    ),
+    "in chunks": (
+        lambda: Calls(lambda m, a: sum(i * F.linear(a, w) for i, w in enumerate(m.w.chunk(3), 1)), w=weight(9, D)),
+        (3, D),
+        {"w"},
+    ),
+    "in chunks, one used otherwise": (
+        lambda: Calls(lambda m, a: F.linear(a, m.w[:D]) * m.w[D], w=weight(D + 1, D)),
+        (3, D),
+        set(),
+    ),
+    "weight norm": (
+        lambda: Calls(lambda m, a: m.linear(m.linear(a)), linear=weight_norm(nn.Linear(D, D))),
+        (3, D),
+        {f"linear.parametrizations.weight.original{i}" for i in (0, 1)},
+    ),
+    "spectral norm": (lambda: spectral_norm(nn.Linear(D, D)), (3, D), {"parametrizations.weight.original"}),
+    "made from the input": (
+        lambda: Calls(lambda m, a: F.linear(a, m.linear(a)), linear=nn.Linear(D, D, bias=False)),
+        (3, D),
+        {"linear.weight"},
+    ),
+    "norms, changed in place": (
+        lambda: nn.Sequential(
+            nn.Linear(D, D), nn.LayerNorm(D), nn.RMSNorm(D), nn.Linear(D, D), nn.ReLU(inplace=True), nn.Linear(D, 2)
+        ),
+        (3, D),
+        {"0.weight", "3.weight", "5.weight"},
+    ),
+    "convolutions": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3, bias=False),
+            nn.BatchNorm2d(4),
+            nn.Conv2d(4, 4, 2, groups=2, stride=2, padding=1, dilation=2, bias=False),
+            nn.Conv2d(4, 2, 1),
+            nn.ConvTranspose2d(2, 3, 2, stride=2, output_padding=1, bias=False),
+        ),
+        (2, 2, 6, 6),
+        {"0.weight", "2.weight", "4.weight"},
+    ),
+    "recurrent": (
+        lambda: Calls(lambda m, a: m.linear(m.gru(a)[0]), gru=nn.GRU(D, 4), linear=nn.Linear(4, 2)),
+        (3, 2, D),
+        {"gru.weight_ih_l0", "linear.weight"},
+    ),
+    "adapters": (
+        lambda: Calls(
+            lambda m, a: m.frozen(a) + 2 * (a @ m.a @ m.b),
+            frozen=nn.Linear(D, D).requires_grad_(False),
+            a=weight(D, 2),
+            b=weight(2, D),
+        ),
+        (2, 3, D),
+        {"a", "b"},
+    ),
+    "transformers' Conv1D": (lambda: nn.Sequential(Conv1D(4, D), Conv1D(2, 4)), (2, 3, D), {"0.weight", "1.weight"}),
+    "Conv1D used again": (lambda: Calls(lambda m, a: m.c(m.c(m.c(a))), c=Conv1D(D, D)), (3, D), {"c.weight"}),
+    "weight on the left": (
+        lambda: Calls(lambda m, a: (m.v @ a + m.w.t() @ a) @ m.u, v=weight(4, 3), w=weight(3, 4), u=weight(D, 1)),
+        (3, D),
+        {"u", "v", "w"},
+    ),
+    "experts": (
+        lambda: Calls(lambda m, a: m.v @ torch.einsum("ebd,edf->ebf", a, m.w), v=weight(2, 5, 4), w=weight(2, D, 3)),
+        (2, 4, D),
+        {"v", "w"},
+    ),
+    "scaled": (
+        lambda: Calls(lambda m, a: torch.addmm(m.b, a, m.w, alpha=2), b=weight(D), w=weight(D, D)),
+        (3, D),
+        set(),
+    ),
+    "of no activation": (
+        lambda: Calls(lambda m, a: torch.addmm(a, m.u * 2, m.v * 2), u=weight(3, 4), v=weight(4, D)),
+        (3, D),
+        set(),
+    ),
+    "sparse": (
+        lambda: Calls(lambda m, a: m.linear(m.w.to_sparse() @ a), w=weight(3, 3), linear=nn.Linear(D, 2)),
+        (3, D),
+        {"linear.weight"},
+    ),
+    "of a tensor of another class": (
+        lambda: Calls(
+            lambda m, a: m.second(m.first(a).as_subclass(Named)), first=nn.Linear(D, D), second=nn.Linear(D, 2)
+        ),
+        (3, D),
+        {"first.weight"},
+    ),
+    "added to embeddings": (
+        lambda: Calls(lambda m, a: m.linear(a) + m.e(torch.tensor([0, 1, 1])), e=nn.Embedding(4, D, sparse=True),
+                      linear=nn.Linear(D, D)),
+        (3, D),
+        {"linear.weight"},
+    ),
+    "attention": (
+        lambda: Calls(lambda m, a: m.m(a, a, a)[0], m=nn.MultiheadAttention(D, 2)),
+        (3, 2, D),
+        {"m.in_proj_weight", "m.out_proj.weight"},
+    ),
+    "encoder": (
+        lambda: nn.TransformerEncoderLayer(D, 2, 8),
+        (3, 2, D),
+        {"linear1.weight", "linear2.weight", "self_attn.in_proj_weight", "self_attn.out_proj.weight"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_are_those_of_a_whole_backward(name: str) -> None:
+    make, shape, expected = LAYERS[name]
+    assert late(make(), x(*shape)) == expected
+
+
+def test_complex_weights_wait() -> None:
+    double = torch.complex128
+    assert late(nn.Linear(D, 5, dtype=double), x(3, D, dtype=double)) == {"weight"}
+    module = Calls(lambda m, a: m.v @ a @ m.w, v=weight(4, 3, dtype=double), w=weight(D, 2, dtype=double))
+    assert late(module, x(3, D, dtype=double)) == {"v", "w"}
+
+
+def llama(layers: int = 1, **how: Any) -> nn.Module:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaModel(LlamaConfig(**{**sizes, **how}, num_hidden_layers=layers, vocab_size=8))
+    return Calls(lambda m, a: m.model(inputs_embeds=a, use_cache=False)[0], model=model)
+
+
+def matrices(module: nn.Module) -> set[str]:
+    return {name for name, p in module.named_parameters() if p.dim() == 2 and "embed" not in name}
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp64", "bf16"])
+@pytest.mark.parametrize("kind", ["Llama", "BERT", "encoder", "decoder"])
+def test_all_matrices_of_a_transformer_wait(kind: str, autocast: bool) -> None:
+    module: nn.Module
+    if kind == "Llama":
+        module = llama(2)
+    elif kind == "BERT":
+        config = BertConfig(hidden_size=16, intermediate_size=32, num_attention_heads=4, attn_implementation="eager")
+        layer = BertLayer(config)
+        module = Calls(lambda m, a: (lambda out: out[0] if isinstance(out, tuple) else out)(m.layer(a)), layer=layer)
+    elif kind == "encoder":
+        module = nn.Sequential(*(nn.TransformerEncoderLayer(16, 4, 32, norm_first=True) for _ in range(2)))
+    else:
+        module = nn.TransformerDecoderLayer(16, 4, 32)
+    dtype = torch.float32 if autocast else torch.float64
+    inputs = [x(2, n, 16, dtype=dtype) for n in ((5, 3) if kind == "decoder" else (5,))]
+    if kind == "decoder":
+        inputs = [each.transpose(0, 1).detach().requires_grad_() for each in inputs]
+    assert late(module.to(dtype), *inputs, autocast=autocast) == matrices(module)
+
+
+def test_a_weight_that_is_cast_waits_wherever_it_is_used() -> None:
+    module = Calls(lambda m, a: m.linear(m.linear(m.linear(m.linear(a)))), linear=nn.Linear(D, D).float())
+    assert late(module, x(3, D, dtype=torch.float32), autocast=True) == {"linear.weight"}
+
+
+def test_a_compiled_block_is_done_in_the_first_half() -> None:
+    block = torch.compile(nn.Linear(D, D), backend="aot_eager")
+    module = Calls(lambda m, a: m.after(block(m.before(a))), before=nn.Linear(D, D), after=nn.Linear(D, D))
+    given = x(3, D)
+    rest = begin(module(given), given)
+    assert len(rest._parts) == 2 and all(p.grad is not None for p in block.parameters())
+    rest.run()
+    found = [p.grad for p in (*module.parameters(), *block.parameters(), given)]
+    for p in (*module.parameters(), *block.parameters(), given):
+        p.grad = None
+    begin(module(given))
+    expected = [p.grad for p in (*module.parameters(), *block.parameters(), given)]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))  # type: ignore[arg-type]
+
+
+class Own(torch.autograd.Function):
+    """With an anchor, a leaf that is nobody's parameter, as functions have that must run in each backward."""
+
+    runs = 0
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, a: Tensor, w: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(a, w)
+        return a @ w
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        Own.runs += 1
+        a, w = ctx.saved_tensors
+        return None, gradients[0] @ w.t(), a.t() @ gradients[0]
+
+
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:  # type: ignore[override]
+        return a.round()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+def test_functions_of_users_are_done_in_the_first_half() -> None:
+    module = Calls(
+        lambda m, a: m.linear(Own.apply(torch.empty((), requires_grad=True), m.linear(a), m.w)),
+        linear=nn.Linear(D, D),
+        w=weight(D, D),
+    )
+    assert late(module, x(3, D)) == {"linear.weight"}
+    rounded = Calls(lambda m, a: m.linear(a) @ Rounded.apply(m.w), linear=nn.Linear(D, D), w=weight(D, D))
+    assert late(rounded, x(3, D)) == {"linear.weight"}  # the function's node may be gone before the second half
+    Own.runs = 0
+    side = Calls(lambda m, a: m.linear(a) + Own.apply(torch.empty((), requires_grad=True), torch.ones(3, D), m.w),
+                 linear=nn.Linear(D, D), w=weight(D, D))  # fmt: skip
+    assert late(side, x(3, D)) == {"linear.weight"} and Own.runs == 2
+
+
+def of_divided_layers() -> set[str]:
+    group = dist.group.WORLD
+    assert group is not None
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)  # equal inputs
+    module = Calls(
+        lambda m, a: functions.reduce_(m.row(F.gelu(m.column(functions.copy(a, group)))), group),
+        column=nn.Linear(D, 4),
+        row=nn.Linear(4, D, bias=False),
+    )
+    try:
+        return late(module, x(2, 3, D))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_the_weights_of_divided_layers_wait(pool: WorkerPool) -> None:
+    assert pool.run(of_divided_layers, 2) == [{"column.weight", "row.weight"}] * 2
+
+
+# -- what the backward begins and ends with ----------------------------------------------------------------------
+
+
+def test_a_backward_that_nobody_waits_for_runs_whole() -> None:
+    assert late(nn.Linear(D, D), x(3, D).detach()) == set()
+    linear, given = nn.Linear(D, D), torch.randn(3, D)
+    assert not begin(linear(given), x(3, D))._parts and linear.weight.grad is not None  # another graph's leaf
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
+def test_no_hook_stays_on_the_graph(again: bool) -> None:
+    linears, given = [nn.Linear(D, D) for _ in range(2)], x(3, D)
+    outputs = [(Again(linear) if again else linear)(given) for linear in linears]
+    ends = [outputs[1], outputs[0] * linears[1].weight.sum()]  # the second weight is also used otherwise
+    rest = begin_backward([get_gradient_edge(end) for end in ends], [torch.ones_like(end) for end in ends], [given])
+    assert len(rest._parts) == 1
+    for node in (
+        *(output.grad_fn for output in outputs),
+        *(get_gradient_edge(p).node for p in linears[0].parameters()),
+    ):
+        assert node is not None and hooks_beside(node.register_hook(lambda *given: None)) == 0
+        assert hooks_beside(node.register_prehook(lambda *given: None)) == 0
+
+
+def test_several_outputs_and_inputs_need_not_depend_on_one_another() -> None:
+    layers = nn.ModuleList(nn.Linear(D, D) for _ in range(4))
+    found = []
+    for split in (False, True):
+        layers.zero_grad()
+        inputs = [x(3, D), x(3, D), x(3, D)]
+        with torch.no_grad():
+            for i, each in enumerate(inputs):
+                each.copy_(torch.arange(3.0 * D).view(3, D) + i)
+        outputs = [layers[0](inputs[0]) + layers[1](inputs[1]), layers[1](inputs[0]), layers[2](torch.ones(2, D))]
+        gradients = [torch.full_like(output, 2.0 + i) for i, output in enumerate(outputs)]
+        rest = begin_backward([get_gradient_edge(o) for o in outputs], gradients, inputs if split else [])
+        assert len(rest._parts) == (2 if split else 0)
+        assert layers[2].weight.grad is not None and (layers[1].weight.grad is None) == split
+        rest.run()
+        found.append([p.grad for p in (*layers.parameters(), *inputs)])
+    assert found[0][-1] is None and found[0][6] is None
+    assert all(one is other or torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_an_input_that_is_no_leaf_is_refused() -> None:
+    given = x(3, D) * 2
+    with pytest.raises(ValueError, match="detach"):
+        begin(nn.Linear(D, D)(given), given)
+
+
+def test_a_weight_that_is_an_output_too_does_not_wait() -> None:
+    linear, given = nn.Linear(D, D, bias=False), torch.arange(3.0 * D).view(3, D).requires_grad_()
+    outputs = [linear(given), linear.weight.t(), linear(given)]
+    rest = begin_backward([get_gradient_edge(o) for o in outputs], [torch.ones_like(o) for o in outputs], [given])
+    assert not rest._parts
+    assert torch.equal(linear.weight.grad, 2 * given.detach().sum(0).expand(D, D) + 1)  # type: ignore[arg-type]
+
+
+class Stopped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:  # type: ignore[override]
+        return a.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None
+
+
+def test_a_weight_that_no_gradient_reaches_has_none() -> None:
+    module = Calls(lambda m, a: Stopped.apply(m.first(a)) + m.second(a), first=nn.Linear(D, D), second=nn.Linear(D, D))
+    assert late(module, x(3, D)) == {"second.weight"}
+    assert module.first.weight.grad is None
+
+
+def test_an_output_may_be_the_input_or_a_view_of_it() -> None:
+    linear, given = nn.Linear(D, D), x(3, D)
+    outputs = [linear(given), given.view(-1), given]
+    rest = begin_backward([get_gradient_edge(o) for o in outputs], [torch.ones_like(o) for o in outputs], [given])
+    rest.run()
+    assert torch.equal(given.grad, linear.weight.sum(0).expand(3, D) + 2)  # type: ignore[arg-type]
+
+
+# -- microbatches ------------------------------------------------------------------------------------------------
+
+
+def test_second_halves_may_run_late_and_add_to_gradients() -> None:
+    module = llama()
+    whole = copy.deepcopy(module)
+    inputs = [x(2, 5, 16) for _ in range(4)]
+    for given in inputs:
+        begin(whole(given))
+    outputs: dict[int, Tensor] = {}
+    waiting: dict[int, WeightGradients] = {}
+    for kind, k in zip("FFBFBWFBWBWW", (0, 1, 0, 2, 1, 0, 3, 2, 1, 3, 2, 3), strict=True):
+        if kind == "F":
+            outputs[k] = module(inputs[k])
+        elif kind == "B":
+            waiting[k] = begin(outputs.pop(k), inputs[k])
+        else:
+            waiting.pop(k).run()
+    found = gradients(module)
+    assert all(torch.equal(gradient, found[name]) for name, gradient in gradients(whole).items())
+
+
+def test_a_gradient_that_is_added_to_is_no_longer_shared_with_what_waits() -> None:
+    """A leaf takes over the memory of its first gradient, here the one that a weight's gradient is computed from. The
+    next microbatch adds to it."""
+    module = Calls(
+        lambda m, a: (m.linear(a) + m.positions.view(3, D)).view(1, 3, D) * 2, linear=nn.Linear(D, D),
+        positions=weight(1, 3, D),
+    )  # fmt: skip
+    whole = copy.deepcopy(module)
+    inputs = [x(3, D) for _ in range(2)]
+    for given in inputs:
+        begin(whole(given))
+    waiting = [begin(module(given), given) for given in inputs]
+    for rest in waiting:
+        rest.run()
+    found = gradients(module)
+    assert all(torch.equal(gradient, found[name]) for name, gradient in gradients(whole).items())
+
+
+@pytest.mark.parametrize("what", ["activation", "gradient"])
+def test_a_tensor_that_is_changed_between_the_halves_is_told(what: str) -> None:
+    linear, given, kept = nn.Linear(D, D), x(3, D), []
+    hidden = given * 2
+    output = linear(hidden)
+    output.register_hook(kept.append)
+    rest = begin(output, given)
+    with torch.no_grad():
+        (hidden if what == "activation" else kept[0]).add_(1)
+    with pytest.raises(RuntimeError, match=r"shape \[3, 6\].*changed in place between"):
+        rest.run()
+
+
+def test_an_activation_that_was_changed_before_is_autograd_s_error() -> None:
+    linear, given = nn.Linear(D, D), x(3, D)
+    hidden = given * 2
+    output = linear(hidden)
+    with torch.no_grad():
+        hidden.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        begin(output, given)
+
+
+def test_weights_may_be_updated_between_the_halves() -> None:
+    """What waits needs no weights, except for those that are computed from others."""
+    linear, given = nn.Linear(D, D), x(3, D)
+    rest = begin(linear(given), given)
+    with torch.no_grad():
+        linear.weight.add_(1)
+    rest.run()
+    whole = nn.Linear(D, D)
+    begin(whole(given))
+    assert torch.equal(linear.weight.grad, whole.weight.grad)  # type: ignore[arg-type]
+    norm = weight_norm(linear)
+    rest = begin(norm(given), given)
+    with torch.no_grad():
+        norm.parametrizations.weight.original1.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        rest.run()
+
+
+# -- hooks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("used", ["once", "twice", "cast", "directly"])
+def test_hooks_on_parameters_run_once_with_the_whole_gradient(used: str) -> None:
+    linear = Conv1D(D, D) if used == "directly" else nn.Linear(D, D)
+    linear = linear.float() if used == "cast" else linear
+    calls: list[tuple[str, str, Tensor]] = []
+    for name, p in linear.named_parameters():
+        p.register_hook(lambda g, name=name: calls.append(("hook", name, g.clone())) or g * 2)  # type: ignore[func-returns-value]
+        p.register_post_accumulate_grad_hook(lambda p, name=name: calls.append(("after", name, p.grad.clone())))
+    found = []
+    for split in (False, True):
+        linear.zero_grad()
+        calls.clear()
+        given = torch.ones(3, D, dtype=linear.weight.dtype, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16) if used == "cast" else nullcontext():
+            output = linear(linear(given)) if used == "twice" else linear(given)
+        rest = begin(output, *([given] if split else []))
+        assert split == ("weight" not in [name for _, name, _ in calls])
+        rest.run()
+        found.append(sorted(calls, key=lambda call: call[:2]))
+    whole, halves = found
+    assert len(whole) == len(halves) == 4
+    for one, other in zip(whole, halves, strict=True):
+        assert one[:2] == other[:2] and torch.equal(one[2], other[2])
+
+
+def test_hooks_on_activations_and_modules_change_what_they_would() -> None:
+    def hooked(m: Any, a: Tensor) -> Tensor:
+        hidden = m.first(a)
+        hidden.register_hook(lambda g: g * 3)
+        m.kept = hidden
+        hidden.retain_grad()
+        m.seen = []
+        seen = m.second.register_full_backward_hook(lambda _, into, out: m.seen.append((into[0], out[0])))
+        output = m.second(hidden.relu())
+        seen.remove()
+        weight = m.third.weight * 2
+        weight.register_hook(lambda g: g * 5)
+        return F.linear(output, weight)
+
+    module = Calls(hooked, first=nn.Linear(D, D), second=nn.Linear(D, D), third=nn.Linear(D, D, bias=False))
+    module.kept = None  # type: ignore[assignment]
+    assert late(module, x(3, D)) == {"first.weight", "second.weight", "third.weight"}
+    assert module.kept is not None and module.kept.grad is not None and len(module.seen) == 1  # type: ignore[unreachable,arg-type]
+
+
+def test_a_matmul_whose_weight_s_gradient_a_hook_may_change_is_done_in_the_first_half() -> None:
+    def hooked(m: Any, a: Tensor) -> Tensor:
+        output = m.first(a)
+        output.grad_fn.register_hook(lambda into, out: (*into[:2], into[2] * 3))
+        return m.second(output)
+
+    module = Calls(hooked, first=nn.Linear(D, D), second=nn.Linear(D, D))
+    assert late(module, x(3, D)) == {"second.weight"}
+
+
+# -- layers that run again, saved tensors that are elsewhere -----------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_user_s_checkpoint_runs_again_once_in_the_first_half(reentrant: bool) -> None:
+    runs = []
+
+    def forward(m: Any, a: Tensor) -> Tensor:
+        def inner(b: Tensor) -> Tensor:
+            runs.append(1)
+            return m.inside(b).tanh()
+
+        return m.after(checkpoint(inner, m.before(a), use_reentrant=reentrant))
+
+    module = Calls(forward, before=nn.Linear(D, D), inside=nn.Linear(D, D), after=nn.Linear(D, D))
+    assert late(module, x(3, D)) == (set() if reentrant else {"before.weight", "after.weight"})
+    assert len(runs) == 4
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp64", "bf16"])
+def test_the_weights_of_layers_that_run_again_wait(autocast: bool) -> None:
+    module = nn.Sequential(*(Again(nn.TransformerEncoderLayer(16, 4, 32)) for _ in range(2)))  # with dropout
+    dtype = torch.float32 if autocast else torch.float64
+    assert late(module.to(dtype), x(2, 3, 16, dtype=dtype), autocast=autocast) == matrices(module)
+    assert [each.runs for each in module] == [2, 2]
+    assert late(module.eval(), x(2, 3, 16, dtype=dtype), autocast=autocast) == matrices(module)
+
+
+def test_layers_that_run_again_may_contain_others() -> None:
+    inner = Again(nn.Linear(D, D))
+    user_s = Calls(lambda m, a: checkpoint(m.linear, a, use_reentrant=False), linear=nn.Linear(D, D))
+    named = Calls(lambda m, a: m.linear(a.as_subclass(Named)).as_subclass(Tensor), linear=nn.Linear(D, D))
+    module = Again(nn.Sequential(nn.Linear(D, D), inner, user_s, named, nn.BatchNorm1d(D), nn.Linear(D, D)))
+    assert late(module, x(3, D)) == {"layer.0.weight", "layer.1.layer.weight", "layer.5.weight"}
+
+
+def test_no_layer_runs_again_in_the_second_half() -> None:
+    """For its weight norm it would."""
+    module = nn.Sequential(Again(weight_norm(nn.Linear(D, D))), Again(nn.Linear(D, D)), Again(Own2()))
+    assert late(module, x(3, D)) == {"1.layer.weight"}
+    assert [each.runs for each in module] == [2, 2, 2]
+
+
+class Own2(nn.Module):
+    """Its matmul's weight comes from a function of a user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = weight(D, D)
+
+    def forward(self, a: Tensor) -> Tensor:
+        return a @ Rounded.apply(self.weight).t()
+
+
+def test_what_hooks_on_saved_tensors_hold_is_asked_for_once() -> None:
+    asked = []
+
+    def forward(m: Any, a: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: asked.append(1) or t):  # type: ignore[func-returns-value]
+            hidden = m.first(a)
+        with save_on_cpu():
+            hidden = m.second(hidden)
+        return m.third(hidden)
+
+    module = Calls(forward, **{name: nn.Linear(D, D) for name in ("first", "second", "third")})
+    assert late(module, x(3, D)) == {"third.weight"}
+    assert len(asked) == 2 * 2  # the input and the weight, in either backward
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+
+class Allocations(TorchDispatchMode):
+    """The memory of what operators return, but for tensors that there were before."""
+
+    def __init__(self, *known: Tensor) -> None:
+        super().__init__()
+        self.known = {each.data_ptr() for each in known}
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(each, Tensor) and each.untyped_storage().data_ptr() not in self.known:
+                storage = each.untyped_storage()
+                reference = StorageWeakRef(storage)
+                self.made[reference.cdata] = (reference, storage.nbytes())
+        return out
+
+    def held(self) -> int:
+        return sum(size for reference, size in self.made.values() if not reference.expired())
+
+
+@pytest.mark.parametrize("kind", ["Llama", "encoder"])
+def test_what_waits_holds_about_as_much_as_the_forward_did(kind: str) -> None:
+    if kind == "Llama":
+        module = llama(hidden_size=32, intermediate_size=96)
+    else:
+        module = nn.TransformerEncoderLayer(32, 4, 128, batch_first=True)
+    for p in module.parameters():
+        p.grad = torch.zeros_like(p)
+    given = x(4, 32, 32)
+    stay = [given, *module.buffers(), *(each for p in module.parameters() for each in (p, p.grad))]
+    with Allocations(*stay) as memory:
+        output = module(given)
+        edges, gradient = [get_gradient_edge(output)], torch.ones_like(output)
+        del output
+        forward = memory.held() - gradient.nbytes
+        rest = begin_backward(edges, [gradient], [given])
+        del edges, gradient
+        given.grad = None
+        between = memory.held()
+        rest.run()
+        assert memory.held() == 0
+    assert 0 < between <= 1.3 * forward, (between / forward, forward)
+
+
+def test_layers_that_run_again_hold_their_inputs_and_then_what_waits() -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 128, batch_first=True)
+    held = []
+    for module in (layer, Again(layer)):
+        for p in module.parameters():
+            p.grad = torch.zeros_like(p)
+        given = x(4, 32, 32)
+        with Allocations(given, *(each for p in module.parameters() for each in (p, p.grad))) as memory:
+            output = module(given)
+            edges, gradient = [get_gradient_edge(output)], torch.ones_like(output)
+            forward = memory.held() - gradient.nbytes - output.nbytes
+            del output
+            rest = begin_backward(edges, [gradient], [given])
+            del edges, gradient
+            given.grad = None
+            held.append((forward, memory.held()))
+            rest.run()
+            assert memory.held() == 0
+    (whole, between), (inputs, between_again) = held
+    assert inputs < whole / 20 and between_again == between
+
+
+def test_nothing_is_held_after_the_second_half() -> None:
+    linear, given = nn.Linear(D, D), x(3, D)
+    hidden = given * 2
+    output = linear(hidden)
+    held = [weakref.ref(hidden), weakref.ref(output)]
+    rest = begin(output, given)
+    node = output.grad_fn
+    del hidden, output
+    assert [each() for each in held] == [None, None]  # but for what waits: not the tensor, its memory
+    activation = StorageWeakRef(next(iter(rest._parts)).uses[0].x.untyped_storage())
+    assert not activation.expired()
+    rest.run()
+    assert activation.expired() and node is not None  # a node of the graph that somebody keeps
+    rest.run()
+    assert not rest._parts

@@ -1,0 +1,99 @@
+"""callbacks/defaults.py: Lightning's callbacks have one process's numbers, or are refused by name before training."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    Callback,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
+
+from tests.pool import WorkerPool
+from tests.strategies.failures import assert_refused
+from tests.strategies.harness import ALL, Report, complete, here, joined, largest_difference, make_trainer
+from tests.thorough import thorough
+
+
+class Unfreezes(BaseFinetuning):
+    """The last layer, from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.model.lm_head)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.model.lm_head, optimizer, 0.01)
+
+
+MAKE: dict[str, Any] = {
+    "Unfreezes": Unfreezes,
+    "EMAWeightAveraging": lambda: EMAWeightAveraging(decay=0.9),
+    "StochasticWeightAveraging": lambda: StochasticWeightAveraging(0.05, swa_epoch_start=1),
+    "BatchSizeFinder": lambda: BatchSizeFinder(max_trials=2),
+    "LearningRateFinder": lambda: LearningRateFinder(min_lr=1e-4, num_training_steps=30),
+}
+
+
+class Learned(ALL["ShardableLlama"]):  # type: ignore[misc]
+    """With a learning rate to be found, and a batch size."""
+
+    lr, batch_size = 1e-2, 8
+
+    def train_dataloader(self) -> Any:
+        return self.loader(False, self.batch_size, 16)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=self.lr)
+
+
+def fit(callback: str, strategy: str, **given: Any) -> tuple[Report, float]:
+    torch.set_default_dtype(torch.float64)
+    module, report = Learned(), Report()
+    callbacks: list[Callback] = [MAKE[callback]()]
+    trainer = make_trainer(strategy, callbacks, {}, max_epochs=20, **given)
+    trainer.fit(module)
+    report.weights = {name: complete(p.detach()) for name, p in here(module).items()}
+    report.shards = trainer.strategy.local_model.shards if strategy not in ("single", "data") else {}  # type: ignore[attr-defined]
+    return report, module.lr
+
+
+@pytest.mark.parametrize(("callback", "strategy"), [
+    *itertools.product(["EMAWeightAveraging", "StochasticWeightAveraging"], ["sync", "async", "tensor", "fsdp"]),
+    *itertools.product(["Unfreezes"], ["sync", "async"]),
+    *itertools.product(["BatchSizeFinder"], ["sync", "async", "tensor"]),  # with replicas, Lightning refuses it
+])  # fmt: skip
+def test_what_works_on_the_whole_model_is_refused_on_all_ranks(pool: WorkerPool, callback: str, strategy: str) -> None:
+    failures = pool.run(fit, 2, callback, strategy, init=False, expect_errors=True)
+    assert_refused(failures, "ValueError", [callback, "Strategy"])
+
+
+def test_a_learning_rate_is_not_looked_for_with_late_losses(pool: WorkerPool) -> None:
+    failures = pool.run(fit, 2, "LearningRateFinder", "async", init=False, expect_errors=True)
+    assert_refused(failures, "ValueError", ["LearningRateFinder", "PipelineStrategy"])
+
+
+@pytest.mark.parametrize(("callback", "strategy"), [
+    ("Unfreezes", "tensor"), ("LearningRateFinder", "sync"), ("EMAWeightAveraging", "data"),
+    ("StochasticWeightAveraging", "data"),
+    *thorough(("LearningRateFinder", "tensor"), ("LearningRateFinder", "data")),
+])  # fmt: skip
+def test_what_works_has_the_numbers_of_one_process(pool: WorkerPool, callback: str, strategy: str) -> None:
+    [(whole, rate)] = pool.run(fit, 1, callback, "single", init=False)
+    ranks, given = (1, {"devices": 2}) if strategy == "data" else (2, {})
+    results = pool.run(fit, ranks, callback, strategy, init=False, **given)
+    assert (rate != Learned.lr) == (callback == "LearningRateFinder")
+    assert [found for _, found in results] == [rate] * ranks
+    assert largest_difference(joined([report for report, _ in results], "weights"), whole.weights) < 1e-10
+
+
+def test_replicas_find_one_learning_rate(pool: WorkerPool) -> None:
+    (_, rate), (_, other) = pool.run(fit, 2, "LearningRateFinder", "fsdp", init=False)
+    assert rate == other != Learned.lr

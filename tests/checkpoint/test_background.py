@@ -1,0 +1,235 @@
+"""Saves in the background write what is there when they begin, one at a time, and a failure ends all ranks together."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from lightning_parallel.checkpoint import directory, is_checkpoint, read_full, read_plain
+from lightning_parallel.checkpoint.background import BackgroundSave
+from tests.pool import WorkerPool
+from tests.strategies.harness import ALL, STRATEGIES, largest_difference
+from tests.thorough import thorough
+
+LAYOUTS: dict[str, tuple[int, str, str, dict[str, Any]]] = {
+    "stages": (2, "sync", "GPT2", {"microbatches": 2}),
+    "asynchronous": (2, "async", "Blocks", {"microbatches": 2}),
+    "fully sharded": (2, "fsdp", "Blocks", {}),
+    "fully sharded shards": (
+        4, "sync", "ShardableGPT2", {"stages": 1, "tensor_parallel": 2, "data_parallel_kind": "fully_shard"}
+    ),
+}  # fmt: skip
+
+
+def fit(layout: str, callbacks: list[Callback], *, async_save: bool, epochs: int = 2) -> L.Trainer:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    ranks, strategy, model, options = LAYOUTS[layout]
+    trainer = L.Trainer(
+        accelerator="cpu", devices=ranks, max_epochs=epochs, logger=False, callbacks=callbacks, num_sanity_val_steps=0,
+        strategy=STRATEGIES[strategy](async_save=async_save, **options),
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(ALL[model](), ALL[model].loader())
+    return trainer
+
+
+def saved(layout: str, folder: Path, async_save: bool) -> None:
+    fit(layout, [ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=2)], async_save=async_save)
+
+
+@pytest.mark.parametrize("layout", ["stages", *thorough("fully sharded", "asynchronous", "fully sharded shards")])
+def test_what_is_written_later_is_the_state_at_the_save(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
+    for kind in (False, True):
+        pool.run(saved, LAYOUTS[layout][0], layout, tmp_path / str(kind), kind, init=False)
+    names = sorted(path.name for path in (tmp_path / "False").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "True").iterdir()) and len(names) > 1
+    for name in names:
+        one, other = tmp_path / "False" / name, tmp_path / "True" / name
+        assert largest_difference(read_full(one), read_full(other)) == 0
+        plain, later = read_plain(one), read_plain(other)
+        assert plain["loops"].keys() == later["loops"].keys() and plain["global_step"] == later["global_step"]
+        for mine, theirs in zip(plain["optimizer_states"], later["optimizer_states"], strict=True):
+            for number, state in mine["state"].items():
+                assert largest_difference(state, theirs["state"][number]) == 0
+
+
+def two_keepers(folder: Path, async_save: bool) -> list[str]:
+    first = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=1)
+    second = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1)
+    fit("stages", [Slow(0, seconds=0.2), first, second], async_save=async_save, epochs=4)
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_checkpoint_on_its_way_has_its_name(pool: WorkerPool, tmp_path: Path) -> None:
+    """Otherwise Lightning gives the name to another one, and removes both when it removes one."""
+    kept, kept_later = (
+        pool.run(two_keepers, 2, tmp_path / str(kind), kind, init=False)[0] for kind in (False, True)
+    )  # fmt: skip
+    assert kept == kept_later and len(kept) > 2
+
+
+class Graph(Callback):
+    """Its state has a loss that wasn't detached, which can't be deep-copied."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        self.loss = next(iter(trainer.strategy.local_model.parameters.values())).sum() * 2  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loss": self.loss}
+
+
+def after_fit(folder: Path, layout: str) -> list[bool]:
+    """Is a checkpoint there when `fit`, and when `save_checkpoint` has returned?"""
+    slow = Slow(0, seconds=0.5)
+    trainer = fit(layout, [slow, Graph(), ModelCheckpoint(folder, "last", every_n_epochs=2)], async_save=True)
+    there = [is_checkpoint(folder / "last.ckpt")]
+    slow.setup()
+    trainer.save_checkpoint(folder / "later.ckpt")
+    slow.teardown()
+    return [*there, is_checkpoint(folder / "later.ckpt")]
+
+
+@pytest.mark.parametrize("layout", ["stages", "fully sharded"])
+def test_the_end_of_a_run_waits_and_after_it_a_save_does(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
+    assert pool.run(after_fit, 2, tmp_path, layout, init=False) == [[True, True]] * 2
+
+
+class Slow(Callback):
+    """Saves in the background wait before they are renamed, until so many batches have begun, or for some seconds."""
+
+    def __init__(self, batches: int, fails: bool = False, seconds: float = 20) -> None:
+        self.begun = threading.Event()
+        self.batches, self.fails, self.seconds = batches, fails, seconds
+        self.replace = directory.replace
+        self.whole: list[list[str]] = []  # the checkpoints that are whole, batch by batch
+
+    def setup(self, *_: Any, **__: Any) -> None:
+        def replace(new: Path, path: Path) -> None:
+            self.begun.wait(self.seconds)
+            if self.fails:
+                raise OSError(28, "No space left on device")
+            self.replace(new, path)
+
+        directory.replace = replace  # type: ignore[assignment]
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        folder = Path(trainer.checkpoint_callback.dirpath)  # type: ignore[union-attr,arg-type]
+        self.whole.append(sorted(path.name for path in folder.glob("*.ckpt") if is_checkpoint(path)))
+        if 0 < self.batches <= trainer.fit_loop.total_batch_idx:
+            self.begun.set()
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        directory.replace = self.replace
+
+
+def while_one_is_written(folder: Path) -> list[list[str]]:
+    slow = Slow(6)
+    keeper = ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=1)
+    fit("stages", [slow, keeper], async_save=True, epochs=4)
+    return slow.whole
+
+
+def test_training_goes_on_meanwhile_and_the_older_one_stays_until_the_new_one_is_whole(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    whole = pool.run(while_one_is_written, 2, tmp_path, init=False)[0]
+    # The first save waits for the sixth batch, though it began after the fourth.
+    assert whole[:6] == [[]] * 6 and len(whole) > 8
+    assert all(one or not earlier for earlier, one in zip(whole[6:], whole[7:], strict=False))
+    [last] = tmp_path.glob("*.ckpt")  # the end has waited
+    assert is_checkpoint(last)
+
+
+def failing(folder: Path, layout: str) -> tuple[str, int]:
+    slow = Slow(6, fails=True)
+    keeper = ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=1)
+    try:
+        fit(layout, [slow, keeper], async_save=True, epochs=20)
+    except RuntimeError as error:
+        return str(error), len(slow.whole)
+    finally:
+        slow.teardown()
+    raise AssertionError("nothing has failed")
+
+
+@pytest.mark.parametrize("layout", ["stages", "asynchronous"])
+def test_a_failed_save_ends_all_ranks_before_the_same_batch(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
+    (one, begun), (other, begun_there) = pool.run(failing, 2, tmp_path, layout, init=False)
+    for message in (one, other):
+        assert "could not be saved in the background" in message and "No space left on device" in message
+    assert begun == begun_there < 60
+    assert list(tmp_path.glob("*.ckpt*")) == []
+
+
+class Breaks(Callback):
+    """Raises an error of its own while a save is being written."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == 5:
+            raise KeyError("of the user")
+
+
+def broken(folder: Path) -> list[str]:
+    """What is warned of."""
+    slow = Slow(0, fails=True, seconds=0.5)
+    with warnings.catch_warnings(record=True) as caught, pytest.raises(KeyError, match="of the user"):
+        warnings.simplefilter("always")
+        try:
+            fit("stages", [slow, Breaks(), ModelCheckpoint(folder, every_n_train_steps=4)], async_save=True, epochs=4)
+        finally:
+            slow.teardown()
+    return [str(each.message) for each in caught if "in the background" in str(each.message)]
+
+
+def test_a_failed_save_is_told_of_also_when_an_error_ends_the_run(pool: WorkerPool, tmp_path: Path) -> None:
+    (warning,), others = pool.run(broken, 2, tmp_path, init=False)
+    assert "No space left on device" in warning and others == []
+
+
+def agreed_stop() -> int:
+    """Ranks that have begun different numbers of batches."""
+    saves = BackgroundSave(dist.new_group(backend="gloo"))
+    for _ in range(3 + 2 * dist.get_rank()):
+        assert not saves.begin_batch()
+
+    def fail(group: Any) -> None:
+        raise OSError("full")
+
+    saves.start("path", fail)
+    saves._thread.join()  # type: ignore[union-attr]
+    begun = 3 + 2 * dist.get_rank()
+    while True:
+        begun += 1
+        if saves.begin_batch():
+            break
+    with pytest.raises(RuntimeError, match="The checkpoint path could not be saved in the background: full"):
+        saves.finish()
+    saves.finish()  # it is told once
+    return begun
+
+
+def test_ranks_stop_before_the_first_batch_that_none_has_begun(pool: WorkerPool) -> None:
+    assert pool.run(agreed_stop, 3) == [8, 8, 8]
+
+
+def test_an_action_waits_for_the_save_and_is_left_out_if_it_fails() -> None:
+    saves, done, go = BackgroundSave(None), [], threading.Event()
+    saves.after(lambda: done.append("at once"))
+    saves.start("path", lambda group: go.wait(10))
+    saves.after(lambda: done.append("later"))
+    assert done == ["at once"]
+    go.set()
+    saves.finish()
+    for thread in threading.enumerate():
+        if thread.name == "save path":
+            thread.join()
+    assert done == ["at once", "later"]

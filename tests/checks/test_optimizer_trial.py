@@ -1,0 +1,141 @@
+"""checks/optimizer_trial.py: whether an optimizer is the same on parts of parameters is tried, not looked up."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_parallel.checks.optimizer_trial import refuse_parts
+from lightning_parallel.ranks.layout import Layout
+from lightning_parallel.ranks.local_model import LocalModel
+from lightning_parallel.ranks.shard import Shard
+from tests import optimizers
+
+AXES = ("tensor", "pipeline")
+Make = Callable[[Any], Optimizer]
+
+
+def of_torch(name: str, **options: Any) -> Make:
+    return lambda params: getattr(torch.optim, name)(params, **options)
+
+
+def hybrid(params: Any) -> Optimizer:
+    """Of each group another kind."""
+    matrices = [p for p in params if p.ndim == 2]
+    return torch.optim.SGD([{"params": matrices, "momentum": 0.9}, {"params": [p for p in params if p.ndim != 2]}], 0.1)
+
+
+def waits(params: Any) -> Optimizer:
+    """A scheduler begins with a rate of zero, and has taken the place of ``optimizer.step``."""
+    optimizer = torch.optim.Muon([p for p in params if p.ndim == 2])
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    assert optimizer.param_groups[0]["lr"] == 0
+    return optimizer
+
+
+ELEMENTWISE: dict[str, Make] = {
+    **{name: of_torch(name) for name in (
+        "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"
+    )},
+    "momentum": of_torch("SGD", momentum=0.9, nesterov=True, weight_decay=0.1, maximize=True),
+    "amsgrad": of_torch("Adam", amsgrad=True, weight_decay=0.1),
+    "foreach": of_torch("AdamW", foreach=True),
+    "fused": of_torch("AdamW", fused=True),
+    "rate-tensor": of_torch("AdamW", lr=torch.tensor(1e-3)),
+    "rate-zero": of_torch("SGD", lr=0.0),
+    "state-at-first": of_torch("Adagrad", initial_accumulator_value=0.1),
+    "groups": hybrid,
+    "Lion": optimizers.Lion,
+    "ScheduleFree": optimizers.ScheduleFree,
+    "Lookahead": lambda params: optimizers.Lookahead(torch.optim.AdamW(params)),
+}  # fmt: skip
+BY_PARAMETER: dict[str, Make] = {
+    "Adafactor": of_torch("Adafactor"),
+    "Muon": lambda params: torch.optim.Muon([p for p in params if p.ndim == 2]),
+    "Muon ": waits,
+    **{kind.__name__: kind for kind in (
+        optimizers.LARS, optimizers.LAMB, optimizers.HostLAMB, optimizers.Factored, optimizers.Shampoo,
+        optimizers.FloorSGD,
+    )},
+    "Lookahead": lambda params: optimizers.Lookahead(optimizers.LAMB(params)),
+}  # fmt: skip
+BY_ALL: dict[str, Make] = {
+    "Prodigy": optimizers.Prodigy,
+    "NormedSGD": optimizers.NormedSGD,
+    "SAM": lambda params: optimizers.SAM(params, torch.optim.SGD, lr=0.1),
+}
+
+
+class Model(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(50, 30), nn.LayerNorm(30), nn.Conv1d(4, 6, 3), nn.Linear(3, 1))
+
+    def held(self, axis: str) -> LocalModel:
+        """As a rank has it, all layers by name but divided in words only."""
+        shards = {"0.weight": Shard((60, 50), 0, (60,), 0, 2), "0.bias": Shard((60,), 0, (60,), 0, 2)}
+        return LocalModel.of(self, shards if axis == "tensor" else {})
+
+
+def tried(make: Make, axis: str) -> None:
+    model = Model()
+    refuse_parts(make(list(model.parameters())), model.held(axis), Layout.resolve(2, **{axis: 2}), "SomeStrategy")
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_optimizers_pass_without_a_word(name: str, axis: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tried(ELEMENTWISE[name], axis)
+
+
+@pytest.mark.parametrize("name", BY_PARAMETER)
+def test_those_that_treat_a_parameter_as_one_are_refused_where_it_is_divided(name: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        tried(BY_PARAMETER[name], "tensor")
+    words = [name.strip(), "SomeStrategy", "tensor_parallel=2", "'0.weight'", "parameter group 0", "AdamW"]
+    assert all(word in str(caught.value) for word in words), caught.value
+    tried(BY_PARAMETER[name], "pipeline")
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("name", BY_ALL)
+def test_those_that_treat_all_parameters_as_one_are_refused_where_a_rank_lacks_some(name: str, axis: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        tried(BY_ALL[name], axis)
+    words = [name, "SomeStrategy", {"tensor": "tensor_parallel=2", "pipeline": "2 stages"}[axis], "AdamW"]
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_what_cannot_be_tried_is_warned_of_and_goes_on(axis: str) -> None:
+    with pytest.warns(UserWarning, match="SparseAdam .*SomeStrategy"):
+        tried(of_torch("SparseAdam"), axis)
+
+
+def test_no_optimizer_is_tried_where_each_rank_has_all() -> None:
+    model = Model()
+    layout = Layout.resolve(2, data=2)
+    refuse_parts(optimizers.Prodigy(model.parameters()), LocalModel.of(model), layout, "SomeStrategy")
+
+
+@pytest.mark.parametrize("make", [
+    ELEMENTWISE["AdamW"], ELEMENTWISE["ScheduleFree"], ELEMENTWISE["Lookahead"], ELEMENTWISE["state-at-first"],
+])  # fmt: skip
+def test_the_user_s_optimizer_is_left_as_it_was(make: Make) -> None:
+    model = Model()
+    optimizer = make(list(model.parameters()))
+    calls: list[Any] = []
+    optimizer.register_step_pre_hook(lambda *args: calls.append(args))
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), [*vars(optimizer)], torch.get_rng_state()))
+    refuse_parts(optimizer, model.held("tensor"), Layout.resolve(2, tensor=2), "SomeStrategy")
+    after = (model.state_dict(), optimizer.state_dict(), [*vars(optimizer)], torch.get_rng_state())
+    assert str(after) == str(before)
+    assert not calls and all(parameter.grad is None for parameter in model.parameters())

@@ -1,0 +1,104 @@
+"""What a loss averages over, and where its backward may begin, are read off its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_parallel.losses.graph import terms_of
+from lightning_parallel.losses.normaliser import BatchLoss, Rule
+
+MASK = torch.tensor([True, True, False, True, False, False])
+LABELS = torch.tensor([0, 1, -100, 2, -100, -100])
+TEMPERATURE = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("loss", "counts"),
+    [
+        (lambda z: z.mean(), [18.0]),
+        (lambda z: z[MASK].mean(0).mean(), [9.0]),
+        (lambda z: F.cross_entropy(z, LABELS), [3.0]),
+        (lambda z: F.cross_entropy(z, LABELS) / TEMPERATURE, [6.0]),
+        (lambda z: (z.sum(1) * MASK).sum() / MASK.sum(), [3.0]),
+        (lambda z: 1 - (z.sum(1) * MASK).sum() / int(MASK.sum()), [-3.0]),
+        (lambda z: 0.5 * z.mean() + z[MASK].mean(), [36.0, 9.0]),
+        (lambda z: torch.stack([row.mean() for row in z]).mean(), [18.0] * 6),
+        (lambda z: z.mean() + 0 * z.sum(), [18.0]),
+        (lambda z: z.sum(), [1.0]),
+        (lambda z: z.mean().sqrt(), [1.0]),  # no more is known
+        (lambda z: z.mean() * z.mean(), [1.0]),
+    ],
+)
+def test_what_terms_average_over(loss: Callable[[Tensor], Tensor], counts: list[float]) -> None:
+    z = torch.rand(6, 3, dtype=torch.float64, requires_grad=True)
+    found = terms_of(loss(z))
+    assert [term.count for term in found] == pytest.approx(counts)
+
+
+def test_nothing_is_read_from_a_device() -> None:
+    """Meta tensors have no values: to read one is an error."""
+    z = torch.empty(6, 3, device="meta", requires_grad=True)
+    mask = torch.empty(6, dtype=torch.bool, device="meta")
+    batch = BatchLoss([6, 6], Rule.COUNTS)
+    for place in range(2):
+        batch.add(place, (z.sum(1) * mask).sum() / mask.sum() + F.cross_entropy(z, LABELS.to("meta")))
+    edges, seeds = batch.begin(0, 1.0)
+    assert len(edges) == len(seeds) == 2 and isinstance(batch.factor, Tensor)
+
+
+def test_a_device_weighs_a_loss_of_0_itself() -> None:
+    """What nothing counts in weighs nothing, as on a CPU, though the host doesn't know the loss."""
+    z = torch.empty(6, 3, device="meta", requires_grad=True)
+    batch = BatchLoss([6, 6], Rule.COUNTS)
+    for place, loss in enumerate((z.sum() * 0, z.sum() / 1)):
+        batch.add(place, loss)
+    assert all(isinstance(weight, Tensor) for weight in batch.weights)
+
+
+def gradients(rule: Rule, change: Rule | None, loss: Callable[[Tensor], Tensor], rows: list[Tensor]) -> Tensor:
+    """The gradient of a weight by a batch's microbatches, each backward right after its forward."""
+    weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    batch = BatchLoss([len(each) for each in rows], rule)
+    for place, each in enumerate(rows):
+        batch.add(place, loss(each * weight))
+        if change is not None and place == 1:
+            batch.change(change)
+        torch.autograd.backward(*batch.begin(place, 1.0))
+    assert weight.grad is not None and isinstance(batch.factor, float)
+    return weight.grad * batch.factor
+
+
+@pytest.mark.parametrize(
+    ("rule", "change", "loss"),
+    [
+        (Rule.COUNTS, None, lambda z: z[z > 0].mean()),
+        (Rule.SAMPLES, None, lambda z: z.sum(1).mean()),
+        (Rule.SUM, None, lambda z: z.pow(2).sum()),
+        (Rule.COUNTS, Rule.SUM, lambda z: z.pow(2).sum() / 7),  # it is found after a backward
+        (Rule.COUNTS, Rule.SAMPLES, lambda z: z.sum(1).mean()),
+    ],
+)
+def test_a_batch_has_the_gradients_of_one_process(
+    rule: Rule, change: Rule | None, loss: Callable[[Tensor], Tensor]
+) -> None:
+    x = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    loss(x * weight).backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(gradients(rule, change, loss, [*x.split([3, 2, 2])]), weight.grad, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("count", [3, 24, 100])
+def test_the_shares_of_losses_in_16_bits_add_up(count: int) -> None:
+    weight = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
+    batch, total = BatchLoss([1] * count), 0.0
+    for place in range(count):
+        batch.add(place, weight.sum())
+        (seed,) = batch.begin(place, 1.0)[1]
+        total += float(seed)
+    assert isinstance(batch.factor, float) and total * batch.factor == pytest.approx(1, rel=1e-12)

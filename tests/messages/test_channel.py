@@ -1,0 +1,446 @@
+"""Messages between neighbours: they arrive as they were sent, whatever they hold, and leave nothing in memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from lightning_parallel.messages import channel
+from lightning_parallel.messages.channel import Link, Receiver, Sender
+from lightning_parallel.messages.message import Packet, format_of
+from lightning_parallel.ranks.collectives import PeerLostError
+from lightning_parallel.ranks.groups import Wire
+from tests.pool import WorkerPool
+
+CPU = torch.device("cpu")
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool,
+    torch.complex64,
+]  # fmt: skip
+
+
+def link(timeout: float = 60.0) -> Link:
+    peer = 1 - dist.get_rank()
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=timeout))
+    return Link(Wire(group, 0), peer, f"stage {peer} (rank {peer})", CPU)
+
+
+def tensor(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The same on both ranks."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3
+    return values > 0 if dtype == torch.bool else values.to(dtype)
+
+
+def wanting(*tensors: Tensor) -> list[Tensor]:
+    return [t.requires_grad_() for t in tensors]
+
+
+def stream() -> list[tuple[Any, list[Tensor]]]:
+    """Messages of a run, with their places: shapes, dtypes, counts and flags change at the same place."""
+    messages: list[tuple[Any, list[Tensor]]] = [(0, wanting(tensor(i, 4, 3))) for i in range(3)]
+    messages += [(0, wanting(tensor(9, 2, 3))), (1, wanting(tensor(10, 4, 3))), (0, wanting(tensor(11, 4, 3)))]
+    messages += [(0, [tensor(12, 4, 3)]), (0, wanting(tensor(13, 4, 3)))]  # the flag alone differs
+    messages += [("evaluation", [tensor(20 + i, 1 + i, dtype=dtype)]) for i, dtype in enumerate(DTYPES)]
+    messages += [(2, [tensor(40 + i, 3, dtype=dtype) for i, dtype in enumerate(DTYPES)]) for _ in range(2)]
+    messages += [(3, []), (3, [tensor(50)]), (3, wanting(tensor(51))), (3, [])]  # nothing at all; 0-dim
+    messages += [(4, [tensor(52, 0, 3), tensor(53, 2)]), (4, [tensor(54, 0)]), (4, wanting(tensor(55, 5, 0)))]
+    messages += [(5, [tensor(60, 3, 4).t(), tensor(61, 1, 4).expand(3, 4), tensor(62, 6)[::2]])] * 2
+    messages += [(6, [tensor(70, 300, 1000)]), (6, [tensor(71, 1)])]  # 1.2 MB, then little
+    return messages
+
+
+def described(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], torch.dtype, Any]]:
+    return [(tuple(t.shape), t.dtype, t.tolist()) for t in (t.detach() for t in tensors)]
+
+
+def sends_and_receives() -> list[tuple[Any, list[bool], int]] | None:
+    messages = stream()
+    if dist.get_rank() == 0:
+        sender = Sender(link())
+        for i, (place, tensors) in enumerate(messages):
+            sender.send(tensors, place, acknowledged=i)
+        sender.flush()
+        return None
+    receiver = Receiver(link())
+    arrivals, acknowledged = [], []
+    for place, _ in messages:
+        receiver.post(place)
+        receiver.post(place)  # it is posted already
+        arrivals.append(receiver.take())
+        acknowledged.append(receiver.acknowledged)
+    # Read at the end only: a message must not be overwritten by those after it.
+    found = []
+    for arrival, count in zip(arrivals, acknowledged, strict=True):
+        assert arrival is not None
+        wanted = [g.shape for g in arrival.gradients(CPU)]
+        live = arrival.receive()
+        assert [t.shape for t in live if t.requires_grad] == wanted
+        found.append((described(live), [t.requires_grad for t in live], count))
+    return found
+
+
+def check_stream(found: Sequence[tuple[Any, list[bool], int]]) -> None:
+    """What arrived is the stream that was sent, each message with its number as the count of gradients."""
+    assert len(found) == len(stream())
+    for i, ((_, sent), (received, requires_grad, acknowledged)) in enumerate(zip(stream(), found, strict=True)):
+        assert received == described(sent), f"message {i}"
+        assert requires_grad == [t.requires_grad for t in sent], f"message {i}"
+        assert acknowledged == i
+
+
+def test_messages_arrive_as_they_were_sent_whatever_changes(pool: WorkerPool) -> None:
+    check_stream(pool.run(sends_and_receives, 2)[1])
+
+
+def gradients() -> list[list[Tensor]]:
+    """Of sizes on both sides of the alignment, laid out in all ways."""
+    sizes = [1, 3, 15, 16, 17, 31, 32, 33, 1000]
+    messages = [[tensor(i, n, dtype=dtype)] for i, n in enumerate(sizes) for dtype in DTYPES[:4]]
+    messages += [[tensor(1)], [tensor(2, 0)], [], [tensor(3, 3, 4).t()], [tensor(4, 1).expand(7)]]
+    messages += [[tensor(10, 1, 1).sum().expand(1, 1)], [torch.stack([tensor(11, 1)[0]], -1)[None].expand(1, 1)]]
+    messages += [[tensor(12, 3, dtype=torch.complex64).conj()], [tensor(13, 3, dtype=torch.complex64)]]
+    messages += [[tensor(14, 3, dtype=torch.complex64).conj().imag]]
+    messages += [[tensor(5, 3), tensor(6, 2, dtype=torch.bfloat16)], [tensor(7, 0), tensor(8, 2)], [tensor(9, 8)[2:5]]]
+    return messages
+
+
+def sends_and_receives_gradients() -> list[Any] | None:
+    if dist.get_rank() == 0:
+        sender = Sender(link())
+        for message in gradients():
+            sender.send_gradients(message)
+        assert sender.sent == len(gradients())  # one without tensors counts, though nothing is sent
+        sender.flush()
+        return None
+    receiver = Receiver(link())
+    found = []
+    for message in gradients():
+        if message:
+            receiver.post_gradients(format_of(message))
+            found.append(receiver.take_gradients())
+        else:
+            found.append([])
+    return [described(tensors) for tensors in found]
+
+
+def test_gradients_arrive_as_they_were_sent_without_a_header(pool: WorkerPool) -> None:
+    found = pool.run(sends_and_receives_gradients, 2)[1]
+    for i, (sent, received) in enumerate(zip(gradients(), found, strict=True)):
+        assert received == described(sent), f"message {i}"
+
+
+def counts_its_sends() -> list[int] | None:
+    changing = [[tensor(0, 2)], [tensor(1, 2)], [tensor(2, 3)], [tensor(3, 3)], [tensor(4, 2)]]
+    if dist.get_rank() == 0:
+        connection = link()
+        posted: list[int] = []
+        isend = connection.isend
+        connection.isend = lambda buffer: (posted.append(buffer.numel()), isend(buffer))[1]  # type: ignore[method-assign]
+        sender = Sender(connection)
+        counts = []
+        for tensors in changing:
+            sender.send(tensors, 0)
+            sender.flush()  # posting is left to a thread
+            counts.append(len(posted))
+            posted.clear()
+        return counts
+    receiver = Receiver(link())
+    for _ in changing:
+        receiver.post(0)
+        receiver.take()
+    return None
+
+
+def test_a_message_like_the_one_before_is_a_single_send(pool: WorkerPool) -> None:
+    assert pool.run(counts_its_sends, 2)[0] == [3, 1, 3, 1, 3]
+
+
+def ends_its_stream() -> list[bool] | None:
+    """Ends before any message, in the middle of messages, where a large one was expected; and goes on."""
+    messages: list[Tensor | None] = [None, tensor(0, 100), tensor(1, 100), None, tensor(2, 100), tensor(3, 1), None]
+    if dist.get_rank() == 0:
+        sender = Sender(link())
+        for number, message in enumerate(messages):
+            if message is None:
+                sender.end(0, acknowledged=number)
+            else:
+                sender.send([message], 0)
+        sender.flush()
+        return None
+    receiver = Receiver(link())
+    ends = []
+    for number, message in enumerate(messages):
+        receiver.post(0)
+        arrival = receiver.take()
+        ends.append(arrival is None)
+        if arrival is None:
+            assert receiver.acknowledged == number
+        else:
+            assert message is not None and torch.equal(arrival.receive()[0], message)
+    return ends
+
+
+def test_a_stream_ends_and_begins_again(pool: WorkerPool) -> None:
+    assert pool.run(ends_its_stream, 2)[1] == [True, False, False, True, False, False, True]
+
+
+@contextmanager
+def packets_made() -> Iterator[list[weakref.ref[Packet]]]:
+    """Those that senders and receivers make inside."""
+    made: list[weakref.ref[Packet]] = []
+
+    class Recorded(Packet):
+        __slots__ = ("__weakref__",)
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(weakref.ref(self))
+
+    with mock.patch.object(channel, "Packet", Recorded):
+        yield made
+
+
+def reuses_packets() -> list[tuple[int, int, int]] | None:
+    """Packets made so far, those alive, and messages sent, as messages are sent and confirmed."""
+    sizes = [8] * 8 + [30, 60, 90, 120, 150]  # each another number of aligned bytes
+    if dist.get_rank() == 1:
+        receiver = Receiver(link())
+        for _ in sizes:
+            receiver.post(0)
+            receiver.take()
+        return None
+    with packets_made() as made:
+        sender = Sender(link())
+        found = []
+
+        def send(count: int) -> None:
+            for _ in range(count):
+                sender.send([tensor(sender.sent, sizes[sender.sent])], 0)
+            count_packets()
+
+        def count_packets() -> None:
+            found.append((len(made), sum(ref() is not None for ref in made), sender.sent))
+
+        send(4)  # two packets for the first, whose format is new and is announced, and one for each of the others
+        for messages in (0, 1, 3, 3, 2):  # what was confirmed before is nothing new
+            sender.confirm(messages)
+        send(1)
+        sender.flush(keep=1)
+        send(2)
+        sender.flush()
+        send(1)
+        sender.confirm(100)
+        for _ in sizes[8:]:  # of other formats, one after the other: new packets take the place of old ones
+            send(1)
+            sender.flush()
+        return found
+
+
+def test_packets_of_messages_that_arrived_are_used_again(pool: WorkerPool) -> None:
+    found = pool.run(reuses_packets, 2)[0]
+    assert [sent for *_, sent in found] == [4, 5, 7, 8, 9, 10, 11, 12, 13]
+    assert [made for made, *_ in found[:4]] == [5] * 4
+    assert [alive for _, alive, _ in found] == [5] * 9
+
+
+def takes_with_the_next_posted() -> list[tuple[int, list[Any]]] | None:
+    """Packets made in all, and what came, after each message."""
+    messages = [[tensor(0, 2)], [tensor(1, 2)], [tensor(2, 2)], [tensor(3, 3)]]
+    gradients = [[tensor(9, 4)], [tensor(10, 5)]]
+    if dist.get_rank() == 0:
+        sender = Sender(link())
+        for message in messages:
+            sender.send(message, 0)
+        for message in gradients:
+            sender.send_gradients(message)
+        sender.flush()
+        return None
+    with packets_made() as made:
+        receiver = Receiver(link())
+        found: list[tuple[int, list[Any]]] = []
+        receiver.post(0)
+        for i, message in enumerate(messages):
+            arrival = receiver.take(then=0 if i < 3 else None)
+            assert arrival is not None
+            found.append((len(made), described(arrival.receive())))
+            assert found[-1][1] == described(message)
+        receiver.post_gradients(format_of(gradients[0]))
+        assert described(receiver.take_gradients(format_of(gradients[1]))) == described(gradients[0])
+        assert described(receiver.take_gradients()) == described(gradients[1])
+        assert len(made) == found[-1][0] + 2
+        return found
+
+
+def test_the_next_receive_is_made_while_a_message_is_on_its_way(pool: WorkerPool) -> None:
+    found = pool.run(takes_with_the_next_posted, 2)[1]
+    # One packet for each message, made for the next one while it was on its way. The first and the last are of a new
+    # format: the message itself comes into a further packet, and what the first one made for the next doesn't fit.
+    assert [count for count, _ in found] == [4, 5, 6, 7]
+
+
+def confirms_nothing() -> list[int] | None:
+    """Nothing is known of messages that were sent: no buffer is used again, or what was sent would change."""
+    if dist.get_rank() == 1:
+        receiver = Receiver(link())
+        found = []
+        dist.barrier()
+        for _ in range(4):
+            receiver.post(0)
+            arrival = receiver.take()
+            assert arrival is not None
+            found.append(int(arrival.receive()[0][0]))
+        return found
+    sender = Sender(link())
+    for i in range(4):
+        sender.send([torch.full((100_000,), float(i))], 0)
+        sender.confirm(0)
+    dist.barrier()
+    sender.flush()
+    return None
+
+
+def test_buffers_in_flight_are_left_alone(pool: WorkerPool) -> None:
+    assert pool.run(confirms_nothing, 2)[1] == [0, 1, 2, 3]
+
+
+def drops_its_sender() -> list[bool]:
+    """Do the sending thread and the link end with the sender, while a send is outstanding and after all arrived?"""
+    ended = []
+    for flushed in (True, False):
+        connection = link()
+        dist.barrier()
+        if dist.get_rank() == 1:
+            receiver = Receiver(connection)
+            if flushed:
+                receiver.post(0)
+                receiver.take()
+            dist.barrier()
+            continue
+        before = set(threading.enumerate())
+        sender = Sender(connection)
+        (thread,) = set(threading.enumerate()) - before
+        sender.send([], 0)
+        if flushed:
+            sender.flush()
+        reference = weakref.ref(connection)
+        del connection, sender
+        ended.append(not thread.is_alive() and reference() is None)
+        dist.barrier()
+    return ended
+
+
+def test_a_senders_thread_and_link_end_with_it(pool: WorkerPool) -> None:
+    assert pool.run(drops_its_sender, 2)[0] == [True, True]
+
+
+def changes_what_it_sent() -> list[float] | None:
+    if dist.get_rank() == 1:
+        receiver = Receiver(link())
+        dist.barrier()  # by now the sender has changed its tensor
+        receiver.post(0)
+        arrival = receiver.take()
+        assert arrival is not None
+        return arrival.receive()[0].tolist()
+    sender = Sender(link())
+    tensors = torch.ones(3)
+    sender.send([tensors], 0)
+    tensors.zero_()
+    dist.barrier()
+    sender.flush()
+    return None
+
+
+def test_what_is_sent_may_be_changed_in_place_afterwards(pool: WorkerPool) -> None:
+    assert pool.run(changes_what_it_sent, 2)[1] == [1.0, 1.0, 1.0]
+
+
+def loses_its_peer(how: str) -> str:
+    connection = link(timeout=1.0 if how == "silent" else 60.0)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        if how == "dies":
+            os._exit(3)
+        if how == "fails":
+            raise ValueError("of the other rank")
+        dist.barrier()
+        return "fine"
+    try:
+        if how == "silent":
+            receiver = Receiver(connection)
+            receiver.post(0)
+            receiver.take()
+        elif how == "dies":
+            sender = Sender(connection)
+            for _ in range(1000):
+                sender.send([torch.zeros(10_000)], 0)
+                sender.flush()
+        else:
+            receiver = Receiver(connection)
+            receiver.post_gradients(format_of([torch.zeros(3)]))
+            receiver.take_gradients()
+    except PeerLostError as error:
+        if how == "silent":
+            dist.barrier()
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("how", ["silent", "fails", "dies"])
+def test_a_lost_peer_is_named(pool: WorkerPool, how: str) -> None:
+    message = pool.run(loses_its_peer, 2, how, expect_errors=True, timeout=30.0)[0]
+    assert message.startswith("The link to stage 1 (rank 1) broke: that stage stopped"), message
+
+
+@pytest.mark.gpu
+def test_tensors_on_one_gpu_travel_through_pinned_memory(pool: WorkerPool) -> None:
+    found = pool.run(sends_from_the_gpu, 2)[1]
+    assert found == [(described([tensor(0, 5), tensor(1, 2)]), "cuda:0")] * 2
+
+
+def sends_from_the_gpu() -> list[Any] | None:
+    device = torch.device("cuda", 0)
+    group = dist.new_group([0, 1])
+    connection = Link(Wire(group, 0), 1 - dist.get_rank(), "the peer", device)
+    tensors = [tensor(0, 5).to(device), tensor(1, 2).to(device)]
+    if dist.get_rank() == 0:
+        sender = Sender(connection)
+        for _ in range(2):
+            sender.send(tensors, 0)
+        sender.flush()
+        return None
+    receiver = Receiver(connection)
+    found = []
+    for _ in range(2):
+        receiver.post(0)
+        arrival = receiver.take()
+        assert arrival is not None
+        live = arrival.receive()
+        found.append((described([t.cpu() for t in live]), str(live[0].device)))
+    return found
+
+
+def names_in_a_trace() -> set[str]:
+    own, buffer = link(), torch.zeros(3)
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        work = own.isend(buffer) if dist.get_rank() == 0 else own.irecv(buffer)
+        own.wait(work)  # in the trace: afterwards it may crash
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+    return {event.name for event in trace.events() or ()}
+
+
+def test_a_profiler_sees_no_messages_which_may_outlive_its_trace(pool: WorkerPool) -> None:
+    for names in pool.run(names_in_a_trace, 2):
+        assert "aten::mm" in names
+        assert not [name for name in names if "gloo" in name]

@@ -1,0 +1,78 @@
+"""Tensors in one flat buffer, and out of it again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_parallel.messages.message import (
+    Packet,
+    decode,
+    encode,
+    format_of,
+    gradient_format,
+    places_in,
+)
+
+TENSORS = [
+    torch.randn(3, 5),
+    torch.randn(()),
+    torch.randn(0, 4),
+    torch.arange(7, dtype=torch.uint8),
+    torch.tensor([True, False, True]),
+    torch.randn(2, 3, dtype=torch.complex64),
+    torch.randn(5, dtype=torch.float64, requires_grad=True),
+    torch.randn(4).to(torch.bfloat16).requires_grad_(),
+]
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("count", range(len(TENSORS) + 1))
+def test_tensors_come_out_as_they_went_in_with_the_words_after_them(count: int) -> None:
+    tensors = TENSORS[:count]
+    sent, received = (Packet(format_of(tensors), True, CPU) for _ in range(2))
+    received.buffer.fill_(255)
+    sent.fill(tensors, (-1, 2**40))
+    received.buffer.copy_(sent.buffer)
+    assert received.words() == (-1, 2**40)
+    assert [(t.dtype, t.tolist()) for t in received.tensors] == [(t.dtype, t.tolist()) for t in tensors]
+    assert received.views(received.buffer) is received.tensors
+    assert [t.tolist() for t in received.views(sent.buffer)] == [t.tolist() for t in tensors]
+
+
+def test_a_packet_without_a_trailer_is_its_tensors_alone() -> None:
+    packet = Packet(format_of([torch.ones(16)]), False, CPU).fill([torch.ones(16)])
+    assert packet.buffer.view(torch.float32).tolist() == [1.0] * 16
+
+
+def test_words_alone_leave_the_tensors_as_they_are() -> None:
+    packet = Packet(format_of([torch.ones(2)]), True, CPU).fill([torch.ones(2)], (0, 0))
+    assert packet.fill((), (3, 4)).words() == (3, 4) and packet.tensors[0].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # of both kinds of memory, as far as inference mode goes
+def test_a_packet_made_in_inference_mode_may_be_filled_outside(device: str) -> None:
+    with torch.inference_mode():  # as in validation; training uses it again
+        packet = Packet(format_of([torch.ones(3)]), device == "cpu", torch.device(device))
+    packet.fill([torch.ones(3)], (1, 2) if device == "cpu" else None)
+    assert device == "meta" or (packet.tensors[0].tolist(), packet.words()) == ([1.0] * 3, (1, 2))
+
+
+def test_every_tensor_begins_at_a_multiple_of_64_bytes() -> None:
+    places, end = places_in(format_of(TENSORS))
+    assert all(start % 64 == 0 for start, _ in places) and end % 64 == 0
+
+
+def test_a_format_comes_out_of_its_bytes() -> None:
+    kind = format_of(TENSORS)
+    assert decode(encode(kind)) == kind and encode(kind).dtype == torch.uint8
+    assert decode(encode(())) == ()
+
+
+def test_gradients_are_wanted_of_what_requires_them() -> None:
+    tensors = [torch.randn(2), torch.randn(3, requires_grad=True), torch.randn((), requires_grad=True)]
+    factor = ((), torch.float64, False)
+    assert gradient_format(format_of(tensors)) == (((3,), torch.float32, False), ((), torch.float32, False), factor)
+    assert gradient_format(format_of(tensors[:1])) == ()

@@ -1,0 +1,325 @@
+"""On a GPU a message's copies and receives are ordered with the layers that they belong to, and with no others.
+
+There is no GPU here. The streams only write down what would be ordered.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_parallel.messages import channel
+from lightning_parallel.messages.announced import AnnouncedReceiver, AnnouncingSender
+from lightning_parallel.messages.channel import Receiver, Sender
+from lightning_parallel.messages.message import Format, Packet, encode
+from lightning_parallel.messages.streams import Streams
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class Stream:
+    """It has a name, and a diary that all share."""
+
+    def __init__(self, name: str, diary: list[str]) -> None:
+        self.name, self.diary = name, diary
+
+    def wait_stream(self, other: Stream) -> None:
+        self.diary.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> str:
+        return f"event of {self.name}"
+
+
+class Buffer:
+    def __init__(self, diary: list[str], device: torch.device = GPU) -> None:
+        self.diary, self.device = diary, device
+
+    def record_stream(self, stream: Stream) -> None:
+        self.diary.append(f"memory is used on {stream.name}")
+
+
+@pytest.fixture
+def diary(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    names = iter(["incoming", "outgoing"])
+    current = [Stream("compute", found)]
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(next(names), found))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    return found
+
+
+def test_a_copy_to_the_host_waits_for_the_layers_before_it_and_keeps_their_memory(diary: list[str]) -> None:
+    streams = Streams(GPU)
+    tensors: list[Any] = [Buffer(diary), Buffer(diary, CPU)]
+    with streams.outgoing(tensors):
+        diary.append(f"copy on {torch.cuda.current_stream(GPU).name}")  # type: ignore[attr-defined]
+    assert diary == ["outgoing waits for compute", "copy on outgoing", "memory is used on outgoing"]
+    assert str(streams.copied()) == "event of outgoing"
+
+
+def test_a_receive_waits_for_no_layer_and_layers_wait_for_it(diary: list[str]) -> None:
+    streams = Streams(GPU)
+    buffer: Any = Buffer(diary)
+    with streams.incoming():
+        diary.append(f"receive on {torch.cuda.current_stream(GPU).name}")  # type: ignore[attr-defined]
+    streams.arrived(buffer)
+    assert diary == ["receive on incoming", "compute waits for incoming", "memory is used on compute"]
+
+
+def test_on_a_cpu_nothing_is_ordered() -> None:
+    streams = Streams(CPU)
+    with streams.incoming(), streams.outgoing([torch.ones(1)]):
+        streams.arrived(torch.ones(1))
+    assert streams.copied() is None
+
+
+class Copy:
+    """A GPU's copy to the host, which ends when the test says so."""
+
+    device = -1  # none that the thread would have to change to
+
+    def __init__(self) -> None:
+        self.ends = Event()
+
+    def synchronize(self) -> None:
+        self.ends.wait(10)
+
+
+class Link:
+    """Of a stage that shares its GPU with others: its messages go through the host."""
+
+    device = torch.device("meta")
+
+    def __init__(self) -> None:
+        self.through_host = True
+        self.sent: list[Tensor] = []
+        self.streams: Any = Streams(CPU)
+
+    def isend(self, buffer: Tensor) -> dist.Work:
+        self.sent.append(buffer)
+        return dist.Work()
+
+    def wait(self, work: dist.Work) -> None:
+        pass
+
+    def irecv(self, buffer: Tensor) -> dist.Work:
+        buffer.fill_(0)
+        return dist.Work()
+
+
+class HostPacket(Packet):
+    """Host memory takes the place of pinned memory."""
+
+    def __init__(self, format: Format, trailer: bool, device: torch.device, pinned: bool = False) -> None:
+        super().__init__(format, trailer, CPU)
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> Link:
+    monkeypatch.setattr(channel, "Packet", HostPacket)
+    return Link()
+
+
+@pytest.mark.parametrize("kind", ["activation", "gradient"])
+def test_a_message_leaves_when_it_has_been_copied_to_the_host_and_the_stage_goes_on(link: Link, kind: str) -> None:
+    copy = Copy()
+    link.streams.copied = lambda: copy
+    sender = Sender(link)  # type: ignore[arg-type]
+    if kind == "gradient":
+        sender.send_gradients([torch.ones(3)])
+    else:
+        sender.send([torch.ones(3)], 0)
+    time.sleep(0.05)
+    assert link.sent == []  # and the stage is here, not waiting
+    copy.ends.set()
+    sender.flush()
+    assert link.sent[-1][:12].view(torch.float32).tolist() == [1.0] * 3
+
+
+def test_what_arrives_through_the_host_is_copied_to_the_device_beside_the_layers(link: Link) -> None:
+    done: list[str] = []
+    link.streams.arrived = lambda buffer: done.append(buffer.device.type)
+    receiver = Receiver(link)  # type: ignore[arg-type]
+    receiver.post_gradients((((3,), torch.float32, False),))
+    (gradient,) = receiver.take_gradients()
+    assert gradient.device.type == "meta" and done == ["meta"]
+
+
+class Sending:
+    def __init__(self) -> None:
+        self.done = False
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def wait(self) -> None:
+        assert self.done, "the host waits"
+
+
+def test_between_gpus_the_memory_of_a_message_is_free_when_it_has_left(link: Link) -> None:
+    link.through_host = False
+    works = [Sending() for _ in range(4)]
+    link.isend = lambda buffer: works[sender.sent - 1]  # type: ignore[assignment, method-assign, return-value]
+    sender = AnnouncingSender(link, Link())  # type: ignore[arg-type]
+    held = []
+    for number in range(4):
+        sender.send_gradients([torch.ones(3)])
+        held.append(len(sender._unconfirmed))
+        works[number // 2].done = True  # send 0 after message 0, send 1 after message 2
+    assert held == [1, 1, 2, 2]
+
+
+# -- the order in which a sender and a receiver launch -----------------------------------------------------------------
+
+FORMAT = (((3,), torch.float32, False),)
+COMES = ["allocate on incoming", "receive on incoming", "wait on incoming", "copy on incoming"]
+READ = ["compute waits for incoming", "memory is used on compute"]
+
+
+class Ordered:
+    """A link over which everything writes down the stream that it is launched on."""
+
+    def __init__(self, diary: list[str], monkeypatch: pytest.MonkeyPatch, *, through_host: bool) -> None:
+        self.device, self.through_host = torch.device("meta"), through_host
+        self.words: list[int] = []  # that the next receives bring
+        self.streams = Streams(GPU)
+        self.streams._device = CPU  # where the tensors are here
+
+        def note(what: str) -> None:
+            diary.append(f"{what} on {torch.cuda.current_stream(GPU).name}")  # type: ignore[attr-defined]
+
+        class NotingPacket(HostPacket):
+            def __init__(self, *args: Any) -> None:
+                note("allocate")
+                super().__init__(*args)
+
+            def fill(self, *args: Any, **kwargs: Any) -> Packet:
+                note("fill")
+                return super().fill(*args, **kwargs)
+
+        to = Tensor.to
+
+        def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if kwargs.get("non_blocking"):
+                note("copy")
+            return to(tensor, CPU)
+
+        self._note = note
+        monkeypatch.setattr(channel, "Packet", NotingPacket)
+        monkeypatch.setattr(Tensor, "to", moved)
+        monkeypatch.setattr(
+            Tensor, "record_stream", lambda tensor, stream: diary.append(f"memory is used on {stream.name}")
+        )
+
+    def isend(self, buffer: Tensor) -> dist.Work:
+        self._note("send")
+        return dist.Work()
+
+    def irecv(self, buffer: Tensor) -> dist.Work:
+        self._note("receive")
+        if buffer.dtype == torch.uint8 and len(self.words) > 1:  # the words at the end of a packet
+            buffer[-16:] = torch.tensor(self.words[:2]).view(torch.uint8)
+            del self.words[:2]
+        elif buffer.dtype == torch.uint8 and self.words == []:
+            described = encode(FORMAT)
+            if len(buffer) == len(described):
+                buffer.copy_(described)
+        return dist.Work()
+
+    def wait(self, work: dist.Work) -> None:
+        self._note("wait")
+
+
+class Hosts:
+    """Announcements of messages in ``FORMAT``."""
+
+    def __init__(self) -> None:
+        self.described = False
+
+    def irecv(self, buffer: Tensor) -> dist.Work:
+        if buffer.dtype == torch.int64:
+            buffer[:] = torch.tensor([0 if self.described else len(encode(FORMAT)), 0])
+        else:
+            buffer.copy_(encode(FORMAT))
+            self.described = True
+        return dist.Work()
+
+    isend = irecv
+
+    def wait(self, work: dist.Work) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", ["activation", "gradient"])
+def test_copies_to_the_host_are_launched_on_outgoing(
+    diary: list[str], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    link: Any = Ordered(diary, monkeypatch, through_host=True)
+    link.streams.copied = lambda: None
+    sender = Sender(link)
+    if kind == "activation":
+        sender.send([torch.ones(3)], 0)
+        sender.flush()
+        diary.clear()
+        sender.send([torch.ones(3)], 0)
+    else:
+        sender.send_gradients([torch.ones(3)])
+        diary.remove("allocate on compute")
+    sender.flush()
+    sent = [entry for entry in diary if not entry.startswith(("send", "wait"))]  # by the thread, and for it
+    assert sent == ["outgoing waits for compute", "fill on outgoing", "memory is used on outgoing"]
+
+
+@pytest.mark.parametrize("through_host", [True, False])
+def test_gradients_are_received_on_incoming_and_waited_for_before_they_are_read(
+    diary: list[str], monkeypatch: pytest.MonkeyPatch, through_host: bool
+) -> None:
+    link: Any = Ordered(diary, monkeypatch, through_host=through_host)
+    receiver: Any = Receiver(link) if through_host else AnnouncedReceiver(link, Hosts())  # type: ignore[arg-type]
+    receiver.post_gradients(FORMAT)
+    assert diary == (COMES[:2] if through_host else [])  # over NCCL only what is announced is launched
+    receiver.take_gradients()
+    assert diary == COMES + READ
+
+
+def test_announced_activations_are_received_on_incoming(diary: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    link: Any = Ordered(diary, monkeypatch, through_host=False)
+    receiver = AnnouncedReceiver(link, Hosts())  # type: ignore[arg-type]
+    for _ in range(2):
+        receiver.post(0)
+        receiver.take()
+        assert diary == COMES + READ
+        diary.clear()
+
+
+def test_activations_through_the_host_are_copied_to_the_device_on_incoming(
+    diary: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link: Any = Ordered(diary, monkeypatch, through_host=True)
+    receiver = Receiver(link)
+    link.words = [len(encode(FORMAT)), 0]
+    receiver.post(0)
+    receiver.take()
+    described = ["receive on compute", "wait on compute"]  # the description is in host memory
+    assert diary == [*COMES[:3], *described, COMES[0], *described, COMES[3], *READ]
+    diary.clear()
+    link.words = [0, 0]
+    receiver.post(0)
+    receiver.take()
+    assert diary == COMES + READ

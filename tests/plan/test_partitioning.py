@@ -1,0 +1,810 @@
+"""Who owns what: no layer dropped, none twice, whatever the model looks like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.demos import LightningTransformer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from lightning_parallel.plan.partition import Partition
+from lightning_parallel.plan.partitioning import partition
+
+IDS = torch.arange(6).view(2, 3)
+
+
+class Chain(nn.ModuleList):
+    """The i-th layer has ``sizes[i]`` parameters."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(Layer(size) for size in sizes)
+
+    def step(self) -> Tensor:
+        x = torch.ones(2)
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+class Layer(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.sum()
+
+
+class Blocks(L.LightningModule):
+    """Embedding, blocks in a list, norm and head: a usual LightningModule."""
+
+    def __init__(self, blocks: int = 4, dim: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, dim)
+        self.drop = nn.Dropout(0.1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(dim, dim), nn.ReLU()) for _ in range(blocks))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, 10)
+
+    def body(self, ids: Tensor) -> Tensor:
+        x = self.drop(self.embedding(ids))
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def step(self) -> Tensor:
+        return self.head(self.body(IDS))
+
+
+class SameModulesTwice(nn.Module):
+    """The layers hang in a list and, once more, in a Sequential; one of them has a third name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.net = nn.Sequential(*self.layers)
+        self.watched = self.layers[2]
+        self.head = nn.Linear(4, 2)
+
+    def step(self) -> Tensor:
+        return self.head(self.net(torch.ones(2, 4)))
+
+
+class AutoEncoder(nn.Module):
+    """Parts with names of their own, then joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 4), nn.ReLU())
+        self.decoder = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+        self.model = nn.Sequential(self.encoder, self.decoder)
+
+    def step(self) -> Tensor:
+        return self.model(torch.ones(2, 8))
+
+
+class Tied(nn.Module):
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(10, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(blocks))
+        self.head = nn.Linear(8, 10, bias=False)
+        self.head.weight = self.wte.weight
+
+    def step(self) -> Tensor:
+        x = self.wte(IDS)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class TiedByHand(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.head
+
+    def step(self) -> Tensor:
+        x = self.wte(IDS)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(x, self.wte.weight)
+
+
+class Loose(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(4))
+        self.scales = nn.ParameterList([torch.ones(1), torch.ones(1)])
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def step(self) -> Tensor:
+        x = torch.ones(2, 4) + self.position
+        for block in self.blocks:
+            x = block(x) * self.scales[0]
+        return x
+
+
+class TwoStems(nn.Module):
+    """An embedding that a second branch uses as well: one module inside two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.ModuleDict({"words": nn.Embedding(7, 4)})
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.branch = nn.Sequential(self.stem["words"], nn.Linear(4, 4))
+
+    def step(self) -> Tensor:
+        x = self.stem["words"](IDS) + self.branch(IDS)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Attributes(nn.Module):
+    """No list at all, and called in another order than registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first, self.second = (nn.Linear(4, 4) for _ in range(3))
+
+    def step(self) -> Tensor:
+        return self.last(self.second(self.first(torch.ones(2, 4)).relu()).relu())
+
+
+class TakingTurns(nn.Module):
+    """Attention and perceptrons in lists of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.feed = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def step(self) -> Tensor:
+        x = torch.ones(2, 4)
+        for mix, feed in zip(self.mix, self.feed, strict=True):
+            x = feed(mix(x))
+        return x
+
+
+class EncoderDecoder(nn.Module):
+    """Two lists, one after the other, with an embedding that both halves use."""
+
+    class Half(nn.Module):
+        def __init__(self, embed: nn.Module) -> None:
+            super().__init__()
+            self.embed = embed
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, ids: Tensor, memory: Tensor | int = 0) -> Tensor:
+            x = self.embed(ids) + memory
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        embed = nn.Embedding(10, 8)
+        self.encoder, self.decoder = self.Half(embed), self.Half(embed)
+
+    def step(self) -> Tensor:
+        return self.decoder(IDS, self.encoder(IDS))
+
+
+class Stages(nn.Module):
+    """Few large parts in a list, made of smaller ones: a hierarchical transformer."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(self.Part() for _ in range(2))
+
+    def step(self) -> Tensor:
+        return self.parts[1](self.parts[0](torch.ones(2, 4)))
+
+
+class Siamese(nn.Module):
+    """Two inputs through the same layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def step(self) -> Tensor:
+        return (self.net(torch.ones(2, 4)) - self.net(torch.zeros(2, 4))).square()
+
+
+class GPT2(nn.Module):
+    def __init__(self, **options: bool) -> None:
+        super().__init__()
+        config = GPT2Config(
+            n_layer=4, n_embd=8, n_head=2, vocab_size=11, n_positions=8, bos_token_id=0, eos_token_id=0, **options
+        )
+        self.net = GPT2LMHeadModel(config)
+
+    def step(self) -> Any:
+        return self.net(IDS, labels=IDS).loss
+
+
+class Llama(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            num_hidden_layers=5, hidden_size=8, intermediate_size=16, num_attention_heads=2, vocab_size=11,
+            bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        self.net = LlamaForCausalLM(config)
+
+    def step(self) -> Any:
+        return self.net(IDS, labels=IDS).loss
+
+
+class Demo(LightningTransformer):
+    def __init__(self) -> None:
+        super().__init__(vocab_size=11)
+
+    def step(self) -> Tensor:
+        return self(IDS, IDS)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "sequential": lambda: Chain(5, 5, 5, 5),
+    "lightning module": Blocks,
+    "same modules twice": SameModulesTwice,
+    "autoencoder": AutoEncoder,
+    "tied": Tied,
+    "tied by hand": TiedByHand,
+    "loose": Loose,
+    "two stems": TwoStems,
+    "attributes": Attributes,
+    "taking turns": TakingTurns,
+    "encoder and decoder": EncoderDecoder,
+    "a list of few": Stages,
+    "siamese": Siamese,
+    "gpt2": GPT2,
+    "llama": Llama,
+    "demo": Demo,
+}
+MOST_STAGES = {"autoencoder": 2, "attributes": 3}  # that learn, and that the model can be cut into
+
+
+def cut(model: Any, stages: int, layers: Sequence[str] | None = None, balance: Any = "parameters") -> Partition:
+    return partition(model, model.step, stages, layers, balance)
+
+
+def counts(parts: Partition) -> list[int]:
+    return [len(parts.layers_of(stage)) for stage in range(parts.stages)]
+
+
+def stage_parameters(parts: Partition, stage: int) -> set[str]:
+    """First names of what a stage holds."""
+    return {parts.aliases[name] for name, stages in parts.owners.items() if stage in stages}
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_stages_parameters_joined_are_the_models(name: str, stages: int) -> None:
+    model = MODELS[name]()
+    if stages > MOST_STAGES.get(name, 4):
+        with pytest.raises(ValueError, match="stages|trainable"):
+            cut(model, stages)
+        return
+    parts = cut(model, stages)
+    held = [stage_parameters(parts, stage) for stage in range(stages)]
+    every = {parameter for parameter, _ in model.named_parameters()}
+    assert set().union(*held) == every
+    twice = {parameter for parameter in every if sum(parameter in names for names in held) > 1}
+    assert twice == set(parts.shared())
+    assert {parts.aliases[n] for n in parts.owners} == every
+    assert list(parts.calls.values()) == sorted(parts.calls.values())  # a step meets the stages in their order
+    assert {unit for unit, _ in parts.calls} <= set(parts.units)
+
+
+def test_chunks_know_what_they_compute_and_hold() -> None:
+    widths = (8, 16, 16, 8)
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(8, n), nn.ReLU(), nn.Linear(n, 8)) for n in widths))
+
+    def parts(*, recompute: bool) -> Partition:
+        names = [str(i) for i in range(len(widths))]
+        return partition(
+            module, lambda: module(torch.ones(4, 8)).sum(), 2, layers=names, balance="layers", recompute=recompute
+        )
+
+    assert parts(recompute=False).operations == (2 * 4 * 8 * 2 * (8 + 16),) * 2
+    # 4 samples: of each layer the output, and that of the ReLU between two.
+    assert parts(recompute=False).held == (4 * 4 * (8 + 8 + 8 + 16 + 16 + 8),) * 2
+    assert parts(recompute=True).held == (4 * 4 * 2 * 8,) * 2  # what layers return
+
+
+# -- which layers there are --------------------------------------------------------------------------------------------
+
+
+def test_the_list_of_blocks_is_found_in_a_lightning_module() -> None:
+    parts = cut(Blocks(), 2)
+    assert parts.layers == tuple(f"blocks.{i}" for i in range(4))
+    assert parts.outside == {"embedding": (0,), "norm": (1,), "head": (1,)}
+
+
+def test_layers_come_in_the_order_of_their_calls() -> None:
+    assert cut(Attributes(), 3).layers == ("first", "second", "last")
+    turns = cut(TakingTurns(), 3)
+    assert turns.layers == ("mix.0", "feed.0", "mix.1", "feed.1", "mix.2", "feed.2") and counts(turns) == [2, 2, 2]
+
+
+def test_a_cut_may_fall_in_any_of_several_lists() -> None:
+    parts = cut(EncoderDecoder(), 2)
+    assert parts.layers == tuple(f"{half}.layers.{i}" for half in ("encoder", "decoder") for i in range(3))
+    assert counts(parts) == [2, 4]  # the embedding goes with the first
+    assert counts(cut(EncoderDecoder(), 3, balance="layers")) == [2, 2, 2]
+
+
+def test_transformers_blocks_are_found() -> None:
+    parts = cut(GPT2(), 2)
+    assert parts.layers == tuple(f"net.transformer.h.{i}" for i in range(4))
+    ends = {"transformer.wte": (0,), "transformer.wpe": (0,), "transformer.ln_f": (1,), "lm_head": (1,)}
+    assert parts.outside == {f"net.{name}": stages for name, stages in ends.items()}
+    assert parts.shared() == {"net.transformer.wte.weight": (0, 1)}
+    assert cut(GPT2(tie_word_embeddings=False), 2).shared() == {}
+    parts = cut(Llama(), 3)
+    assert parts.layers == tuple(f"net.model.layers.{i}" for i in range(5))
+    assert parts.outside == {"net.model.embed_tokens": (0,), "net.model.norm": (2,), "net.lm_head": (2,)}
+
+
+def test_lightnings_demo_transformer_is_cut_between_its_layers() -> None:
+    parts = cut(Demo(), 4)
+    halves = [f"model.transformer.{half}.layers.{i}" for half in ("encoder", "decoder") for i in range(2)]
+    assert parts.layers == tuple(halves)
+    assert parts.outside["model.embedding"] == (0,)  # called for either half, before both
+
+
+def test_a_nested_sequential_is_opened() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 4))))
+    assert partition(net, lambda: net(torch.ones(4)), 3).layers == ("0", "1.0", "1.1.0", "1.1.1")
+
+
+def test_a_sequential_with_a_forward_of_its_own_stays_closed() -> None:
+    class Residual(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + super().forward(x)
+
+    net = nn.Sequential(Residual(nn.Linear(4, 4), nn.Linear(4, 4)), Residual(nn.Linear(4, 4), nn.Linear(4, 4)))
+    assert partition(net, lambda: net(torch.ones(4)), 2).layers == ("0", "1")
+
+
+def test_large_layers_are_opened_where_there_are_too_few() -> None:
+    assert cut(Stages(), 2).layers == ("parts.0", "parts.1")
+    parts = cut(Stages(), 4)
+    assert parts.layers == tuple(f"parts.{i}.blocks.{k}" for i in range(2) for k in range(4))
+    assert counts(parts) == [2, 2, 2, 2]
+    assert counts(cut(Stages(), 3)) in ([3, 3, 2], [3, 2, 3], [2, 3, 3])
+
+
+def test_a_layer_much_larger_than_a_stage_is_opened() -> None:
+    net = Stages()
+    net.parts[1].blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(20))
+    parts = cut(net, 2)
+    assert parts.layers[0] == "parts.0" and "parts.1.blocks.0" in parts.layers
+    assert counts(parts) == [9, 12]
+
+
+# -- who holds what is no layer ----------------------------------------------------------------------------------------
+
+
+def test_what_goes_with_a_layer_counts_as_its_weight() -> None:
+    model = Blocks(blocks=4, dim=8)  # 72 parameters a block
+    model.embedding = nn.Embedding(30, 8)  # as much as three blocks more
+    assert counts(cut(model, 2, layers=["blocks.*"])) == [1, 3]
+
+
+def test_modules_between_layers_go_with_the_next() -> None:
+    """The stage of the layer before leaves the step after it."""
+
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.first, self.between, self.second, self.after = (nn.Linear(2, 2) for _ in range(5))
+
+        def step(self) -> Tensor:
+            return self.after(self.second(self.between(self.first(self.before(torch.ones(2))))))
+
+    parts = cut(Between(), 2, layers=["first", "second"])
+    assert parts.outside == {"before": (0,), "between": (1,), "after": (1,)}
+
+
+def test_what_the_step_does_not_call_goes_with_the_last_stage() -> None:
+    net = Blocks()
+    net.heads = nn.ModuleList([nn.Linear(8, 2), nn.Linear(8, 3)])
+    net.io = nn.Module()  # a namespace, as in `self.io.tokens(x)`
+    net.io.head, net.io.scale = nn.Linear(8, 2), nn.Parameter(torch.ones(()))
+    parts = cut(net, 2)
+    assert parts.outside["heads.0"] == parts.outside["heads.1"] == parts.outside["io.head"] == (1,)
+    assert "heads" not in parts.units and "io" not in parts.units
+    assert parts.loose == {"io.scale": ()}
+
+
+def test_modules_without_parameters_belong_to_nobody() -> None:
+    assert "drop" not in cut(Blocks(), 2).units
+
+
+def test_a_module_with_several_names_has_one_owner() -> None:
+    parts = cut(SameModulesTwice(), 2, layers=["net.*"])
+    assert parts.layers == ("net.0", "net.1", "net.2", "net.3")
+    assert parts.outside == {"head": (1,)}
+    assert parts.shared() == {}
+    assert parts.owners["layers.3.weight"] == parts.owners["net.3.weight"] == (1,)
+    parts = cut(AutoEncoder(), 2)
+    assert parts.shared() == {} and parts.outside == {}
+    assert parts.owners["encoder.0.weight"] == (0,) and parts.owners["decoder.0.weight"] == (1,)
+
+
+def test_a_module_inside_two_others_is_a_unit() -> None:
+    parts = cut(TwoStems(), 2)
+    assert parts.units["stem.words"] == (0,) and parts.units["branch.1"] == (0,)
+    assert parts.shared() == {}
+
+
+def test_loose_parameters_are_on_every_stage() -> None:
+    parts = cut(Loose(), 3)
+    assert parts.loose == {"position": (0,), "scales.0": (1, 2), "scales.1": ()}
+    assert parts.shared() == dict.fromkeys(parts.loose, (0, 1, 2))
+
+
+def test_tied_parameters_are_on_the_stages_of_all_their_names() -> None:
+    parts = cut(Tied(), 3)
+    assert parts.shared() == {"wte.weight": (0, 2)}
+    assert parts.owners["head.weight"] == (0, 2) and parts.aliases["head.weight"] == "wte.weight"
+    assert not parts.loose
+    assert cut(Tied(), 1).shared() == {}
+
+
+def test_a_parameter_that_is_read_outside_its_module_is_held_where_it_is_read() -> None:
+    assert cut(TiedByHand(), 3).shared() == {"wte.weight": (0, 2)}
+
+    class Penalty(Blocks):
+        def step(self) -> Tensor:
+            return super().step().sum() + sum(p.square().sum() for p in self.blocks.parameters())
+
+    parts = cut(Penalty(), 2)
+    assert parts.owners["blocks.0.0.weight"] == (0, 1) and parts.owners["embedding.weight"] == (0,)
+
+
+# -- units that are called several times -------------------------------------------------------------------------------
+
+
+def test_a_unit_that_is_called_on_both_sides_of_a_cut_is_held_by_both_stages() -> None:
+    parts = cut(EncoderDecoder(), 2)
+    assert parts.units["encoder.embed"] == (0, 1) and parts.shared() == {"encoder.embed.weight": (0, 1)}
+    assert parts.calls["encoder.embed", 0] == 0 and parts.calls["encoder.embed", 1] == 1
+    parts = cut(Siamese(), 2)
+    assert parts.layers == ("net.0", "net.1") * 2
+    assert set(parts.shared()) == {"net.0.weight", "net.0.bias", "net.1.weight", "net.1.bias"}
+
+
+def test_a_cut_that_keeps_a_unit_together_is_preferred() -> None:
+    class Recycled(Chain):
+        def step(self) -> Tensor:
+            x = self[0](self[0](torch.ones(2)))  # by size alone the cut would fall between
+            return self[3](self[2](self[1](x)))
+
+    assert cut(Recycled(6, 4, 4, 4), 2).shared() == {}
+
+
+def test_a_unit_that_collects_statistics_stays_together() -> None:
+    """Two copies would see half of the calls each."""
+
+    class Normalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+            self.norm = nn.BatchNorm1d(4)
+
+        def step(self) -> Tensor:
+            x = torch.ones(2, 4)
+            for layer in self.layers:
+                x = self.norm(layer(x))
+            return x
+
+    assert counts(cut(Normalised(), 2)) == [1, 2]  # before its first call
+    with pytest.raises(ValueError, match=r"stages=3, but the model has only 3 layers .*use at most 2 stages"):
+        cut(Normalised(), 3)
+    with pytest.raises(ValueError, match="between two calls of a module that collects statistics"):
+        cut(Normalised(), 2, balance=[2, 1])
+
+
+def test_a_call_that_was_not_seen_runs_on_the_next_stage_that_holds_its_unit() -> None:
+    parts = cut(EncoderDecoder(), 2)
+    assert parts.chunk_of(("encoder.embed", 0), 0) == 0
+    assert parts.chunk_of(("encoder.embed", 0), 1) == 1  # called for the first time after the encoder
+    assert parts.chunk_of(("encoder.embed", 2), 0) == 0 and parts.chunk_of(("encoder.embed", 2), 1) == 1
+    assert parts.chunk_of(("encoder.layers.0", 1), 1) == 0  # too late
+
+
+# -- the settings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        (["blocks.*"], ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]),
+        (["blocks.[0]", "blocks.*"], None),  # no character classes: brackets are part of a name
+        (["norm", "*ing", "blocks.3", "blocks.0"], ["embedding", "blocks.0", "blocks.3", "norm"]),  # as called
+        (["blocks.*.0"], ["blocks.0.0", "blocks.1.0", "blocks.2.0", "blocks.3.0"]),
+    ],
+)  # fmt: skip
+def test_patterns_name_layers(patterns: list[str], expected: list[str] | None) -> None:
+    if expected is None:
+        with pytest.raises(ValueError, match="matches no module"):
+            cut(Blocks(), 2, layers=patterns)
+    else:
+        assert cut(Blocks(), 2, layers=patterns).layers == tuple(expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"layers": ["block.*"]}, ["'block.*'", "matches no module", "Did you mean", "'blocks"]),
+        ({"layers": ["nothing_like_it"]}, ["'nothing_like_it'", "Did you mean", "'blocks'"]),
+        ({"layers": "blocks.*"}, ["layers='blocks.*'", "a list", "['net.blocks.*']"]),
+        ({"layers": []}, ["layers=[]", "a list"]),
+        ({"layers": ["blocks"]}, ["layers: 'blocks' is a ModuleList", "'blocks.*'"]),
+        ({"layers": ["blocks.0", "blocks.0.0"]}, ["'blocks.0.0' is a part of 'blocks.0'", "not both"]),
+        ({"layers": ["blocks.*"], "stages": 5}, ["stages=5", "only 4 layers", "at most 4 stages", "`layers`"]),
+        ({"layers": ["unused", "blocks.0"]}, ["layers", "doesn't call 'unused'"]),
+        ({"stages": 20}, ["stages=20", "layers to share out", "at most"]),
+        ({"balance": [1, 2]}, ["balance=[1, 2]", "2 positive layer counts", "sum to 4"]),
+        ({"balance": [4, 0]}, ["balance=[4, 0]", "positive"]),
+        ({"balance": [1, 1, 2]}, ["balance=[1, 1, 2]", "2 positive layer counts"]),
+        ({"balance": "weight"}, ["balance='weight'", "'parameters'", "'operations'", "'layers'"]),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_the_setting_and_the_fix(options: dict[str, Any], words: list[str]) -> None:
+    model = Blocks()
+    model.unused = nn.Linear(2, 2)
+    with pytest.raises(ValueError) as refusal:
+        cut(model, **{"stages": 2, **options})
+    for word in words:
+        assert word in str(refusal.value)
+
+
+def test_an_error_of_the_step_before_it_calls_anything_is_the_users() -> None:
+    class Fails(Blocks):
+        def step(self) -> Tensor:
+            raise TypeError("of the user")
+
+    with pytest.raises(TypeError, match="of the user"):
+        cut(Fails(), 2)
+
+
+def test_an_error_at_the_end_of_the_step_does_not_keep_from_cutting() -> None:
+    class Asks(Blocks):
+        def step(self) -> Tensor:
+            return self.absent_so_far + super().step()  # what `on_train_start` will make
+
+    with pytest.raises(AttributeError, match="absent_so_far"):
+        cut(Asks(), 2)
+
+    class AsksLate(Blocks):
+        def step(self) -> Tensor:
+            return super().step() + self.absent_so_far
+
+    assert counts(cut(AsksLate(), 2)) == [2, 2]
+
+
+def test_operations_weigh_layers_by_what_they_compute() -> None:
+    """A convolution has few parameters and much to do."""
+    net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 12 * 12, 8))
+
+    def step() -> Tensor:
+        return net(torch.ones(2, 1, 16, 16))
+
+    assert partition(net, step, 2).bounds in ((0, 2, 4), (0, 3, 4))
+    assert partition(net, step, 2, balance="operations").bounds == (0, 1, 4)
+
+
+def test_a_stage_without_trainable_parameters_is_avoided() -> None:
+    net = Chain(50, 50, 50, 2, 2)
+    for layer in list(net)[:3]:
+        layer.requires_grad_(False)  # a frozen backbone: by size alone the cut would fall inside it
+    assert counts(cut(net, 2)) == [4, 1]
+    net = nn.Sequential(nn.Flatten(), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1), nn.Sigmoid())
+    assert counts(partition(net, lambda: net(torch.ones(2, 4)), 2)) in ([3, 3], [4, 2])
+
+
+class FrozenBody(nn.Module):
+    """Finetuned by a head that hangs in no list of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Chain(*[4] * 4).requires_grad_(False)
+        self.head = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+
+    def step(self) -> Tensor:
+        return self.head(self.body.step())
+
+
+def test_a_module_is_opened_for_a_cut_that_leaves_each_stage_trainable_parameters() -> None:
+    net = FrozenBody()
+    assert partition(net, net.step, 2).owners["head.0.weight"] == (0,)
+
+
+def test_the_advice_for_a_stage_without_trainable_parameters_can_be_taken() -> None:
+    net = Chain(1, 1, 1)
+    net[0].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"balance=\[2, 1\]"):
+        partition(net, net.step, 2, balance=[1, 2])
+    assert partition(net, net.step, 2, balance=[2, 1]).bounds == (0, 2, 3)
+
+
+def test_more_chunks_than_layers_are_refused_with_what_there_can_be() -> None:
+    net = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="use one chunk each"):
+        partition(net, lambda: net(torch.ones(2)), 1, placement=(0, 0))
+
+
+def test_a_stage_without_trainable_parameters_is_refused_where_it_cannot_be_avoided() -> None:
+    net = Chain(5, 5, 5, 5)
+    for layer in list(net)[1:]:
+        layer.requires_grad_(False)  # one trainable layer can't be on both stages
+    with pytest.raises(ValueError, match="Stage 1 of 2 has no trainable parameter: it owns '2', '3'"):
+        cut(net, 2)
+
+
+def test_the_cut_only_reads_the_model() -> None:
+    model = Blocks()
+    before = {name: (id(p), p._version) for name, p in model.named_parameters()}
+    cut(model, 3)
+    assert {name: (id(p), p._version) for name, p in model.named_parameters()} == before
+
+
+# -- from step to step ----------------------------------------------------------------------------------------------
+
+
+class Keeps(nn.Module):
+    """Keeps what its blocks have computed for the next step, and uses it at some place."""
+
+    def __init__(self, used: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+        self.used = used
+        self.kept: Tensor | None = None
+
+    def use(self, place: str, x: Tensor) -> Tensor:
+        return x if self.kept is None or self.used != place else x + self.kept.mean()
+
+    def step(self) -> Tensor:
+        x = self.use("before", torch.ones(3, 2))
+        for i, block in enumerate(self.blocks):
+            x = block(self.use("between", x) if i == 1 else x)
+        self.kept = x.detach()
+        return self.use("end", x).sum()
+
+
+@pytest.mark.parametrize("used", ["before", "between"])
+def test_a_value_kept_from_step_to_step_is_refused_before_the_last_stage(used: str) -> None:
+    model = Keeps(used)
+    with pytest.raises(ValueError, match="'blocks.[01]' on stage 0 gets what an earlier step has computed and kept"):
+        partition(model, model.step, 2)
+    assert model.kept is None
+    partition(model, model.step, 1)
+
+
+@pytest.mark.parametrize("used", ["end", "never"])
+def test_what_is_kept_for_the_end_of_the_next_step_is_on_the_last_stage(used: str) -> None:
+    model = Keeps(used)
+    assert partition(model, model.step, 2).stages == 2
+
+
+class Clears(nn.Module):
+    """Collects what its blocks have computed, and clears it at the end: a stage that has left doesn't."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+        self.seen: list[Tensor] = []
+
+    def step(self) -> Tensor:
+        x = torch.ones(3, 2)
+        for block in self.blocks:
+            x = block(x)
+            self.seen.append(x.detach())
+            x = x + torch.stack(self.seen).sum(0)
+        self.seen.clear()
+        return x.sum()
+
+
+def test_what_is_cleared_after_a_stage_has_left_is_refused() -> None:
+    model = Clears()
+    with pytest.raises(ValueError, match="'blocks.1' on stage 0 gets what an earlier step has computed and kept"):
+        partition(model, model.step, 2)
+    assert model.seen == []
+    assert partition(model, model.step, 1).stages == 1
+
+
+def test_what_each_step_computes_again_may_stay_on_the_module() -> None:
+    class Overwrites(Keeps):
+        def step(self) -> Tensor:
+            self.kept = self.blocks[0](torch.ones(3, 2))
+            x = self.kept
+            for block in list(self.blocks)[1:]:
+                x = block(x + self.kept)
+            return x.sum()
+
+    model = Overwrites("never")
+    assert partition(model, model.step, 2).stages == 2
+
+
+def test_what_only_the_first_step_calls_is_refused() -> None:
+    class Once(Keeps):
+        def step(self) -> Tensor:
+            x = torch.ones(3, 2)
+            if self.kept is None:
+                self.kept = self.blocks[0](x)
+            for block in list(self.blocks)[1:]:
+                x = block(x)
+            return (x + self.kept).sum()
+
+    model = Once("end")
+    with pytest.raises(ValueError, match="calls 'blocks.0' or not, by .* what an earlier step has stored"):
+        partition(model, model.step, 2)
+
+
+class Again(nn.Module):
+    """A layer that may do something else when it runs again."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layer, self.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(()))
+        self.state: Tensor | None = None
+        self.generator = torch.Generator()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if self.kind == "state":
+            y = y if self.state is None else y + self.state
+            self.state = y.mean(0)
+        elif self.kind == "state that counts in gradients":
+            y = y + (torch.zeros(2) if self.state is None else self.state) * self.scale
+            self.state = y.mean(0)
+        elif self.kind == "generator":
+            y = y * torch.rand((), generator=self.generator)
+        elif self.kind == "number":
+            self.calls += 1
+        elif self.kind == "number made once":
+            self.calls = self.calls or 1
+        elif self.kind == "dropout":
+            y = F.dropout(y, 0.5)
+        elif self.kind == "chosen by values":
+            y = y.index_add(0, (y[:, 0] > 0).nonzero()[:, 0], y[y[:, 0] > 0])
+        return y
+
+
+def recomputed(kind: str) -> Partition:
+    model = nn.Sequential(*(Again(kind) for _ in range(4)))
+    return partition(model, lambda: model(torch.ones(3, 2)).sum(), 2, recompute=True)
+
+
+@pytest.mark.parametrize("kind", ["state", "state that counts in gradients", "generator", "number"])
+def test_layers_that_do_something_else_when_they_run_again_are_not_recomputed(kind: str) -> None:
+    with pytest.raises(ValueError, match="activation_checkpointing=True: '0' does something else when it runs again"):
+        recomputed(kind)
+
+
+@pytest.mark.parametrize("kind", ["plain", "dropout", "chosen by values", "number made once"])
+def test_the_others_are(kind: str) -> None:
+    assert recomputed(kind).stages == 2

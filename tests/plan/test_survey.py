@@ -1,0 +1,527 @@
+"""What crosses the cuts beside the chain: found by one step on absent tensors, and no more than is needed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError
+from lightning_parallel.pipeline.stage import Stage
+from lightning_parallel.plan.flow import Cargo, Flow, FlowError, tensors_of
+from lightning_parallel.plan.partitioning import partition
+from tests.pipeline import by_hand
+from tests.pipeline.by_hand import CPU
+from tests.pipeline.nets import (
+    BLOCKS,
+    Dicts,
+    Glue,
+    HiddenPenalty,
+    InPlace,
+    Loose,
+    Mixed,
+    MultiExit,
+    Net,
+    Normalised,
+    Tied,
+    Tuples,
+    UNet,
+)
+
+X = torch.linspace(-1, 1, 15, dtype=torch.float64).view(5, 3)
+
+
+@pytest.fixture(autouse=True)
+def in_double_precision() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def step(model: Any) -> Any:
+    return model.step(X)
+
+
+def stage_of(model: nn.Module, stages: int, index: int = 0, **options: Any) -> Stage:
+    return Stage(model, partition(model, lambda: step(model), stages, **(options or BLOCKS)), index, CPU)
+
+
+def crossing(model: nn.Module, stages: int, **options: Any) -> list[set[tuple[str, int]]]:
+    """For each cut what every stage finds to cross it, besides the output of the layer before it."""
+    flows = set()
+    for index in range(stages):
+        one = copy.deepcopy(model)
+        stage = stage_of(one, stages, index, **options)
+        flows.add(stage.survey(lambda one=one: step(one)))  # type: ignore[misc]
+    (flow,) = flows  # all ranks have to agree
+    before = [stage.partition.layers[bound - 1] for bound in stage.partition.bounds[1:-1]]
+    return [
+        {(cargo.module, cargo.call) for cargo in cut} - {(layer, 0)}
+        for cut, layer in zip(flow.cuts, before, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("kind", [Net, Tuples, Dicts, InPlace, Normalised, Tied, Mixed])
+def test_nothing_crosses_a_chain_but_the_layers_outputs(kind: type[Net]) -> None:
+    assert crossing(kind(), 4) == [set(), set(), set()]
+
+
+def test_skip_connections_cross_up_to_the_stage_that_needs_them() -> None:
+    # blocks.1 is needed by blocks.2, right after its own cut; blocks.0 by blocks.3; the stem by the head.
+    assert crossing(UNet(), 4) == [{("stem", 0)}, {("stem", 0), ("blocks.0", 0)}, {("stem", 0), ("blocks.0", 0)}]
+    assert crossing(UNet(), 2) == [{("stem", 0), ("blocks.0", 0)}]
+
+
+def test_what_the_step_itself_adds_up_crosses_part_by_part() -> None:
+    """Residual sums outside the layers: only outputs of modules cross, so the sum is made again on each stage."""
+    assert crossing(Loose(), 2) == [{("stem", 0), ("blocks.0", 0)}]
+    assert crossing(Glue(), 2) == [{("stem", 0), ("blocks.0", 0)}]
+
+
+def test_each_call_of_a_module_is_cargo_of_its_own() -> None:
+    class TwoViews(Net):
+        def step(self, x: Tensor) -> Tensor:
+            first, second, third = self.stem(x), self.stem(2 * x), self.stem(3 * x)
+            return self.head(self.body(first + second) + third).square().mean()
+
+    assert crossing(TwoViews(), 2) == [{("stem", 2)}]
+
+
+def test_what_the_loss_is_computed_from_crosses_to_the_last_stage() -> None:
+    assert crossing(HiddenPenalty(), 4) == [set(), {("blocks.0", 0)}, {("blocks.0", 0)}]
+    outputs = {("blocks.0", 0), ("blocks.1", 0)}
+    assert crossing(MultiExit(), 4) == [set(), {("blocks.0", 0)}, outputs]
+
+
+class Asks(Net):
+    """Goes on with a value of the last stage."""
+
+    calls_again = False
+
+    def step(self, x: Tensor) -> Tensor:
+        first = self.stem(x)
+        output = self.head(self.body(first))
+        size = output.abs().mean().item()
+        if self.calls_again:
+            output = self.head(self.body(self.stem(x * size)))
+        return output.square().mean() + size * first.mean()
+
+
+def test_what_is_needed_after_a_value_was_asked_for_crosses() -> None:
+    assert crossing(Asks(), 2) == [{("stem", 0)}]
+
+
+def test_what_is_called_after_a_value_was_asked_for_is_on_the_last_stage() -> None:
+    again = Asks()
+    again.calls_again = True
+    assert partition(again, lambda: step(again), 2, **BLOCKS).units["stem"] == (0, 1)
+    stage = stage_of(model := Asks(), 2)
+    model.calls_again = True
+    with pytest.raises(FlowError, match="asks for a value, which only stage 1 has, and then calls 'blocks.0'"):
+        stage.survey(lambda: step(model))
+
+
+TOLD = ["returned", "logged", "kept in a list", "kept in a new dictionary", "kept as an attribute", "kept as a buffer"]
+
+
+@pytest.mark.parametrize(("where", "asks"), [(where, asks) for where in TOLD for asks in (False, where != "returned")])
+def test_what_is_told_beside_the_loss_crosses_too(where: str, asks: bool) -> None:
+    class Tells(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept: dict[int, list[Any]] = {0: []}
+            self.last: Any = None
+            self.register_buffer("mean", torch.zeros(2))
+
+        def step(self, x: Tensor) -> Any:
+            early = self.stem(x)
+            loss = self.head(self.body(early)).square().mean()
+            if where == "logged":
+                logged.append((("early", early.mean()), {}))
+            elif where == "kept in a list":
+                self.kept[0].append(early.detach())
+            elif where == "kept in a new dictionary":
+                self.kept[0].append({"loss": loss, "early": [early]})
+            elif where == "kept as an attribute":
+                self.last = (early, 1)
+            elif where == "kept as a buffer":
+                self.mean = early.mean(0)
+            if asks:
+                assert loss.item() < 1e9
+            return (loss, early) if where == "returned" else loss
+
+    for index in range(2):
+        logged: list[Any] = []
+        model = Tells()
+        stage = stage_of(model, 2, index)
+        logged.clear()
+        flow = stage.survey(lambda model=model: step(model), logged)  # type: ignore[misc]
+        assert flow.cuts == ((Cargo("stem", 0, 1), Cargo("blocks.1", 0, 1)),)
+        assert model.kept == {0: []} and model.last is None and torch.equal(model.mean, torch.zeros(2))
+
+
+def test_what_a_layer_keeps_for_itself_stays_on_its_stage() -> None:
+    class Keeps(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.map = x.softmax(-1)
+            return super().forward(x)
+
+    class Maps(Net):
+        def block(self) -> nn.Module:
+            return Keeps(self.width, self.width)
+
+    assert crossing(Maps(), 4) == [set(), set(), set()]
+
+
+def test_an_error_after_the_layers_is_the_last_stages() -> None:
+    """What the loss can't do with absent values it may do with real ones."""
+
+    class Odd(Net):
+        def step(self, x: Tensor) -> Tensor:
+            x = self.head(self.body(self.stem(x)))
+            if isinstance(x, AbsentTensor):
+                raise TypeError("of the user")
+            return x.square().mean()
+
+    assert crossing(Odd(), 2) == [set()]
+
+
+def test_the_number_of_tensors_is_told() -> None:
+    class Recurrent(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.LSTM(3, self.width)
+
+        def step(self, x: Tensor) -> Tensor:
+            x, (h, c) = self.stem(x[:, None])
+            return self.head(self.body(x) + h + c).square().mean()
+
+    stage = stage_of(Recurrent(), 2)
+    assert stage.survey(lambda: step(stage.module)).cuts[0][0] == Cargo("stem", 0, 3)
+
+
+def test_a_mask_made_from_a_shape_makes_nothing_cross() -> None:
+    class Masked(Net):
+        def step(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            mask = torch.ones_like(x).tril() * x.new_full((1,), 2.0)
+            for block in self.blocks:
+                x = block(x) * mask
+            return self.head(x).square().mean()
+
+    assert crossing(Masked(), 4) == [set(), set(), set()]
+
+
+def test_flow_of_a_stage() -> None:
+    first, second = Cargo("a", 0, 1), Cargo("b", 1, 2)
+    flow = Flow(((first,), (first, second)), (None,) * 3)
+    assert [flow.into(stage) for stage in range(3)] == [(), (first,), (first, second)]
+    assert [flow.out_of(stage) for stage in range(3)] == [(first,), (first, second), ()]
+
+
+def test_the_heaviest_cut_is_told_by_tensors() -> None:
+    many, one = Cargo("many", 0, 3), Cargo("one", 0, 1)
+    assert [tensors_of(cut) for cut in ((), (one,), (one, many))] == [0, 1, 4]
+    assert Flow(((one, one), (many,), ()), (None,) * 4).heaviest((0, 1, 2, 3)) == 1
+    assert Flow(((one, one), (one, many), (many,)), (None,) * 4).heaviest((0, 1, 2, 3)) == 1
+    assert Flow(((one, one), (one, many), (many,)), (None,) * 4).heaviest((1, 0, 0, 1)) == 2  # not at the turn
+    assert Flow(((), ()), (None,) * 3).heaviest((0, 1, 2)) == 0
+    assert Flow((), (None,)).heaviest((0,)) is None
+
+
+def test_each_stage_leaves_after_the_last_call_that_it_runs() -> None:
+    stage = stage_of(UNet(), 2)
+    assert stage.survey(lambda: step(stage.module)).last == (("blocks.1", 0), ("head", 0))
+
+
+# -- the survey is only a look -----------------------------------------------------------------------------------------
+
+
+def test_the_survey_leaves_the_module_as_it_was() -> None:
+    model = Normalised()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    identities = {name: id(p) for name, p in model.named_parameters()}
+    stage = stage_of(model, 1)
+    random = torch.get_rng_state()
+    stage.survey(lambda: step(model))
+    assert {name: id(p) for name, p in model.named_parameters()} == identities
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_the_survey_computes_nothing() -> None:
+    events: list[str] = []
+
+    class Watched(Net):
+        def step(self, x: Tensor) -> Tensor:
+            x = self.head(self.body(self.stem(x)))
+            events.append("absent" if isinstance(x, AbsentTensor) else "computed")
+            return x.square().mean()
+
+    stage = stage_of(Watched(), 1)
+    stage.survey(lambda: step(stage.module))
+    assert events == ["absent"] * 3  # twice for the partition
+
+
+def test_a_survey_in_inference_mode_serves_training() -> None:
+    """The sanity check before training is the first to be surveyed."""
+    made = by_hand.stages_of(UNet(), step, 2, **BLOCKS)
+    for stage in made:
+        with torch.inference_mode():
+            assert stage.survey(lambda stage=stage: step(stage.module)) == stage.flow  # type: ignore[misc]
+    output, departures, arrivals = by_hand.forward(made, step)
+    by_hand.backward(made, output, departures, arrivals)
+    assert by_hand.gradients_of(made)
+
+
+def test_an_error_of_the_users_leaves_the_module_as_it_was() -> None:
+    class Fails(Net):
+        def step(self, x: Tensor) -> Tensor:
+            self.stem(x)
+            raise KeyError("of the user")
+
+    model = Fails()
+    net = Net()
+    stage = Stage(model, partition(net, lambda: step(net), 2, **BLOCKS), 0, CPU)
+    with pytest.raises(KeyError, match="of the user"):
+        stage.survey(lambda: step(model))
+    assert not any(isinstance(p, AbsentTensor) for p in model.stem.parameters())
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_values_asked_for_after_the_layers_do_not_end_a_step_that_leaves_a_module_out() -> None:
+    class TwoHeads(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(self.width, 2)  # for another kind of step
+
+        def step(self, x: Tensor) -> Tensor:
+            loss = self.head(self.body(self.stem(x))).square().mean()
+            assert loss.item() >= 0
+            return loss
+
+    assert crossing(TwoHeads(), 2) == [set()]
+
+
+def test_values_asked_for_on_an_earlier_stage_are_refused_on_every_rank() -> None:
+    class Peeks(Net):
+        asks = False
+
+        def step(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            scale = x.abs().max().item() if self.asks else 1.0
+            return self.head(self.body(x / scale)).square().mean()
+
+    for index in range(2):
+        stage = stage_of(Peeks(), 2, index)
+        stage.module.asks = True  # type: ignore[assignment]
+        with pytest.raises(AbsentValueError, match="the output of 'stem', which lives on another pipeline stage"):
+            stage.survey(lambda stage=stage: step(stage.module))  # type: ignore[misc]
+    model = Peeks()
+    model.asks = True
+    with pytest.raises(AbsentValueError, match="the output of 'stem'"):
+        stage_of(model, 2)
+
+
+def test_values_asked_for_on_the_last_stage_are_there() -> None:
+    class Peeks(Net):
+        def step(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            for block in self.blocks[:3]:
+                x = block(x)
+            return self.head(self.blocks[3](x / x.abs().max().item())).square().mean()
+
+    result = by_hand.run(Peeks(), step, 2)
+    loss, gradients = by_hand.plain(Peeks(), step)
+    assert len(result.partition.layers_of(1)) >= 1 and set(gradients) == set(result.gradients)
+
+
+# -- what escapes ------------------------------------------------------------------------------------------------------
+
+
+class Collects(Net):
+    """A loss over what hooks and attributes have collected from inside the layers."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int, keeps: bool) -> None:
+            super().__init__()
+            self.layer, self.gate = nn.Linear(width, width), nn.Linear(width, 2)
+            self.keeps, self.kept = keeps, torch.zeros(())
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.gate(x).softmax(-1)
+            if self.keeps:
+                self.kept = scores.square() * x[:, :1]
+            return self.layer(x).tanh() * scores[:, :1]
+
+    keeps = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores: list[Tensor] = []
+        for block in self.blocks:
+            if not self.keeps:
+                block.gate.register_forward_hook(_Keep())
+
+    def block(self) -> nn.Module:
+        return self.Block(self.width, self.keeps)
+
+    def step(self, x: Tensor) -> Tensor:
+        hooks = [hook for block in self.blocks for hook in block.gate._forward_hooks.values() if type(hook) is _Keep]
+        for hook in hooks:
+            hook.kept.clear()
+        loss = self.head(self.body(self.stem(x))).square().mean()
+        kept = [block.kept for block in self.blocks] if self.keeps else [k for hook in hooks for k in hook.kept]
+        return loss + sum(each.square().mean() for each in kept)
+
+
+class _Keep:
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.kept.append(output)
+
+
+class Keeps(Collects):
+    keeps = True
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("kind", [Collects, Keeps])
+def test_what_is_collected_inside_a_layer_crosses_like_its_output(kind: type[Net], stages: int) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    result = by_hand.run(model, step, stages, **BLOCKS)
+    loss, gradients = by_hand.plain(model, step)
+    torch.testing.assert_close(result.output.detach(), loss, rtol=0, atol=1e-12)
+    torch.testing.assert_close(result.gradients, gradients, rtol=0, atol=1e-12)
+    flow = result.stages[0].flow
+    assert "blocks.0.gate" in flow.inside and flow.transparent >= {"blocks.0"}
+    assert "blocks.3" not in flow.transparent  # which is where the loss is
+
+
+# -- what can't be run -------------------------------------------------------------------------------------------------
+
+
+class Reentrant(Net):
+    """A checkpoint that runs its part without gradients, and makes up for it after the part."""
+
+    def step(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_layer_at_a_cut_that_runs_without_gradients_is_refused() -> None:
+    stage = stage_of(Reentrant(), 2)
+    with pytest.raises(RuntimeError, match="'blocks.1' hands its output from stage 0 .* use_reentrant=False"):
+        stage.survey(lambda: step(stage.module))
+    with torch.no_grad():  # an evaluation step has no gradients anywhere
+        stage.survey(lambda: step(stage.module))
+
+
+def test_a_frozen_layer_may_run_without_gradients() -> None:
+    class Frozen(Net):
+        def step(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                x = self.blocks[1](self.blocks[0](self.stem(x)))
+            return self.head(self.blocks[3](self.blocks[2](x))).square().mean()
+
+    model = Frozen()
+    model.blocks[1].requires_grad_(False)
+    stage_of(model, 2).survey(lambda: step(model))
+
+
+class Penalised(Net):
+    """Takes gradients in the step itself, by the batch, by a parameter, or by what the last stage computes."""
+
+    by = "batch"
+
+    def step(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        output = self.head(self.body(self.stem(x)))
+        if self.by == "backward":
+            output.sum().backward()
+            return output.mean() + x.grad.mean()
+        inputs = {"batch": x, "stem": self.stem.weight, "head": self.head.weight, "output": output}[self.by]
+        (gradient,) = torch.autograd.grad(output.square().sum(), inputs, create_graph=True)
+        return output.mean() + gradient.square().mean()
+
+
+@pytest.mark.parametrize("by", ["batch", "stem", "backward"])
+def test_gradients_through_several_stages_are_refused(by: str) -> None:
+    model = Penalised()
+    model.by = by
+    stage = stage_of(model, 2)
+    with pytest.raises(RuntimeError, match=r"torch\.autograd\.grad or backward on what several"):
+        stage.survey(lambda: step(model))
+
+
+@pytest.mark.parametrize("by", ["head", "output"])
+def test_gradients_inside_the_last_stage_are_its_own(by: str) -> None:
+    model = Penalised()
+    model.by = by
+    stage_of(model, 2).survey(lambda: step(model))
+    one = stage_of(model, 1)
+    model.by = "batch"
+    one.survey(lambda: step(model))
+
+
+def test_a_step_of_another_kind_must_meet_the_stages_in_the_same_order() -> None:
+    class Backwards(Net):
+        validating = False
+
+        def step(self, x: Tensor) -> Tensor:
+            blocks = reversed(self.blocks) if self.validating else self.blocks
+            x = self.stem(x)
+            for block in blocks:
+                x = block(x)
+            return self.head(x).square().mean()
+
+    for index in range(2):
+        stage = stage_of(Backwards(), 2, index)
+        stage.module.validating = True  # type: ignore[assignment]
+        words = r"'blocks.\d' is on stage 0, which leaves the step before this call, made after 'blocks.3'"
+        with pytest.raises(RuntimeError, match=words):
+            stage.survey(lambda stage=stage: step(stage.module))  # type: ignore[misc]
+
+
+def test_a_parameter_that_only_another_kind_of_step_reads_elsewhere_is_named() -> None:
+    class Reads(Net):
+        validating = False
+
+        def step(self, x: Tensor) -> Tensor:
+            loss = super().step(x)
+            return loss + self.stem.weight.norm() if self.validating else loss
+
+    stage = stage_of(Reads(), 2, 1)
+    stage.module.validating = True  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="the end of the step on stage 1 reads parameter 'stem.weight', which is on"):
+        stage.survey(lambda: step(stage.module))
+
+
+def test_a_step_may_leave_layers_out_that_another_kind_calls() -> None:
+    class Encodes(Net):
+        validating = False
+
+        def step(self, x: Tensor) -> Tensor:
+            blocks = self.blocks[:1] if self.validating else self.blocks
+            x = self.stem(x)
+            for block in blocks:
+                x = block(x)
+            return self.head(x).square().mean()
+
+    stage = stage_of(Encodes(), 4)
+    stage.module.validating = True  # type: ignore[assignment]
+    flow = stage.survey(lambda: step(stage.module))
+    assert flow.cuts == ((Cargo("blocks.0", 0, 1),),) * 3
+    assert flow.last == (("blocks.0", 0), None, None, ("head", 0))

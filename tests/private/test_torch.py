@@ -1,0 +1,615 @@
+"""private/torch.py: each private name does what is expected of it. A failure says what a new version breaks.
+
+What to do then: find what replaces the name, in torch's release notes or source, and change that one function.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.dlpack import to_dlpack
+
+from lightning_parallel.private import torch as torch_private
+from lightning_parallel.private.torch import TorchDispatchMode
+from tests.pool import WorkerPool
+from tests.test_house import ROOT, modules
+
+
+class Marked(Tensor):
+    """Counts the functions and the operators that it meets."""
+
+    functions = 0
+    operators = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        Marked.functions += 1
+        with torch_private.subclass_functions_disabled():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        Marked.operators += 1
+        return torch.zeros(args[0].shape)
+
+
+def marked() -> Marked:
+    return torch_private.wrapper_tensor(Marked, (2, 3), dtype=torch.float64, device=torch.device("meta"))
+
+
+def test_every_function_is_used_and_pinned_here() -> None:
+    package = Path(torch_private.__file__).parent
+    others = [
+        f.read_text() for f in modules(package, ROOT / "recipes") if f not in (package / "private/torch.py", Path())
+    ]
+    here = Path(__file__).read_text().replace("def test_", "")
+    functions = {name for name, value in vars(torch_private).items() if inspect.isfunction(value)}
+    own = {name for name in functions if getattr(torch_private, name).__module__ == torch_private.__name__}
+    assert {name for name in own if not name.startswith("_")} <= {*torch_private.__all__}
+    for name in torch_private.__all__:
+        assert any(name in text for text in others), f"{name} is not used"
+        assert name in here, f"{name} is not pinned"
+
+
+# -- tensors -------------------------------------------------------------------------------------------------
+
+
+def test_wrapper_tensor_has_a_shape_and_no_memory() -> None:
+    """Otherwise absent tensors and checkpoints' slices couldn't be made."""
+    made = marked()
+    assert isinstance(made, Marked) and made.shape == (2, 3) and made.dtype == torch.float64
+    strided = torch_private.wrapper_tensor(
+        Marked, (2, 3), dtype=torch.float32, device=torch.device("cpu"), strides=(1, 2), requires_grad=True
+    )
+    assert strided.stride() == (1, 2) and strided.requires_grad
+    with pytest.raises(RuntimeError) as raised:  # else compiled kernels would read from address 0
+        to_dlpack(made)
+    assert torch_private.asks_for_memory(raised.value)
+
+
+def test_make_parameter_makes_a_tensor_a_parameter() -> None:
+    """Otherwise optimizers' and Lightning's code would take an absent parameter for a plain tensor."""
+    made = marked()
+    assert not isinstance(made, nn.Parameter)
+    torch_private.make_parameter(made)
+    assert isinstance(made, nn.Parameter)
+
+
+def test_subclass_functions_disabled_and_dispatch_disabled_take_the_short_way() -> None:
+    """Otherwise an absent tensor's own methods would call themselves."""
+    made = marked()
+    Marked.functions = Marked.operators = 0
+    made + 1
+    assert (Marked.functions, Marked.operators) == (1, 1)
+    with torch_private.subclass_functions_disabled():
+        assert made.shape == (2, 3)
+        made + 1
+    assert (Marked.functions, Marked.operators) == (1, 2)
+    with torch_private.subclass_functions_disabled(), torch_private.dispatch_disabled():
+        made.t_()
+        assert made.shape == (3, 2)
+    assert (Marked.functions, Marked.operators) == (1, 2)
+
+
+def test_written_arguments_are_those_of_the_operator_s_schema() -> None:
+    """Otherwise a value that is written into an absent tensor would be lost without a word."""
+    x, y, out = torch.zeros(1), torch.ones(1), torch.zeros(1)
+
+    def written(operator: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        return [id(each) for each in torch_private.written_arguments(operator, args, kwargs)]
+
+    assert written(torch.ops.aten.add.Tensor, x, y) == []
+    assert written(torch.ops.aten.add_.Tensor, x, y) == [id(x)]
+    assert written(torch.ops.aten.add.out, x, y, out=out) == [id(out)]
+
+
+def test_drawing_for_nothing_reads_what_switches_draws_off() -> None:
+    """Attention without dropout would otherwise be computed for a tensor without values."""
+    dropout = torch.ops.aten.native_dropout.default
+    attention = torch.ops.aten._scaled_dot_product_flash_attention.default
+    x = torch.ones(1)
+    assert not torch_private.drawing_for_nothing(dropout, (x, 0.5, True), {})
+    assert torch_private.drawing_for_nothing(dropout, (x, 0.5, False), {})
+    assert torch_private.drawing_for_nothing(dropout, (x, 0.0, True), {})
+    assert torch_private.drawing_for_nothing(attention, (x, x, x), {})
+    assert not torch_private.drawing_for_nothing(attention, (x, x, x), {"dropout_p": 0.1})
+
+
+def test_version_of_counts_changes_in_place_and_full_backward_hooks_are_told() -> None:
+    x = torch.ones(2)
+    before = torch_private.version_of(x)
+    x[:1].add_(1)
+    assert torch_private.version_of(x) == before + 1
+    module = nn.Linear(1, 1)
+    assert not torch_private.has_full_backward_hooks(module)
+    module.register_full_backward_hook(lambda *_: None)
+    assert torch_private.has_full_backward_hooks(module)
+
+
+def test_hooks_on_the_gradient_of_a_parameter_are_found() -> None:
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        parameter = nn.Parameter(torch.ones(1))
+        assert not torch_private.has_gradient_hooks(parameter)
+        handle = getattr(parameter, register)(lambda *_: None)
+        assert torch_private.has_gradient_hooks(parameter)
+        handle.remove()
+        assert not torch_private.has_gradient_hooks(parameter)
+
+
+def test_forward_hooks_are_counted() -> None:
+    module = nn.Linear(1, 1)
+    assert torch_private.forward_hooks(module) == 0
+    module.register_forward_hook(lambda *_: None)
+    module.register_forward_pre_hook(lambda *_: None)
+    assert torch_private.forward_hooks(module) == 1
+
+
+def test_norms_of_gives_norms_in_the_dtype_that_is_asked_for() -> None:
+    """Clipping adds up norms that bfloat16 would have rounded."""
+    tensors = [torch.ones(259, dtype=torch.bfloat16), torch.zeros(0, dtype=torch.bfloat16)]
+    assert [each.item() for each in torch_private.norms_of(tensors, torch.float64)] == [259**0.5, 0]
+
+
+def test_scale_all_scales_in_place() -> None:
+    tensors = [torch.ones(2), torch.full((3,), 2.0)]
+    torch_private.scale_all(tensors, torch.tensor(0.5))
+    assert [each.tolist() for each in tensors] == [[0.5, 0.5], [1, 1, 1]]
+
+
+def test_tree_flatten_tree_leaves_tree_map_and_tree_unflatten_know_transformers_outputs() -> None:
+    """Otherwise a layer's output that is an output class of transformers could not cross a cut."""
+    transformers = pytest.importorskip("transformers")
+    output = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=torch.ones(1), hidden_states=(2, [3]))
+    leaves, structure = torch_private.tree_flatten(output)
+    assert leaves == torch_private.tree_leaves(output) == [torch.ones(1), 2, 3]
+    doubled = torch_private.tree_unflatten([2 * leaf for leaf in leaves], structure)
+    assert type(doubled) is type(output) and doubled.hidden_states == (4, [6])
+    assert torch_private.tree_map(lambda leaf: 2 * leaf, output) == doubled
+    more = torch.ones(2)
+    assert list(map(id, torch_private.tensors_in((output, {"more": more})))) == [id(leaves[0]), id(more)]
+
+
+def test_a_torch_dispatch_mode_sees_operators() -> None:
+    """Otherwise recipes.compare would count no messages."""
+    seen = []
+
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Sees():
+        torch.ones(1) + 1
+    assert seen == ["ones", "add"]
+
+
+# -- the graph of a backward ---------------------------------------------------------------------------------
+
+
+def test_saved_value_and_saved_tensor_are_what_weights_gradients_are_computed_from() -> None:
+    """Otherwise no backward could be split: all of it would run in its first half, or fail there."""
+    x, w = torch.ones(2, 3, requires_grad=True), torch.ones(3, 4, requires_grad=True)
+    node = (x * 2) @ w
+    product = node.grad_fn
+    assert product is not None and type(product).__name__ == "MmBackward0"
+    assert torch.equal(torch_private.saved_tensor(product, "self"), torch.full((2, 3), 2.0))  # type: ignore[arg-type]
+    assert tuple(torch_private.saved_value(product, "mat2_sym_sizes")) == (3, 4)
+    assert tuple(torch_private.saved_value(product, "mat2_sym_strides")) == (4, 1)
+    biased = torch.addmm(torch.ones(4), x, w, alpha=3).grad_fn
+    assert biased is not None and type(biased).__name__ == "AddmmBackward0"
+    assert torch_private.saved_tensor(biased, "mat1") is x and torch_private.saved_value(biased, "alpha") == 3
+    batched = torch.bmm(x[None], w[None]).grad_fn
+    assert batched is not None and type(batched).__name__ == "BmmBackward0"
+    assert torch_private.saved_tensor(batched, "self").shape == (1, 2, 3)  # type: ignore[union-attr]
+    convolved = nn.Conv1d(1, 1, 1)(x[:, None]).grad_fn
+    assert convolved is not None and type(convolved).__name__ == "ConvolutionBackward0"
+    names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    assert [torch_private.saved_value(convolved, name) for name in names] == [(1,), (0,), (1,), False, (0,), 1]
+    assert [len(torch_private.saved_tensor(convolved, name).shape) for name in ("input", "weight")] == [3, 3]  # type: ignore[union-attr]
+
+
+def test_saved_tensor_is_none_where_hooks_hold_it() -> None:
+    """Otherwise a layer of a user's that runs again would fail: its tensors are handed out once."""
+    asked = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, asked.append):
+        product = (torch.ones(2, 2, requires_grad=True) @ torch.ones(2, 2, requires_grad=True)).grad_fn
+    assert product is not None
+    assert torch_private.saved_tensor(product, "self") is None and not asked
+
+    class Silent:
+        _raw_saved_self = object()  # of a torch that doesn't tell
+
+    assert torch_private.saved_tensor(Silent(), "self") is None  # type: ignore[arg-type]
+    assert torch_private.packed_tensor(Silent(), "self") is None  # type: ignore[arg-type]
+
+
+def test_packed_tensor_and_saved_hooks_are_those_of_the_hooks_around() -> None:
+    """Otherwise no weight could wait in a layer that runs again."""
+    assert torch_private.saved_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: ("packed", x), lambda packed: packed[1]):
+        hooks = torch_private.saved_hooks()
+        assert hooks is not None
+        pack, unpack = hooks
+        x = torch.ones(2, 2, requires_grad=True)
+        product = (x @ torch.ones(2, 2, requires_grad=True)).grad_fn
+    assert unpack(pack(x)) is x and product is not None
+    word, saved = torch_private.packed_tensor(product, "self")
+    assert word == "packed" and torch.equal(saved, x)
+
+
+def test_saves_tensors_tells_which_nodes_need_some() -> None:
+    """Otherwise a layer would run again in the second half of a backward, for its weight norm."""
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+    x = torch.ones(2, 2, requires_grad=True)
+    for output in (x.t(), x.to(torch.bfloat16), x.view(4), x[0], x.chunk(2)[0], x.expand(3, 2, 2)):
+        assert output.grad_fn is not None and not torch_private.saves_tensors(output.grad_fn)
+    for output in (x * x, x.exp(), x.norm(), Own.apply(x)):
+        assert output.grad_fn is not None and torch_private.saves_tensors(output.grad_fn)
+    assert not torch_private.saves_tensors(torch.autograd.graph.get_gradient_edge(x).node)
+
+
+def test_hooks_beside_counts_the_other_hooks_on_a_node() -> None:
+    """Otherwise a hook that changes a weight's gradient would be passed over."""
+    node = (torch.ones(2, requires_grad=True) * 2).grad_fn
+    assert node is not None
+    node.register_prehook(lambda given: None)
+    handle = node.register_hook(lambda *given: None)
+    assert torch_private.hooks_beside(handle) == 0
+    other = node.register_hook(lambda *given: None)
+    assert torch_private.hooks_beside(handle) == torch_private.hooks_beside(other) == 1
+
+
+def test_memory_is_shared_with_views_and_aliases() -> None:
+    """Otherwise a gradient that waits would be written to: its memory is that of another parameter's gradient."""
+    x = torch.ones(2, 2)
+    assert not torch_private.memory_is_shared(x)
+    view = x.view(4)
+    assert torch_private.memory_is_shared(x) and torch_private.memory_is_shared(view)
+    del view
+    assert not torch_private.memory_is_shared(x)
+    assert torch_private.memory_is_shared(x.to_sparse()) and torch_private.memory_is_shared(nn.Parameter(x))
+
+
+class Cloned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return g
+
+
+def test_shape_of_result_shape_of_operand_is_nested_and_function_of_read_the_graph() -> None:
+    """Otherwise the utilisation of a model would be wrong, or missing."""
+    x, w = torch.randn(5, 3), torch.randn(3, 4, requires_grad=True)
+    product = (x @ w).grad_fn
+    assert product is not None
+    assert torch_private.shape_of_result(product) == (5, 4)
+    assert torch_private.shape_of_operand(product, 0) is None
+    assert torch_private.shape_of_operand(product, 1) == (3, 4)
+    assert torch_private.function_of(product) is None
+    assert torch_private.function_of(Cloned.apply(w).grad_fn) is Cloned
+    assert not torch_private.is_nested(product)
+    for layout in (torch.jagged, torch.strided):
+        rows = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=layout, requires_grad=True)
+        assert torch_private.is_nested((rows * 2).grad_fn)
+
+
+def test_attention_on_a_cpu_runs_as_ATTENTION_ON_CPU() -> None:
+    """Otherwise a stage's attention would count as no work."""
+    seen: list[Any] = []
+
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    q = torch.randn(1, 2, 3, 4)
+    with Sees():
+        nn.functional.scaled_dot_product_attention(q, q, q)
+    assert torch_private.ATTENTION_ON_CPU in seen
+
+
+# -- modules -------------------------------------------------------------------------------------------------
+
+
+def test_parameters_of_buffers_of_and_modules_of_are_where_attributes_are_read() -> None:
+    """Otherwise weight versions and replicas would be put where nothing reads them."""
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    child = torch_private.modules_of(module)["0"]
+    assert child is module[0]
+    torch_private.parameters_of(child)["weight"] = other = torch.full((2,), 5.0)  # type: ignore[assignment]
+    torch_private.buffers_of(child)["running_mean"] = torch.full((2,), 1.0)
+    assert child.weight is other
+    child.eval()
+    torch.testing.assert_close(child(torch.ones(1, 2)), torch.zeros(1, 2))
+    torch_private.modules_of(module)["0"] = nn.Identity()
+    assert isinstance(module[0], nn.Identity)
+
+
+@pytest.mark.parametrize(
+    "register",
+    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"],
+)
+def test_has_hooks_finds_hooks(register: str) -> None:
+    """Otherwise a layer's hooks would be lost when a divided layer takes its place."""
+    module = nn.Linear(1, 1)
+    assert not torch_private.has_hooks(module)
+    handle = getattr(module, register)(lambda *given: None)
+    assert torch_private.has_hooks(module)
+    handle.remove()
+    assert not torch_private.has_hooks(module)
+
+
+def test_hooks_on_outputs_move_to_another_module_and_can_be_removed() -> None:
+    """Otherwise a divided embedding would be refused after `gradient_checkpointing_enable()`."""
+    old, new = nn.Identity(), nn.Identity()
+    handle = old.register_forward_hook(lambda module, args, kwargs, output: 2 * output, with_kwargs=True)
+    assert not torch_private.has_hooks(old, on_outputs=False)
+    torch_private.move_forward_hooks(old, new)
+    assert new(3) == 6
+    handle.remove()
+    assert new(3) == 3
+    old.register_forward_pre_hook(lambda *given: None)
+    assert torch_private.has_hooks(old, on_outputs=False)
+
+
+def test_shallow_copy_has_no_parameters_of_its_own() -> None:
+    """Otherwise replicas would share dictionaries of parameters."""
+    module = nn.LSTM(1, 1)
+    copy = torch_private.shallow_copy(module)
+    assert type(copy) is nn.LSTM and not list(copy.parameters()) and list(module.parameters())
+
+
+# -- distributed ---------------------------------------------------------------------------------------------
+
+
+def test_metadata_classes_are_those_of_a_checkpoint_s_metadata(tmp_path: Path) -> None:
+    """Otherwise no checkpoint could be read, since other classes are refused."""
+    asked: set[tuple[str, str]] = set()
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            asked.add((module, name))
+            return super().find_class(module, name)
+
+    tensors = {"a": torch.ones(2), "b": 3, "c": {"d": [1, torch.zeros(1, dtype=torch.bfloat16)]}}
+    dcp.save(tensors, checkpoint_id=tmp_path)
+    with open(tmp_path / ".metadata", "rb") as file:
+        Unpickler(file).load()
+    others = {(module, name) for module, name in asked if (module, name) not in torch_private.METADATA_CLASSES}
+    assert len(asked) > len(others) > 0
+    for module, name in others:
+        assert module.startswith("pathlib") or isinstance(getattr(torch, name), torch.dtype)
+
+
+class Arguments(TorchDispatchMode):
+    """Keeps the arguments of every operator, by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found[func.overloadpacket.__name__] = args
+        return func(*args, **(kwargs or {}))
+
+
+def groups_of_collectives() -> tuple[list[int], int, bool]:
+    with Arguments() as arguments:
+        dist.all_reduce(torch.ones(1))
+        functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD)
+    boxed = [torch_private.boxed_group(argument) for argument in arguments.found["allreduce_"]]
+    named = torch_private.group_by_name(arguments.found["all_reduce"][-1])
+    sizes = [group.size() for group in boxed if group is not None]
+    return sizes, named.size(), torch_private.boxed_group(torch.ones(1)) is None
+
+
+def test_boxed_group_and_group_by_name_give_the_group_of_a_collective(pool: WorkerPool) -> None:
+    """Otherwise recipes.compare could not tell how many ranks a message is for."""
+    assert pool.run(groups_of_collectives, 2) == [([2], 2, True)] * 2
+
+
+def sizes_of_the_cache_of_meshes() -> tuple[int, int]:
+    """The misses that have filled it, before it is emptied and after."""
+    half = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
+    half + half
+    _, before = torch._C._get_DTensor_sharding_propagator_cache_stats()
+    torch_private.forget_meshes()
+    _, after = torch._C._get_DTensor_sharding_propagator_cache_stats()
+    return before, after
+
+
+def test_forget_meshes_empties_the_cache_that_holds_them(pool: WorkerPool) -> None:
+    """Otherwise a second run in a process fails: "Could not resolve the process group registered under the name"."""
+    assert all(before > after == 0 for before, after in pool.run(sizes_of_the_cache_of_meshes, 2))
+
+
+def write_into_the_store() -> int:
+    return torch_private.default_store().add("test", 1 + dist.get_rank())
+
+
+def test_default_store_is_one_for_all_ranks(pool: WorkerPool) -> None:
+    """Otherwise the ranks of an asynchronous pipeline wouldn't know of a signal that one of them gets."""
+    assert max(pool.run(write_into_the_store, 2)) == 3
+
+
+def group_of_two() -> tuple[list[int], int, bool]:
+    """Of three ranks, two make a group, find it again, and make it anew when it is gone; rank 1 is in more others."""
+    if dist.get_rank() == 2:
+        return [], 0, False
+    torch_private.group_of_members([dist.get_rank()], None)
+    if dist.get_rank() == 1:
+        torch_private.group_of_members([1], None, purpose="another")
+    first, again, other = (
+        torch_private.group_of_members([0, 1], timedelta(seconds=20), purpose=purpose) for purpose in ("a", "a", "b")
+    )
+    members = dist.get_process_group_ranks(first)
+    for group in (first, other):
+        dist.destroy_process_group(group)
+    anew = torch_private.group_of_members([0, 1], timedelta(seconds=20), purpose="a")
+    value = torch.tensor(2 ** dist.get_rank())
+    dist.all_reduce(value, group=anew)
+    found = first is again and first is not other and anew is not first
+    return members, int(value), found and not torch_private.is_bound_to_device()
+
+
+def test_a_group_is_made_by_its_members_alone(pool: WorkerPool) -> None:
+    """Otherwise a start of a thousand ranks would make the groups of all, or wait under names that nobody else has."""
+    assert pool.run(group_of_two, 3) == [([0, 1], 3, True)] * 2 + [([], 0, False)]
+
+
+def seen_inside() -> list[tuple[int, int]]:
+    """Rank and size of the default group outside, inside, in a thread apart, and in a silent group of both ranks."""
+    seen = [(dist.get_rank(), dist.get_world_size())]
+
+    def note() -> None:
+        seen.append((dist.get_rank(), dist.get_world_size()))
+
+    own, silent = torch_private.group_of_members([dist.get_rank()], None), torch_private.silent_group_of([0, 1])
+    with torch_private.default_group(own):
+        note()
+        dist.all_reduce(torch.ones(1))  # meets nobody
+        apart = torch_private.ThreadApart(target=note)
+        apart.start()
+        apart.join()
+        with torch_private.default_group(silent):
+            note()
+            if dist.get_rank() == 0:
+                dist.barrier()
+    note()
+    return seen
+
+
+def test_default_group_is_another_inside_but_for_a_thread_apart(pool: WorkerPool) -> None:
+    """Otherwise a step would see all stages as replicas; or a save in the background would take a step's ranks."""
+    first, second = pool.run(seen_inside, 2)
+    assert first == [(0, 2), (0, 1), (0, 2), (0, 2), (0, 2)]
+    assert second == [(1, 2), (0, 1), (1, 2), (1, 2), (1, 2)]
+
+
+def test_silent_group_of_other_ranks_sends_nothing(pool: WorkerPool) -> None:
+    """Otherwise a look at a step, which one rank may take alone, would wait for the others."""
+    assert pool.run(gathered_silently, 2) == [[0.0, 0.0], [1.0, 1.0]]
+
+
+def gathered_silently() -> list[float]:
+    group = torch_private.silent_group_of([0, 1])
+    own, gathered = torch.tensor([float(dist.get_rank())]), [torch.empty(1), torch.empty(1)]
+    dist.all_gather(gathered, own, group=group)
+    return [float(each) for each in gathered]
+
+
+def test_not_recorded_leaves_operations_out_of_a_trace() -> None:
+    """Otherwise a message that outlives a trace would write into memory that was the trace's."""
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        with torch_private.not_recorded():
+            torch.ones(2).exp()
+        torch.ones(2).neg()
+    names = {event.name for event in trace.events() or ()}
+    assert "aten::neg" in names and "aten::exp" not in names
+
+
+def aborted() -> bool:
+    torch_private.group_of_members([dist.get_rank()], None)
+    torch_private.abort_groups()
+    return dist.is_initialized()
+
+
+def test_abort_groups_leaves_all(pool: WorkerPool) -> None:
+    """Otherwise a rank that fails on a GPU would wait for messages of others, and they for it."""
+    assert pool.run(aborted, 2) == [False, False]
+
+
+def test_checkpoints_ask_a_tensor_for_its_boxes_by_three_methods() -> None:
+    """Otherwise shards would be saved as if they were the whole tensor."""
+    from torch.distributed._checkpointable import _Checkpointable
+
+    from lightning_parallel.checkpoint.slices import Boxes
+
+    methods = {"__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"}
+    assert methods <= set(vars(_Checkpointable)) and methods <= set(vars(Boxes))
+
+
+def test_like_edge_tells_of_a_gradient_and_where_created_of_a_line() -> None:
+    """Otherwise a backward couldn't begin inside a loss, and a warning would name no line."""
+    w = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    torch.autograd.set_detect_anomaly(True, check_nan=False)
+    total = (w * 2).sum()
+    torch.autograd.set_detect_anomaly(False)
+    assert total.grad_fn is not None
+    ((below, output),) = total.grad_fn.next_functions
+    assert below is not None
+    edge = torch.autograd.graph.GradientEdge(below, output)
+    assert torch_private.like_edge(edge) == (torch.Size((3, 2)), torch.float64, torch.device("cpu"))
+    assert "total = (w * 2).sum()" in "".join(torch_private.where_created(total.grad_fn))
+    made_elsewhere = (w * 2).grad_fn
+    assert made_elsewhere is not None and torch_private.where_created(made_elsewhere) == []
+
+
+def test_a_value_is_asked_for_by_one_operator() -> None:
+    """Otherwise the look at a step would end where code asks for a value, and miss what the step changes after that."""
+    asked: list[bool] = []
+
+    class Watches(torch_private.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append(func is torch_private.VALUE_OF)
+            return func(*args, **(kwargs or {}))
+
+    value = torch.ones(())
+    with Watches():
+        for ask in (bool, float, int, torch.Tensor.item):
+            ask(value)
+    assert asked == [True] * 4
+
+
+def test_memory_history_is_asked_of_torch_as_it_wants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Otherwise a run that went out of memory would end with another error."""
+    for name in ("_record_memory_history", "_dump_snapshot"):
+        signature = inspect.signature(getattr(torch.cuda.memory, name))
+        monkeypatch.setattr(torch.cuda.memory, name, lambda *args, _s=signature, **named: _s.bind(*args, **named))
+    torch_private.record_memory_history(3)
+    torch_private.write_memory_history(tmp_path / "memory.pickle")
+    torch_private.record_memory_history(None)
+
+
+def test_what_makes_memory_is_told_from_views_and_operators_that_take_functions() -> None:
+    aten = torch.ops.aten
+    assert torch_private.makes_memory(aten.clone.default) and torch_private.makes_memory(aten.sort.default)
+    others = (aten.view.default, aten.mul_.Tensor, aten.detach.default, torch.ops.higher_order.cond)
+    assert not any(map(torch_private.makes_memory, others))
+
+
+def test_common_scaler_is_asked_by_a_fused_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared: list[float] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, *args, **kwargs: shared.append(float(tensor)))
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
+    scaler = torch_private.CommonScaler("cpu", process_group=object())  # type: ignore[arg-type]
+    scaler.scale((weight * float("inf")).sum()).backward()
+    scaler.step(optimizer)
+    assert shared == [1.0] and torch.equal(weight, torch.ones(2))
+
+
+def test_a_zero_tensor_is_told() -> None:
+    assert torch_private.is_zero_tensor(torch._efficientzerotensor((3,)))
+    assert not torch_private.is_zero_tensor(torch.zeros(3))

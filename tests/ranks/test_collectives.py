@@ -1,0 +1,195 @@
+"""Copies become equal, whatever they are made of; ranks fail together; a broken collective says that a rank is gone."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_parallel.ranks.collectives import (
+    broadcast_object,
+    broadcast_tensors,
+    decided_by_first,
+    gather_if_different,
+    gather_objects,
+    gather_objects_on_first,
+    guarded,
+    reduce_tensor,
+    together,
+)
+from tests.pool import WorkerPool
+
+
+def copies(source: int) -> list[torch.Tensor]:
+    rank = dist.get_rank()
+    tensors = [
+        nn.Parameter(torch.full((2, 3), float(rank))),
+        torch.full((3, 2), rank, dtype=torch.int16).t(),  # not contiguous
+        torch.tensor(bool(rank)),
+        torch.full((4,), float(rank)).to(torch.float8_e4m3fn),
+        torch.full((2,), complex(rank, rank)),
+        torch.zeros(0, 3),
+        torch.full((2**23,), float(rank)),
+    ]
+    group = dist.group.WORLD
+    assert group is not None
+    with patch.object(dist, "broadcast", wraps=dist.broadcast) as sent:
+        broadcast_tensors(tensors, source, group)
+    assert sent.call_count == 2  # the large one goes alone
+    assert tensors.pop()[-1] == source
+    tensors[3] = tensors[3].float()  # results can't be sent in 8 bits
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def test_all_ranks_have_what_the_source_has(pool: WorkerPool) -> None:
+    for source in (0, 2):
+        for found in pool.run(copies, 3, source):
+            parameter, integers, flag, small, numbers, nothing = found
+            assert torch.equal(parameter, torch.full((2, 3), float(source)))
+            assert torch.equal(integers, torch.full((2, 3), source, dtype=torch.int16))
+            assert bool(flag) == bool(source)
+            assert small.tolist() == [source] * 4
+            assert torch.equal(numbers, torch.full((2,), complex(source, source)))
+            assert nothing.shape == (0, 3)
+
+
+def fail_on(rank: int, error: type[Exception]) -> list[int]:
+    def action() -> int:
+        if dist.get_rank() == rank:
+            raise error("no luck")
+        return dist.get_rank()
+
+    return gather_objects(together(None, action), None)
+
+
+@pytest.mark.parametrize(("error", "kind"), [(ValueError, "ValueError"), (OSError, "RuntimeError")])
+def test_the_failure_of_one_rank_is_raised_on_all(pool: WorkerPool, error: type[Exception], kind: str) -> None:
+    errors = pool.run(fail_on, 3, 1, error, expect_errors=True)
+    assert f"{error.__name__}: no luck" in errors[1]
+    named = "" if error is ValueError else f"{error.__name__}: "
+    assert all(f"{kind}: rank 1: {named}no luck" in errors[rank] for rank in (0, 2))
+
+
+def test_without_a_failure_each_rank_has_its_result(pool: WorkerPool) -> None:
+    assert pool.run(fail_on, 2, 9, ValueError) == [[0, 1]] * 2
+    assert together(None, lambda: 3) == 3 and gather_objects(3, None) == [3]
+
+
+def decide(fails: type[Exception] | None) -> int:
+    def choose() -> int:
+        assert dist.get_rank() == 0, "the others are told"
+        if fails is not None:
+            raise fails("no luck")
+        return 7
+
+    return decided_by_first(None, choose)
+
+
+def test_the_first_rank_s_decision_is_everyone_s(pool: WorkerPool) -> None:
+    assert pool.run(decide, 3, None) == [7] * 3
+    assert decided_by_first(None, lambda: 3) == 3
+
+
+@pytest.mark.parametrize(("error", "said"), [
+    (ValueError, "ValueError: rank 0: no luck"),
+    (OSError, "RuntimeError: rank 0: OSError: no luck"),
+])  # fmt: skip
+def test_the_first_rank_s_failure_is_everyone_s(pool: WorkerPool, error: type[Exception], said: str) -> None:
+    errors = pool.run(decide, 3, error, expect_errors=True)
+    assert f"{error.__name__}: no luck" in errors[0]
+    assert all(said in text for text in errors[1:])
+
+
+def fail_in_a_group(last: bool) -> None:
+    """The ranks but the first are a group, and one of them fails."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return
+
+    def action() -> None:
+        if dist.get_rank() == (2 if last else 1):
+            raise ValueError("no luck")
+
+    if last:
+        together(group, action)
+    else:
+        decided_by_first(group, action)
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["together", "decided-by-first"])
+def test_the_rank_that_failed_is_named_by_its_global_rank(pool: WorkerPool, last: bool) -> None:
+    failed, told = (2, 1) if last else (1, 2)
+    errors = pool.run(fail_in_a_group, 3, last, expect_errors=True)
+    assert f"ValueError: rank {failed}: no luck" in errors[told]
+
+
+def exchanged() -> dict[str, Any]:
+    rank, world = dist.get_rank(), dist.group.WORLD
+    assert world is not None
+    numbers = torch.tensor([rank, 5]), torch.tensor([float(rank), 5.0])
+    return {
+        "all": gather_objects(rank, None),
+        "first": gather_objects_on_first(rank, None),
+        "object": broadcast_object({"from": rank}, 2, world, torch.device("cpu")),
+        "mean": [reduce_tensor(tensor.clone(), world, "mean").tolist() for tensor in numbers],
+        "max": reduce_tensor(numbers[0].clone(), world, "max").tolist(),
+        "sum": reduce_tensor(numbers[0].clone(), world, dist.ReduceOp.SUM).tolist(),
+    }
+
+
+def test_objects_and_numbers_are_exchanged(pool: WorkerPool) -> None:
+    for rank, found in enumerate(pool.run(exchanged, 3)):
+        assert found["all"] == [0, 1, 2] and found["first"] == ([0, 1, 2] if rank == 0 else None)
+        assert found["object"] == {"from": 2}
+        assert found["mean"] == [[1, 5], [1.0, 5.0]] and found["max"] == [2, 5] and found["sum"] == [3, 15]
+
+
+class OwnError(RuntimeError):
+    pass
+
+
+def compared(differs: int | None) -> tuple[list[int], int]:
+    """What ranks see of each other's objects, and how many each has gathered."""
+    own = 7 if dist.get_rank() != differs else 8
+    with patch("lightning_parallel.ranks.collectives.gather_objects", wraps=gather_objects) as gather:
+        return gather_if_different(own, None), gather.call_count
+
+
+def test_equal_objects_are_not_gathered(pool: WorkerPool) -> None:
+    assert pool.run(compared, 3, None) == [([7], 0)] * 3
+    assert pool.run(compared, 3, 0) == [([8, 7, 7], 1)] * 3
+    assert pool.run(compared, 3, 2) == [([7, 7, 8], 1)] * 3
+
+
+def lose_the_last() -> None:
+    if dist.get_rank() == 2:
+        os._exit(3)
+    guarded(dist.barrier)
+
+
+def test_a_collective_that_breaks_says_that_a_rank_is_gone(pool: WorkerPool) -> None:
+    *others, last = pool.run(lose_the_last, 3, expect_errors=True, timeout=30)
+    assert "died" in last
+    assert all("PeerLostError" in text and "The cause is in its own output" in text for text in others)
+
+
+def test_an_error_of_the_rank_s_own_is_not_taken_for_a_lost_peer() -> None:
+    def fails() -> None:
+        raise OwnError("mine")
+
+    with pytest.raises(OwnError, match="mine"):
+        guarded(fails)
+
+
+def reduce_what_the_backend_does_not_know() -> None:
+    guarded(dist.all_reduce, torch.ones(2, dtype=torch.int16))
+
+
+def test_what_the_backend_refuses_is_not_taken_for_a_lost_peer(pool: WorkerPool) -> None:
+    for failure in pool.run(reduce_what_the_backend_does_not_know, 2, expect_errors=True):
+        assert "RuntimeError: Invalid scalar type" in failure and "PeerLostError" not in failure

@@ -1,0 +1,143 @@
+"""The groups that real processes make of a layout."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_parallel.ranks.groups import Groups
+from lightning_parallel.ranks.layout import Layout, Placement
+from lightning_parallel.schedules.actions import placement
+from lightning_parallel.schedules.generators import SCHEDULES
+from tests.pool import WorkerPool
+from tests.ranks.test_layout import NAMES, places
+
+
+def sums_over_groups(pipeline: int, data: int, tensor: int) -> dict[str, Any]:
+    """On each axis: the ranks that an all-reduce over this rank's group adds up; and what came over each link."""
+    layout = Layout.resolve(dist.get_world_size(), dist.get_rank(), pipeline=pipeline, data=data, tensor=tensor)
+    groups = Groups(layout, timedelta(seconds=30))
+    found: dict[str, Any] = {}
+    for axis in NAMES:
+        bits = torch.tensor(2**layout.rank)
+        dist.all_reduce(bits, group=groups.along(axis))
+        found[axis] = bits.item()
+    found |= _over_the_links(layout, groups)
+    links = groups.links()
+    assert groups.links() is links  # made once
+    wires = [*links.activations.values(), *links.gradients.values()]
+    found["links"] = len({id(wire.group) for wire in wires})
+    assert len({wire.tag for wire in wires}) == len(wires)
+    found["members"] = {axis: sorted(dist.get_process_group_ranks(groups.along(axis))) for axis in NAMES}
+    return found
+
+
+def _over_the_links(layout: Layout, groups: Groups) -> dict[str, int | None]:
+    """Both directions at once: were they one group, a message might be taken for one of the other kind."""
+    work, received = [], {}
+    for name, neighbour in (("forward", 1), ("backward", -1)):
+        sends_to, receives_from = layout.stage + neighbour, layout.stage - neighbour
+        wires = groups.links().activations if name == "forward" else groups.links().gradients
+        wire_out = wires.get(min(layout.stage, sends_to)) if 0 <= sends_to < layout.stages else None
+        wire_in = wires.get(min(layout.stage, receives_from)) if 0 <= receives_from < layout.stages else None
+        assert (wire_out is not None) == (0 <= sends_to < layout.stages)
+        assert (wire_in is not None) == (0 <= receives_from < layout.stages)
+        value = torch.tensor(100 * neighbour + layout.rank)
+        buffer = torch.zeros((), dtype=torch.int64)
+        if wire_out is not None:
+            to = layout.rank_at(pipeline=sends_to)
+            work.append((dist.isend(value, to, group=wire_out.group, tag=wire_out.tag), value))
+        if wire_in is not None:
+            source = layout.rank_at(pipeline=receives_from)
+            work.append((dist.irecv(buffer, source, group=wire_in.group, tag=wire_in.tag), buffer))
+        received[name] = buffer if wire_in is not None else None
+    for one, _ in work:
+        assert one is not None
+        one.wait()
+    return {name: None if buffer is None else int(buffer) for name, buffer in received.items()}
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 1), (2, 2, 1), (4, 1, 1)])
+def test_groups_and_links_join_the_right_ranks(pool: WorkerPool, shape: tuple[int, int, int]) -> None:
+    layouts = places(*shape)
+    for place, found in zip(layouts, pool.run(sums_over_groups, len(layouts), *shape), strict=True):
+        for axis in NAMES:
+            assert found[axis] == sum(2**peer for peer in place.peers(axis)), axis
+            assert found["members"][axis] == sorted(place.peers(axis))
+        before = None if place.stage == 0 else place.rank_at(pipeline=place.stage - 1)
+        after = None if place.stage == place.stages - 1 else place.rank_at(pipeline=place.stage + 1)
+        assert found["links"] == (place.stages > 1)  # gloo: one group, and one thread that polls, for all
+        assert found["forward"] == (None if before is None else 100 + before)
+        assert found["backward"] == (None if after is None else -100 + after)
+
+
+def joined_twice() -> tuple[bool, list[int]]:
+    """A group of two of three ranks, asked for twice by these."""
+    groups = Groups(Layout.resolve(3, dist.get_rank(), pipeline=3), timedelta(seconds=30))
+    if dist.get_rank() == 1:
+        return False, []
+    first, second = groups.joining([2, 0]), groups.joining([0, 2])
+    return first is second, sorted(dist.get_process_group_ranks(first))
+
+
+def test_a_group_is_made_by_its_members_once_and_found_again_by_its_ranks(pool: WorkerPool) -> None:
+    assert pool.run(joined_twice, 3) == [(True, [0, 2]), (False, []), (True, [0, 2])]
+
+
+def lopsided() -> list[int]:
+    """Rank 0 is in three groups more than the others; and all make their groups twice."""
+    for _ in range(3):
+        dist.new_group([0])
+    sums = []
+    for _ in range(2):
+        groups = Groups(Layout.resolve(4, dist.get_rank(), pipeline=2, data=2), timedelta(seconds=30))
+        value = torch.tensor(2 ** dist.get_rank())
+        dist.all_reduce(value, group=groups.along("data"))
+        sums.append(int(value))
+    return sums
+
+
+def test_members_of_a_group_may_be_in_different_numbers_of_others(pool: WorkerPool) -> None:
+    assert pool.run(lopsided, 4) == [[3, 3], [3, 3], [12, 12], [12, 12]]
+
+
+def over_lanes(placements: list[Placement]) -> list[list[tuple[int, ...]]]:
+    """As over NCCL, but on CPUs: for each wire of this rank its group's number and the two stages; what came over them,
+    all at once, is checked."""
+    layout = Layout.resolve(dist.get_world_size(), dist.get_rank(), pipeline="auto")
+    found = []
+    with patch("lightning_parallel.ranks.groups.dist.get_backend", return_value="nccl"):
+        groups = Groups(layout, timedelta(seconds=30), torch.device("cpu"))
+        assert groups.host_group is not groups.along("pipeline")
+        for places in placements:
+            links = groups.links(places)
+            work, wires = [], []
+            for kind, by_cut in enumerate((links.activations, links.gradients)):
+                for cut, wire in by_cut.items():
+                    assert wire.host_group is groups.host_group
+                    source, target = places[cut : cut + 2] if kind == 0 else places[cut : cut + 2][::-1]
+                    value = torch.tensor([2 * cut + kind if layout.stage == source else -1])
+                    post, there = (dist.isend, target) if layout.stage == source else (dist.irecv, source)
+                    # No tag: order alone says what a message is.
+                    work.append((post(value, layout.rank_at(pipeline=there), group=wire.group), value, 2 * cut + kind))
+                    wires.append((id(wire.group), min(source, target), max(source, target)))
+            for one, _, _ in reversed(work):
+                assert one is not None
+                one.wait()
+            assert all(int(value) == expected for _, value, expected in work)
+            numbers = {group: number for number, group in enumerate(dict.fromkeys(group for group, _, _ in wires))}
+            found.append([(numbers[group], *pair) for group, *pair in wires])
+    return found
+
+
+def test_over_nccl_each_cut_and_kind_has_a_queue_of_its_own(pool: WorkerPool) -> None:
+    """A group has one for each pair of ranks."""
+    placements = [placement(SCHEDULES[name](4, 4)) for name in ("1f1b", "interleaved", "zbv")]
+    for found in pool.run(over_lanes, 4, placements):
+        assert all(len(set(wires)) == len(wires) for wires in found)
+        assert [len({group for group, *_ in wires}) for wires in found] == [2, 4, 4]

@@ -1,0 +1,136 @@
+"""Which rank does what: every answer that a layout gives."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from lightning_parallel.ranks.layout import AXES, Axis, Layout, Size
+
+NAMES = ("pipeline", "data", "tensor")
+SHAPES = [(1, 1, 1), (4, 1, 1), (2, 2, 2), (3, 2, 1), (2, 1, 3), (1, 3, 2)]
+
+
+def places(pipeline: int, data: int, tensor: int) -> list[Layout]:
+    world = pipeline * data * tensor
+    return [Layout.resolve(world, rank, pipeline=pipeline, data=data, tensor=tensor) for rank in range(world)]
+
+
+def test_the_rank_order_is_the_docstrings_table() -> None:
+    layouts = places(2, 2, 2)
+    assert [place.stage for place in layouts] == [1, 1, 1, 1, 0, 0, 0, 0]
+    assert [place.index("data") for place in layouts] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [place.index("tensor") for place in layouts] == [0, 1, 0, 1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_last_stage_is_on_rank_0(shape: tuple[int, int, int]) -> None:
+    layouts = places(*shape)
+    assert layouts[0].stage == shape[0] - 1 and layouts[-1].stage == 0
+    assert layouts[0].rank_at(pipeline=shape[0] - 1, data=0, tensor=0) == 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_coordinate_and_a_rank_name_each_other(shape: tuple[int, int, int]) -> None:
+    layouts = places(*shape)
+    coordinates = [(place.stage, place.index("data"), place.index("tensor")) for place in layouts]
+    assert sorted(coordinates) == sorted(product(*map(range, shape)))
+    for seen_from in layouts:
+        for place, (stage, data, tensor) in zip(layouts, coordinates, strict=True):
+            assert seen_from.rank_at(pipeline=stage, data=data, tensor=tensor) == place.rank
+            assert seen_from.at(place.rank) == place
+    assert len({place.coordinate for place in layouts}) == len(layouts)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_rank_at_is_not_told_is_as_on_this_rank(shape: tuple[int, int, int]) -> None:
+    for place in places(*shape):
+        assert place.rank_at() == place.rank
+        assert place.at(place.rank_at(pipeline=0)).index("data") == place.index("data")
+        assert place.at(place.rank_at(pipeline=0)).index("tensor") == place.index("tensor")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("axis", NAMES)
+def test_peers_are_a_partition_of_the_ranks_along_one_axis(axis: str, shape: tuple[int, int, int]) -> None:
+    layouts = places(*shape)
+    for place in layouts:
+        peers = place.peers(axis)
+        assert place.rank in peers and len(peers) == place.size(axis)
+        assert all(place.at(peer).peers(axis) == peers for peer in peers)
+    stages = [layouts[0].at(rank).stage for rank in layouts[0].peers("pipeline")]
+    assert stages == list(range(shape[0]))  # in the axis's order, not in that of ranks
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "expected"),
+    [
+        (6, {"pipeline": "auto"}, (6, 1, 1)),
+        (6, {"pipeline": "auto", "data": 2}, (3, 2, 1)),
+        (8, {"pipeline": 2, "data": "auto", "tensor": 2}, (2, 2, 2)),
+        (8, {"tensor": "auto", "pipeline": 4}, (4, 1, 2)),
+        (1, {"pipeline": "auto"}, (1, 1, 1)),
+        # Two at once: the data axis gives way.
+        (4, {"pipeline": "auto", "data": "auto"}, (4, 1, 1)),
+        (4, {"tensor": "auto", "data": "auto", "pipeline": 2}, (2, 1, 2)),
+    ],
+)
+def test_auto_takes_the_ranks_that_the_others_leave(
+    world: int, sizes: dict[str, Size], expected: tuple[int, int, int]
+) -> None:
+    layout = Layout.resolve(world, **sizes)
+    assert tuple(layout.size(axis) for axis in NAMES) == expected
+    assert layout.world_size == world
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "words"),
+    [
+        (4, {"pipeline": 3}, ["pipeline 3", "4 processes", "`devices`", "to 3,", "product is 4"]),
+        (6, {"pipeline": 4, "data": "auto"}, ["pipeline 4", "6 processes", "a multiple of 4"]),
+        (2, {"pipeline": 4}, ["pipeline 4", "2 processes", "to 4,"]),
+        (8, {"pipeline": 2, "data": 2}, ["pipeline 2 x data 2 x tensor 1", "8 processes", "to 4,"]),
+        (4, {"pipeline": 0}, ["pipeline", "0", "positive integer or 'auto'"]),
+        (4, {"data": -1}, ["data", "-1", "positive integer"]),
+        (4, {"tensor": 2.0}, ["tensor", "2.0", "positive integer"]),
+        (4, {"pipeline": True}, ["pipeline", "True", "positive integer"]),
+        (4, {"pipeline": "all"}, ["pipeline", "'all'", "'auto'"]),
+        (4, {"pipeline": "auto", "tensor": "auto"}, ["pipeline and tensor", "'auto'", "give one of them a number"]),
+    ],
+)
+def test_a_refusal_names_the_numbers_and_the_fix(world: int, sizes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError) as refusal:
+        Layout.resolve(world, **sizes)
+    for word in words:
+        assert word in str(refusal.value)
+
+
+def test_a_rank_is_described_by_what_tells_it_from_others() -> None:
+    assert Layout.resolve(4, pipeline=4).describe(0) == "stage 3 (rank 0)"
+    assert Layout.resolve(4, pipeline=2, data=2).describe(3) == "stage 0, replica 1 (rank 3)"
+    assert Layout.resolve(8, pipeline=2, data=2, tensor=2).describe(7) == "stage 0, replica 1, shard 1 (rank 7)"
+
+
+def test_ranks_that_hold_one_copy_of_the_model_differ_on_the_axes_that_split_it() -> None:
+    for place in places(2, 2, 2):
+        assert place.model_peers() == [0 + 2 * place.index("data"), 1 + 2 * place.index("data"),
+                                       4 + 2 * place.index("data"), 5 + 2 * place.index("data")]  # fmt: skip
+
+
+def test_an_axis_is_added_by_an_entry() -> None:
+    """A fourth axis: sizes, coordinates, peers, names and refusals follow."""
+    axes = (Axis("context", "cp", "piece", splits_model=False), *AXES)
+    layouts = [Layout.resolve(8, rank, axes=axes, context=2, tensor=2, pipeline="auto") for rank in range(8)]
+    assert [place.index("context") for place in layouts] == [0, 1] * 4
+    assert layouts[5].coordinate == "pp0.dp0.tp0.cp1"
+    assert layouts[5].peers("context") == [4, 5] and layouts[5].peers("tensor") == [5, 7]
+    assert layouts[5].model_peers() == [1, 3, 5, 7]
+    assert layouts[5].describe(5) == "stage 0, shard 0, piece 1 (rank 5)"
+    with pytest.raises(ValueError, match="pipeline 1 x data 1 x tensor 1 x context 3 does not fill 8 processes"):
+        Layout.resolve(8, axes=axes, context=3)
+    with pytest.raises(ValueError, match="no axis 'context': the axes are tensor, data, pipeline"):
+        Layout.resolve(8, context=2)
+    with pytest.raises(ValueError, match="no axis 'context'"):
+        Layout.resolve(1).index("context")

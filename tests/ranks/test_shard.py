@@ -1,0 +1,100 @@
+"""How dimensions are divided: every row once, in torch's pieces, fused parts each by itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_parallel.ranks.shard import Shard, piece
+from lightning_parallel.tensor.layer import shard_parameter
+
+
+def shards(shape: tuple[int, ...], dim: int, count: int, parts: tuple[int, ...] = ()) -> list[Shard]:
+    return [Shard.of(shape, dim, dist.ProcessGroup(rank, count), parts) for rank in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
+def test_pieces_are_those_of_torch_chunk_and_empty_where_it_has_none(count: int) -> None:
+    for size in range(1, 30):
+        whole = torch.arange(size)
+        ranges = [piece(size, index, count) for index in range(count)]
+        expected = list(whole.chunk(count))
+        expected += [whole[:0]] * (count - len(expected))
+        for (start, stop), values in zip(ranges, expected, strict=True):
+            assert 0 <= start <= stop <= size
+            assert torch.equal(whole[start:stop], values), (size, count)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_shards_joined_are_the_whole(dim: int, count: int) -> None:
+    whole = torch.randn(5, 7, 8)
+    cut = shards(tuple(whole.shape), dim, count)
+    assert all(shard.dim == dim % 3 and shard.shape == (5, 7, 8) and shard.count == count for shard in cut)
+    taken = [shard.take(whole) for shard in cut]
+    assert [shard.size for shard in cut] == [x.shape[dim] for x in taken]
+    assert torch.equal(torch.cat(taken, dim), whole)
+
+
+def test_fused_parts_are_divided_one_by_one() -> None:
+    whole = torch.arange(12)
+    assert [shard.take(whole).tolist() for shard in shards((12,), 0, 2, (4, 4, 4))] == [
+        [0, 1, 4, 5, 8, 9],
+        [2, 3, 6, 7, 10, 11],
+    ]
+    uneven = shards((12,), 0, 3, (7, 5))
+    assert [shard.ranges() for shard in uneven] == [[(0, 3), (7, 9)], [(3, 6), (9, 11)], [(6, 7), (11, 12)]]
+    assert [shard.size for shard in uneven] == [5, 5, 2]
+
+
+def test_what_is_taken_has_memory_of_its_own() -> None:
+    for count in (1, 2):
+        whole = torch.zeros(4, 4)
+        taken = shards((4, 4), 0, count)[0].take(whole)
+        assert taken.untyped_storage().nbytes() == taken.numel() * taken.element_size()
+        taken += 1
+        assert not whole.any()
+
+
+def test_parts_that_are_not_the_whole_are_refused_with_the_numbers() -> None:
+    with pytest.raises(ValueError, match=r"\(4, 4\) add up to 8, but dimension 0 has 12"):
+        shards((12, 3), 0, 2, (4, 4))
+
+
+def test_a_rank_that_would_hold_nothing_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ValueError, match="dimension of 5 can't be divided over 4 tensor ranks: pieces of 2"):
+        shards((5, 3), 0, 4)
+    with pytest.raises(ValueError, match="dimension of 1 can't be divided over 2"):
+        shards((9, 3), 0, 2, (8, 1))  # one of the parts
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_parameters_shard_is_a_parameter_like_it_with_the_record_of_the_cut(trains: bool) -> None:
+    whole = nn.Parameter(torch.randn(4, 3, dtype=torch.bfloat16), requires_grad=trains)
+    shard = shards((4, 3), 0, 2)[1]
+    part = shard_parameter(whole, shard)
+    assert isinstance(part, nn.Parameter) and part.is_leaf
+    assert part.requires_grad == trains and part.dtype == torch.bfloat16
+    assert torch.equal(part, whole[2:])
+    assert part.shard == shard  # type: ignore[attr-defined]
+
+
+def test_a_tied_parameter_is_sharded_once() -> None:
+    shard = shards((4, 3), 0, 2)[0]
+    tied, other = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4, 3))
+    shared: dict[int, nn.Parameter] = {}
+    first = shard_parameter(tied, shard, shared)
+    assert shard_parameter(tied, shard, shared) is first
+    assert shard_parameter(other, shard, shared) is not first
+    assert shared.keys() == {id(tied), id(other)}
+
+
+def test_a_tied_parameter_cut_in_two_ways_is_refused() -> None:
+    tied = nn.Parameter(torch.randn(4, 4))
+    shared: dict[int, nn.Parameter] = {}
+    shard_parameter(tied, shards((4, 4), 0, 2)[0], shared)
+    for dim, parts in ((1, (4,)), (0, (2, 2))):
+        with pytest.raises(ValueError, match=rf"tied .*dimension 0 in parts of \(4,\), and along {dim} in"):
+            shard_parameter(tied, shards((4, 4), dim, 2, parts)[0], shared)

@@ -1,0 +1,223 @@
+"""Logging from microbatches: what Lightning's metrics show has to be what the whole batch would show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import MagicMock
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchmetrics import Accuracy, MeanMetric
+
+from lightning_parallel.batch import batch_size, sizes, split
+from lightning_parallel.losses.normaliser import BatchLoss, Rule
+from lightning_parallel.results.logs import LogRecorder, logging_trial
+
+
+class Logging(L.LightningModule):
+    """A plain module: what it logs must not depend on the number of microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2)
+        self.accuracy = Accuracy(task="multiclass", num_classes=2)
+        self.history: list[dict[str, float]] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        logits: Tensor = self.layer(x)
+        loss = torch.nn.functional.cross_entropy(logits, y)
+        self.accuracy(logits, y)
+        self.log("loss", loss, True, on_step=True, on_epoch=True)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.log_dict({"rows": float(len(x)), "first": x.sum()}, on_epoch=True, reduce_fx="sum")
+        self.log("largest", x.max(), on_step=True, on_epoch=True, reduce_fx=max)
+        self.log("smallest", x.min(), reduce_fx="min", on_epoch=True)
+        self.log("number", x.mean().item(), on_epoch=True)
+        tokens = int((y + 1).sum())  # a mean over something else than samples
+        self.log("by_tokens", x.sum() / tokens, batch_size=tokens, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.history.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class InMicrobatches(Logging):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        recorder = LogRecorder()
+        n = batch_size(batch)
+        weights = sizes(n, min(self.count, n))
+        losses = []
+        self.log = recorder.log  # type: ignore[method-assign]
+        for weight, part in zip(weights, split(batch, len(weights)), strict=True):
+            recorder.weight = weight
+            losses.append(super().training_step(part, batch_idx) * weight / n)
+        del self.log
+        recorder.replay(self.log)
+        return torch.stack(losses).sum()
+
+
+def metrics_of(module: Logging) -> list[dict[str, float]]:
+    torch.manual_seed(3)
+    x, y = torch.randn(23, 3), torch.randint(2, (23,))  # the last batch is of 3
+    rows: Any = list(zip(x, y, strict=True))
+    module.load_state_dict(torch.nn.Module.state_dict(module) | {"layer.weight": torch.ones(2, 3).triu()})
+    module.layer.bias.data.zero_()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(rows, batch_size=10))
+    return [*module.history, {name: float(value) for name, value in trainer.callback_metrics.items()}]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_metrics_do_not_depend_on_the_number_of_microbatches(count: int) -> None:
+    expected, found = metrics_of(Logging()), metrics_of(InMicrobatches(count))
+    assert len(expected) == len(found) == 7
+    assert {"loss_step", "loss_epoch", "accuracy", "largest_step"} <= set(expected[-1])
+    for one, other in zip(expected, found, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            assert other[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+def replayed(recorder: LogRecorder) -> list[tuple[str, Any, dict[str, Any]]]:
+    calls: list[tuple[str, Any, dict[str, Any]]] = []
+
+    def log(name: str, value: Any, **options: Any) -> None:
+        calls.append((name, value, options))
+
+    recorder.replay(log)
+    return calls
+
+
+def record(calls: list[tuple[int, Any, dict[str, Any]]]) -> tuple[Any, dict[str, Any]]:
+    """Value and options of one name after calls of (weight, value, options)."""
+    recorder = LogRecorder()
+    for weight, value, options in calls:
+        recorder.weight = weight
+        recorder.log("name", value, **options)
+    ((_, value, options),) = replayed(recorder)
+    return value, options
+
+
+def test_the_mean_is_weighted_by_size_and_logged_with_the_whole_size() -> None:
+    value, options = record([(3, torch.tensor(1.0), {}), (1, torch.tensor(5.0), {})])
+    assert value.item() == 2.0 and options["batch_size"] == 4
+
+
+@pytest.mark.parametrize(
+    ("reduce_fx", "expected"),
+    [
+        ("sum", 6.0), (sum, 6.0), (torch.sum, 6.0),
+        ("MAX", 5.0), (max, 5.0), (torch.max, 5.0),
+        ("min", 1.0), (min, 1.0), (torch.min, 1.0),
+        ("mean", 2.0), (torch.mean, 2.0), ("avg", 2.0),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("make", [float, torch.tensor, lambda value: torch.tensor([value])])
+def test_the_users_reduction_is_the_reduction(reduce_fx: Any, expected: float, make: Callable[[float], Any]) -> None:
+    value, options = record([(3, make(1.0), {"reduce_fx": reduce_fx}), (1, make(5.0), {"reduce_fx": reduce_fx})])
+    assert float(value) == expected and options["reduce_fx"] is reduce_fx
+
+
+def test_the_users_batch_size_is_the_weight() -> None:
+    value, options = record([(2, torch.tensor(1.0), {"batch_size": 10}), (2, torch.tensor(4.0), {"batch_size": 20})])
+    assert value.item() == 3.0 and options["batch_size"] == 30
+
+
+def test_a_constant_batch_size_is_no_weight() -> None:
+    value, options = record([(3, torch.tensor(1.0), {"batch_size": 64}), (1, torch.tensor(5.0), {"batch_size": 64})])
+    assert value.item() == 2.0 and options["batch_size"] == 4
+
+
+def test_options_arrive_as_the_user_gave_them() -> None:
+    given = {
+        "prog_bar": True,
+        "logger": False,
+        "on_step": False,
+        "on_epoch": True,
+        "enable_graph": False,
+        "sync_dist": True,
+        "sync_dist_group": "group",
+        "add_dataloader_idx": False,
+        "metric_attribute": "metric",
+        "rank_zero_only": True,
+    }
+    _, options = record([(1, 1.0, given), (1, 2.0, given)])
+    assert {name: options[name] for name in given} == given
+
+
+def test_each_name_is_logged_once_in_the_order_of_first_calls() -> None:
+    recorder = LogRecorder()
+    for microbatch in range(2):
+        recorder.log("b", 1.0)
+        if microbatch:
+            recorder.log("c", 1.0)
+        recorder.log("a", 1.0)
+    assert [name for name, _, _ in replayed(recorder)] == ["b", "a", "c"]
+    assert replayed(recorder) == []
+
+
+def test_a_metric_object_is_passed_on_once() -> None:
+    metric = MeanMetric()
+    value, _ = record([(1, metric, {}), (2, metric, {})])
+    assert value is metric
+
+
+def test_no_graph_is_kept_and_later_changes_in_place_do_not_show() -> None:
+    loss = torch.ones((), requires_grad=True) * 2
+    recorder = LogRecorder()
+    recorder.log("loss", loss)
+    with torch.no_grad():
+        loss.mul_(100)
+    ((_, value, _),) = replayed(recorder)
+    assert value.item() == 2.0 and not value.requires_grad
+
+
+def test_what_lightning_refuses_reaches_lightning() -> None:
+    vector, text = torch.ones(3), "text"
+    assert record([(1, vector, {}), (2, vector, {})])[0].shape == (3,)
+    assert record([(1, text, {}), (2, text, {})])[0] is text
+
+
+def test_what_equals_the_loss_is_weighted_as_the_loss() -> None:
+    recorder = LogRecorder()
+    batch = BatchLoss([1, 1], given=[3.0, 1.0])
+    losses = [torch.tensor(1.0, requires_grad=True) * 1, torch.tensor(5.0, requires_grad=True) * 1]
+    for place, loss in enumerate(losses):
+        batch.add(place, loss)
+        recorder.log("loss", loss)
+        recorder.log("number", loss.item())
+        recorder.log("other", loss * 2)
+        recorder.log("tried", loss * 2)
+    calls: dict[str, float] = {}
+    recorder.replay(lambda name, value, **_: calls.update({name: float(value)}), batch, {"tried": Rule.COUNTS})
+    assert calls == {"loss": 2.0, "number": 2.0, "other": 6.0, "tried": 4.0}
+
+
+def test_a_trial_gives_arguments_by_name_however_they_are_passed() -> None:
+    module = Logging()
+    with logging_trial(MagicMock(), module) as logged:
+        module.log("one", 1.0, reduce_fx="sum")
+        module.log_dict({"two": 2.0})
+    assert [(call["name"], call["value"], call["reduce_fx"]) for call in logged] == [
+        ("one", 1.0, "sum"), ("two", 2.0, "mean")
+    ]  # fmt: skip

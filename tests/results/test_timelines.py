@@ -1,0 +1,102 @@
+"""results/timelines.py: the timeline of a run is written at its end, and nothing that it lacks ends the run."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from lightning_parallel.ranks.groups import Groups
+from lightning_parallel.ranks.layout import Layout
+from lightning_parallel.results import timelines
+from lightning_parallel.timeline.recording import Timeline
+from tests.pool import WorkerPool
+from tests.strategies.observed import Net, loader, make_trainer
+
+BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
+
+
+def fit_timed(strategy: str, timeline: bool, directory: Path) -> None:
+    options = {"microbatches": 2, "timeline": timeline}
+    make_trainer(strategy, [], options, max_epochs=1, default_root_dir=directory).fit(Net(), loader())
+
+
+@BOTH
+def test_a_timeline_has_a_row_a_stage_and_is_written_only_if_asked_for(
+    pool: WorkerPool, tmp_path: Path, strategy: str
+) -> None:
+    pool.run(fit_timed, 2, strategy, False, tmp_path / "without", init=False)
+    assert not list(tmp_path.rglob("timeline.*"))
+    pool.run(fit_timed, 2, strategy, True, tmp_path, init=False)
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["ph"] == "M" and event["name"] == "thread_name"]
+    assert names == ["stage 0 (rank 1)", "stage 1 (rank 0)"]
+    first, second = (
+        min(event["ts"] for event in events if event["tid"] == stage and event.get("cat") == "forward")
+        for stage in (0, 1)
+    )
+    assert first < second, "the rows are the stages that they are called"
+
+
+def fit_without_matplotlib(strategy: str, directory: Path) -> list[str]:
+    find = timelines.find_spec
+
+    def without(name: str, *given: Any) -> Any:
+        return None if name == "matplotlib" else find(name, *given)
+
+    with mock.patch.object(timelines, "find_spec", without), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit_timed(strategy, True, directory)
+    return [str(each.message) for each in caught if "matplotlib" in str(each.message)]
+
+
+@BOTH
+def test_without_matplotlib_the_start_says_so_and_the_end_writes_the_rest(
+    pool: WorkerPool, tmp_path: Path, strategy: str
+) -> None:
+    said, *others = pool.run(fit_without_matplotlib, 2, strategy, tmp_path, init=False)
+    assert len(said) == 1 and "pip install 'lightning-parallel[pictures]'" in said[0]
+    assert not any(others)
+    assert (tmp_path / "timeline.json").exists() and not (tmp_path / "timeline.png").exists()
+
+
+def functions_at_the_end(directory: Path) -> set[str]:
+    """The functions of torch.distributed that exchange objects while the timeline is written."""
+    used = set()
+
+    def observed(name: str) -> Any:
+        function = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            used.add(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    layout = Layout.resolve(dist.get_world_size(), dist.get_rank(), pipeline=2, data="auto")
+    group = Groups(layout).host_group
+    timeline = Timeline(enabled=True)
+    for kind in ("forward", "backward"):
+        with timeline.span(kind, 0):
+            pass
+    with ExitStack() as patches:
+        for name in ("all_gather_object", "gather_object"):
+            patches.enter_context(mock.patch.object(dist, name, observed(name)))
+        timelines.write_timeline(timeline, layout, group, directory, title="", theory=0.0)
+    return used
+
+
+def test_what_ranks_recorded_goes_to_the_first_rank_only(pool: WorkerPool, tmp_path: Path) -> None:
+    """A long run records many spans, which no other rank needs."""
+    gathers: set[str] = {"gather_object"}
+    found = pool.run(functions_at_the_end, 4, tmp_path)
+    assert sorted(map(sorted, found)) == [[], [], ["gather_object"], ["gather_object"]]
+    assert found[0] == gathers  # and other replicas send nothing
+    assert (tmp_path / "timeline.json").read_text().count("stage 1 (rank") == 1

@@ -1,0 +1,374 @@
+"""Schedules: lists that can run, count every microbatch once and hold what they promise."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from lightning_parallel.schedules.actions import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Schedule,
+    Step,
+    placement,
+)
+from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
+from lightning_parallel.schedules.checks import check_placement, dependency_order, of_one_update, validate
+from lightning_parallel.schedules.generators import SCHEDULES, Generator, gpipe, interleaved, naive, one_f_one_b, zbv
+from lightning_parallel.schedules.simulate import simulate
+from recipes.schedule.clock_table import clock_table
+from recipes.schedule.figures import asynchronous, peak_activations
+from tests.pipeline.versions import version
+
+STAGES = range(1, 6)
+MICROBATCHES = (1, 2, 3, 4, 5, 8)
+
+
+def stage(number: int, text: str) -> list[Action]:
+    """A stage's actions from "F0 B0 S0"."""
+    kinds: dict[str, Callable[[int, int], Action]] = {"F": Forward, "B": Backward, "S": Step}
+    return [kinds[word[0]](number, int(word[1:])) for word in text.split()]
+
+
+def held(actions: list[Action]) -> list[int]:
+    """Activations held after each action."""
+    held = [0]
+    for action in actions:
+        held.append(held[-1] + isinstance(action, Forward) - isinstance(action, Backward))
+    return held
+
+
+def versions(actions: list[Action]) -> tuple[dict[int, int], dict[int, int]]:
+    """Updates done before the forward and before the backward of each microbatch, counted in the list."""
+    before_forward: dict[int, int] = {}
+    before_backward: dict[int, int] = {}
+    done = 0
+    for action in actions:
+        if isinstance(action, Step):
+            done += 1
+        elif isinstance(action, Forward):
+            before_forward[action.microbatch] = done
+        else:
+            before_backward[action.microbatch] = done
+    return before_forward, before_backward
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("microbatches", MICROBATCHES)
+@pytest.mark.parametrize("stages", STAGES)
+def test_synchronous_schedules_are_valid_with_one_step_at_the_end(name: str, stages: int, microbatches: int) -> None:
+    schedule = SCHEDULES[name](stages, microbatches)
+    validate(schedule)
+    assert len(schedule) == stages
+    for s, actions in enumerate(schedule):
+        assert [a for a in actions if isinstance(a, Step)] == [actions[-1]] == [Step(s, 0)]
+        chunks = 2 if name in ("interleaved", "zbv") else 1
+        assert sum(isinstance(a, Forward) for a in actions) == chunks * microbatches
+        assert sum(isinstance(a, Backward | BackwardInput) for a in actions) == chunks * microbatches
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_synchronous_backwards_run_in_the_order_of_the_microbatches(name: str) -> None:
+    # The order of summation, hence the rounding, of the gradients is the same in all of them.
+    schedule = SCHEDULES[name](4, 6)
+    for chunk, stage in enumerate(placement(schedule)):
+        own = [a for a in schedule[stage] if not isinstance(a, Step) and a.chunk == chunk]
+        for halves in ((Backward, BackwardInput), (Backward, BackwardWeight)):
+            assert [a.microbatch for a in own if isinstance(a, halves)] == list(range(6))
+
+
+@pytest.mark.parametrize("microbatches", MICROBATCHES)
+@pytest.mark.parametrize("stages", STAGES)
+def test_activations_held(stages: int, microbatches: int) -> None:
+    for s in range(stages):
+        assert max(held(naive(stages, microbatches)[s])) == 1
+        assert max(held(gpipe(stages, microbatches)[s])) == microbatches
+        assert max(held(one_f_one_b(stages, microbatches)[s])) == min(stages - s, microbatches)
+        # Enough microbatches to fill the pipeline.
+        assert max(held(asynchronous(stages, microbatches, updates=stages)[s])) == stages - s
+
+
+def test_one_f_one_b_alternates_after_its_warmup() -> None:
+    assert one_f_one_b(4, 5)[1] == stage(1, "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4 S0")
+
+
+@pytest.mark.parametrize("extra", (0, 1, 2))
+@pytest.mark.parametrize("microbatches", (1, 2, 3, 4, 7))
+@pytest.mark.parametrize("stages", STAGES)
+def test_asynchronous_is_valid_and_version_equals_its_list(stages: int, microbatches: int, extra: int) -> None:
+    updates = 3 * stages * (1 + extra)
+    schedule = asynchronous(stages, microbatches, updates, extra)
+    validate(schedule)
+    for s, actions in enumerate(schedule):
+        assert sum(isinstance(a, Step) for a in actions) == updates
+        before_forward, before_backward = versions(actions)
+        assert before_forward == {k: version(stages, s, microbatches, k, extra) for k in range(updates * microbatches)}
+        assert before_backward == {k: k // microbatches for k in range(updates * microbatches)}
+
+
+@pytest.mark.parametrize("microbatches", (1, 2, 3, 4, 7))
+@pytest.mark.parametrize("stages", STAGES)
+def test_staleness_is_floor_or_ceiling_of_warmup_over_microbatches(stages: int, microbatches: int) -> None:
+    updates = 3 * stages
+    for s, actions in enumerate(asynchronous(stages, microbatches, updates)):
+        warmup = stages - 1 - s
+        before_forward, before_backward = versions(actions)
+        stale = [before_backward[k] - before_forward[k] for k in range(updates * microbatches)]
+        assert set(stale[warmup:]) <= {warmup // microbatches, -(-warmup // microbatches)}
+        assert stale[:warmup] == [k // microbatches for k in range(warmup)]
+        assert sum(stale[-microbatches:]) / microbatches == pytest.approx(warmup / microbatches)
+        if microbatches == 1:  # PipeDream
+            assert set(stale[warmup:]) == {warmup}
+            assert before_forward == {k: max(0, k - warmup) for k in range(updates)}
+        if microbatches >= stages - 1:
+            assert max(stale) <= 1
+
+
+def test_asynchronous_slices_join_to_the_finite_schedule() -> None:
+    for s in range(4):
+        endless = AsyncOneFOneB(4, s, extra_in_flight=1)
+        joined = [action for _ in range(9) for action in endless.feed(2)]
+        assert len(endless._owed) == endless.warmup == 2 * (3 - s)
+        assert [*joined, *endless.drain()] == asynchronous(4, 2, 9, extra_in_flight=1)[s]
+        assert not endless._owed
+
+
+def test_step_comes_right_after_the_last_backward_of_its_update() -> None:
+    for actions in asynchronous(3, 4, updates=5):
+        for i, action in enumerate(actions):
+            if isinstance(action, Step):
+                assert actions[i - 1] == Backward(action.stage, 4 * action.update + 3)
+
+
+def test_drain_refills_from_the_next_microbatch() -> None:
+    first = AsyncOneFOneB(3, 0)
+    assert list(first.feed(1)) == stage(0, "F0")
+    assert list(first.feed(1)) == stage(0, "F1")
+    assert list(first.feed(1)) == stage(0, "F2 B0 S0")
+    assert list(first.drain()) == stage(0, "B1 S1 B2 S2")
+    assert list(first.drain()) == []
+    assert list(first.feed(1)) == stage(0, "F3")
+    assert list(first.feed(2)) == stage(0, "F4 F5 B3 S3")
+    assert list(first.drain()) == stage(0, "B4 B5 S4")
+
+
+def test_drains_at_the_same_feed_keep_the_stages_valid() -> None:
+    schedule: Schedule = []
+    for s in range(4):
+        endless = AsyncOneFOneB(4, s)
+        actions: list[Action] = []
+        for fed in range(10):
+            actions += endless.feed(2)
+            if fed in (0, 5):  # once in the fill, once in the steady state
+                actions += endless.drain()
+        schedule.append([*actions, *endless.drain()])
+    validate(schedule)
+
+
+def test_gradient_accumulation_steps_once_for_all_its_feeds() -> None:
+    middle = AsyncOneFOneB(3, 1)
+    assert list(middle.feed(2, ends_update=False)) == stage(1, "F0 F1 B0")
+    assert list(middle.feed(2)) == stage(1, "F2 B1 F3 B2")
+    assert list(middle.drain()) == stage(1, "B3 S0")
+
+
+def test_drain_leaves_an_open_update_open() -> None:
+    first = AsyncOneFOneB(3, 0)
+    assert list(first.feed(2, ends_update=False)) == stage(0, "F0 F1")
+    assert list(first.drain()) == stage(0, "B0 B1")
+    assert list(first.feed(1)) == stage(0, "F2")
+    assert list(first.drain()) == stage(0, "B2 S0")
+
+
+def test_bookkeeping_does_not_depend_on_consuming_the_slice() -> None:
+    last = AsyncOneFOneB(2, 1)
+    last.feed(3)
+    assert list(last.feed(1)) == stage(1, "F3 B3 S1")
+
+
+@pytest.mark.parametrize(
+    ("make", "setting"),
+    [
+        (lambda: gpipe(0, 1), "stages=0"),
+        (lambda: one_f_one_b(2, 0), "microbatches=0"),
+        (lambda: naive(2, -1), "microbatches=-1"),
+        (lambda: AsyncOneFOneB(2, 2), "stage=2"),
+        (lambda: AsyncOneFOneB(2, 0, -1), "extra_in_flight=-1"),
+        (lambda: AsyncOneFOneB(2, 0).feed(0), "count=0"),
+    ],
+)
+def test_bad_sizes_are_refused_by_name(make: Callable[[], object], setting: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(setting)):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("stage_1", "message"),
+    [
+        ("F0 B0 F1 S0", r"stage 1: Forward\(chunk=1, microbatch=1\) has no backward"),
+        ("F0 F0 B0 F1 B1 S0", r"stage 1: Forward\(chunk=1, microbatch=0\) comes twice"),
+        ("F0 B0 B0 F1 B1 S0", r"stage 1: Backward\(chunk=1, microbatch=0\) comes twice"),
+        ("B0 F0 F1 B1 S0", r"stage 1: Backward\(chunk=1, microbatch=0\) comes before its forward"),
+        ("F0 B0 F1 B1", r"stage 1: after Backward\(chunk=1, microbatch=1\) a Step is missing"),
+        ("F0 B0 S0 F1 B1", r"stage 1: after Backward\(chunk=1, microbatch=1\) a Step is missing"),
+        ("", "stage 1: after no action a Step is missing"),
+        ("F0 B0 F1 B1 S0 S1", r"stage 1: Step\(stage=1, update=1\) has no backward"),
+        ("F0 B0 S0 F1 B1 S0", r"stage 1: Step\(stage=1, update=0\) comes where update 1 is due"),
+        ("F0 B0 S0 F1 B1 S1", r"chunk 1: update by microbatches \[0\] comes where chunk 0 has \[0, 1\]"),
+        ("F1 F0 B1 B0 S0", "chunk 1: forward of microbatch 1 comes where chunk 0 has 0"),
+        ("F0 F1 B1 B0 S0", r"chunk 1: backwards run in the order \[1, 0\], forwards \[0, 1\]"),
+        ("F0 B0 S0", "chunk 1: forward of microbatch none comes where chunk 0 has 1"),
+    ],
+)
+def test_validate_names_stage_and_action(stage_1: str, message: str) -> None:
+    validate([stage(0, "F0 F1 B0 B1 S0"), stage(1, "F0 B0 F1 B1 S0")])
+    with pytest.raises(ValueError, match=message):
+        validate([stage(0, "F0 F1 B0 B1 S0"), stage(1, stage_1)])
+
+
+def test_validate_refuses_steps_of_another_stage_and_no_stages() -> None:
+    with pytest.raises(ValueError, match=r"stage 0: Step\(stage=1, .* belongs to another stage"):
+        validate([[Forward(0, 0), Backward(0, 0), Step(1, 0)]])
+    with pytest.raises(ValueError, match="no stages"):
+        validate([])
+
+
+def test_validate_finds_deadlock() -> None:
+    # Stage 0 wants microbatch 0 back before it sends microbatch 1; stage 1 wants both first.
+    waits = (
+        r"deadlocks: stage 0: Backward\(.*=0\) waits for the gradient of microbatch 0 over cut 0 \| 1; "
+        r"stage 1: Forward\(.*=1\) waits for the activation of microbatch 1 over cut 0 \| 1"
+    )
+    with pytest.raises(ValueError, match=waits):
+        validate([stage(0, "F0 B0 F1 B1 S0"), stage(1, "F0 F1 B0 B1 S0")])
+
+
+def test_dependency_order_keeps_every_stage_in_order_and_messages_before_their_use() -> None:
+    schedule = asynchronous(4, 2, 6)
+    order = list(dependency_order(schedule))
+    by_stage = sorted(order, key=lambda action: action.stage if isinstance(action, Step) else action.chunk)
+    assert by_stage == [a for actions in schedule for a in actions]
+    position = {action: i for i, action in enumerate(order)}
+    for k in range(12):
+        for s in range(1, 4):
+            assert position[Forward(s - 1, k)] < position[Forward(s, k)]
+            assert position[Backward(s, k)] < position[Backward(s - 1, k)]
+
+
+@pytest.mark.parametrize(
+    ("documented", "schedule"),
+    [
+        (naive, naive(3, 2)),
+        (gpipe, gpipe(3, 4)),
+        (one_f_one_b, one_f_one_b(3, 4)),
+        (interleaved, interleaved(2, 4)),
+        (AsyncOneFOneB, asynchronous(3, 1, updates=6)),
+    ],
+)
+def test_documented_clock_tables_are_what_the_generators_yield(documented: object, schedule: Schedule) -> None:
+    documented_rows = re.findall(r"stage \d \|.*", documented.__doc__ or "")
+    assert documented_rows == clock_table(simulate(schedule, backward=1.0)).splitlines()
+
+
+def test_the_documented_clock_table_in_halves_is_what_the_generator_yields() -> None:
+    documented_rows = re.findall(r"stage \d \|.*", zbv.__doc__ or "")
+    assert documented_rows == clock_table(zbv(2, 4)).splitlines()
+
+
+def last_first(stages: int, count: int) -> Schedule:
+    """GPipe from the last microbatch to the first. Losses and outputs would be in another order than the batch."""
+    numbers = range(count - 1, -1, -1)
+    return [
+        [*(Forward(stage, k) for k in numbers), *(Backward(stage, k) for k in numbers), Step(stage, 0)]
+        for stage in range(stages)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda stages, count: one_f_one_b(stages + 1, count), "there are 3 lists for 2 stages"),
+        (
+            lambda stages, count: one_f_one_b(stages, count - 1),
+            r"the forwards are of \[0, 1\], not of microbatches 0 to 2",
+        ),
+        (
+            lambda stages, count: last_first(stages, count),
+            r"the forwards are of \[2, 1, 0\], not of microbatches 0 to 2",
+        ),
+        (lambda stages, count: asynchronous(stages, 1, count), "an update has one Step, at its end"),
+        (lambda stages, count: [[], []], "stage 0: after no action a Step is missing"),
+    ],
+)
+def test_a_generator_that_is_not_of_one_update_is_refused_by_name(made: Generator, said: str) -> None:
+    with pytest.raises(ValueError, match=f"schedule=<lambda>, 2 stages, 3 microbatches: .*{said}"):
+        of_one_update(made, 2, 3)
+
+
+@pytest.mark.parametrize("generator", SCHEDULES.values())
+def test_every_named_schedule_is_of_one_update(generator: Generator) -> None:
+    for stages, count in itertools.product(range(1, 5), range(1, 7)):
+        assert of_one_update(generator, stages, count) == generator(stages, count)
+
+
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_interleaved_and_v_lists_are_of_one_update_for_any_sizes(stages: int) -> None:
+    for count in range(1, 4 * stages + 2):
+        of_one_update(zbv, stages, count)
+        for chunks in (1, 2, 3, 4):
+            of_one_update(partial(interleaved, chunks=chunks), stages, count)
+
+
+def test_one_chunk_a_stage_is_placed_in_order_a_loop_goes_round_and_a_v_comes_back() -> None:
+    assert placement(one_f_one_b(3, 4)) == (0, 1, 2)
+    assert placement(interleaved(3, 4, chunks=3)) == (0, 1, 2) * 3
+    assert placement(zbv(3, 4)) == (2, 1, 0, 0, 1, 2)
+
+
+@pytest.mark.parametrize(("stages", "count"), [(2, 4), (4, 8), (4, 16), (8, 16), (8, 17)])
+def test_activations_held_with_several_chunks(stages: int, count: int) -> None:
+    assert peak_activations(zbv(stages, count)) == [2 * stages] * stages
+    for chunks in (2, 3):
+        size = -(-count // max(1, count // stages))  # of the first round
+        expected = [(chunks - 1) * size + 2 * (stages - 1 - s) + 1 for s in range(stages)]
+        assert peak_activations(interleaved(stages, count, chunks)) == expected
+
+
+@pytest.mark.parametrize(
+    ("lists", "said"),
+    [
+        ([["F0", "B0"], ["F0", "B0", "F1", "B1"]], "chunk 0 is on the stages 0 and 1"),
+        ([["F0", "B0"], ["F2", "B2"]], r"the chunks are \[0, 2\]: number them"),
+        ([["F1", "B1"], ["F0", "B0"]], "the last chunk, 1, is on stage 0 of 2: put it on the last stage"),
+        ([["F0", "I0"], ["F1", "B1"]], r"BackwardInput\(chunk=0, microbatch=0\) has no BackwardWeight"),
+        ([["F0", "W0", "I0"], ["F1", "B1"]], r"BackwardWeight\(chunk=0, microbatch=0\) comes before its BackwardInput"),
+        ([["F0", "I0", "B0", "W0"], ["F1", "B1"]], "comes twice, whole and in halves"),
+    ],
+)
+def test_lists_with_misplaced_chunks_or_halves_are_refused(lists: list[list[str]], said: str) -> None:
+    kinds = {"F": Forward, "B": Backward, "I": BackwardInput, "W": BackwardWeight}
+    schedule: Schedule = [
+        [*(kinds[word[0]](int(word[1]), 0) for word in words), Step(stage, 0)] for stage, words in enumerate(lists)
+    ]
+    with pytest.raises(ValueError, match=said):
+        validate(schedule)
+
+
+def test_second_halves_run_in_the_order_of_first_halves() -> None:
+    forwards: list[Action] = [Forward(0, 0), Forward(0, 1)]
+    halves: list[Action] = [BackwardInput(0, 0), BackwardInput(0, 1), BackwardWeight(0, 1), BackwardWeight(0, 0)]
+    with pytest.raises(ValueError, match=r"second halves of backwards run in the order \[1, 0\]"):
+        validate([[*forwards, *halves, Step(0, 0)]])
+
+
+def test_a_schedule_whose_chunks_move_with_the_number_of_microbatches_is_refused() -> None:
+    check_placement(zbv(2, 3), (1, 0, 0, 1), "mine")
+    with pytest.raises(ValueError, match=r"mine: its chunks are on the stages \(1, 0, 0, 1\) .* cut for \(0, 1\)"):
+        check_placement(zbv(2, 3), (0, 1), "mine")

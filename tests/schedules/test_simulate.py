@@ -1,0 +1,121 @@
+"""What a schedule costs on paper is what theory says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from lightning_parallel.schedules.actions import Backward, BackwardInput, BackwardWeight, Forward, Schedule, Step
+from lightning_parallel.schedules.checks import validate
+from lightning_parallel.schedules.generators import SCHEDULES, gpipe, interleaved, one_f_one_b, zbv
+from lightning_parallel.schedules.simulate import (
+    Timed,
+    busy_across_batches,
+    ideal_bubble,
+    most_held,
+    repeated,
+    simulate,
+)
+
+SIZES = [(1, 1), (1, 4), (2, 1), (2, 8), (4, 2), (4, 4), (4, 8), (8, 16)]
+
+
+@pytest.mark.parametrize("generate", [gpipe, one_f_one_b])
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_flushing_schedules_reach_the_flush_ideal(
+    generate: Callable[[int, int], Schedule], stages: int, microbatches: int
+) -> None:
+    simulation = simulate(generate(stages, microbatches), forward=1.5, backward=2.25)
+    assert simulation.makespan == pytest.approx((microbatches + stages - 1) * (1.5 + 2.25))
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_the_simulated_bubble_is_the_formula_s(stages: int, microbatches: int) -> None:
+    formulas = {
+        "naive": (stages - 1) / stages,
+        "gpipe": (stages - 1) / (microbatches + stages - 1),
+        "1f1b": (stages - 1) / (microbatches + stages - 1),
+    }
+    assert formulas.keys() == SCHEDULES.keys() - {"interleaved", "zbv"}
+    for name, formula in formulas.items():
+        schedule = SCHEDULES[name](stages, microbatches)
+        assert simulate(schedule, forward=20.0, backward=40.0).bubble == pytest.approx(formula)
+        assert ideal_bubble(schedule) == pytest.approx(formula)
+
+
+def test_latency_delays_every_message() -> None:
+    simulation = simulate(gpipe(3, 1), forward=1.0, backward=2.0, latency=0.5)
+    assert simulation.makespan == pytest.approx(3 * (1.0 + 2.0) + 4 * 0.5)
+    assert simulation.rows[1][0] == Timed(Forward(1, 0), 1.5, 2.5)
+
+
+def test_durations_may_differ_by_stage_and_steps_count_as_busy() -> None:
+    simulation = simulate(gpipe(2, 2), forward=[1.0, 3.0], backward=[2.0, 5.0], step=[0.0, 0.5])
+    assert simulation.rows[0] == [
+        Timed(Forward(0, 0), 0.0, 1.0),
+        Timed(Forward(0, 1), 1.0, 2.0),
+        Timed(Backward(0, 0), 12.0, 14.0),
+        Timed(Backward(0, 1), 17.0, 19.0),
+        Timed(Step(0, 0), 19.0, 19.0),
+    ]
+    assert simulation.rows[1][-1] == Timed(Step(1, 0), 17.0, 17.5)
+    assert simulation.busy == [6.0, 16.5]
+    assert simulation.bubble == pytest.approx(1 - 22.5 / 38)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "setting"),
+    [
+        ({"forward": 0.0}, "forward=0.0"),
+        ({"backward": [1.0, -1.0]}, "backward="),
+        ({"forward": [1.0]}, "one for each of the 2 chunks"),
+        ({"step": -1.0}, "step=-1.0"),
+        ({"latency": -0.1}, "latency=-0.1"),
+    ],
+)
+def test_bad_durations_are_refused_by_name(arguments: dict[str, float], setting: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(setting)):
+        simulate(gpipe(2, 2), **arguments)
+
+
+# Latency 0.05, forward = first half = second half of the backward = 1 for a whole stage.
+@pytest.mark.parametrize(
+    ("stages", "count", "chunks", "busy"),
+    [(4, 8, 2, 0.822), (4, 8, 4, 0.865), (8, 16, 2, 0.800), (8, 16, 4, 0.852), (16, 32, 2, 0.789)],
+)
+def test_interleaving_divides_the_bubble(stages: int, count: int, chunks: int, busy: float) -> None:
+    simulation = simulate(interleaved(stages, count, chunks), 1 / chunks, 2 / chunks, latency=0.05)
+    assert 1 - simulation.bubble == pytest.approx(busy, abs=5e-4)
+    without_latency = simulate(interleaved(stages, count, chunks), 1 / chunks, 2 / chunks)
+    assert without_latency.makespan == pytest.approx(3 * count + 3 * (stages - 1) / chunks)
+
+
+@pytest.mark.parametrize(
+    ("stages", "count", "alone", "following"),
+    [(4, 8, 0.918, 0.968), (4, 16, 0.957, 0.983), (8, 16, 0.903, 0.960), (8, 32, 0.949, 0.980), (4, 4, 0.769, 0.769)],
+)
+def test_a_v_keeps_stages_busy_and_more_so_across_batches(
+    stages: int, count: int, alone: float, following: float
+) -> None:
+    assert 1 - simulate(zbv(stages, count), 0.5, 1.0, latency=0.05).bubble == pytest.approx(alone, abs=1e-3)
+    validate(repeated(zbv(stages, count), 3))
+    if count >= 2 * stages - 1:  # in forwards of a whole stage
+        assert simulate(zbv(stages, count), 0.5, 1.0).makespan == pytest.approx(3 * (count + (stages - 1) / 6))
+        assert busy_across_batches(zbv(stages, count)) == pytest.approx(1)
+    assert busy_across_batches(zbv(stages, count), latency=0.1) == pytest.approx(following, abs=1e-3)
+    assert busy_across_batches(one_f_one_b(stages, count)) == pytest.approx(count / (count + stages - 1))
+
+
+def test_the_halves_of_a_backward_share_its_time() -> None:
+    row = simulate(zbv(1, 1), 1.0, 4.0).rows[0]
+    assert [timed.end - timed.start for timed in row] == [1.0, 1.0, 2.0, 2.0, 4.0, 0.0]
+
+
+def test_a_chunk_s_activations_are_held_to_the_end_of_its_backward() -> None:
+    actions = [Forward(0, 0), Forward(1, 0), BackwardInput(1, 0), BackwardInput(0, 0), Forward(0, 1)]
+    actions += [BackwardWeight(1, 0), BackwardWeight(0, 0), Backward(0, 1)]
+    assert most_held(actions, [3, 5], None) == 3 + 5  # nothing waits between halves
+    assert most_held(actions, [3, 5], [3, 5]) == 3 + 5 + 3  # the second forward comes between them
+    assert most_held(actions, [3, 5], [10, 20]) == 10 + 20 + 3  # as where layers run again in the first half

@@ -1,0 +1,90 @@
+"""All ranks cut a module alike, or all say why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor, nn
+
+from lightning_parallel.plan.partition import Partition
+from lightning_parallel.plan.partitioning import partition
+from lightning_parallel.set_up.cutting import check_equal
+from tests.pool import WorkerPool
+from tests.strategies.harness import make_trainer
+from tests.strategies.models import LeNet
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+
+    def step(self, order: list[int]) -> Tensor:
+        x = torch.ones(2)
+        for i in order:
+            x = self.layers[i](x)
+        return x
+
+
+def parts_of_rank(orders: list[list[int]]) -> Partition:
+    net = Branches()
+    return partition(net, lambda: net.step(orders[dist.get_rank()]), 2)
+
+
+def compared(orders: list[list[int]]) -> None:
+    assert dist.group.WORLD is not None
+    check_equal(parts_of_rank(orders), dist.group.WORLD)
+
+
+@pytest.mark.parametrize(
+    ("orders", "words"),
+    [
+        ([[0, 1, 2], [0, 1, 2]], None),
+        ([[0, 1, 2], [0, 2, 1]], "call 2 is 'layers.1' on the first rank, and 'layers.2' on rank 1"),
+        ([[0, 1, 2], [0, 1]], "call 3 is 'layers.2' on the first rank, and the end on rank 1"),
+    ],
+)
+def test_ranks_that_see_other_calls_are_told_the_first(
+    pool: WorkerPool, orders: list[list[int]], words: str | None
+) -> None:
+    answers = pool.run(compared, 2, orders, expect_errors=words is not None)
+    assert all(answer is None if words is None else words in str(answer) for answer in answers)
+
+
+class Uneven(LeNet):
+    """Fails in the look on one rank only."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if rank_zero_only.rank == 1:
+            raise KeyError("on rank 1")
+        return super().training_step(batch, batch_idx)
+
+
+def refused() -> str:
+    trainer = make_trainer("sync", [], {}, max_epochs=1)
+    try:
+        trainer.fit(Uneven(), LeNet.loader())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+def test_a_look_that_fails_on_one_rank_is_refused_on_all(pool: WorkerPool) -> None:
+    last, first = pool.run(refused, 2, init=False)
+    assert "on rank 1" in last and "on rank 1" in first
+
+
+def timed() -> tuple[str, list[int]]:
+    trainer = make_trainer("sync", [], {"balance": "time"}, max_epochs=1)
+    trainer.fit(LeNet(), LeNet.loader())
+    parts = trainer.strategy.stage.partition
+    return str(parts.layers), list(parts.bounds)
+
+
+def test_measured_times_give_all_ranks_one_cut(pool: WorkerPool) -> None:
+    first, second = pool.run(timed, 2, init=False)
+    assert first == second

@@ -1,0 +1,278 @@
+"""A batch before training: of the user's own loader, which gives the same batches afterwards, and is made once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_parallel import PipelineStrategy
+from lightning_parallel.set_up.first_batch import trial_of
+from lightning_parallel.tracing.snapshot import StateKept
+
+ROWS = torch.arange(24, dtype=torch.float32).view(12, 2)
+
+
+def looking() -> PipelineStrategy:
+    """One stage, which looks at the first step because it counts layers."""
+    return PipelineStrategy(microbatches=1, balance="layers")
+
+
+class Stream(IterableDataset[Any]):
+    """Gives each sample once."""
+
+    def __init__(self) -> None:
+        self.rows = iter(ROWS)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self.rows
+
+
+class Random(torch.utils.data.Dataset[Tensor]):
+    """Augments: draws whenever it is read."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Tensor:
+        return ROWS[index] + torch.rand(2)
+
+
+class Net(L.LightningModule):
+    def __init__(self, loader: str) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.loader = loader
+        self.asked = 0
+        self.seen: list[Any] = []
+
+    def train_dataloader(self) -> Any:
+        self.asked += 1
+        return loader(self.loader)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append(batch)
+        rows = batch["a"] if isinstance(batch, dict) else batch[0] if isinstance(batch, list | tuple) else batch
+        return self.layers(rows).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.seen.append((dataloader_idx, batch[0]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def loader(kind: str) -> Any:
+    rows = TensorDataset(ROWS)
+    generator = torch.Generator().manual_seed(3)
+    made = {
+        "plain": lambda: DataLoader(rows, batch_size=4),
+        "shuffled": lambda: DataLoader(rows, batch_size=4, shuffle=True),
+        "own generator": lambda: DataLoader(rows, batch_size=4, shuffle=True, generator=generator),
+        "augmented": lambda: DataLoader(Random(), batch_size=4, shuffle=True),
+        "stream": lambda: DataLoader(Stream(), batch_size=4),
+        "generator": lambda: (ROWS[i : i + 4] for i in range(0, 12, 4)),
+        "several": lambda: {"a": DataLoader(ROWS, batch_size=4, shuffle=True), "b": DataLoader(ROWS, batch_size=4)},
+    }
+    return made[kind]()
+
+
+def trained(kind: str, strategy: Any) -> Net:
+    L.seed_everything(1)
+    module = Net(kind)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=strategy, **quiet)
+    trainer.fit(module)
+    return module
+
+
+@pytest.mark.parametrize("kind", ["plain", "shuffled", "own generator", "augmented", "stream", "generator", "several"])
+def test_training_sees_the_batches_that_it_would_have_seen(kind: str) -> None:
+    expected = trained(kind, "auto")
+    module = trained(kind, looking())
+    torch.testing.assert_close(module.seen, expected.seen, rtol=0, atol=0)
+    assert module.asked == expected.asked == 1
+
+
+class Hooked(Net):
+    """Notes when its loader is made. Skips a batch, and draws random numbers."""
+
+    validation_step = None  # type: ignore[assignment]
+
+    def __init__(self, loader: str) -> None:
+        super().__init__(loader)
+        self.called: list[str] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = nn.functional.dropout(super().training_step(batch, batch_idx))
+        return None if batch_idx == 1 else loss
+
+    def backward(self, loss: Tensor) -> None:
+        self.called.append("backward")
+        super().backward(loss)
+
+    def train_dataloader(self) -> Any:
+        self.called.append("train_dataloader")
+        return super().train_dataloader()
+
+    def on_fit_start(self) -> None:
+        self.called.append("on_fit_start")
+
+
+class InPlace(Net):
+    """Changes its batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch.mul_(0.5), batch_idx)
+
+
+def test_a_look_leaves_a_batch_that_is_put_back_as_it_was() -> None:
+    """It would change it once more."""
+    seen = []
+    for strategy in ("auto", looking()):
+        module = InPlace("generator")
+        module.train_dataloader = lambda: (ROWS[i : i + 4].clone() for i in range(0, 12, 4))  # type: ignore[method-assign]
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=strategy, **quiet).fit(module)
+        seen.append(module.seen[-3:])
+    torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=0)
+
+
+def test_a_loader_of_the_next_fit_is_not_mistaken_for_the_last() -> None:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=looking(), **quiet)
+    module = Net("plain")
+    module.layers[1] = nn.Linear(3, 3)  # fails in the look
+    with pytest.raises(RuntimeError):
+        trainer.fit(module, DataLoader(TensorDataset(ROWS), batch_size=2))
+    module = Net("plain")
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=looking(), **quiet)
+    trainer.fit(module, DataLoader(TensorDataset(ROWS + 100), batch_size=6))
+    assert all(batch[0].min() >= 100 and len(batch[0]) == 6 for batch in module.seen[-2:])
+
+
+class FailsOnce(Net):
+    failed = False
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if not self.failed:
+            self.failed = True
+            raise ValueError("no luck")
+        return super().configure_optimizers()
+
+
+def test_after_an_error_at_set_up_the_module_is_asked_for_its_loaders_again() -> None:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=looking(), **quiet)
+    module = FailsOnce("plain")
+    with pytest.raises(ValueError, match="no luck"):
+        trainer.fit(module)
+    module.loader, module.seen = "shuffled", []
+    trainer.fit(module)
+    assert module.asked == 2 and module.seen
+
+
+class Tried(SingleDeviceStrategy):
+    """Runs the first step ahead, twice, before Lightning sets the module up."""
+
+    sizes: list[int]
+    collectives = SimpleNamespace(inside_look=nullcontext)  # one process meets nobody
+
+    def setup(self, trainer: L.Trainer) -> None:
+        module, self.sizes = trainer.lightning_module, []
+        step = module.training_step
+
+        def noting(batch: Any, batch_idx: int) -> Any:
+            self.sizes.append(len(batch[0]))
+            return step(batch, batch_idx)
+
+        module.training_step = noting  # type: ignore[method-assign]
+        run = trial_of(trainer, module)
+        with StateKept(module):
+            run()
+            run()
+        del module.training_step
+        super().setup(trainer)
+
+
+def test_a_trial_takes_some_samples_and_leaves_the_loader_as_it_was() -> None:
+    strategy = Tried(torch.device("cpu"))
+    module, expected = trained("shuffled", strategy), trained("shuffled", "auto")
+    assert strategy.sizes == [4, 4]
+    torch.testing.assert_close(module.seen, expected.seen, rtol=0, atol=0)
+    assert module.asked == 1
+
+
+class ByHand(Net):
+    def __init__(self) -> None:
+        super().__init__("plain")
+        self.automatic_optimization = False
+
+
+def test_a_step_that_optimizes_by_hand_is_not_run_ahead() -> None:
+    trainer = L.Trainer(accelerator="cpu", strategy=Tried(torch.device("cpu")), logger=False)
+    with pytest.raises(RuntimeError, match="with manual optimization it can't be run ahead"):
+        trainer.fit(ByHand())
+
+
+def test_an_empty_loader_is_refused() -> None:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=looking(), **quiet)
+    with pytest.raises(ValueError, match="The loader of training_step gives no batch"):
+        trainer.fit(Net("plain"), DataLoader(ROWS[:0], batch_size=4))
+
+
+def test_one_rank_without_a_look_is_one_process() -> None:
+    """So it asks for loaders when one process does, can do without a batch, and lets a step skip one."""
+    seen = []
+    weights = []
+    for strategy in ("auto", PipelineStrategy()):
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=strategy, **quiet)
+        L.seed_everything(1)
+        module = Hooked("plain")
+        trainer.fit(module)
+        trainer.fit(module, DataLoader(ROWS[:0], batch_size=4))
+        seen.append(module.called)
+        weights.append(module.state_dict())
+    assert seen[1] == seen[0] and len(seen[0]) == 5
+    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=0)
+
+
+class Pairs(Net):
+    """Takes no dataloader_idx, since its loaders are read together."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.seen.append(batch)
+        self.layers(batch["b"])
+
+
+def test_an_evaluation_may_read_its_loaders_together() -> None:
+    seen = []
+    for strategy in ("auto", looking()):
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        module = Pairs("plain")
+        loaders = {"a": [0, 1, 2], "b": DataLoader(ROWS, batch_size=6)}  # a list is a loader too
+        L.Trainer(accelerator="cpu", devices=1, strategy=strategy, **quiet).validate(
+            module, CombinedLoader(loaders, "min_size"), verbose=False
+        )
+        seen.append(module.seen[-2:])
+    torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=0)
+
+
+def test_evaluation_alone_is_cut_by_its_own_step() -> None:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    module = Net("plain")
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=looking(), **quiet)
+    trainer.validate(module, [DataLoader(TensorDataset(ROWS), batch_size=6)] * 2, verbose=False)
+    assert [number for number, _ in module.seen] == [0, 0, 1, 1]
+    assert module.training

@@ -1,0 +1,250 @@
+"""Replicas have together the numbers of a single process with the whole batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+import lightning_parallel as lp
+from lightning_parallel.absent.tensor import AbsentTensor
+from tests.pool import WorkerPool
+from tests.strategies.failures import assert_refused
+from tests.strategies.harness import Report, joined, largest_difference, make_trainer, train
+from tests.strategies.models import BATCH, LeNet, Llama
+from tests.thorough import thorough
+
+EXACT = 1e-12  # float64
+
+
+def assert_equal(reports: list[Report], reference: Report, per_replica: int) -> None:
+    """``per_replica``: ranks of one stage and replica, on consecutive ranks."""
+    losses = [report.losses for report in reports[::per_replica]]  # ranks of earlier stages repeat the last one's
+    assert [sum(step) / len(step) for step in zip(*losses, strict=True)] == pytest.approx(
+        reference.losses, rel=0, abs=EXACT
+    )
+    for update in range(len(reference.gradients)):
+        found = joined(reports, "gradients", update)  # asserts that copies are equal to the bit
+        assert largest_difference(found, reference.gradients[update]) < EXACT, f"update {update}"
+    assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
+
+
+ALL_AT_ONCE = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+CASES = [
+    # model, ranks, strategy, options, of the Trainer
+    ("Blocks", 2, "tensor", {"tensor_parallel": 1, "data_parallel": 2}, ALL_AT_ONCE),
+    ("ShardableLlama", 4, "tensor", {"tensor_parallel": 2, "data_parallel": 2, "sequence_parallel": True}, ALL_AT_ONCE),
+    ("Blocks", 4, "sync", {"stages": 2, "microbatches": 2, "schedule": "1f1b"}, ALL_AT_ONCE),
+    ("LeNet", 4, "sync", {"stages": 1, "microbatches": 2}, {}),
+    (
+        "Llama",
+        4,
+        "sync",
+        {"stages": 2, "data_parallel_kind": "fully_shard", "activation_checkpointing": True},
+        ALL_AT_ONCE,
+    ),
+    (
+        "ShardableLlama",
+        4,
+        "sync",
+        {"stages": 1, "tensor_parallel": 2, "data_parallel_kind": "fully_shard", "sequence_parallel": True},
+        ALL_AT_ONCE,
+    ),
+    *thorough(
+        ("GPT2", 4, "sync", {"stages": 2, "data_parallel_kind": "fully_shard", "microbatches": 2}, ALL_AT_ONCE),
+        ("Experts", 4, "sync", {"stages": 1, "tensor_parallel": 2, "data_parallel_kind": "fully_shard"}, {}),
+        (
+            "ShardableGPT2",
+            8,
+            "sync",
+            {"stages": 2, "tensor_parallel": 2, "data_parallel_kind": "fully_shard", "activation_checkpointing": True},
+            ALL_AT_ONCE,
+        ),
+        ("LoraLlama", 4, "sync", {"stages": 1, "tensor_parallel": 2, "data_parallel_kind": "fully_shard"}, {}),
+        ("FewHeadsLlama", 4, "sync", {"stages": 1, "tensor_parallel": 2, "data_parallel_kind": "fully_shard"}, {}),
+        ("ShardableLlama", 4, "tensor", {"tensor_parallel": 2, "data_parallel": 2}, {}),
+        ("GPT2", 4, "sync", {"stages": 2, "data_parallel": 2, "microbatches": 2}, {}),
+        ("Blocks", 4, "sync", {"stages": 2, "data_parallel_kind": "fully_shard", "microbatches": 2}, {}),
+        ("ShardableGPT2", 8, "sync", {"stages": 2, "tensor_parallel": 2, "microbatches": 2}, {}),
+        ("ShardableGPT2", 8, "sync", {"stages": 2, "tensor_parallel": 2, "microbatches": 2}, ALL_AT_ONCE),
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "ranks", "strategy", "options", "trainer_options"), CASES)
+def test_replicas_train_as_one_process_with_the_whole_batch(
+    pool: WorkerPool, single: Any, model: str, ranks: int, strategy: str, options: dict[str, Any],
+    trainer_options: dict[str, Any],
+) -> None:  # fmt: skip
+    per_replica = options.get("tensor_parallel", 1)
+    replicas = ranks // (options.get("stages", 1) * per_replica)
+    # 22 samples are batches of 8, 8 and 6, which four replicas would fill up with samples seen before.
+    samples = {2: 22, 4: 20}[replicas]
+    reports = pool.run(
+        train, ranks, model, strategy, options, init=False, batch_size=BATCH // replicas, samples=samples,
+        **trainer_options,
+    )  # fmt: skip
+    assert_equal(reports, single(model, samples=samples, **trainer_options), per_replica)
+
+
+def share_of_the_model(kind: str, tensor_parallel: int = 1) -> tuple[int, int, int]:
+    """Numbers held between steps: of parameters, of gradients (none) and of the optimizer's state."""
+    torch.set_default_dtype(torch.float64)
+    module = Llama()
+    options = {"stages": 2 // tensor_parallel, "data_parallel_kind": kind, "tensor_parallel": tensor_parallel}
+    trainer = make_trainer("sync", [], options, max_epochs=1)
+    trainer.fit(module, Llama.loader(batch_size=4))
+
+    def held(tensors: Any) -> int:
+        locals_ = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+        return sum(t.numel() for t in locals_ if not isinstance(t, AbsentTensor))
+
+    state = [x for s in trainer.optimizers[0].state.values() for x in s.values() if x.dim()]
+    parameters = list(module.parameters())
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return held(parameters), held(gradients), held(state)
+
+
+def test_fully_sharded_replicas_hold_their_part_of_the_layers_between_steps(pool: WorkerPool) -> None:
+    whole = pool.run(share_of_the_model, 4, "replicate", init=False)
+    shards = pool.run(share_of_the_model, 4, "fully_shard", init=False)
+    outside = 33 * 16 + 16  # the head and the norm before it; less than the embedding of the first stage
+    for (parameters, _, state), (mine, gradients, my_state) in zip(whole, shards, strict=True):
+        assert mine <= (parameters - 33 * 16) // 2 + outside + 64  # layers in two; padding
+        assert gradients <= mine
+        assert my_state == 2 * mine < state
+
+
+def test_fully_sharded_shards_are_parts_of_the_tensor_rank_s(pool: WorkerPool) -> None:
+    shards = pool.run(share_of_the_model, 4, "replicate", 2, init=False)
+    parts = pool.run(share_of_the_model, 4, "fully_shard", 2, init=False)
+    around = 2 * 33 * 16 + 16  # the embedding, the head and the norm before it, in no unit or whole
+    for (shard, _, _), (mine, _, state) in zip(shards, parts, strict=True):
+        assert mine <= (shard - around) // 2 + around + 64
+        assert state == 2 * mine
+
+
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda: lp.AsyncPipelineStrategy(data_parallel_kind="fully_shard"), ["'fully_shard'", "PipelineStrategy"]),
+    (lambda: lp.PipelineStrategy(data_parallel_kind="zero"), ["'zero'", "'replicate' or 'fully_shard'"]),  # type: ignore[arg-type]
+    (lambda: L.Trainer(accelerator="cpu", devices=2, strategy=lp.PipelineStrategy(data_parallel=0)), ["data", "0"]),
+], ids=["asynchronous", "unknown", "none"])  # fmt: skip
+def test_what_replicas_can_not_be_is_refused_by_name(make: Any, words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        make()
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize("weights", ["stash", *thorough("latest")])
+def test_asynchronous_replicas_have_the_numbers_of_one_pipeline(pool: WorkerPool, weights: str) -> None:
+    """Microbatch k of the one is those of the two replicas together, so it is computed with the same weights."""
+    options = {"stages": 2, "microbatches": 2, "weights": weights}
+    given = {"accumulate_grad_batches": 2, "max_epochs": 4, "samples": 20, "init": False}
+    whole = pool.run(train, 2, "Llama", "async", options, **given)
+    reports = pool.run(train, 4, "Llama", "async", options, batch_size=4, **given)
+    assert largest_difference(joined(reports, "weights"), joined(whole, "weights")) < EXACT
+
+
+def fit_unseeded(strategy: str, options: dict[str, Any]) -> Report:
+    """Every rank begins with weights of its own."""
+
+    class Shifted(Callback):
+        def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+            for parameter in pl_module.parameters():
+                parameter.data.add_(trainer.global_rank)
+
+    return train("ShardableLlama", strategy, options, callbacks=[Shifted()], max_epochs=1)
+
+
+@pytest.mark.parametrize(("strategy", "options"), [
+    ("tensor", {"tensor_parallel": 2}),
+    ("tensor", {"tensor_parallel": 1, "data_parallel": 2}),
+    ("sync", {"stages": 1}),
+])  # fmt: skip
+def test_copies_begin_equal_whatever_the_ranks_were_given(
+    pool: WorkerPool, strategy: str, options: dict[str, Any]
+) -> None:
+    joined(pool.run(fit_unseeded, 2, strategy, options, init=False), "weights")  # asserts that they agree
+
+
+class Normalised(LeNet):
+    """With statistics that differ between replicas."""
+
+    def build(self) -> None:
+        super().build()
+        self.net.insert(1, torch.nn.BatchNorm2d(4))
+
+
+def buffers_after(directory: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What training has left on this rank, and what validation and checkpoints see."""
+    torch.set_default_dtype(torch.float64)
+    module = Normalised()
+    trainer = make_trainer("sync", [], {"stages": 1}, max_epochs=1)
+    trainer.fit(module, Normalised.loader(batch_size=4))
+    trained = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    trainer.validate(module, Normalised.loader(), verbose=False)
+    return trained, dict(module.named_buffers())
+
+
+def test_statistics_are_the_first_replica_s_wherever_they_are_used(pool: WorkerPool, tmp_path: Path) -> None:
+    (trained, seen), (other, also_seen) = pool.run(buffers_after, 2, tmp_path, init=False)
+    assert not torch.equal(trained["net.1.running_mean"], other["net.1.running_mean"])
+    for name, buffer in trained.items():
+        assert torch.equal(seen[name], buffer) and torch.equal(also_seen[name], buffer), name
+
+
+def samples_seen() -> list[int]:
+    seen: list[int] = []
+
+    class Watch(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            seen.extend(batch[1].tolist())
+
+    class Numbered(LeNet):
+        @classmethod
+        def samples(cls) -> list[Any]:
+            return [(torch.zeros(1, 8, 8), i % 10) for i in range(20)]
+
+    trainer = make_trainer("sync", [Watch()], {"stages": 2}, max_epochs=1)
+    trainer.fit(Numbered(), Numbered.loader(shuffle=True, batch_size=2))
+    return seen
+
+
+def test_every_sample_is_seen_once_an_epoch_and_by_all_stages_of_one_replica(pool: WorkerPool) -> None:
+    ranks = pool.run(samples_seen, 4, init=False)
+    assert ranks[0] == ranks[2] and ranks[1] == ranks[3]
+    assert sorted(ranks[0] + ranks[1]) == sorted(i % 10 for i in range(20))
+
+
+class Reentrant(L.LightningModule):
+    """A layer that is used twice, once of it in a checkpoint that runs a backward within the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        inner = checkpoint(self.layer, self.layer(batch), use_reentrant=True)
+        assert isinstance(inner, Tensor)
+        return inner.pow(2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_reentrant() -> None:
+    trainer = make_trainer("tensor", [], {"tensor_parallel": 1, "data_parallel": 2}, max_epochs=1)
+    trainer.fit(Reentrant(), DataLoader(torch.ones(8, 4), batch_size=2))
+
+
+def test_a_gradient_that_grows_after_it_was_sent_is_refused(pool: WorkerPool) -> None:
+    failures = pool.run(fit_reentrant, 2, init=False, expect_errors=True)
+    assert_refused(failures, "RuntimeError", ["'layer.", "grew twice", "use_reentrant=False"])

@@ -1,0 +1,121 @@
+"""A module's hooks around a step, in the look at it: they see a Trainer that can only be read."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.absent.module import everything_absent
+from lightning_parallel.absent.origins import parameter_of
+from lightning_parallel.plan.partition import Partition
+from lightning_parallel.plan.partitioning import partition
+from lightning_parallel.set_up.step_hooks import StepHooks
+from lightning_parallel.tracing.trace import trace
+
+
+class Net(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.teacher = nn.Linear(2, 2).requires_grad_(False)
+        self.did: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.layer.parameters(), lr=0.1)
+
+
+class Hooked(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.did.append(("start", len(batch), batch_idx))
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.did.append("step")
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.trainer.save_checkpoint("nowhere.ckpt")
+        self.did.append("saved")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.did.append(("end", outputs, self.trainer.global_step))
+
+
+def looked_at(module: Net) -> Any:
+    trainer = L.Trainer(max_epochs=1, logger=False, accelerator="cpu")
+    module.trainer = trainer
+    hooks = StepHooks(trainer, module, partial(module.training_step, torch.ones(3, 2), 0))
+    hooks("an output")
+    assert module.trainer is trainer
+    return hooks
+
+
+def test_each_runs_as_far_as_it_only_reads_the_trainer() -> None:
+    module = Hooked()
+    looked_at(module)
+    assert module.did == [("start", 3, 0), "step", ("end", {"loss": "an output"}, 0)]
+
+
+class Asks(Net):
+    """Logs the norm of a parameter after each batch."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("norm", self.layer.weight.norm().item())
+
+
+def test_a_value_that_a_hook_asks_for_has_to_be_on_each_stage() -> None:
+    module = Asks()
+    trainer = L.Trainer(max_epochs=1, logger=False, accelerator="cpu")
+    module.trainer = trainer
+    step = partial(module.training_step, torch.ones(3, 2), 0)
+    for stages, refused in ((1, ()), (2, (1,))):
+        model = nn.ModuleDict({"layer": module.layer, "other": nn.Linear(2, 2)})
+        hooks = StepHooks(trainer, module, step)
+        partition = partitioned(model, stages)
+        with everything_absent(module, []):
+            hooks(None)
+        for stage in range(stages):
+            context = pytest.raises(ValueError, match="on_train_batch_end asks for the value of 'layer.weight'")
+            with context if stage in refused else nullcontext():
+                hooks.check(partition, stage)
+
+
+def partitioned(model: nn.ModuleDict, stages: int) -> Partition:
+    return partition(model, lambda: model["other"](model["layer"](torch.ones(3, 2))).sum(), stages)
+
+
+class Follows(Net):
+    """Its hooks use the loss, a learning rate and a layer, before the teacher follows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layer(batch).sum() + self.layer.weight.square().sum()
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.did.append(optimizer.param_groups[0]["lr"])
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.did.append(outputs["loss"].item())
+        self.layer(batch)
+        self.teacher.weight.lerp_(self.layer.weight, 0.1)
+
+
+def test_hooks_may_use_what_every_stage_has_and_call_layers() -> None:
+    module = Follows()
+    trainer = L.Trainer(max_epochs=1, logger=False, accelerator="cpu")
+    module.trainer = trainer
+    step = partial(module.training_step, torch.ones(3, 2), 0)
+    hooks = StepHooks(trainer, module, step)
+    seen = trace(module, {"layer", "teacher"}.__contains__, step, hooks=hooks)
+    assert [call.unit for call in seen.calls] == ["layer"]
+    assert [update.name for update in seen.updates] == ["teacher.weight"]
+    assert parameter_of(min(seen.updates[0].needs)) == "layer.weight"
+    hooks.check(partition(module, step, 1), 0)

@@ -1,0 +1,125 @@
+"""Random numbers of the model are its own: nobody else's draws move them, and they move nobody else's."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_parallel.seeding import (
+    TorchGenerators,
+    draw_seed,
+    host_generators_kept,
+    mix,
+    seed_host_generators,
+)
+
+GENERATORS = TorchGenerators(torch.device("cpu"))
+
+
+def test_the_global_generator_goes_on_as_if_nothing_was_drawn() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(4)
+    torch.manual_seed(1)
+    first = torch.rand(2)
+    with GENERATORS.seeded(5):
+        torch.rand(100)
+    assert torch.equal(torch.cat([first, torch.rand(2)]), expected)
+
+
+def test_the_global_generator_goes_on_after_an_exception() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    with pytest.raises(KeyboardInterrupt), GENERATORS.seeded(5):
+        torch.rand(100)
+        raise KeyboardInterrupt
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_same_seed_draws_the_same_dropout_mask_whatever_was_drawn_before() -> None:
+    masks = []
+    for seed, drawn_before in ((5, 0), (5, 17), (6, 0)):
+        torch.rand(drawn_before)
+        with GENERATORS.seeded(seed):
+            masks.append(nn.functional.dropout(torch.ones(256)))
+    assert torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[0], masks[2])
+
+
+def test_one_inside_another_leaves_the_outer_one_untouched() -> None:
+    with GENERATORS.seeded(1):
+        expected = torch.rand(4)
+    with GENERATORS.seeded(1):
+        first = torch.rand(2)
+        with GENERATORS.seeded(2):
+            torch.rand(3)
+        assert torch.equal(torch.cat([first, torch.rand(2)]), expected)
+
+
+def test_seeds_differ_for_any_difference_of_their_parts() -> None:
+    parts = [(run, stage, batch, microbatch) for run in (0, 1, -1, 2**40) for stage in range(4)
+             for batch in range(20) for microbatch in range(4)]  # fmt: skip
+    parts += [(1,), (1, 0), (0, 1), (10,), (1, 0, 0)]
+    seeds = [mix(*part) for part in parts]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_seed_is_the_same_in_every_process_and_session() -> None:
+    assert mix(42, 1, 0, 7) == 4186658026804019817
+
+
+def test_a_layer_leaves_the_generator_as_if_it_had_drawn_one_number_whatever_it_draws() -> None:
+    after = []
+    for drawn in (0, 1, 1000):
+        with GENERATORS.seeded(1):
+            seed = draw_seed()
+            torch.rand(drawn)  # the layer, or nothing where it is absent
+            GENERATORS.seed(seed)
+            after.append(torch.rand(3))
+    assert torch.equal(after[0], after[1]) and torch.equal(after[0], after[2])
+    with GENERATORS.seeded(1):
+        seeds = [draw_seed() for _ in range(100)]
+    assert len(set(seeds)) == 100
+    with GENERATORS.seeded(1), torch.device("meta"):  # on a GPU the host would wait for each
+        assert [draw_seed() for _ in range(100)] == seeds
+
+
+def draw() -> tuple[float, float]:
+    return random.random(), float(np.random.rand())
+
+
+def test_pythons_and_numpys_generators_go_on_as_if_nothing_was_drawn() -> None:
+    seed_host_generators(1)
+    expected = [draw(), draw()]
+    seed_host_generators(1)
+    found = [draw()]
+    with pytest.raises(KeyError), host_generators_kept():
+        draw()
+        raise KeyError
+    assert [*found, draw()] == expected
+
+
+def test_pythons_and_numpys_generators_are_seeded_by_any_seed() -> None:
+    draws = []
+    for seed in (mix(1), mix(2), mix(1), 2**63 - 1):
+        seed_host_generators(seed)
+        draws.append(draw())
+    assert draws[0] == draws[2] and len({*draws}) == 3
+
+
+@pytest.mark.gpu
+def test_the_generator_of_the_gpu_too() -> None:
+    device = torch.device("cuda", 0)
+    torch.cuda.manual_seed(1)
+    expected = torch.rand(4, device=device)
+    torch.cuda.manual_seed(1)
+    with TorchGenerators(device).seeded(5):
+        one = torch.rand(4, device=device)
+    with TorchGenerators(device).seeded(5):
+        other = torch.rand(4, device=device)
+    assert torch.equal(one, other)
+    assert torch.equal(torch.rand(4, device=device), expected)

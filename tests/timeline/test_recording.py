@@ -1,0 +1,162 @@
+"""Recordings, and what is measured of them."""
+
+from __future__ import annotations
+
+import time
+from typing import ClassVar
+
+import pytest
+import torch
+
+from lightning_parallel.schedules.generators import SCHEDULES, gpipe
+from lightning_parallel.schedules.simulate import ideal_bubble
+from lightning_parallel.timeline.recording import (
+    Span,
+    Timeline,
+    measured_bubble,
+    report,
+    utilisation,
+)
+from recipes.schedule.figures import asynchronous
+from tests.pipeline.recordings import joined, later, rows_of
+
+
+def test_spans_are_recorded_in_seconds_of_the_monotonic_clock() -> None:
+    timeline = Timeline(enabled=True)
+    before = time.monotonic()
+    with timeline.span("forward", 3):
+        time.sleep(0.01)
+    with pytest.raises(KeyError), timeline.span("backward", 3):
+        raise KeyError
+    after = time.monotonic()
+    forward, backward = timeline.spans
+    assert (forward.kind, forward.microbatch, backward.kind) == ("forward", 3, "backward")
+    assert before <= forward.start <= forward.end - 0.01
+    assert forward.end <= backward.start <= backward.end <= after
+
+
+class Event:
+    """A GPU's: it comes 2.5 ms after the one that was recorded before it, whatever the host does meanwhile."""
+
+    count = 0
+    read: ClassVar[list[int]] = []
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: object) -> None:
+        Event.count += 1
+        self.number = Event.count
+
+    def synchronize(self) -> None:
+        Event.read.append(self.number)
+
+    def elapsed_time(self, later: Event) -> float:
+        return 2.5 * (later.number - self.number)
+
+
+def test_on_a_gpu_times_are_of_its_queue_and_read_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    began = time.monotonic()
+    timeline = Timeline(enabled=True, device=torch.device("cuda", 0))
+    for k in range(2):
+        with timeline.span("forward", k):
+            time.sleep(0.01)  # the host's, while it launches
+    assert not Event.read
+    first, second = timeline.spans
+    assert [first.end - first.start, second.start - first.end] == pytest.approx([0.0025, 0.0025])
+    assert began <= first.start - 0.0025 <= time.monotonic() and Event.read
+
+
+def test_disabled_recorder_keeps_nothing() -> None:
+    timeline = Timeline(enabled=False)
+    with timeline.span("forward", 0):
+        pass
+    assert timeline.spans == []
+
+
+def test_long_run_keeps_its_first_and_last_spans() -> None:
+    timeline = Timeline(enabled=True, limit=10)
+    for k in range(20):
+        with timeline.span("forward", k):
+            pass
+    assert [span.microbatch for span in timeline.spans] == list(range(20))
+    for k in range(20, 500):
+        with timeline.span("forward", k):
+            pass
+    first, omitted, last = timeline.spans[:10], timeline.spans[10], timeline.spans[11:]
+    assert [span.microbatch for span in first] == list(range(10))
+    assert [span.microbatch for span in last] == list(range(490, 500))
+    assert omitted == Span("omitted", -1, first[-1].end, last[0].start)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 4), (4, 8)])
+def test_measured_bubble_equals_theory_where_the_run_is_ideal(name: str, stages: int, microbatches: int) -> None:
+    rows = rows_of(SCHEDULES[name](stages, microbatches), forward=20.0, backward=40.0)
+    assert measured_bubble(rows) == pytest.approx(ideal_bubble(SCHEDULES[name](stages, microbatches)))
+    # Idle time before and after belongs to no training step.
+    assert measured_bubble(later(rows, 17.0)) == pytest.approx(ideal_bubble(SCHEDULES[name](stages, microbatches)))
+
+
+def test_step_counts_as_busy_between_first_forward_and_last_backward() -> None:
+    rows = [[Span("forward", 0, 0.0, 1.0), Span("step", 0, 1.0, 2.0), Span("backward", 0, 3.0, 4.0)]]
+    assert measured_bubble(rows) == pytest.approx(1 / 4)
+    rows[0].append(Span("step", 1, 4.0, 9.0))
+    assert measured_bubble(rows) == pytest.approx(1 / 4)
+
+
+def test_waiting_counts_whether_recorded_or_not() -> None:
+    rows = rows_of(gpipe(3, 4))
+    silent = [[span for span in row if span.kind != "receive"] for row in rows]
+    assert silent != rows
+    assert measured_bubble(silent) == measured_bubble(rows)
+
+
+def test_evaluation_is_neither_waiting_nor_work() -> None:
+    training = rows_of(gpipe(2, 3))
+    evaluating = [[Span("evaluate", 0, 1.0, 3.0)], [Span("evaluate", 0, 2.0, 5.0)]]
+    rows = joined(evaluating, later(training, 10.0), later(evaluating, 20.0), later(training, 30.0))
+    assert measured_bubble(rows) == pytest.approx(ideal_bubble(gpipe(2, 3)))
+
+
+def test_omitted_time_is_neither_waiting_nor_work() -> None:
+    whole = rows_of(asynchronous(3, 1, 400))
+    cut = []
+    for keep, row in zip((300, 200, 100), whole, strict=True):  # rows forget at different times
+        hole = Span("omitted", -1, row[keep - 1].end, row[-keep].start)
+        cut.append([*row[:keep], hole, *row[-keep:]])
+    assert measured_bubble(cut) < 0.1
+    assert utilisation(cut) == pytest.approx(1.0)
+
+
+def test_utilisation_is_one_in_the_asynchronous_steady_state() -> None:
+    rows = rows_of(asynchronous(4, 1, 20), step=0.5)
+    assert measured_bubble(rows) > 0.1
+    assert utilisation(rows) == pytest.approx(1.0)
+
+
+def test_utilisation_after_drains_leaves_out_every_fill_and_drain() -> None:
+    part = rows_of(asynchronous(4, 1, 20))
+    evaluating = [[Span("evaluate", 0, 1.0, 3.0)]] * 4
+    assert utilisation(joined(part, evaluating, later(part, 4.0))) == pytest.approx(1.0)
+
+
+def test_utilisation_is_none_where_the_pipeline_never_is_full() -> None:
+    assert utilisation(rows_of(gpipe(4, 8))) is None
+
+
+def test_report_puts_the_measured_bubble_beside_theory() -> None:
+    rows = rows_of(gpipe(4, 8))
+    assert report(rows, ideal_bubble(gpipe(4, 8))) == "bubble 27.3% measured, 27.3% by theory"
+    assert report(rows, None) == "bubble 27.3% measured"
+    endless = rows_of(asynchronous(4, 1, 24))
+    whole = f"({measured_bubble(endless):.1%} with fill and drain)"
+    assert report(endless, 0.0) == f"steady-state bubble 0.0% measured, 0% by theory {whole}"
+
+
+def test_nothing_recorded_is_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match="no forward or backward"):
+        measured_bubble([[], []])

@@ -1,0 +1,187 @@
+"""The look at a step: what it calls, in which order, what each call needs, and nothing left behind."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError
+from lightning_parallel.plan.layers import Layers
+from lightning_parallel.tracing.trace import trace
+from lightning_parallel.tracing.traced import Trace
+from tests.pipeline.nets import Net, UNet
+
+X = torch.linspace(-1, 1, 15).view(5, 3)
+
+
+def seen(model: Any, **options: Any) -> Trace:
+    return trace(model, Layers(model, None).is_unit, lambda: model.step(X), **options)
+
+
+def test_calls_come_in_order_with_what_they_need() -> None:
+    found = seen(UNet())
+    assert [call.unit for call in found.calls] == ["stem", *(f"blocks.{i}" for i in range(4)), "head"]
+    needs = {call.unit: call.needs for call in found.calls}
+    assert needs["stem"] == frozenset() and needs["blocks.0"] == {"the output of 'stem'"}
+    assert needs["blocks.3"] == {"the output of 'blocks.2'", "the output of 'blocks.0'"}
+    assert found.end == {"the output of 'head'"} and found.stopped is None
+
+
+def test_the_second_call_of_a_unit_is_one_of_its_own() -> None:
+    class Twice(Net):
+        def step(self, x: Tensor) -> Tensor:
+            return (self.stem(x) - self.stem(2 * x)).sum()
+
+    found = seen(Twice())
+    assert [(call.unit, call.call) for call in found.calls] == [("stem", 0), ("stem", 1)]
+    assert found.end == {"the output of 'stem'", "the output of 'stem' (call 2)"}
+
+
+def test_parameters_that_the_code_around_reads_are_needed() -> None:
+    class Reads(Net):
+        def step(self, x: Tensor) -> Tensor:
+            x = self.stem(x) * self.head.bias.sum()
+            return self.blocks[0](x).sum() + self.stem.weight.norm()
+
+    found = seen(Reads())
+    assert "parameter 'head.bias'" in found.calls[1].needs
+    assert found.end == {"the output of 'blocks.0'", "parameter 'stem.weight'"}
+
+
+def test_a_call_past_the_hooks_is_told() -> None:
+    class Direct(Net):
+        def step(self, x: Tensor) -> Tensor:
+            return self.head(self.blocks[0].forward(self.stem(x))).sum()
+
+    assert {call.unit: call.direct for call in seen(Direct()).calls} == {"stem": False, "blocks.0": True, "head": False}
+
+
+def test_operations_are_counted_and_times_measured() -> None:
+    (stem, *_) = seen(Net()).calls
+    assert stem.operations == 2 * 5 * 3 * 6 and stem.nanoseconds == 0
+    assert all(call.nanoseconds > 0 for call in seen(Net(), timed_on=torch.device("cpu")).calls)
+
+
+def test_values_asked_for_end_it_and_are_needed() -> None:
+    class Asks(Net):
+        def step(self, x: Tensor) -> Tensor:
+            loss = self.stem(x).sum()
+            return self.head(loss) if loss.item() > 0 else loss
+
+    found = seen(Asks())
+    assert isinstance(found.stopped, AbsentValueError) and found.end == {"the output of 'stem'"}
+    assert [call.unit for call in found.calls] == ["stem"]
+
+
+def test_an_error_of_the_steps_ends_it() -> None:
+    class Fails(Net):
+        def step(self, x: Tensor) -> Tensor:
+            self.stem(x)
+            raise KeyError("of the user")
+
+    assert isinstance(seen(Fails()).stopped, KeyError)
+
+
+def test_the_module_and_the_generators_are_left_as_they_were() -> None:
+    class Writes(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(self.width)
+            self.outputs: list[Any] = []
+
+        def step(self, x: Tensor) -> Tensor:
+            self.outputs.append(torch.rand(()) + random.random())
+            return self.norm(self.stem(x)).sum()
+
+    model = Writes()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    identities = {name: id(p) for name, p in model.named_parameters()}
+    generators = torch.get_rng_state(), random.getstate()
+    seen(model)
+    assert {name: id(p) for name, p in model.named_parameters()} == identities
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(isinstance(value, AbsentTensor) for value in model.state_dict().values())
+    assert model.outputs == [] and not any("forward" in part.__dict__ for part in model.modules())
+    assert torch.equal(torch.get_rng_state(), generators[0]) and random.getstate() == generators[1]
+
+
+def test_other_seeds_draw_other_numbers() -> None:
+    class Drops(Net):
+        def body(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                if torch.rand(()) < 0.5:
+                    x = block(x)
+            return x
+
+    assert len({tuple(call.unit for call in seen(Drops(), seed=seed).calls) for seed in range(8)}) > 1
+
+
+def test_a_deep_model_takes_little_time_and_no_memory_for_parameters() -> None:
+    """It would hold 100 layers of 200 million parameters each."""
+    config = LlamaConfig(
+        num_hidden_layers=100, hidden_size=4096, intermediate_size=11008, num_attention_heads=32, vocab_size=32000,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model.model.rotary_emb.to_empty(device="cpu")
+    ids = torch.zeros(1, 16, dtype=torch.int64)
+    units = Layers(model, None)
+    start = time.process_time()
+    found = trace(model, units.is_unit, lambda: model(input_ids=ids).logits)
+    assert [call.unit for call in found.calls][1:101] == [f"model.layers.{i}" for i in range(100)]
+    assert time.process_time() - start < 6  # 2 at most on an idle machine
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_escapes_from_a_unit_is_told(kept: bool) -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 6)
+            self.last: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            if kept:
+                self.last = y * x.sum()
+            return y
+
+    class Model(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = Keeps()
+
+        def step(self, x: Tensor) -> Tensor:
+            y = self.head(self.stem(x)).sum()
+            return y + self.stem.last.sum() if kept else y
+
+    found = seen(Model())
+    escaped = found.end & set(found.escapes)
+    assert escaped == ({"the output of 'stem.layer'", "a value inside 'stem'"} if kept else set())
+
+
+def test_a_signal_while_the_step_goes_on_ends_the_look() -> None:
+    """Lightning raises a SystemExit of its own in the handler. One that the step raises doesn't end it."""
+
+    class Stopped(Net):
+        error: type[SystemExit] = SystemExit
+
+        def step(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            if not x.isfinite().all():
+                raise self.error
+            return x.sum()
+
+    model = Stopped()
+    assert isinstance(seen(model, plain_values=True).stopped, AbsentValueError)
+    model.error = SIGTERMException
+    with pytest.raises(SIGTERMException):
+        seen(model, plain_values=True)
