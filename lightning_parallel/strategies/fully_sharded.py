@@ -25,7 +25,7 @@ network that the module holds (a GAN's generator and discriminator) is gathered 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -41,6 +41,7 @@ from typing_extensions import override
 
 from lightning_parallel.callbacks.start_table import Holding
 from lightning_parallel.checks.manual import BackwardGuard, networks
+from lightning_parallel.fully_sharded.assignments import AssignmentsRefused
 from lightning_parallel.fully_sharded.units import check_dtypes, materialize, refuse_second_derivatives, untied
 from lightning_parallel.fully_sharded.uses import ModuleUses
 from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
@@ -233,7 +234,9 @@ class FullyShardedStrategy(LayoutStrategy):
 
     @override
     def run_step(self, kind: str, step: Callable[[], T]) -> T:
-        with _explained():
+        # As for writes to gathered parameters, the first steps are watched.
+        is_watched = kind == "training_step" and self._writes[True].is_on
+        with _explained(), AssignmentsRefused(self.run.module) if is_watched else nullcontext():
             output = super().run_step(kind, step)
         if kind != "training_step":
             assert self._uses is not None

@@ -101,6 +101,22 @@ class Teaching(Net):
         return F.cross_entropy(logits, batch[1]) + (logits - self.teacher(hidden)).square().mean()
 
 
+class Assigning(Net):
+    """A teacher in a unit of its own follows by assignment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teachers = nn.ModuleList([nn.Linear(8, CLASSES), nn.Linear(8, CLASSES)]).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for teacher in self.teachers:
+            teacher.weight.data = teacher.weight.data * 0.5
+        hidden = self.net[:-1](batch[0])
+        logits = self.net[-1](hidden)
+        taught = sum(teacher(hidden) for teacher in self.teachers)
+        return F.cross_entropy(logits, batch[1]) + (logits - taught).square().mean()
+
+
 class HalvingNet(Net):
     layer: type[nn.Linear] = Halving
 
@@ -154,11 +170,13 @@ class HalvingInValidation(Net):
 MODELS: dict[str, type[Net]] = {
     "step": Normalised, "layer": HalvingNet, "mask": MaskedNet, "teacher": Teaching, "validation": HalvingInValidation,
     "clamp": ClampedNet, "scaled": ScaledNet, "checkpoint": Checkpointed, "by value": HalvingByValueNet,
+    "assigned": Assigning,
 }  # fmt: skip
 NAMES = {
     **dict.fromkeys(("layer", "mask", "clamp", "by value"), "net.2.weight"),
     "step": "prototypes.weight",
     "validation": "other.0.weight",
+    "assigned": "teachers.0.weight",
 }
 PLAN = {"net.4": "row_split", "teacher": "row_split"}
 SHARDED = {"stages": 2, "data_parallel": 2, "data_parallel_kind": "fully_shard", "microbatches": 1}
@@ -179,6 +197,7 @@ def fit(model: str, strategy: str, options: dict[str, Any]) -> list[float]:
     ("layer", "fsdp", {"reshard_after_forward": False}, 2),
     ("mask", "fsdp", {}, 2),
     ("validation", "fsdp", {}, 2),
+    ("assigned", "fsdp", {}, 2),
     ("layer", "sync", SHARDED, 4),
     ("layer", "sync", {"microbatches": 2}, 2),
     ("by value", "sync", {"microbatches": 2}, 2),
