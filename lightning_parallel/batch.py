@@ -198,7 +198,8 @@ def mapped(node: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 def members(node: Any) -> tuple[Sequence[Any], Sequence[Any]] | None:
     """Keys and values of a container; None for anything else. :func:`rebuild` puts other values into one like it."""
-    if type(node) is dict or isinstance(node, Mapping):
+    # A TensorDict is a mapping, but knows its number of samples, and takes no tensors of another number.
+    if type(node) is dict or (isinstance(node, Mapping) and not hasattr(node, "batch_size")):
         return list(node), list(node.values())
     if isinstance(node, tuple | list):
         return range(len(node)), node

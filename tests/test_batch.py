@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
-from lightning_parallel.batch import batch_size, join_outputs, rebuilt, sizes, split, tensors, weighted_mean
+from lightning_parallel.batch import batch_size, join_outputs, mapped, rebuilt, sizes, split, tensors, weighted_mean
 
 
 class Pair(NamedTuple):
@@ -298,3 +298,22 @@ def test_a_rebuilt_batch_has_the_same_tensors_in_containers_of_its_own() -> None
     assert again["x"] is batch["x"] and again["more"][1] == "name"
     cloned = rebuilt(batch, torch.clone)
     assert cloned["x"] is not batch["x"] and torch.equal(cloned["x"], batch["x"])
+
+
+class CountedDict(dict[str, Tensor]):
+    """As a TensorDict: a mapping that takes no tensors of another number of samples."""
+
+    batch_size = (4,)
+
+    def to(self, device: Any) -> CountedDict:
+        return self
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        raise RuntimeError("batch dimension mismatch")
+
+
+def test_a_mapping_that_counts_its_samples_is_an_object() -> None:
+    batch = {"inputs": CountedDict(x=torch.zeros(4, 2))}
+    with pytest.raises(ValueError, match="batch\\['inputs'\\]"):
+        batch_size(batch)
+    assert mapped(batch, torch.clone)["inputs"] is batch["inputs"]

@@ -58,7 +58,12 @@ def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: dist.Proces
         guarded(dist.broadcast, message, source, group)
         for tensor, piece in zip(bucket, message.split([each.numel() for each in raw]), strict=True):
             aligned = piece.clone() if len(raw) > 1 else piece  # for a view of another dtype
-            tensor.data.copy_(aligned.view(tensor.dtype).view_as(tensor))
+            values = aligned.view(tensor.dtype).view_as(tensor)
+            tensor = tensor.data
+            for dim, size in enumerate(tensor.shape):
+                if size > 1 and tensor.stride(dim) == 0:  # expanded: all entries are in one place
+                    tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+            tensor.copy_(values)
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -34,6 +34,7 @@ def copies(source: int) -> list[torch.Tensor]:
         torch.full((4,), float(rank)).to(torch.float8_e4m3fn),
         torch.full((2,), complex(rank, rank)),
         torch.zeros(0, 3),
+        torch.full((1, 3), float(rank)).expand(2, 3),  # rows in one place
         torch.full((2**23,), float(rank)),
     ]
     group = dist.group.WORLD
@@ -49,7 +50,8 @@ def copies(source: int) -> list[torch.Tensor]:
 def test_all_ranks_have_what_the_source_has(pool: WorkerPool) -> None:
     for source in (0, 2):
         for found in pool.run(copies, 3, source):
-            parameter, integers, flag, small, numbers, nothing = found
+            parameter, integers, flag, small, numbers, nothing, expanded = found
+            assert torch.equal(expanded, torch.full((2, 3), float(source)))
             assert torch.equal(parameter, torch.full((2, 3), float(source)))
             assert torch.equal(integers, torch.full((2, 3), source, dtype=torch.int16))
             assert bool(flag) == bool(source)
