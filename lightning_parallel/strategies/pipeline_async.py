@@ -305,8 +305,13 @@ def _refuse_ties(module: nn.Module, parts: Partition) -> None:
             continue
         others = [other for other, first in parts.aliases.items() if first == name and other != name]
         used = f"is tied to {others} on" if others else "is used on"
+        fix = (
+            "Untie the weights (tie_word_embeddings=False in transformers)"
+            if others
+            else "Call its layer once in a step, on all inputs together (torch.cat), and use it on one stage only (see "
+            "`layers` and `balance`)"
+        )
         raise ValueError(
             f"'{name}' {used} stages {list(stages)}: asynchronous updates of different staleness would drive the "
-            f"copies apart. Untie the weights (tie_word_embeddings=False in transformers), use a parameter inside its "
-            f"module and a module on one stage only (see `layers` and `balance`), or take PipelineStrategy."
+            f"copies apart. {fix}, or take PipelineStrategy."
         )
