@@ -10,7 +10,7 @@ From then on ``pytorch_lightning.X`` is ``lightning.pytorch.X``, and ``lightning
 everywhere in this process. ``pl.Trainer(strategy="pipeline_1f1b")`` works, too.
 
 Raises:
-    ImportError: one of the two was imported before.
+    ImportError: ``pytorch_lightning`` or ``lightning_fabric`` was imported before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STANDS_FOR = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "li
 
 
 class _Alias(MetaPathFinder, Loader):
-    """Finds the module of the other package, and loads no second one."""
+    """Gives the module of ``lightning`` under the other package's name, and loads no second copy."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -1,4 +1,4 @@
-"""Objects in batches that aren't containers: they hold tensors in a way of their own."""
+"""Objects in batches that hold tensors but aren't containers, such as torch_geometric's batches of graphs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def is_graphs(node: Any) -> bool:
-    """Can its class split it into graphs, and join these, as torch_geometric's can?"""
+    """Is it a batch of graphs as torch_geometric's, which its class can split into graphs and join again?"""
     return hasattr(node, "to_data_list") and hasattr(node, "from_data_list") and hasattr(node, "apply")
 
 
@@ -22,7 +22,7 @@ def is_opaque(node: Any) -> bool:
 
 def split_graphs(batch: Any, lengths: Sequence[int]) -> list[Any]:
     """A batch of graphs as batches of these numbers of graphs."""
-    # The class that joins graphs. That of the batch may be made for their class.
+    # The base class joins graphs of any class. torch_geometric makes the batch's own class for that of its graphs.
     kind: Any = next(each for each in reversed(type(batch).__mro__) if "from_data_list" in vars(each))
     graphs = iter(batch.to_data_list())
     return [kind.from_data_list([next(graphs) for _ in range(length)]) for length in lengths]
@@ -41,7 +41,7 @@ def tensors_of_graphs(batch: Any) -> Iterator[Tensor]:
 
 
 def copied(node: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
-    """A new object like ``node``. ``tensor`` makes its tensors."""
+    """A shallow copy of ``node``, with ``tensor(t)`` in the place of each of its tensors ``t``."""
     own = copy.copy(node)
     if is_graphs(node):
         return own.apply(tensor)

@@ -17,18 +17,20 @@ class LeaveStep(BaseException):
 
 
 class Interception:
-    """What has been put on modules, to be removed again. A copy or a pickle of such a module has nothing of it."""
+    """Hooks and forwards that have been put on modules, and can be removed again. Copies and pickles of these modules
+    have none of them."""
 
     def __init__(self) -> None:
         self._hooks: dict[nn.Module, list[torch.utils.hooks.RemovableHandle]] = {}
         self._forwards: list[tuple[nn.Module, Callable[..., Any] | None]] = []
 
     def before(self, module: nn.Module, hook: Callable[..., None]) -> None:
-        """Call ``hook(module, args, kwargs)`` before each call, after the user's hooks so far."""
+        """Call ``hook(module, args, kwargs)`` before each call, after the hooks that the user has registered by now."""
         self._hooks_of(module).append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def after(self, module: nn.Module, hook: Callable[..., None], *, first: bool) -> None:
-        """Call ``hook(module, args, output)`` after each call, before the user's hooks or after those so far."""
+        """Call ``hook(module, args, output)`` after each call, before the user's hooks or after
+        those that are registered by now."""
         self._hooks_of(module).append(module.register_forward_hook(hook, prepend=first))
 
     def instead(self, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -64,11 +66,11 @@ class Interception:
 
 
 class _Alone:
-    """What ``copy`` and ``pickle`` make of an intercepted module: the module alone. They ask an object for its
-    ``__reduce_ex__``, and so find this one on the instance.
+    """An intercepted module's ``__reduce_ex__``, which ``copy`` and ``pickle`` call: it leaves out all interceptions.
+    It is set as an attribute of the instance, where they find it before the class's.
 
     Attributes:
-        interceptions: those of the module, in their order.
+        interceptions: those of the module, in the order in which they began.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -79,7 +81,7 @@ class _Alone:
 
     @classmethod
     def of(cls, module: nn.Module) -> _Alone:
-        """That of a module, made if there is none."""
+        """The one of a module, made if there is none."""
         found = module.__dict__.get("__reduce_ex__")
         return found if isinstance(found, cls) else cls(module)
 
@@ -92,7 +94,7 @@ class _Alone:
         return (make, arguments, state, *rest)
 
     def forget(self, interception: Interception) -> None:
-        """An interception has been removed."""
+        """Note that an interception has been removed."""
         self.interceptions.remove(interception)
         if not self.interceptions:
             del self._module.__dict__["__reduce_ex__"]

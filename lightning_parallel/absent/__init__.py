@@ -1,5 +1,6 @@
-"""Tensors without values, and modules that answer with them in the place of what another stage computes.
+"""Tensors without values (elsewhere called fake tensors), and modules that return them in the place of what another
+stage computes.
 
-``tensor.py`` is such a tensor, whose ``origins.py`` say what it was computed from. ``module.py`` makes a module absent,
-``forward.py`` answers its calls, and ``on_meta.py`` computes shapes.
+``tensor.py`` has these tensors, and ``origins.py`` the record of what each was computed from. ``module.py`` makes a
+module absent, ``forward.py`` answers its calls, and ``on_meta.py`` computes shapes on torch's meta device.
 """

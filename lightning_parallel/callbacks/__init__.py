@@ -1,5 +1,5 @@
-"""Callbacks: stopping at a signal, going on exactly, looking out for NaN, and what a run reports about itself.
+"""Callbacks: they stop a run at a signal, resume it exactly, notice NaN, and report its speed and memory.
 
-``defaults.py`` says which of them strategies bring along, and which of Lightning's they refuse. Nothing here is needed
-to train.
+``defaults.py`` adds some of them to every run, and refuses callbacks of Lightning's that can't work. Nothing else here
+is needed to train.
 """

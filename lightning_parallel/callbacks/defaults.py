@@ -1,7 +1,5 @@
 """Callbacks that the strategies add, and those of Lightning's that they refuse because they work on the whole model in
-one process.
-
-::
+one process::
 
     callback                            process on each device     one process
     WeightAveraging, EMAWeightAveraging refused                    as in one process

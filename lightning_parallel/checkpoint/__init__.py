@@ -10,6 +10,9 @@ Files that somebody else may have made, or damaged: ``reading.py`` reads them wi
 ``whole.py`` finds out which are as they were written.
 
 Other kinds: ``plain.py`` reads a checkpoint as one process has it, and ``convert.py`` makes one kind of another.
+
+In a run: ``in_trainer.py`` saves and loads for the Trainer, ``background.py`` saves while training goes on,
+``state_dicts.py`` checks what the module's ``state_dict()`` returns, and ``hyperparameters.py`` saves hyperparameters.
 """
 
 from lightning_parallel.checkpoint.convert import convert

@@ -1,8 +1,8 @@
 """Hyperparameters that hold parts of the model are saved as the user gave them.
 
-``save_hyperparameters()`` keeps a network or a metric among the arguments as it is: it is the one that is trained.
-While a Trainer runs, each rank has a part of it, which can't be pickled. Lightning has copied the arguments when they
-were given. A checkpoint gets that copy; what the network has learned is in its ``state_dict``.
+``save_hyperparameters()`` keeps a network or a metric among the arguments as the very object that is trained. While a
+Trainer runs, each rank has a part of it, which can't be pickled. But Lightning also keeps a copy of the arguments, made
+when they were given. A checkpoint gets this copy; what the network has learned is in its ``state_dict``.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ def save_as_given(checkpoint: dict[str, Any], trainer: pl.Trainer, module: pl.Li
             continue
         names = [name for name, value in held.items() if _holds(value, parts)]
         if owner is not None and names:
-            given = owner.hparams_initial  # each time a copy
+            given = owner.hparams_initial  # Lightning copies at each access
             held.update({name: given[name] for name in names if name in given})
 
 
 class _FoundError(Exception):
-    """A part of the model was found."""
+    """Ends a search: a part of the model was found."""
 
 
 class _Search(pickle.Pickler):
-    """Visits what an object holds."""
+    """Visits all that an object holds, by pickling it to nowhere."""
 
     def __init__(self, parts: Collection[int]) -> None:
         super().__init__(_Nowhere())
@@ -42,7 +42,7 @@ class _Search(pickle.Pickler):
     def persistent_id(self, obj: Any) -> str | None:
         if id(obj) in self._parts:
             raise _FoundError
-        return "" if isinstance(obj, Tensor) else None  # whose values needn't be written
+        return "" if isinstance(obj, Tensor) else None  # a tensor's values needn't be visited
 
 
 class _Nowhere:
@@ -57,6 +57,6 @@ def _holds(value: Any, parts: Collection[int]) -> bool:
         _Search(parts).dump(value)
     except _FoundError:
         return True
-    except (pickle.PicklingError, TypeError, AttributeError):  # the save will say so
+    except (pickle.PicklingError, TypeError, AttributeError):  # the save will raise it
         return False
     return False

@@ -1,5 +1,4 @@
-"""Lightning's side of a checkpoint: when it is written and read, and the optimizers' groups under the whole model's
-names."""
+"""Saves and loads a run's checkpoints for the Trainer, and knows the optimizers' groups by the whole model's names."""
 
 from __future__ import annotations
 
@@ -145,7 +144,7 @@ class Checkpoints:
         self._background.start(str(path), save)
 
     def state_dict(self, module: pl.LightningModule) -> dict[str, Any]:
-        """What the module's ``state_dict()`` says is to be saved. Tensors of other ranks are absent or in parts.
+        """The module's ``state_dict()``, after a check. Tensors of other ranks are absent or in parts.
 
         Raises:
             ValueError: it has other names or other values than the module.
@@ -173,7 +172,7 @@ class Checkpoints:
 
     def _take_name(self, path: Path) -> bool:
         """Make an empty folder or file for the coming checkpoint, if nothing is there."""
-        with suppress(OSError):  # the save itself will say what is wrong
+        with suppress(OSError):  # the save itself will raise what is wrong
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir() if self._file is None else path.touch(exist_ok=False)
             return True
@@ -272,7 +271,7 @@ def _give_back_name(path: Path) -> None:
 
 
 def check_file(path: str | Path) -> None:
-    """Look whether a checkpoint that is a file is as it was written. All ranks call it.
+    """Check that a checkpoint that is a file is as it was written. All ranks call it.
 
     Raises:
         ValueError: it is damaged.

@@ -1,4 +1,4 @@
-"""What a module's ``state_dict()`` says is to be saved, where ranks hold parts of the module.
+"""Checks what a module's ``state_dict()`` gives to be saved, where ranks hold parts of the module.
 
 Each rank saves the tensors that it holds, under the module's names. A ``state_dict()`` of the user's, or
 ``on_save_checkpoint``, may leave some out, and add others.
@@ -17,8 +17,10 @@ from lightning_parallel.ranks.local_model import memory_of
 
 
 def refuse_others(state_dict: Mapping[str, Any], module: pl.LightningModule, what: str) -> None:
-    """Refuse a ``state_dict`` with other values for the module's tensors, or with these under other names. ``what``
-    made it, in words.
+    """Refuse a ``state_dict`` that has other values for the module's tensors, or these tensors under other names.
+
+    Args:
+        what: what has made it, for the message.
 
     Raises:
         ValueError: it names the entry.
@@ -45,7 +47,7 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def is_here(module: nn.Module, name: str) -> bool:
-    """Does this rank have tensors of the submodule with this entry, if it has any?"""
+    """Does this rank hold the submodule that an entry belongs to? A submodule without tensors is on every rank."""
     owner = _owner(module, name)
     tensors = () if owner is None else (*owner.parameters(), *owner.buffers())
     return not tensors or not all(isinstance(tensor, AbsentTensor) for tensor in tensors)
@@ -67,7 +69,7 @@ def _is_same(own: Tensor, value: Any) -> bool:
 
 
 def _is_more(module: nn.Module, name: str, value: Any, own: Mapping[str, Tensor]) -> bool:
-    """Is a value in a ``state_dict`` something that a module has besides its tensors, and no tensor of another name?"""
+    """Is a value extra state of a submodule, and none of the module's tensors under another name?"""
     if not isinstance(value, Tensor):
         return True
     if isinstance(value, AbsentTensor) or _owner(module, name) is None:

@@ -1,5 +1,6 @@
-"""What can't be as in one process is found by trying, and refused by name before training.
+"""Checks, most of them by a trial: whatever can't have the numbers of one process is refused by name before training.
 
-Optimizers that treat parameters as a whole, modules that step optimizers themselves, steps that change their batch,
-tensor ranks that come to different losses, and modules of the other Lightning package.
+``optimizer_trial.py`` finds optimizers that treat parameters as a whole, ``manual.py`` is about modules that step
+optimizers themselves, ``batch_watch.py`` finds steps that change their batch, ``first_losses.py`` tensor ranks with
+different losses, and ``other_lightning.py`` modules of ``pytorch_lightning``.
 """

@@ -1,4 +1,4 @@
-"""Modules of ``pytorch_lightning``, which no Trainer takes beside the strategies of this package."""
+"""Warns of modules of ``pytorch_lightning``: no Trainer takes them together with a strategy of this package."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 
 def warn_of_other_modules() -> None:
-    """Warn if there is a LightningModule of ``pytorch_lightning``. Lightning refuses it beside a strategy of
-    this package, and its message names neither the cause nor a fix."""
+    """Warn if a subclass of ``pytorch_lightning.LightningModule`` has been defined. Lightning refuses it together with
+    a strategy of this package, and its message names neither the cause nor a fix."""
     other = getattr(sys.modules.get("pytorch_lightning"), "LightningModule", None)
     kinds = other.__subclasses__() if other is not None and other.__module__.startswith("pytorch_lightning") else []
     own = [kind for kind in kinds if not kind.__module__.startswith("pytorch_lightning")]

@@ -1,4 +1,5 @@
 """Gradients as all strategies need them: swapped in and out of parameters, summed, averaged, and clipped.
 
-``in_trainer.py`` makes Lightning clip by them, ``hook_watch.py`` refuses hooks that would see a part of them only.
+``in_trainer.py`` makes Lightning clip by the norm of the whole model, and ``hook_watch.py`` refuses hooks that would
+use the norm of a part.
 """

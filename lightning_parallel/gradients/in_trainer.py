@@ -1,4 +1,5 @@
-"""``gradient_clip_val`` for the whole model. A precision plugin's own clipping sees one rank's gradients only."""
+"""Makes Lightning's precision plugin clip by the norm of the whole model, and skip a step on all ranks or on none. By
+itself it sees one rank's gradients only."""
 
 from __future__ import annotations
 

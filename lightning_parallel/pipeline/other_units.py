@@ -37,7 +37,7 @@ class OtherUnits:
         compiled."""
         if self._underway.forward is None:
             return self._absent[name].answer(args, kwargs)
-        # The next chunk's turn already: the step makes fewer calls here than in the look, or none.
+        # The next chunk's turn already: the step makes fewer calls here than in the dry run, or none.
         if self._underway.forward.chunk_of(name) > self._underway.forward.cuts.chunk:
             raise LeaveStep
         seed = draw_seed()

@@ -53,7 +53,7 @@ class Partition:
 
     @classmethod
     def whole(cls, module: nn.Module) -> Partition:
-        """One chunk of everything, without a look at the step: nothing is intercepted, and no costs are known."""
+        """One chunk of everything, without a dry run of the step: nothing is intercepted, and no costs are known."""
         names: dict[int, str] = {}
         aliases = {name: names.setdefault(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
         return cls(

@@ -126,7 +126,8 @@ def _check_repeatable(first: Trace, second: Trace) -> None:
         if one.plain != other.plain:
             raise ValueError(
                 f"'{one.unit}' returns numbers, or tensors of a shape, that depend on values: {one.plain} and "
-                f"{other.plain} in two looks at the step. Other stages can't know them: return tensors of fixed shapes."
+                f"{other.plain} in two dry runs of the step. Other stages can't know them: return tensors of fixed "
+                f"shapes."
             )
 
 

@@ -2,6 +2,6 @@
 
 ``layout.py`` has the axes, ``groups.py`` the process groups along them, ``process_group.py`` and ``rendezvous.py`` how
 processes join and leave. ``collectives.py`` has what all ranks call together, ``in_steps.py`` the ranks as the user's
-step sees them, ``meeting.py`` and ``notice.py`` agreements between batches. ``run.py`` is what all parts of a run are
-given. ``local_model.py``, ``shard.py`` and ``writes.py`` describe what one rank holds, and watch it.
+step sees them, ``meeting.py`` and ``notice.py`` agreements between batches. ``run.py`` has the objects that all parts
+of a run share. ``local_model.py`` and ``shard.py`` describe what one rank holds, and ``writes.py`` watches it.
 """

@@ -157,7 +157,7 @@ def trial(
     """Inside, a step doesn't count: what it logs goes to ``log``, it meets no other rank, and it doesn't end the
     training. The step will do all this when it really runs."""
     stop = trainer.should_stop
-    collectives: Collectives = trainer.strategy.collectives  # type: ignore[attr-defined]  # of all that take looks
+    collectives: Collectives = trainer.strategy.collectives  # type: ignore[attr-defined]  # every strategy with trials has them
     try:
         with collectives.inside_look(), logging_through(module, log):
             yield

@@ -26,9 +26,6 @@ from lightning_parallel.set_up.step_hooks import StepHooks
 def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, placement: Placement) -> Partition:
     """The partition of a module, the same on all ranks.
 
-    Args:
-        splitting: makes microbatches.
-
     Raises:
         ValueError: the module can't be cut like this.
         RuntimeError: ranks that get the same batch see different calls.
@@ -74,7 +71,7 @@ def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, pla
             raise
         except Exception as error:
             error.add_note(
-                "The first step was looked at before training, to see where the model can be cut. What it and its "
+                "Before training, a dry run of the first step shows where the model can be cut. What the step and its "
                 "loader need must exist by then: make it in __init__, setup or configure_model, not in on_fit_start or "
                 "on_train_start."
             )

@@ -128,7 +128,7 @@ def _first_batch(trainer: pl.Trainer, step: str) -> tuple[Any, bool]:
         batch, *_ = next(iter(combined))
     except StopIteration:
         raise ValueError(
-            f"The loader of {step} gives no batch. The model is divided by a look at {step}, for which one is needed."
+            f"The loader of {step} gives no batch. The model is divided by a dry run of {step}, which needs one."
         ) from None
     finally:
         for generator, state in states:

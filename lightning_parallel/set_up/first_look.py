@@ -62,7 +62,7 @@ class FirstLook:
             return None
         if kind not in self._flows:
             layers = self._stages.fully_sharded
-            with layers.gathered() if layers is not None else nullcontext():  # else hooks would gather in the survey
+            with layers.gathered() if layers is not None else nullcontext():  # else hooks would gather in the dry run
                 flow = self._flows[kind] = self._agreed(lambda: self._look(kind, step))
             parameters = {name for name, _ in self._run.module.named_parameters(remove_duplicate=False)}
             of_parameters = {name: settles for name, settles in flow.own_updates.items() if name in parameters}
@@ -98,7 +98,7 @@ class FirstLook:
 
     def known(self, kind: str) -> Container[str]:
         """The names whose values in steps of this kind :meth:`logged` gives."""
-        # Where layers are gathered in a look, all replicas have to look.
+        # A dry run that gathers layers has to be run by all replicas.
         return self._known.get(kind, ()) if self._stages.fully_sharded is None else ()
 
     def logged(self, kind: str, step: Callable[[], Any]) -> dict[str, Any]:

@@ -31,8 +31,11 @@ def data_hooks_inside(
     owners: Sequence[pl.LightningModule | pl.LightningDataModule | None],
     context: Callable[[], AbstractContextManager[None]],
 ) -> Callable[[], None]:
-    """Have the owners' own hooks that set up data and make loaders run inside a context. Returns a function that ends
-    this."""
+    """Make ``setup`` and the hooks that make loaders run inside a context. Returns a function that undoes this.
+
+    Args:
+        owners: the LightningModule and the LightningDataModule, if there is one.
+    """
     put_back = ExitStack()
 
     def inside(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -83,11 +86,12 @@ def _is_distributed(dataloader: DataLoader[Any]) -> bool:
 class SameBatches:
     """Keeps the training batches of the ranks of one replica the same, which hold one copy of the model together.
 
-    Samplers and augmentations draw from the global generators, which the ranks have each their own of. Code that runs
-    on one rank only moves that rank's (``if trainer.is_global_zero: torch.randn(4)``), and stages that draw for their
-    own parameters move theirs apart. So before each epoch all ranks get those of the replica's first rank, global rank
-    0 among them, which has drawn what one process draws. Data that are different all the same would train nonsense:
-    they are looked for in the first batch, and in each epoch's batches 0, 1, 2, 4, 8, ...
+    Samplers and augmentations draw from the global generators, and each rank has its own. Code that runs on one rank
+    only (``if trainer.is_global_zero: torch.randn(4)``) advances that rank's generators only, and stages that draw for
+    their own parameters advance theirs differently. So before each epoch all ranks get the generators of the replica's
+    first rank. In the first replica this is global rank 0, which has drawn what one process draws. If batches differ
+    all the same, the run would train nonsense. So ranks compare their first batch, and batches 0, 1, 2, 4, 8, ... of
+    each epoch.
     """
 
     def __init__(self, run: Run) -> None:
@@ -101,7 +105,7 @@ class SameBatches:
         self._put_back()
 
     def _begin(self, hook: Callable[[], None]) -> None:
-        hook()  # Lightning's last before the loaders draw
+        hook()  # the last one that Lightning calls before the loaders draw
         run, group = self._run, self._run.groups.model
         if group.size() > 1:
             restore_random_state(broadcast_object(random_state(), dist.get_global_rank(group, 0), group, run.device))

@@ -22,11 +22,10 @@ class Splitting:
     """Splits each batch of a run.
 
     Args:
-        options: of the strategy.
-        automatic: the number for ``microbatches="auto"``, given a batch's size.
+        automatic: gives the number of microbatches for ``microbatches="auto"``, from the number of a batch's samples.
 
     Attributes:
-        by_user: does the user's function split?
+        by_user: the user's function ``split=`` splits.
     """
 
     def __init__(self, options: StagedOptions, automatic: Callable[[int], int]) -> None:
@@ -36,7 +35,8 @@ class Splitting:
         self._whole = options.microbatches == 1
 
     def parts(self, batch: Any) -> tuple[list[Any], list[int]]:
-        """The microbatches of a batch, and their sizes: the numbers of samples, as far as they can be told.
+        """The microbatches of a batch, and their sizes in samples. A part whose size isn't known counts as
+        Lightning counts it, or as 1.
 
         Raises:
             ValueError: the batch can't be split as the settings want it.
@@ -84,5 +84,5 @@ def _size(batch: Any) -> int:
         pass
     try:
         return extract_batch_size(batch)  # as Lightning weighs what one process logs
-    except Exception:  # it finds none
+    except Exception:  # it finds no tensor with a dimension
         return 1

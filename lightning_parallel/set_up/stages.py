@@ -193,6 +193,6 @@ def refuse_evaluation(module: pl.LightningModule) -> None:
         # None switches validation off.
         if step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
             raise ValueError(
-                f"{step.__name__}(dataloader_iter): a pipeline looks through a step before it runs it, so the first "
-                f"batch would be lost. Take {step.__name__}(batch, batch_idx)."
+                f"{step.__name__}(dataloader_iter): a pipeline makes a dry run of a step before it runs it, so the "
+                f"first batch would be lost. Take {step.__name__}(batch, batch_idx)."
             )

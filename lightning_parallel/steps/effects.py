@@ -1,5 +1,5 @@
-"""Refuses what ``training_step`` does to the whole run, since it is called for each microbatch of a batch, and only the
-last stage runs its end::
+"""Refuses changes that ``training_step`` makes to the whole run. It is called for each microbatch of a batch, and only
+the last stage runs its end::
 
     group["lr"] *= 0.5                                 refused, as is a scheduler's step
     self.log("loss", loss)
@@ -26,8 +26,8 @@ from lightning_parallel.results.logs import log_arguments, logging_through
 
 
 class StepEffects:
-    """Watches the steps of a run on the last stage, which alone runs all of them. Metrics and ``self.log`` are replaced
-    once a batch, since this takes longer than a short step."""
+    """Watches steps on the last stage, the only one that runs them to their end. The Trainer's metrics and ``self.log``
+    are replaced once a batch, since replacing them takes longer than a short step."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -76,7 +76,7 @@ class StepEffects:
         return result
 
     def look(self, step: Callable[[], Any]) -> Any:
-        """Run a step that doesn't count, outside of a batch or within one."""
+        """Run a step without effect (a dry run, a trial), outside of a batch or within one."""
         with nullcontext() if self._is_watching else self.watching(self._run.module.log):
             return self._checked(step)
 
@@ -85,7 +85,7 @@ class StepEffects:
         options = _options(self._run.trainer)
         try:
             return step()
-        finally:  # a look ends where the step needs a value
+        finally:  # a dry run ends with an error where the step needs a value
             none: dict[str, Any] = {}
             for before, now in zip_longest(options, _options(self._run.trainer), fillvalue=none):
                 for name, value in now.items():
@@ -110,17 +110,17 @@ class StepEffects:
         raise self._found
 
     def check(self) -> None:
-        """Raise what a look has found, where errors of the step don't count."""
+        """Raise what a dry run has found. During the dry run itself, errors of the step are suppressed."""
         if self._found is not None:
             raise self._found
 
     def end_batch(self) -> None:
-        """Warn if some microbatches of a batch have asked for the end, and others haven't."""
+        """Warn if some microbatches of a batch have set ``should_stop``, and others haven't."""
         stops, self._stops = self._stops, []
         if len({*stops}) > 1:
             rank_zero_warn(
                 "training_step has set trainer.should_stop in some microbatches of a batch, and not in others, so the "
-                "run ends. The loss of the whole batch might decide otherwise: look at it in on_train_batch_end."
+                "run ends. The loss of the whole batch might decide otherwise: decide in on_train_batch_end."
             )
 
 
@@ -128,8 +128,8 @@ _KIND = "class"
 
 
 def _options(trainer: pl.Trainer) -> list[dict[str, Any]]:
-    """What schedulers, then groups of optimizers' parameters have. A tensor isn't read, since a GPU would be waited
-    for: its version tells whether it has changed."""
+    """The step count of each scheduler, then the options of each parameter group. A tensor isn't read, since that would
+    wait for a GPU: its version shows whether it has changed."""
     found: list[dict[str, Any]] = []
     for config in trainer.lr_scheduler_configs:
         scheduler = config.scheduler

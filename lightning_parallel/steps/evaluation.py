@@ -28,7 +28,7 @@ class Evaluation:
     """Runs the user's evaluation steps on this rank's stage.
 
     Args:
-        look: traces the first step of each kind.
+        look: makes a dry run of the first step of each kind.
         shards: compares the losses of tensor ranks.
         earlier: drops what runs for earlier chunks log.
     """

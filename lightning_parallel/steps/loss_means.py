@@ -29,7 +29,7 @@ class LossMeans:
 
     Args:
         wanted: the setting ``microbatch_weight``.
-        last_stage: in whose name steps run that don't count.
+        last_stage: keeps the ranks and the random numbers of a trial's steps apart from the run's.
         known: gives the names whose value for the whole batch is known without the layers.
         by_user: the user's function splits batches. It can't put two microbatches together.
 

@@ -47,9 +47,9 @@ class _Tried:
     Attributes:
         step: makes the user's step of a part of the batch.
         arrived: its activations; empty until its forward has run, as what follows is unknown.
-        make: of its loss.
+        make: the operations that its loss is made of.
         share: what a sample's loss averages over.
-        outcome: of its step alone.
+        outcome: what its step alone has come to.
     """
 
     step: Step
@@ -66,7 +66,7 @@ class LossPairs:
     """The trials of a run, on the last stage.
 
     Args:
-        last_stage: in whose name steps run that don't count.
+        last_stage: keeps the ranks and the random numbers of a trial's steps apart from the run's.
         take: is called with what a trial has found. It returns whether several rules are still possible.
 
     Attributes:
@@ -88,7 +88,7 @@ class LossPairs:
         return bool(self._makes)
 
     def trial(self, step: Step, batch: Any, sizes: Sequence[int], place: int, batch_loss: BatchLoss) -> Trial | None:
-        """What a microbatch is tried with; None if nothing is to be tried.
+        """The trial that follows a microbatch's forward; None if nothing is to be tried.
 
         Args:
             step: makes the user's step of a part of the batch.

@@ -44,8 +44,7 @@ class Microbatches:
     """Splits batches into microbatches, and joins what these return.
 
     Args:
-        splitting: makes them.
-        shards: whose region a step leaves at its end.
+        shards: keeps the random numbers of tensor ranks apart inside their layers, and the same after a step.
         earlier: drops what runs for earlier chunks log.
     """
 
@@ -79,7 +78,7 @@ class Microbatches:
         """The work of a batch.
 
         Args:
-            arguments: of ``training_step``, the batch first.
+            arguments: those of ``training_step``, the batch first.
             scale: a factor of the gradients, besides those of the loss.
 
         Returns:
@@ -128,7 +127,7 @@ class Microbatches:
         return work, loss
 
     def _step(self, arguments: tuple[Any, ...], recorder: LogRecorder, size: int, seed: int, kind: str | None) -> Any:
-        """The user's step on one microbatch; ``kind=None`` for a look at it."""
+        """The user's step on one microbatch; ``kind=None`` for a dry run or a trial."""
         recorder.weight = size
         seed_host_generators(seed)
         step, watched = self._run.module.training_step, self._is_watched

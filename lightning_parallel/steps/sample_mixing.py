@@ -1,11 +1,12 @@
 """Tests whether layers before the loss compute with several samples of a batch together.
 
-On the way to the loss too, a microbatch is all that a layer sees: a normalisation by the batch's own mean, attention
-over samples, a batch whose samples don't lie along dimension 0. So in the first batch each chunk but the last runs
-again on the first two microbatches, alone and as one, in evaluation mode::
+A layer sees one microbatch at a time. If it computes with several samples, its output differs from that of one process:
+a normalisation by the batch's own mean, attention over samples, a batch whose samples don't lie along dimension 0. So
+in the first batch each chunk but the last runs again on the first two microbatches, alone and as one, in evaluation
+mode::
 
     both     4 samples     what the chunk sends on
-    each     2 samples     what it sends on, joined        -> the same? else samples are mixed
+    each     2 samples     what it sends on, joined        -> if it isn't the same, samples are mixed
 
 The last chunk's part is tried by its loss (``loss_pairs.py``).
 """
@@ -35,20 +36,20 @@ Runner = Callable[[Callable[[], Any], Sequence[Tensor]], list[Tensor]]
 
 
 class SampleMixing:
-    """The trials of a run, on this rank."""
+    """Runs these trials on this rank."""
 
     def __init__(self, run: Run, last_stage: LastStage, partition: Partition) -> None:
         self._run, self._last_stage, self._partition = run, last_stage, partition
         self._arrived: dict[int, Sequence[Tensor]] = {}  # by chunk, for the first microbatch
 
     def trial(self, step: Step, batch: Any, sizes: Sequence[int], place: int) -> Mixing | None:
-        """What follows a microbatch's forward in the chunks before the last, in the first batch.
+        """The trial that a chunk before the last runs after a microbatch's forward in the first batch, or None.
 
         Args:
             step: makes the user's step of a part of the batch.
             batch: as the loader gave it.
-            sizes: of its microbatches.
-            place: of the microbatch.
+            sizes: the number of samples in each microbatch.
+            place: the microbatch's index in the batch.
         """
         return partial(self._try, step, batch, sizes, place) if place < 2 <= len(sizes) else None
 
@@ -85,15 +86,15 @@ class SampleMixing:
             if not mixed or any(
                 not torch.equal(*each) for each in zip(as_one, sent(whole, 0, together, 1), strict=True)
             ):
-                return  # or it draws random numbers
+                return  # nothing is mixed, or the chunk draws random numbers in evaluation mode, too
         except FAILURES:
-            return  # the step wasn't made for other sizes
+            return  # the step can't run on other numbers of samples
         self._warn(chunk, len(sizes))
 
     def _warn(self, chunk: int, count: int) -> None:
         layout = self._run.layout
         if layout.index("data") or layout.index("tensor"):
-            return  # another rank does
+            return  # the first replica and tensor rank warns
         units = [repr(name) for name, chunks in self._partition.units.items() if chunk in chunks]
         warnings.warn(
             f"training_step computes with several samples of a batch together, in or before {first_few(units)}: "
@@ -107,7 +108,7 @@ class SampleMixing:
 def _differ(whole: Tensor, one: Tensor, other: Tensor, sizes: tuple[int, int]) -> bool:
     parts = joined(one, other, sizes)
     if parts is None or parts.shape != whole.shape:
-        return True  # it's of no sample, and not the same
+        return True  # both depend on their samples, but nothing shows along which dimension these lie
     if not whole.is_floating_point():
         return not torch.equal(parts, whole)
     tolerance = TOLERANCES.get(whole.dtype, 0.02) * 10 * float(whole.abs().max().nan_to_num())

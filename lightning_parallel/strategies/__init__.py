@@ -1,4 +1,4 @@
-"""What a Trainer is given: a page for each strategy, which shows the order in which a batch meets the parts.
+"""What a Trainer is given: a file for each strategy, which shows the order in which a batch meets the parts.
 
-How a part works is not said here, but in its own room.
+How a part works is explained in its own room.
 """

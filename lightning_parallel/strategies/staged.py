@@ -217,7 +217,7 @@ class StagedStrategy(LayoutStrategy):
 
     @override
     def holding(self) -> Holding:
-        if not self.stage.partition.units:  # the step hasn't been looked at
+        if not self.stage.partition.units:  # there was no dry run of the step
             return Holding("all")
         return Holding(self._stages.layers, extra=self.activation_bytes())
 

@@ -1,1 +1,2 @@
-"""What ran when on each rank: recorded, measured against theory, and written as a picture and a trace."""
+"""What ran when on each rank: ``recording.py`` records and measures it, ``picture.py`` draws it, and ``trace_file.py``
+writes a trace for Perfetto."""

@@ -1,5 +1,6 @@
-"""What the user's step does, found by running it once without values.
+"""The dry run of the user's step: it runs once without values, and a trace says what it does.
 
-``trace.py`` runs it, ``tracer.py`` notes what happens, and ``traced.py`` is the result. Afterwards all is as before:
-``snapshot.py``, ``own_generators.py``, ``plain_values.py``. ``operations.py`` and ``timing.py`` measure what it costs.
+``trace.py`` runs it, ``tracer.py`` records what happens, and ``traced.py`` has the trace. ``snapshot.py`` and
+``own_generators.py`` put modules and generators back afterwards, and ``plain_values.py`` watches attributes that aren't
+tensors. ``operations.py`` and ``timing.py`` measure what the step costs.
 """

@@ -237,4 +237,4 @@ def _put_back(container: Any, held: _Held) -> None:
         now.extend(held) if isinstance(now, list | deque) else now.update(held)
     except Exception as error:  # from a class of somebody's own, which doesn't allow it
         name = type(container).__name__
-        warnings.warn(f"The look at the first step has written to a {name} that can't be reset: {error}", stacklevel=2)
+        warnings.warn(f"A dry run of the first step has written to a {name} that can't be reset: {error}", stacklevel=2)

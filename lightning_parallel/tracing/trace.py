@@ -90,7 +90,7 @@ def trace_after(
     modules has the origin :data:`FROM_EARLIER_STEP`. The other arguments are as in :func:`trace`."""
     with _without_values(module, is_unit, names, seed) as scene:
         first = scene.tracer(TraceOptions(until=after))
-        with first.installed(scene.parts, scene.absent), suppress(Exception, LeaveStep):  # any: a trace has told it
+        with first.installed(scene.parts, scene.absent), suppress(Exception, LeaveStep):  # any: an earlier trace has it
             step()
         for left in scene.state.written():
             left.memory.origins = frozenset([FROM_EARLIER_STEP])
@@ -154,7 +154,7 @@ class _Scene:
             except AbsentValueError as error:
                 stopped = error
                 end |= error.origins
-            except Exception as error:  # any: it is the step's, and whoever asked for the trace decides what it means
+            except Exception as error:  # any: it is the step's, and the caller decides what it means
                 stopped = error
             end |= origins_in((logged, tracer.end(), [vars(metric) for metric in self.metrics()]))
             seen = Trace(
@@ -197,7 +197,7 @@ class _Scene:
             try:
                 with tracer.installed(self.parts, self.absent), guessed:
                     output = step()
-            except Exception:  # any: the trace has told it
+            except Exception:  # any: the trace has it
                 pass
             except SystemExit as error:
                 if type(error) is not SystemExit:  # not the step's sys.exit, but a signal's, such as Lightning's

@@ -24,7 +24,7 @@ RECORD = Path(__file__).parent / "recorded.json"
 PAGE = Path(__file__).parents[2] / "docs" / "limits.md"
 BEGIN, END = "<!-- lightning-tests -->\n", "<!-- /lightning-tests -->"
 
-# What a failure's cause is, in the words of the page: the first pattern that is found in it.
+# A failure's cause in the words of the page: those of the first pattern that its error contains.
 CAUSES = (
     ("IsADirectoryError|trainer.pt|NotADirectory", "A checkpoint is a folder, which `torch.load` doesn't open"),
     ("can't be used under", "A callback of Lightning's is refused (Callbacks, above)"),
@@ -57,7 +57,7 @@ def outcomes(folder: Path, layout: str, jobs: int, only: list[str]) -> dict[str,
 
 
 def record(found: dict[str, dict[str, tuple[bool, bool, str]]]) -> dict[str, Any]:
-    """What is kept: the number of tests that pass in one process and make a Trainer, and those of them that fail."""
+    """For ``recorded.json``: how many tests make a Trainer and pass in one process, and which of them fail here."""
     counted = [test for test, (takes_part, passed, _) in found["single"].items() if takes_part and passed]
     kept = {"lightning": version("lightning"), "tests": len(counted), "layouts": {}}
     for layout in [layout for layout in found if layout != "single"]:
@@ -67,7 +67,7 @@ def record(found: dict[str, dict[str, tuple[bool, bool, str]]]) -> dict[str, Any
 
 
 def section(kept: dict[str, Any]) -> str:
-    """The page's table: causes, and how many tests fail of each under each layout."""
+    """The page's table: for each cause and layout, how many tests fail of it."""
     layouts = kept["layouts"]
     rows = {name: Counter(_cause(cause) for cause in failed.values()) for name, failed in layouts.items()}
     causes = sorted(set().union(*rows.values()), key=lambda cause: -sum(row[cause] for row in rows.values()))

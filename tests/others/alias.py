@@ -1,6 +1,6 @@
-"""Lets ``import pytorch_lightning`` give ``lightning.pytorch``: a module of one isn't one of the other.
+"""Lets ``import pytorch_lightning`` give ``lightning.pytorch``, since a Trainer of one takes no module of the other.
 
-To be called before anything imports pytorch_lightning.
+`install` has to be called before anything imports pytorch_lightning.
 """
 
 from __future__ import annotations
@@ -34,6 +34,6 @@ class _Alias(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Once."""
+    """Install the finder, if it isn't there."""
     if not any(isinstance(finder, _Alias) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Alias())

@@ -1,4 +1,4 @@
-"""What a package gives to a Trainer, taken from its own training: many have an interface of their own above."""
+"""Takes the module and the loaders that a package gives to its Trainer, for packages with an interface of their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 
 
 class _Taken(BaseException):
-    """So that no package's own handling of errors sees it."""
+    """Ends the training. It is a BaseException, so that no package's `except Exception` catches it."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         self.given = given

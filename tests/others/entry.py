@@ -1,4 +1,4 @@
-"""What an entry is: a LightningModule of a package, with a loader as the package's users have one."""
+"""An entry: a LightningModule of a package, with a loader as the package's users have one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.others.captured import captured
 
 BATCH = 8  # samples of a batch of all replicas
 STEPS = 2  # that are compared
-SAMPLES = BATCH * 2 * STEPS  # of a data set: as many again for steps that are not
+SAMPLES = BATCH * 2 * STEPS  # of a data set: half of them for steps that aren't compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Entry:
         package: as PyPI names it.
         module: makes the module. Called with a fixed seed, and `dtype` as the default dtype.
         loader: makes a loader of `SAMPLES` samples in a fixed order, given the size of a batch.
-        trains: in the place of these two: trains by the package's own interface, given the size of a batch.
+        trains: trains by the package's own interface, given the size of a batch; instead of `module` and `loader`.
         validates: whether the run validates, with the same loader.
         dtype: float64, unless the module has something that takes none.
         trainer: more settings of the Trainer, as users of the package give them.

@@ -1,8 +1,8 @@
 """Compares what the ranks of a layout report with one process.
 
-Nobody has said of these modules what is different by nature. It is found: the numbers aren't those of one process, they
-are those of the same division of the batch without other ranks, and a step draws random numbers or the strategy has
-warned. Any other difference is a silent one.
+No list says which of these modules are different by nature. It is found by three signs: the numbers aren't those of one
+process; they are those of the same division of the batch without other ranks; and a step draws random numbers, or the
+strategy has warned. Any other difference is a silent one.
 """
 
 from __future__ import annotations

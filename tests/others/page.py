@@ -131,8 +131,8 @@ and compared with one process. `make others` installs the packages, runs all of 
 - **What runs**: {steps} steps with batches of {batch} samples, with Lightning's default checkpoint at the end,
   a logger, and validation where the module has it. One real process for each rank, over gloo, two ranks. The module,
   its loss, its optimizer and its loader are the package's own, or those of its examples; where a package trains by an
-  interface of its own, they are taken from that. Settings are no others than those named here: no module gets a plan,
-  a list of layers or a function that splits its batches.
+  interface of its own, they are taken from that. Nothing else is set: no module gets a plan, a list of layers or a
+  function that splits its batches.
 - **What is compared**: the loss of each step and every parameter after the last, with those of Lightning's own Trainer
   in one process on the whole batch. *Equal*: the largest deviation, relative to the largest entry of the tensor, is at
   most {exact}. Modules that run in float32 only are compared by their losses, to {coarse}.
@@ -142,5 +142,6 @@ and compared with one process. `make others` installs the packages, runs all of 
 - *Different by nature*: the numbers are those of the same division of the batch without other ranks (one stage with the
   same microbatches, or Lightning's DDP), and under pipelines a step draws random numbers, or the strategy has warned.
 - *Refused*: an error of the strategy before the first update, of the same kind on all ranks. *DIFFERENT*: any other
-  difference, which nobody is told of; a loader that draws its samples by itself and so gives other batches is one, too.
+  difference, so one without a warning. Loaders that draw their samples by themselves, and so give other batches, count
+  as that, too.
   *Crashed*: any other error. *Hang*: a rank that waits until the timeout."""

@@ -106,7 +106,7 @@ def _drawn() -> Any:
 
 @contextmanager
 def _noted(found: list[str]) -> Iterator[None]:
-    """What lightning_parallel warns of inside."""
+    """Appends to ``found`` what lightning_parallel warns of inside."""
 
     def show(message: Any, *args: Any, **kwargs: Any) -> None:
         if _is_own(sys._getframe(1)):

@@ -1,4 +1,4 @@
-"""private/lightning: each private name does what is expected of it. A failure says what a new version breaks.
+"""private/lightning/: each private name does what is expected of it. A failure says what a new version breaks.
 
 What to do then: find what replaces the name, in Lightning's changelog or source, and change that one function.
 """

@@ -46,8 +46,8 @@ IN_HOST_MEMORY = {
     "late_values.py _take": "the names of metrics, from host to host",
     "late_values.py <dictcomp>": "metrics of the progress bar, which came from host to host",
     "loss_pairs.py _numbers": "what a trial of two microbatches logs, in batches 2, 3, 5, 9, ...",
-    "loss_trial.py outcome": "the losses of such a trial",
-    "loss_graph.py number_of": "what a microbatch's loss averages over; on a GPU it stays there",
+    "trial.py outcome": "the losses of such a trial",
+    "graph.py number_of": "what a microbatch's loss averages over; on a GPU it stays there",
     "summing.py summed_over": "which gradients of shared parameters there are; over NCCL, from host to host",
     "uses.py compare": "whether replicas have used the same modules, from host to host",
     "region.py enter": "the state of torch's generator",
@@ -58,7 +58,7 @@ ONCE_A_BATCH = {
 }
 # In a batch, of all of them; so many would not be reached by one that is read for each layer or parameter.
 AT_MOST = {"optimizer.py _get_value": 200, "seeding.py draw_seed": 100, "region.py enter": 20, "message.py __init__": 8,
-            "loss_graph.py number_of": 12, "loss_pairs.py _numbers": 2, "loss_trial.py outcome": 2}
+            "graph.py number_of": 12, "loss_pairs.py _numbers": 2, "trial.py outcome": 2}
 
 
 class Watch(Callback):
