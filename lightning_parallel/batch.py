@@ -249,7 +249,7 @@ def _named_sizes(node: Any, path: str) -> Iterator[tuple[str, int | None]]:
             yield path, len(node.to_data_list())
         elif is_opaque(node):
             yield path, None
-    elif type(node) is list and any(_is_object(each) for each in node):
+    elif type(node) is list and _one_per_sample(node, len(node)) and any(_is_object(each) for each in node):
         yield path, len(node)  # an object for each sample
     else:
         attributes = not isinstance(node, Mapping | tuple | list)

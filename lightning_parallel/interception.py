@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ class Interception:
     have none of them."""
 
     def __init__(self) -> None:
-        self._hooks: dict[nn.Module, list[torch.utils.hooks.RemovableHandle]] = {}
+        # By the ids of modules: the hash of a metric changes with its state.
+        self._hooks: dict[int, list[torch.utils.hooks.RemovableHandle]] = {}
+        self._alone: list[_Alone] = []
         self._forwards: list[tuple[nn.Module, Callable[..., Any] | None]] = []
 
     def before(self, module: nn.Module, hook: Callable[..., None]) -> None:
@@ -42,27 +45,28 @@ class Interception:
 
     def remove(self) -> None:
         """Remove everything, and put back what was there."""
-        for module, hooks in self._hooks.items():
-            for hook in hooks:
-                hook.remove()
-            _Alone.of(module).forget(self)
+        for hook in chain.from_iterable(self._hooks.values()):
+            hook.remove()
+        for alone in self._alone:
+            alone.forget(self)
         for module, forward in reversed(self._forwards):
             _put_back(module.__dict__, forward)
-        self._hooks, self._forwards = {}, []
+        self._hooks, self._alone, self._forwards = {}, [], []
 
     def removed_from(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         """A copy of a module's ``__dict__`` without what is here."""
-        ids = {hook.id for hook in self._hooks[module]}
+        ids = {hook.id for hook in self._hooks[id(module)]}
         state = {key: _without(ids, value) if key in _HOOKS else value for key, value in state.items()}
         for forward in (forward for patched, forward in reversed(self._forwards) if patched is module):
             _put_back(state, forward)
         return state
 
     def _hooks_of(self, module: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
-        if module not in self._hooks:
-            self._hooks[module] = []
-            _Alone.of(module).interceptions.append(self)
-        return self._hooks[module]
+        if id(module) not in self._hooks:
+            self._hooks[id(module)] = []
+            self._alone.append(_Alone.of(module))
+            self._alone[-1].interceptions.append(self)
+        return self._hooks[id(module)]
 
 
 class _Alone:

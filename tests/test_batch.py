@@ -110,6 +110,9 @@ class Graphs:
         self.nodes = function(self.nodes)
         return self
 
+    def to(self, device: Any) -> Graphs:
+        return self.apply(lambda tensor: tensor.to(device))
+
 
 def test_batches_of_graphs_are_split_by_their_class() -> None:
     batch = {"graphs": Graphs([torch.ones(n) * n for n in (2, 1, 3)]), "y": torch.arange(3)}
@@ -122,14 +125,24 @@ def test_batches_of_graphs_are_split_by_their_class() -> None:
     assert batch["graphs"].nodes.sum() == 14  # type: ignore[attr-defined]
 
 
+def test_a_list_of_batches_of_graphs_has_as_many_samples_as_each_of_them() -> None:
+    # As torch_geometric's loader makes of pairs of graphs with a label.
+    graphs = [torch.ones(n) * n for n in (2, 1, 3)]
+    batch = [Graphs(graphs), Graphs(graphs[::-1]), torch.arange(3)]
+    assert batch_size(batch) == batch_size(batch[:2]) == 3
+    one, other, y = split(batch, 3)[0]
+    assert one.nodes.tolist() == [2, 2] and other.nodes.tolist() == [3, 3, 3] and y.tolist() == [0]
+
+
 class Opaque:
     def __init__(self) -> None:
         self.nodes = torch.ones(4)
 
 
 def test_an_object_whose_samples_cannot_be_told_is_not_split() -> None:
-    with pytest.raises(ValueError, match=r"batch\[0\] is an object that can't be split"):
-        split((Opaque(), torch.ones(4)), 2)
+    for pair in ((Opaque(), torch.ones(4)), [Opaque(), torch.ones(4)]):  # a list isn't of two samples
+        with pytest.raises(ValueError, match=r"batch\[0\] is an object that can't be split"):
+            split(pair, 2)
     batch = [Opaque(), Opaque()]
     assert split((batch, torch.ones(2)), 2)[1][0] == batch[1:]
     copy = rebuilt(batch[0], torch.clone)

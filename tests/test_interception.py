@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import CatMetric
 
 from lightning_parallel.interception import Interception
 from lightning_parallel.private.torch import forward_hooks
@@ -70,3 +71,13 @@ def test_a_copy_and_a_pickle_have_the_module_alone() -> None:
     second.remove()
     first.remove()
     assert [vars(part).keys() for part in net] == [part.keys() for part in plain]
+
+
+def test_a_metric_is_copied_alone_after_its_state_and_so_its_hash_have_changed() -> None:
+    metric, interception = CatMetric(), Interception()
+    interception.after(metric, lambda *_: None, first=True)
+    metric.update(1.0)
+    interception.instead(metric, metric.forward)
+    assert not copy.deepcopy(metric)._forward_hooks
+    interception.remove()
+    assert not metric._forward_hooks and "__reduce_ex__" not in vars(metric)

@@ -39,8 +39,7 @@ def install_clipping(
     paused = nullcontext if watch is None else watch.paused
 
     def enters_norm(parameter: Tensor) -> bool:
-        name = local.names.get(id(parameter))  # a loss may have parameters of its own, outside the module
-        return name is None or counts(name)
+        return counts(local.names[id(parameter)])
 
     def by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
         with paused():

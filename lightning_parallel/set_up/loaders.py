@@ -104,8 +104,9 @@ class SameBatches:
         """Give the module back its own hook."""
         self._put_back()
 
-    def _begin(self, hook: Callable[[], None]) -> None:
-        hook()  # the last one that Lightning calls before the loaders draw
+    def _begin(self, hook: Callable[[], None] | None) -> None:
+        if hook is not None:  # None switches it off
+            hook()  # the last one that Lightning calls before the loaders draw
         run, group = self._run, self._run.groups.model
         if group.size() > 1:
             restore_random_state(broadcast_object(random_state(), dist.get_global_rank(group, 0), group, run.device))

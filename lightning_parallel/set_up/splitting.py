@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +16,9 @@ _WAYS = (
     "Give the strategy split=, a function of a batch and a number that returns at most so many batches; or use "
     "microbatches=1"
 )
+
+# Samples: enough for any number of microbatches, which divides it evenly.
+_MANY = math.lcm(*range(1, 129))
 
 
 class Splitting:
@@ -44,7 +47,7 @@ class Splitting:
         first, self._is_first_batch = self._is_first_batch, False
         wanted = self._options.microbatches
         if self._options.split is not None:
-            count = self._automatic(sys.maxsize) if wanted == "auto" else wanted
+            count = self._automatic(_MANY) if wanted == "auto" else wanted
             parts = [*self._options.split(batch, count)]
             if not 0 < len(parts) <= count:
                 raise ValueError(

@@ -81,11 +81,10 @@ class SampleMixing:
         whole = [sum(pair), *sizes[2:]]
         try:
             one, other = sent(sizes, 0, first), sent(sizes, 1, arrived)
-            as_one = sent(whole, 0, together)
+            # Both in any case: tensor ranks run them together, and may see differences in some of their pieces only.
+            as_one, again = sent(whole, 0, together), sent(whole, 0, together, 1)
             mixed = any(_differ(*each, pair) for each in zip(as_one, one, other, strict=True))
-            if not mixed or any(
-                not torch.equal(*each) for each in zip(as_one, sent(whole, 0, together, 1), strict=True)
-            ):
+            if not mixed or not all(map(torch.equal, as_one, again)):
                 return  # nothing is mixed, or the chunk draws random numbers in evaluation mode, too
         except FAILURES:
             return  # the step can't run on other numbers of samples

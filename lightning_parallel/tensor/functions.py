@@ -46,7 +46,7 @@ def copy(x: Tensor, group: Group) -> Tensor:
     Returns:
         ``[...]``, the same values.
     """
-    return _mapped(x, group, lambda t: t.view_as(t), lambda g: all_reduced(g, group), differs=True)
+    return _mapped(x, group, _alias, lambda g: all_reduced(g, group), differs=True)
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
@@ -130,6 +130,10 @@ def gather_sum(x: Tensor, dim: int, group: Group, size: int | None = None) -> Te
 # -- the functions of autograd -----------------------------------------------------------------------------------
 
 
+def _alias(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
 def _mapped(x: Tensor, group: Group, forward: Map, transposed: Map, *, differs: bool = False) -> Tensor:
     return x if group.size() == 1 else _Linear.apply(x, forward, transposed, differs)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -145,7 +149,8 @@ class _Linear(torch.autograd.Function):
         if y is x:
             ctx.mark_dirty(x)
             return x
-        return y.data  # no view, which autograd would let nobody change in place
+        # No view, which autograd would let nobody change in place, unless the change would reach `x` unseen.
+        return y if forward is _alias else y.data
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]

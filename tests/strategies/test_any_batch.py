@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_parallel.set_up.options import StagedOptions
+from lightning_parallel.set_up.splitting import Splitting
 from tests.pool import WorkerPool
 from tests.strategies.failures import LIMIT, assert_refused
 from tests.strategies.harness import joined, largest_difference, train
@@ -57,6 +59,20 @@ def test_tables_train_as_in_one_process(pool: WorkerPool, options: dict[str, Any
     reports = pool.run(train, 2, Tables, "sync", options, init=False, max_epochs=1)
     assert largest_difference(joined(reports, "weights"), single.weights) < 1e-12
     assert all(report.metrics == pytest.approx(single.metrics, abs=1e-12) for report in reports)
+
+
+def test_a_function_is_asked_for_the_fewest_parts_that_suit_the_schedule() -> None:
+    asked: list[int] = []
+
+    def note(batch: Any, count: int) -> list[Any]:
+        asked.append(count)
+        return [batch]
+
+    def automatic(size: int) -> int:  # as the asynchronous pipeline's, with three stages
+        return next(count for count in range(6, 13) if size % count == 0)
+
+    Splitting(StagedOptions(split=note), automatic).parts(torch.zeros(8))
+    assert asked == [6]
 
 
 @pytest.mark.parametrize(("options", "words"), [

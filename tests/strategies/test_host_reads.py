@@ -51,6 +51,8 @@ IN_HOST_MEMORY = {
     "summing.py summed_over": "which gradients of shared parameters there are; over NCCL, from host to host",
     "uses.py compare": "whether replicas have used the same modules, from host to host",
     "region.py enter": "the state of torch's generator",
+    "batch.py fingerprint": "whether ranks load the same batches, in batches 0, 1, 2, 4, 8, ... of an epoch",
+    "loaders.py check": "what they have found",
 }
 ONCE_A_BATCH = {
     "logger_connector.py on_batch_end": "Lightning's: metrics of the progress bar",

@@ -165,7 +165,8 @@ def sizes_of_microbatches(batch_size: int, options: dict[str, Any], **trainer_op
     step = module.training_step
 
     def watched(batch: Any, batch_idx: int) -> Any:
-        seen.append(len(batch[0]))
+        if torch.is_grad_enabled():  # else two microbatches are tried as one
+            seen.append(len(batch[0]))
         return step(batch, batch_idx)
 
     module.training_step = watched  # type: ignore[method-assign]

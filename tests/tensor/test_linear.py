@@ -350,6 +350,12 @@ def test_outputs_may_be_changed_in_place(function: Any) -> None:
     assert function(torch.ones(2, 3, 4, requires_grad=True)).relu_().requires_grad
 
 
+def test_a_copy_that_shares_memory_may_not_be_changed_in_place() -> None:
+    x = torch.ones(3, requires_grad=True) * 1
+    with pytest.raises(RuntimeError, match="in-?place"):  # else the gradients of other uses of x would be wrong
+        functions.copy(x, alone(0, 2)).relu_()
+
+
 def test_a_second_derivative_is_refused(pool: WorkerPool) -> None:
     pool.run(second_derivatives, 2)
 
