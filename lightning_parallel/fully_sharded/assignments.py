@@ -27,9 +27,9 @@ class AssignmentsRefused(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if function == _SET_DATA and isinstance(args[0], DTensor):
-            name = next((name for name, p in self._module.named_parameters() if p is args[0]), "a parameter")
+            names = {id(parameter): name for name, parameter in self._module.named_parameters()}
             raise ValueError(
-                f"A step assigns to '{name}.data', which is fully sharded: the assignment would be lost. Change it in "
+                f"A step assigns to '{names.get(id(args[0]))}.data', which is fully sharded: the assignment would be lost. Change it in "
                 f"place, by `.data.copy_(...)` or `.data.lerp_(...)`."
             )
         return function(*args, **(kwargs or {}))
