@@ -29,7 +29,7 @@ class AssignmentsRefused(TorchFunctionMode):
         if function == _SET_DATA and isinstance(args[0], DTensor):
             names = {id(parameter): name for name, parameter in self._module.named_parameters()}
             raise ValueError(
-                f"A step assigns to '{names.get(id(args[0]))}.data', which is fully sharded: the assignment would be lost. Change it in "
-                f"place, by `.data.copy_(...)` or `.data.lerp_(...)`."
+                f"A step assigns to '{names.get(id(args[0]))}.data', which is fully sharded: the assignment would be "
+                f"lost. Change it in place, by `.data.copy_(...)` or `.data.lerp_(...)`."
             )
         return function(*args, **(kwargs or {}))
