@@ -60,7 +60,8 @@ ONCE_A_BATCH = {
 }
 # In a batch, of all of them; so many would not be reached by one that is read for each layer or parameter.
 AT_MOST = {"optimizer.py _get_value": 200, "seeding.py draw_seed": 100, "region.py enter": 20, "message.py __init__": 8,
-            "graph.py number_of": 12, "loss_pairs.py _numbers": 2, "trial.py outcome": 2}
+            "graph.py number_of": 12, "loss_pairs.py _numbers": 2, "trial.py outcome": 2,
+            "batch.py fingerprint": 4}
 
 
 class Watch(Callback):
