@@ -193,7 +193,7 @@ def test_an_update_has_two_microbatches_a_stage_where_there_are_samples(
     runs = pool.run(sizes_of_microbatches, stages, batch_size, options, init=False, accumulate_grad_batches=accumulate)
     first = runs[-1]  # the first stage's; on the last one, losses are tried too
     assert first[-len(expected) :] == expected
-    assert set(first[: -len(expected)]) == {expected[0]}  # looks at the step
+    assert set(first[: -len(expected)]) <= {expected[0]}  # dry runs of the step; one stage has none
 
 
 def warnings_of(options: dict[str, Any]) -> list[str]:
