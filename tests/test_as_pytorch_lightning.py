@@ -1,4 +1,4 @@
-"""Packages that import ``pytorch_lightning`` get ``lightning.pytorch``, where asked for; elsewhere they are told of."""
+"""Packages that import ``pytorch_lightning`` get ``lightning.pytorch`` where asked for, or a warning names them."""
 
 from __future__ import annotations
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 
 import tests.zoo.torchvision_ops  # noqa: F401  before Lightning, which imports torchvision
-from tests.others import alias
 
-alias.install()
-for name in ("torch._dynamo", "torch.distributed.checkpoint", "lightning.pytorch", "lightning_parallel", "pytest"):
+NAMES = (
+    "lightning_parallel.as_pytorch_lightning",  # before any package that imports pytorch_lightning
+    *("torch._dynamo", "torch.distributed.checkpoint", "lightning.pytorch", "lightning_parallel", "pytest"),
+)
+for name in NAMES:
     importlib.import_module(name)
