@@ -1,0 +1,56 @@
+"""What Trainers leave in the process when they have ended: nothing but the module."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections import Counter
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.core.module import LightningModule
+from torch.nn.modules import module as modules
+
+from tests.pool import WorkerPool
+from tests.strategies.harness import ALL, make_trainer
+
+GLOBAL_HOOKS = [name for name in vars(modules) if name.startswith("_global_") and name.endswith("hooks")]
+
+
+def fit(strategy: str) -> None:
+    os.environ["WORLD_SIZE"] = "2"  # a Trainer that ends deletes it
+    kind = ALL["Mixed"]
+    make_trainer(strategy, [], {}, max_epochs=1, limit_train_batches=1).fit(kind(), kind.loader(), kind.loader())
+
+
+def left() -> dict[str, Any]:
+    """What is there of what Trainers make."""
+    gc.collect()
+    kinds = Counter(type(each).__module__ + "." + type(each).__name__ for each in gc.get_objects())
+    return {
+        "threads": threading.active_count() + len(os.listdir("/proc/self/task")),
+        "groups": len(torch.distributed.distributed_c10d._world.pg_map),
+        "hooks": {name: len(getattr(modules, name)) for name in GLOBAL_HOOKS},
+        "patched": {k.__name__: sorted(vars(k)) for k in (pl.Trainer, LightningModule, torch.nn.Module, torch.Tensor)},
+        "ours": {name: count for name, count in kinds.items() if name.startswith("lightning_parallel.")},
+        "trainers": kinds["lightning.pytorch.trainer.trainer.Trainer"],
+        "files": len(os.listdir("/proc/self/fd")),
+    }
+
+
+def what_many_leave(strategy: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    for _ in range(2):
+        fit(strategy)
+    first = left()
+    for _ in range(3):
+        fit(strategy)
+    return first, left()
+
+
+@pytest.mark.parametrize("strategy", ["sync", "async", "tensor", "fsdp"])
+def test_each_trainer_leaves_as_much_as_the_one_before(pool: WorkerPool, strategy: str) -> None:
+    for first, last in pool.run(what_many_leave, 2, strategy, init=False):
+        assert first == last
