@@ -80,5 +80,3 @@ class CommonStop:
         """The next message of each of the others: does one of them say stop?"""
         flags = [link.take() for link in self._links]
         return any(flags)
-
-

@@ -17,25 +17,18 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 _Gather = Callable[..., list[Tensor]]
 
 
-class MetricSync:
-    """Makes metrics gather over some ranks until the run ends."""
+def gather_within(module: nn.Module, group: dist.ProcessGroup) -> Callable[[], None]:
+    """Make a module's metrics gather over the ranks that see different batches. Metrics that the user gave a group keep
+    it. Returns a function that undoes it."""
+    metrics = [m for m in module.modules() if isinstance(m, Metric) and m.process_group is None]
+    for metric in metrics:
+        metric.dist_sync_fn = _Within(group, _before(metric.dist_sync_fn))
 
-    def __init__(self) -> None:
-        self._metrics: list[Metric] = []
-
-    def begin(self, module: nn.Module, group: dist.ProcessGroup) -> None:
-        """Make a module's metrics gather over the ranks that see different batches, when a Trainer begins. Metrics that
-        the user gave a group keep it."""
-        self.end()
-        self._metrics = [m for m in module.modules() if isinstance(m, Metric) and m.process_group is None]
-        for metric in self._metrics:
-            metric.dist_sync_fn = _Within(group, _before(metric.dist_sync_fn))
-
-    def end(self) -> None:
-        """Undo it when the Trainer has ended or failed."""
-        for metric in self._metrics:
+    def put_back() -> None:
+        for metric in metrics:
             metric.dist_sync_fn = _before(metric.dist_sync_fn)
-        self._metrics = []
+
+    return put_back
 
 
 class _Within:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -48,7 +49,6 @@ from lightning_parallel.private.lightning.launching import (
     layer_sync_of,
     move_optimizers,
     script_launcher,
-    trainer_of,
 )
 from lightning_parallel.private.torch import group_of_members
 from lightning_parallel.ranks import process_group
@@ -58,7 +58,7 @@ from lightning_parallel.ranks.in_steps import Collectives
 from lightning_parallel.ranks.layout import Layout, Size
 from lightning_parallel.ranks.local_model import LocalModel
 from lightning_parallel.ranks.run import Run
-from lightning_parallel.results.metric_sync import MetricSync
+from lightning_parallel.results.metric_sync import gather_within
 from lightning_parallel.results.predictions import share_predictions
 from lightning_parallel.set_up import loaders
 from lightning_parallel.set_up.options import ProcessOptions
@@ -66,6 +66,28 @@ from lightning_parallel.set_up.replicas import Replicas
 from lightning_parallel.steps.equal_steps import EqualSteps
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """What this process has from the moment when it joins the others until it leaves them, for all runs between.
+
+    Attributes:
+        background: writes checkpoints while training goes on; None: training waits for them.
+    """
+
+    groups: Groups
+    collectives: Collectives
+    background: BackgroundSave | None
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What this rank holds of a divided model, from set-up until the next one."""
+
+    local: LocalModel
+    replicas: Replicas
+    checkpoints: Checkpoints
 
 
 @launched_by_make_launcher
@@ -90,21 +112,16 @@ class LayoutStrategy(ParallelStrategy):
         self._axes: Mapping[str, Any] = axes
         self.num_nodes = 1  # the Trainer sets its own
         self._layout: Layout | None = None
-        self._groups: Groups | None = None
-        self._collectives: Collectives | None = None
         self._seed = 0
+        self._joined: _Joined | None = None
         self._run: Run | None = None
-        self._local: LocalModel | None = None
-        self._replicas: Replicas | None = None
-        self._checkpoints: Checkpoints | None = None
-        self._background: BackgroundSave | None = None
-        self._equal_steps: EqualSteps | None = None
+        self._held: _Held | None = None
         self._group_names: list[list[list[str]]] = []
         self._start_table = StartTable()
-        self._end_data_hooks: Callable[[], None] = lambda: None
-        self._same_batches: loaders.SameBatches | None = None  # while it trains
+        self._equal_steps: EqualSteps | None = None
+        self._same_batches: loaders.SameBatches | None = None
         self._watch: GradientWatch | None = None  # where ranks hold parts of the model
-        self._metric_sync = MetricSync()
+        self._at_end = ExitStack()  # undoes what set-up has done, in reverse order
 
     # -- which rank this is --------------------------------------------------------------------------------------
 
@@ -133,24 +150,24 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def is_global_zero(self) -> bool:
         """Is this the first rank? In a step, the first of the data axis."""
-        inside_step = self._collectives is not None and self._collectives.inside is not None
+        inside_step = self._joined is not None and self._joined.collectives.inside is not None
         return self.global_rank == 0 if inside_step else super().global_rank == 0
 
     @property
     def _counts_replicas(self) -> bool:
-        return self._collectives is not None and self._collectives.counts_replicas
+        return self._joined is not None and self._joined.collectives.counts_replicas
 
     @property
     def groups(self) -> Groups:
         """The process groups, from the launch on."""
-        assert self._groups is not None, "the process groups are made in setup_environment"
-        return self._groups
+        assert self._joined is not None, "processes join in setup_environment"
+        return self._joined.groups
 
     @property
     def collectives(self) -> Collectives:
-        """The collectives that Lightning and the user's code ask for."""
-        assert self._collectives is not None, "the ranks meet from setup_environment on"
-        return self._collectives
+        """The collectives that Lightning and the user's code ask for, from the launch on."""
+        assert self._joined is not None, "processes join in setup_environment"
+        return self._joined.collectives
 
     @property
     def is_distributed(self) -> bool:
@@ -228,19 +245,17 @@ class LayoutStrategy(ParallelStrategy):
         bring_along(self.lightning_module.trainer)
         timeout, device = self.timeout, self.root_device
         backend = self.options.process_group_backend or process_group.backend_for(self.parallel_devices or [], device)
-        if process_group.join(self.cluster_environment, self.layout, backend, timeout) or self._groups is None:
-            self._groups = Groups(self.layout, timeout, device)
-            self._background = None
-        if self.options.async_save and self._background is None:
-            everyone = range(self.layout.world_size)
-            self._background = BackgroundSave(group_of_members(everyone, timeout, "gloo", "saves"))
-        self._collectives = Collectives(self.layout, self._groups, device)
-        self._end_data_hooks = loaders.data_hooks_inside(
-            (self.lightning_module, getattr(self.lightning_module.trainer, "datamodule", None)),
-            self._collectives.inside_data_hook,
-        )
+        if process_group.join(self.cluster_environment, self.layout, backend, timeout) or self._joined is None:
+            groups = Groups(self.layout, timeout, device)
+            background = None
+            if self.options.async_save:
+                everyone = range(self.layout.world_size)
+                background = BackgroundSave(group_of_members(everyone, timeout, "gloo", "saves"))
+            self._joined = _Joined(groups, Collectives(self.layout, groups, device), background)
+        owners = self.lightning_module, getattr(self.lightning_module.trainer, "datamodule", None)
+        self._at_end.callback(loaders.data_hooks_inside(owners, self.collectives.inside_data_hook))
         self._seed = process_group.agree_on_seed(self.layout)
-        self._checkpoints = None  # those of an earlier run, which may have failed
+        self._held = None  # that of an earlier run, which may have failed
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -280,9 +295,11 @@ class LayoutStrategy(ParallelStrategy):
             # The warning is right for several replicas. With one, what is logged is already the whole.
             warnings.filterwarnings("ignore", message=r".*self\.log\(.*sync_dist=True")
         self.accelerator.setup(trainer)
-        self._metric_sync.begin(run.module, self.groups.along("data"))
+        self._at_end.callback(take_back_loaders, trainer)
+        self._at_end.callback(gather_within(run.module, self.groups.along("data")))
         if run.trains:
             self._same_batches = loaders.SameBatches(run)
+            self._at_end.callback(self._same_batches.end)
         with self.disk_offload:  # it may be a copy of the whole model, in another precision
             self.model = self.precision_plugin.convert_module(run.module)
         return run
@@ -306,17 +323,18 @@ class LayoutStrategy(ParallelStrategy):
             counts: tells whether this rank's copy of a parameter, by name, enters the norm for clipping.
             norm_group: the ranks whose gradients make one norm; None if each rank has them all.
         """
-        run, self._local = self.run, local
+        run, joined = self.run, self._joined
         one = self.options.checkpoint == "file" or (self.options.checkpoint == "auto" and self.layout.world_size == 1)
-        self._checkpoints = Checkpoints(
+        checkpoints = Checkpoints(
             local,
             self.layout.coordinate,
             self._group_names,
-            self._background,
+            None if joined is None else joined.background,
             file=self.checkpoint_io if one or self.saves_as_lightning else None,
             as_lightning=self.saves_as_lightning,
         )
-        self._replicas = Replicas(local, self.groups.along("data"))
+        self._held = _Held(local, Replicas(local, self.groups.along("data")), checkpoints)
+        self._at_end.callback(self.replicas.end)
         self.model_to_device()
         self.disk_offload.load()
         if run.trains:
@@ -327,6 +345,7 @@ class LayoutStrategy(ParallelStrategy):
             move_optimizers(self.optimizers, self.root_device)
             if self.groups.model.size() > 1:
                 self._watch = GradientWatch(run.module, local.parameters.values(), self.precision_plugin)
+                self._at_end.callback(self.end_watch)
         install_clipping(
             self.precision_plugin,
             local,
@@ -352,13 +371,13 @@ class LayoutStrategy(ParallelStrategy):
         """``configure_optimizers`` sees the whole model's parameters; then those of other ranks are dropped."""
         with self._inside_step("configure_optimizers"):  # which may scale a rate by the number of replicas
             super().setup_optimizers(trainer)
-        if self._checkpoints is not None:  # a callback may want optimizers outside of a run
-            self._checkpoints.take_groups(self.run.module, self.optimizers)
+        if self._held is not None:  # a callback may want optimizers outside of a run
+            self.checkpoints.take_groups(self.run.module, self.optimizers)
             together(None, self._try_optimizers)
 
     def _inside_step(self, name: str) -> AbstractContextManager[None]:
         """Collectives.inside_step; outside of a run this rank is alone, and there is nothing to see otherwise."""
-        return nullcontext() if self._collectives is None else self._collectives.inside_step(name)
+        return nullcontext() if self._joined is None else self._joined.collectives.inside_step(name)
 
     def _try_optimizers(self) -> None:
         refuse_strange_parameters(self.run.module, self.optimizers)
@@ -366,22 +385,25 @@ class LayoutStrategy(ParallelStrategy):
             refuse_parts(optimizer, self.local_model, self.layout, type(self).__name__)
 
     @property
-    def local_model(self) -> LocalModel:
+    def held(self) -> _Held:
         """What this rank holds of the model, from set-up on."""
-        assert self._local is not None, "the model is divided in Trainer.fit, validate, test and predict"
-        return self._local
+        assert self._held is not None, "the model is divided in Trainer.fit, validate, test and predict"
+        return self._held
+
+    @property
+    def local_model(self) -> LocalModel:
+        """This rank's parameters and buffers."""
+        return self.held.local
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """Saves and loads this rank's part; known from set-up on."""
-        assert self._checkpoints is not None, "made in Trainer.fit, validate, test and predict"
-        return self._checkpoints
+        """Saves and loads this rank's part."""
+        return self.held.checkpoints
 
     @property
     def replicas(self) -> Replicas:
-        """This rank's replica beside the others, from set-up on."""
-        assert self._replicas is not None, "replicas are made in Trainer.fit, validate, test and predict"
-        return self._replicas
+        """This rank's replica beside the others."""
+        return self.held.replicas
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -401,7 +423,7 @@ class LayoutStrategy(ParallelStrategy):
 
     def share_buffers(self) -> None:
         """Copy the first replica's buffers to all replicas, before buffers are used for evaluation or saved."""
-        if self._checkpoints is not None and not self._checkpoints.have_failed and self._groups is not None:
+        if self._held is not None and not self.checkpoints.have_failed and self._joined is not None:
             self.replicas.copy_buffers()
 
     @override
@@ -489,8 +511,8 @@ class LayoutStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's ``state_dict()``, of which each rank has its part; :meth:`save_checkpoint` joins the parts. It
         is the first call of a save, on all ranks."""
-        if self._collectives is not None:
-            self._collectives.meet("A checkpoint")
+        if self._joined is not None:
+            self.collectives.meet("A checkpoint")
         self.share_buffers()
         return self.checkpoints.state_dict(self.run.module)
 
@@ -540,18 +562,10 @@ class LayoutStrategy(ParallelStrategy):
             self._same_batches.check(batch, batch_idx)
         if self._watch is not None:
             self._watch.end()
-        if self._background is not None and self._background.begin_batch():
+        background = None if self._joined is None else self._joined.background
+        if background is not None and background.begin_batch():
             self.drain()
-            self.finish_save()
-
-    def finish_save(self) -> None:
-        """Wait for a checkpoint that is written in the background.
-
-        Raises:
-            RuntimeError: it could not be written.
-        """
-        if self._background is not None:
-            self._background.finish()
+            background.finish()
 
     def drain(self) -> None:
         """Finish the batches that are in flight. All ranks call it after the same batch."""
@@ -561,27 +575,27 @@ class LayoutStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        return tensor if self._collectives is None else self._collectives.reduce(tensor, group, reduce_op)
+        return tensor if self._joined is None else self.collectives.reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         gather = super().all_gather
-        if self._collectives is None:
+        if self._joined is None:
             return tensor
-        return self._collectives.all_gather(tensor, group, lambda over: gather(tensor, over, sync_grads))
+        return self.collectives.all_gather(tensor, group, lambda over: gather(tensor, over, sync_grads))
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision if self._collectives is None else self._collectives.decide(decision, all)
+        return decision if self._joined is None else self.collectives.decide(decision, all)
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if self._collectives is not None:
-            self._collectives.barrier()
+        if self._joined is not None:
+            self.collectives.barrier()
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        return obj if self._collectives is None else self._collectives.broadcast(obj, src)
+        return obj if self._joined is None else self.collectives.broadcast(obj, src)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -590,15 +604,15 @@ class LayoutStrategy(ParallelStrategy):
         """Save nothing any more, and close the connections. When this process ends, the other ranks end within seconds,
         wherever they wait."""
         self.end_watch()
-        if self._checkpoints is not None and not (self.saves_as_lightning and self.layout.world_size == 1):
-            self._checkpoints.fail()
-        if self._background is not None:
+        if self._held is not None and not (self.saves_as_lightning and self.layout.world_size == 1):
+            self.checkpoints.fail()
+        joined, self._joined = self._joined, None
+        if joined is not None and joined.background is not None:
             try:
-                self._background.finish()
+                joined.background.finish()
             except RuntimeError as error:  # the exception ends the run, whatever came of the save
                 rank_zero_warn(str(error))
-            self._background = None
-        self._groups = self._collectives = None
+        del joined  # nothing may refer to a group that is destroyed
         process_group.close()
 
     @override
@@ -608,16 +622,8 @@ class LayoutStrategy(ParallelStrategy):
 
     def end_run(self) -> None:
         """Make the module as it was before the run, except that each rank has its part only. Every strategy's
-        ``teardown`` calls it."""
-        self.end_watch()
-        self._end_data_hooks()
-        self._end_data_hooks = lambda: None
-        self._metric_sync.end()
-        if self._same_batches is not None:
-            self._same_batches.end()
-            self._same_batches = None
-        if self.lightning_module is not None and (trainer := trainer_of(self.lightning_module)) is not None:
-            take_back_loaders(trainer)
-        if self._replicas is not None:  # set-up may have failed
-            self._replicas.end()
-        self.finish_save()
+        ``teardown`` calls it, also after an error."""
+        self._at_end.close()
+        self._same_batches = None
+        if self._joined is not None and self._joined.background is not None:
+            self._joined.background.finish()

@@ -22,12 +22,15 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_parallel.gradients.earlier_gradients import earlier_gradients
 from lightning_parallel.gradients.swapping import Gradients, add_gradients, swap_gradients
+from lightning_parallel.losses.graph import Number
 from lightning_parallel.losses.normaliser import BatchLoss
+from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.results.logs import LogRecorder
 from lightning_parallel.schedules.actions import Schedule, placement
 from lightning_parallel.schedules.checks import check_placement, of_one_update
@@ -120,15 +123,7 @@ class PipelineStrategy(StagedStrategy):
         for count in range(self._usual_microbatches() if self._is_own else 0, 0, -1):
             self._lists(count)  # of an epoch's last batch, which may be smaller
         self._goes_on = False  # of the run before
-        self.set_up(
-            trainer,
-            automatic_microbatches=self._automatic_microbatches,
-            completing=self._complete_gradients,
-            placement=None if self.is_one_process else placement(self._lists(self._usual_microbatches())),
-            norm_group=self.groups.model,
-            counts=lambda name: self._shards.counts(name) and self._stages.counts(name),
-            factor=lambda: self._loss.factor,
-        )
+        super().setup(trainer)
         self._alone_in = {chunk: self.stage.used_only_in(chunk) for chunk in self.stage.chunks}
         self._goes_on = self.run.trains and self._decide_to_go_on()
 
@@ -136,6 +131,24 @@ class PipelineStrategy(StagedStrategy):
     @override
     def is_one_process(self) -> bool:
         return self.layout.world_size == 1 and self.options.keeps_steps_whole(1)
+
+    @property
+    @override
+    def placement(self) -> Placement:
+        return (0,) if self.is_one_process else placement(self._lists(self._usual_microbatches()))
+
+    @override
+    def counts(self, name: str) -> bool:
+        return self._shards.counts(name) and self._stages.counts(name)
+
+    @property
+    @override
+    def norm_group(self) -> dist.ProcessGroup:
+        return self.groups.model
+
+    @override
+    def gradient_factor(self) -> Number:
+        return self._loss.factor
 
     def _lists(self, microbatches: int) -> Schedule:
         """The schedule's lists."""
@@ -175,7 +188,8 @@ class PipelineStrategy(StagedStrategy):
             return self.options.microbatches
         return 1 if self._schedule_name == "naive" or self.layout.stages == 1 else 4 * self.layout.stages
 
-    def _automatic_microbatches(self, batch_size: int) -> int:
+    @override
+    def automatic_microbatches(self, batch_size: int) -> int:
         return min(batch_size, self._usual_microbatches())
 
     @override
@@ -191,11 +205,11 @@ class PipelineStrategy(StagedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_one_process:
             return super().training_step(*args, **kwargs)
-        assert self._microbatches is not None
+        microbatches = self.at_work.microbatches
         parameters, layout = self.local_model.parameters, self.layout
         recorder = LogRecorder()
         scale = loss_scale(self.precision_plugin)
-        work, self._loss = self._microbatches.of((*args, *kwargs.values()), recorder, scale=scale)
+        work, self._loss = microbatches.of((*args, *kwargs.values()), recorder, scale=scale)
         self._count = len(work)
         lists = self._lists(self._count)
         if self._is_own:  # our own schedules place chunks by the number of stages alone
@@ -207,18 +221,19 @@ class PipelineStrategy(StagedStrategy):
             self._stages.fully_sharded.hold_back()
             own = {*self.stage.chunks}
             self._incomplete = {name: own & {*self.stage.partition.units[name]} for name in self.stage.layers}
-        with self._microbatches.recorded(recorder):
-            outputs = self.engine.run(actions, work, endless=self._goes_on)
+        with microbatches.recorded(recorder):
+            outputs = self.at_work.engine.run(actions, work, endless=self._goes_on)
         gradients = self.replicas.averaged(swap_gradients(parameters, earlier))
         self._gradients = self._stages.summed_shared(self._shards.completed(gradients))
 
         if not layout.is_last_stage:
             return self.last_stage.after_step(None)
-        return self.last_stage.after_step(self._microbatches.joined(outputs, self._loss, recorder))
+        return self.last_stage.after_step(microbatches.joined(outputs, self._loss, recorder))
 
+    @override
     @contextmanager
-    def _complete_gradients(self, chunk: int) -> Iterator[None]:
-        """A context for the last backward of a chunk in a batch: gradients are averaged while it runs."""
+    def completing(self, chunk: int) -> Iterator[None]:
+        """Gradients are averaged while a chunk's last backward in a batch runs."""
         layers = self._stages.fully_sharded
         if layers is not None:
             layers.release([name for name, chunks in self._incomplete.items() if chunks <= {chunk}])
@@ -242,9 +257,9 @@ class PipelineStrategy(StagedStrategy):
     def drain(self) -> None:
         """Answer the receives that stages have posted for a batch that won't come. Every rank calls it after the same
         batch."""
-        if self._goes_on and self._engine is not None:
+        if self._goes_on and self._at_work is not None:
             with torch.inference_mode(False):  # validation, where this is called too, runs in it
-                self._engine.end_stream()
+                self._at_work.engine.end_stream()
 
     # -- the end -------------------------------------------------------------------------------------------------
 

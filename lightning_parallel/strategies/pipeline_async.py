@@ -17,12 +17,12 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -95,6 +95,7 @@ class AsyncPipelineStrategy(StagedStrategy):
     """
 
     refused_callbacks = ASYNCHRONOUS
+    gradients_on_parameters = False  # they grow on the leaves of versions, which come and go
 
     @takes(AsyncPipelineOptions)
     def __init__(self, options: AsyncPipelineOptions) -> None:
@@ -119,16 +120,24 @@ class AsyncPipelineStrategy(StagedStrategy):
         assert self.lightning_module is not None
         if trainer.state.fn == TrainerFn.FITTING:
             _refuse_hooks(trainer, self.lightning_module)
-        self.set_up(
-            trainer,
-            automatic_microbatches=self._automatic_microbatches,
-            completing=lambda chunk: self.replicas.completing(),
-            check=partial(_refuse_ties, self.lightning_module),
-            weights=self._make_versions,
-            norm_group=self.groups.along("tensor"),  # of this stage alone: its update is not that of others
-            counts=self._shards.counts,
-            gradients_on_parameters=False,  # they grow on the leaves of versions, which come and go
-        )
+        super().setup(trainer)
+
+    @override
+    def check_partition(self, partition: Partition) -> None:
+        _refuse_ties(self.run.module, partition)
+
+    @override
+    def counts(self, name: str) -> bool:
+        return self._shards.counts(name)
+
+    @property
+    @override
+    def norm_group(self) -> dist.ProcessGroup:
+        return self.groups.along("tensor")  # of this stage alone: its update is not that of others
+
+    @override
+    def completing(self, chunk: int) -> AbstractContextManager[None]:
+        return self.replicas.completing()
 
     @property
     @override
@@ -141,7 +150,8 @@ class AsyncPipelineStrategy(StagedStrategy):
             return self._microbatches_wanted * self._accumulation
         return self._late.wanted_microbatches(self.layout.stages)
 
-    def _automatic_microbatches(self, batch_size: int) -> int:
+    @override
+    def automatic_microbatches(self, batch_size: int) -> int:
         """The smallest count from ``needed`` to ``2 * needed`` that divides the batch evenly; otherwise ``needed``."""
         needed = math.ceil(self._updates_microbatches() / self._accumulation)
         equal = (count for count in range(needed, 2 * needed + 1) if batch_size % count == 0)
@@ -165,7 +175,8 @@ class AsyncPipelineStrategy(StagedStrategy):
         ahead = self._late.ahead(self.layout.stages, self.layout.stage)
         return (1 + ahead) * sum(parts.held[chunk] for chunk in self.stage.chunks)
 
-    def _make_versions(self) -> WeightVersions:
+    @override
+    def make_versions(self) -> WeightVersions:
         """Make the versions of the weights, and the updates that create them."""
         layout = self.layout
         versions = WeightVersions(
@@ -227,25 +238,25 @@ class AsyncPipelineStrategy(StagedStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._microbatches is not None
+        microbatches, engine = self.at_work.microbatches, self.at_work.engine
         if not (self._steps or self._accumulates):
             raise RuntimeError(
                 f"{type(self.lightning_module).__name__}.optimizer_step calls the closure itself, but in the "
                 f"asynchronous pipeline each stage steps inside it. Use optimizer.step(closure=closure) in every batch."
             )
         recorder = LogRecorder()
-        work, loss = self._microbatches.of((*args, *kwargs.values()), recorder, first=self.training.fed)
-        if self._microbatches.once.names:
+        work, loss = microbatches.of((*args, *kwargs.values()), recorder, first=self.training.fed)
+        if microbatches.once.names:
             raise ValueError(
-                f"training_step changes {self._microbatches.once.names[0]!r}. In the asynchronous pipeline several "
+                f"training_step changes {microbatches.once.names[0]!r}. In the asynchronous pipeline several "
                 f"batches are under way at once: change it in on_train_batch_end, or use PipelineStrategy."
             )
-        actions = self.training.feed(self.engine, len(work), ends_update=self._steps)
-        with self._microbatches.recorded(recorder):
-            outputs = self.engine.run(actions, work, update=self.training.update, endless=True)
+        actions = self.training.feed(engine, len(work), ends_update=self._steps)
+        with microbatches.recorded(recorder):
+            outputs = engine.run(actions, work, update=self.training.update, endless=True)
         if not self.layout.is_last_stage:
             return self.last_stage.after_step(None)
-        return self.last_stage.after_step(self._microbatches.joined(outputs, loss, recorder))
+        return self.last_stage.after_step(microbatches.joined(outputs, loss, recorder))
 
     @override
     def make_gradients(self, backward: Callable[[], None]) -> None:
@@ -257,8 +268,8 @@ class AsyncPipelineStrategy(StagedStrategy):
     def drain(self) -> None:
         """Run the actions that are left, until nothing is in flight on any stage. Every rank calls it after the same
         batch."""
-        if self._training is not None and self._engine is not None:
-            self._training.drain(self._engine)
+        if self._training is not None and self._at_work is not None:
+            self._training.drain(self._at_work.engine)
 
     @override
     def on_train_end(self) -> None:

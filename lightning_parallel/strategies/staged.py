@@ -16,8 +16,8 @@ Training differs: see ``pipeline.py`` and ``pipeline_async.py``. The parts, in t
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,6 @@ from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.weights import Weights
 from lightning_parallel.plan.partition import Partition
-from lightning_parallel.private.lightning.launching import trainer_of
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.results.last_stage import LastStage
 from lightning_parallel.results.timelines import warn_without_pictures, write_timeline
@@ -58,23 +57,31 @@ from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.timeline.recording import Timeline
 
 
+@dataclass(frozen=True)
+class _AtWork:
+    """What runs batches on this rank's stage, from set-up to the end of the run."""
+
+    last_stage: LastStage
+    engine: Engine
+    evaluation: Evaluation
+    microbatches: Microbatches
+
+
 class StagedStrategy(LayoutStrategy):
     """Base of the synchronous and the asynchronous pipeline."""
 
     options: StagedOptions
     refused_callbacks = IN_STAGES
     calls_configure_part = True
+    gradients_on_parameters = True  # do backwards add to `p.grad`?
 
     def __init__(self, options: StagedOptions) -> None:
         super().__init__(options, pipeline=options.stages, data=options.data_parallel, tensor=options.tensor_parallel)
         self._shards = TensorShards(options.plan, options.sequence_parallel, self.disk_offload)
         self._stages = Stages(options)
         self._timeline = Timeline(enabled=options.timeline)
-        self._last_stage: LastStage | None = None
         self._part = PartOfModel()
-        self._engine: Engine | None = None
-        self._evaluation: Evaluation | None = None
-        self._microbatches: Microbatches | None = None
+        self._at_work: _AtWork | None = None
 
     @property
     def stage(self) -> Stage:
@@ -87,16 +94,15 @@ class StagedStrategy(LayoutStrategy):
         return self._timeline
 
     @property
-    def engine(self) -> Engine:
-        """Runs the schedule on this rank's stage, from set-up to the end of the run."""
-        assert self._engine is not None, "engines are made in Trainer.fit, validate, test and predict"
-        return self._engine
+    def at_work(self) -> _AtWork:
+        """What runs batches, from set-up to the end of the run."""
+        assert self._at_work is not None, "made in Trainer.fit, validate, test and predict"
+        return self._at_work
 
     @property
     def last_stage(self) -> LastStage:
-        """Hooks and logs that the last stage runs for all, from set-up to the end of the run."""
-        assert self._last_stage is not None, "made in Trainer.fit, validate, test and predict"
-        return self._last_stage
+        """Hooks and logs that the last stage runs for all."""
+        return self.at_work.last_stage
 
     @property
     def is_one_process(self) -> bool:
@@ -105,33 +111,43 @@ class StagedStrategy(LayoutStrategy):
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
-    def set_up(
-        self,
-        trainer: pl.Trainer,
-        *,
-        automatic_microbatches: Callable[[int], int],
-        completing: Callable[[int], AbstractContextManager[None]],
-        placement: Placement | None = None,
-        check: Callable[[Partition], None] = lambda parts: None,
-        weights: Callable[[], Weights | None] = lambda: None,
-        norm_group: dist.ProcessGroup,
-        counts: Callable[[str], bool],
-        gradients_on_parameters: bool = True,
-        factor: Callable[[], Number] = lambda: 1.0,
-    ) -> None:
-        """What ``setup`` does for both pipelines. The arguments are what differs between them.
+    # What differs between the two pipelines.
 
-        Args:
-            automatic_microbatches: gives the number for ``microbatches="auto"``, from a batch's size.
-            completing: given a chunk, a context around the backward that completes its gradients of an update.
-            placement: the stage of each chunk; by default each stage has one chunk.
-            check: raises for a partition that can't be trained.
-            weights: makes the weights that the engine's forwards read; None for the module's own parameters.
-            norm_group: the ranks over which the norm for clipping is taken.
-            counts: whether this rank's copy of a parameter enters that norm.
-            gradients_on_parameters: backwards add to ``p.grad``.
-            factor: gives the number by which the gradients that a batch's backwards have added up are multiplied.
-        """
+    @abstractmethod
+    def automatic_microbatches(self, batch_size: int) -> int:
+        """The number of microbatches for ``microbatches="auto"``."""
+
+    @property
+    def placement(self) -> Placement:
+        """The stage of each chunk."""
+        return tuple(range(self.layout.stages))
+
+    def check_partition(self, partition: Partition) -> None:
+        """Refuse a partition that can't be trained."""
+
+    @abstractmethod
+    def counts(self, name: str) -> bool:
+        """Does this rank's copy of a parameter enter the norm for clipping?"""
+
+    @property
+    @abstractmethod
+    def norm_group(self) -> dist.ProcessGroup:
+        """The ranks over which this norm is taken."""
+
+    def make_versions(self) -> Weights | None:
+        """The weights that the engine's forwards read; None for the module's own parameters."""
+        return None
+
+    def completing(self, chunk: int) -> AbstractContextManager[None]:
+        """A context around the backward that completes a chunk's gradients of an update."""
+        return nullcontext()
+
+    def gradient_factor(self) -> Number:
+        """The number by which the gradients are multiplied that a batch's backwards have added up."""
+        return 1.0
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
         self._part.end()
         run = self.prepare(trainer)
         module, groups = run.module, run.groups
@@ -143,18 +159,19 @@ class StagedStrategy(LayoutStrategy):
         if run.layout.stages > 1:
             refuse_evaluation(module)
 
-        splitting = Splitting(self.options, automatic_microbatches)
-        places = placement or tuple(range(run.layout.stages))
+        splitting = Splitting(self.options, self.automatic_microbatches)
+        self._at_end.callback(self._refuse_calls)
+        self._at_end.callback(self._stages.end)
         self._stages.take(
             run,
-            cut=lambda: agreed_partition(run, self.options, splitting, places),
-            check=check,
+            cut=lambda: agreed_partition(run, self.options, splitting, self.placement),
+            check=self.check_partition,
             divide=lambda: self._shards.divide(
                 module, groups.along("tensor"), run.device, partial(trial_of, trainer, module)
             ),
         )
         local = self._stages.local_model(self._shards.shards)
-        self.hold(local, counts=counts, norm_group=norm_group)
+        self.hold(local, counts=self.counts, norm_group=self.norm_group)
         share_overflows(self.precision_plugin, run.device)
 
         # Make equal what several ranks hold.
@@ -162,23 +179,24 @@ class StagedStrategy(LayoutStrategy):
         self._shards.begin(local, groups.along("tensor"))
         self._stages.join_shared(local, run)
         if run.trains:
-            self.replicas.begin(watch=gradients_on_parameters, factor=factor)
+            self.replicas.begin(watch=self.gradients_on_parameters, factor=self.gradient_factor)
             if self._stages.fully_sharded is not None:
-                self._stages.fully_sharded.multiply_by(factor)
+                self._stages.fully_sharded.multiply_by(self.gradient_factor)
 
         # What runs a batch.
         self._timeline = Timeline(enabled=self._timeline.enabled, device=run.device)  # of this run alone
         if self._timeline.enabled and run.trains:
             warn_without_pictures()
-        self._last_stage = LastStage(
+        last_stage = LastStage(
             run,
             deciding=self.stage.partition.placement[0],
             before_meeting=self._before_meeting,
             failed=self.on_exception,
         )
-        versions = weights()
-        look = FirstLook(run, self._stages, self._last_stage, late=versions is not None)
-        self._engine = Engine(
+        self._at_end.callback(last_stage.end)
+        versions = self.make_versions()
+        look = FirstLook(run, self._stages, last_stage, late=versions is not None)
+        engine = Engine(
             self.stage,
             run.layout,
             groups.links(self.stage.partition.placement),
@@ -188,22 +206,23 @@ class StagedStrategy(LayoutStrategy):
             timeline=self._timeline,
             # Layers that are gathered for a backward are freed at the end of its first half.
             halves=self._stages.fully_sharded is None,
-            completing=completing,
+            completing=self.completing,
         )
         earlier = EarlierChunks(module, self.stage)
-        self._evaluation = Evaluation(run, self._engine, self._stages, look, self._last_stage, self._shards, earlier)
+        evaluation = Evaluation(run, engine, self._stages, look, last_stage, self._shards, earlier)
         known = partial(look.known, "training_step")
-        means = LossMeans(run, self.options.microbatch_weight, self._last_stage, known, by_user=splitting.by_user)
-        self._microbatches = Microbatches(
+        means = LossMeans(run, self.options.microbatch_weight, last_stage, known, by_user=splitting.by_user)
+        microbatches = Microbatches(
             run,
             splitting,
             shards=self._shards,
             look=look,
             means=means,
-            last_stage=self._last_stage,
+            last_stage=last_stage,
             earlier=earlier,
             stage=self.stage,
         )
+        self._at_work = _AtWork(last_stage, engine, evaluation, microbatches)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -257,20 +276,17 @@ class StagedStrategy(LayoutStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._evaluation is not None
         with self.precision_plugin.val_step_context():
-            return self._evaluation.run(self.run.module.validation_step, *args, **kwargs)
+            return self.at_work.evaluation.run(self.run.module.validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._evaluation is not None
         with self.precision_plugin.test_step_context():
-            return self._evaluation.run(self.run.module.test_step, *args, **kwargs)
+            return self.at_work.evaluation.run(self.run.module.test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._evaluation is not None
-        step = partial(self._evaluation.run, self.run.module.predict_step, *args, **kwargs)
+        step = partial(self.at_work.evaluation.run, self.run.module.predict_step, *args, **kwargs)
         with self.precision_plugin.predict_step_context():
             return self.predict_equally(step)
 
@@ -282,8 +298,7 @@ class StagedStrategy(LayoutStrategy):
 
     def stage_figures(self) -> StageFigures:
         """The figures that :class:`~lightning_parallel.PerformanceMonitor` reads from a pipeline while it trains."""
-        assert self._microbatches is not None
-        forward = self._microbatches.count * sum(self.stage.partition.operations)
+        forward = self.at_work.microbatches.count * sum(self.stage.partition.operations)
         return StageFigures(forward, self.theoretical_bubble, self._timeline, self.mean_staleness())
 
     def mean_staleness(self) -> float | None:
@@ -309,22 +324,19 @@ class StagedStrategy(LayoutStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         # The engine holds the connections. Neighbours notice the error only when these are closed.
-        self._engine = self._evaluation = None
-        if self._last_stage is not None:
-            self._last_stage.outcomes.end()  # a callback that saves reads metrics, for which none is to wait any more
+        at_work, self._at_work = self._at_work, None
+        if at_work is not None:
+            at_work.last_stage.outcomes.end()  # a callback that saves reads metrics, for which none is to wait any more
+        del at_work
         super().on_exception(exception)
 
     @override
-    def teardown(self) -> None:
-        self._stages.end()
-        self._engine = self._evaluation = None  # with its sending threads
-        if self._last_stage is not None and self.lightning_module is not None:
-            if trainer_of(self.lightning_module) is not None:
-                self._last_stage.end()
-            self._last_stage = None
-        if self.lightning_module is not None:
-            self._part.begin(part for part in self.lightning_module.modules() if _has_absent_ones(part))
-        super().teardown()
+    def end_run(self) -> None:
+        self._at_work = None  # with its sending threads
+        super().end_run()
+
+    def _refuse_calls(self) -> None:
+        self._part.begin(part for part in self.run.module.modules() if _has_absent_ones(part))
 
 
 def _has_absent_ones(module: nn.Module) -> bool:
