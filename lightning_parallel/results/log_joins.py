@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from numbers import Real
 from typing import Any
 
 import torch
@@ -38,12 +40,71 @@ _TOLERANCE = 1e-5
 _CHECKED = 5  # batches; the host waits for a GPU to look at numbers
 
 
+class _Kind(Enum):
+    """How the ``batch_size=`` of a batch follows from those of its microbatches."""
+
+    SUM = "their sum, as far as each is more than 1"
+    SURE_SUM = "their sum"
+    BOUNDED = "their sum, without 1 where nothing counts"
+    SETTING = "the same number"
+    UNKNOWN = "the step doesn't come to it without its layers"
+
+
 class LogJoins:
     """Joins the numbers of microbatches, by what earlier batches have shown about each name."""
 
     def __init__(self) -> None:
         self._ways: dict[str, Sequence[str]] = {}  # by which a name's numbers may be joined
         self._checked: dict[str, int] = {}  # in how many batches a name's numbers have been looked at
+        self._kinds: dict[str, _Kind] = {}  # of a name's batch_size=
+        self._warned: set[str] = set()  # names whose batch_size= may not be a sum
+
+    def weigh(
+        self,
+        name: str,
+        values: Sequence[Any],
+        sizes: Sequence[int],
+        given: Sequence[int],
+        whole: Callable[[], int | None] | None = None,
+    ) -> tuple[Sequence[int], int]:
+        """The weights of the microbatches' numbers, and that of the batch's.
+
+        Args:
+            values: as for :meth:`join`.
+            sizes: of the microbatches, in samples.
+            given: the user's ``batch_size=`` for them.
+            whole: the user's ``batch_size=`` for the whole batch, None if the step doesn't come to it; None where that
+                isn't known.
+        """
+        # A bound may stand for 0, as in `batch_size=int(mask.sum().clamp(min=1))`.
+        bounds = [size == 1 and _is_nothing(value) for size, value in zip(given, values, strict=True)]
+        counted = [0 if bound else size for bound, size in zip(bounds, given, strict=True)]
+        are_equal = len({*given}) == 1
+        if len(given) == 1 or (given == sizes and not any(bounds)):
+            return given, sum(given)
+        kind = self._kinds.get(name)
+        if whole is not None and (kind is None or (any(bounds) and kind in (_Kind.SUM, _Kind.BOUNDED))):
+            total = whole()
+            if total == sum(given):
+                kind = _Kind.SURE_SUM if any(bounds) else _Kind.SUM
+            elif any(bounds) and total is not None and sum(counted) in (total, 0):
+                self._kinds[name] = _Kind.BOUNDED
+                return (counted if any(counted) else given), total
+            elif total is not None:  # a mask that is drawn at random has another sum
+                kind = _Kind.SETTING if are_equal and total == given[0] else _Kind.SURE_SUM
+            self._kinds[name] = kind or _Kind.UNKNOWN
+        if kind is _Kind.SETTING and are_equal:
+            return sizes, given[0]
+        if any(bounds) and given != sizes and kind is not _Kind.SURE_SUM and name not in self._warned:
+            self._warned.add(name)
+            rank_zero_warn(
+                f"self.log({name!r}, batch_size=...): the parts of a batch give {[*given]}, and what the whole batch "
+                f"would give isn't known. Their sum is taken. If 1 stands for a part in which nothing counts, as with "
+                f"clamp(min=1), the epoch's mean is another one. Leave the bound out, or use microbatches=1."
+            )
+        # One number for microbatches of different sizes is a setting, not a count of what is in each.
+        weights = sizes if are_equal and len({*sizes}) > 1 else given
+        return weights, sum(weights)
 
     def join(
         self,
@@ -52,14 +113,14 @@ class LogJoins:
         weights: Sequence[Number],
         reduce_fx: Any,
         rule: Rule | None = None,
-        whole: Callable[[], Mapping[str, Any]] | None = None,
+        whole: Callable[[], Any] | None = None,
     ) -> Any:
         """The number of the batch.
 
         Args:
             values: the microbatches' numbers, or tensors of one element.
             rule: the way that a trial has found; None if it isn't known.
-            whole: what the whole batch logs, by name, as far as it depends on no layer; None where that isn't known.
+            whole: what the whole batch logs, if it depends on no layer; None where that isn't known.
         """
         hint = _hint_of(reduce_fx)
         if len(values) == 1:
@@ -77,7 +138,7 @@ class LogJoins:
         numbers = [float(each) for each in joined.values()] if len(joined) > 1 else []
         if all(_are_close(each, numbers[0]) for each in numbers):
             return joined.get(hint, next(iter(joined.values())))
-        expected = whole().get(name)
+        expected = whole()
         if isinstance(expected, AbsentTensor) and depends_on_layers(expected):
             expected = None
         if isinstance(expected, AbsentTensor) and len({float(value) for value in values}) == 1:
@@ -107,6 +168,13 @@ class LogJoins:
                     f"wrong, log an object of torchmetrics, or use microbatches=1."
                 )
         return _joined(hint, values, weights)
+
+
+def _is_nothing(value: Any) -> bool:
+    """May nothing have counted in this number?"""
+    if isinstance(value, Tensor) and value.numel() != 1 or not isinstance(value, Tensor | Real):
+        return False
+    return math.isnan(number := float(value)) or number == 0
 
 
 def depends_on_layers(value: AbsentTensor) -> bool:

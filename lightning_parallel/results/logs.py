@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from numbers import Real
 from typing import Any
 
@@ -78,15 +79,20 @@ class LogRecorder:
 
     def __init__(self, joins: LogJoins | None = None) -> None:
         self._joins = LogJoins() if joins is None else joins
-        self._whole: Callable[[], Mapping[str, Any]] | None = None
+        self._whole: Callable[[], Mapping[str, Mapping[str, Any]]] | None = None
         self._known: Container[str] = ()
         self.weight = 1
         self._entries: dict[str, _Entry] = {}
 
-    def tell(self, joins: LogJoins, whole: Callable[[], Mapping[str, Any]], known: Container[str]) -> None:
-        """Pass on what is known of the batch: the joins of earlier batches, and ``whole``, which gives what the whole
-        batch logs, for the names in ``known``."""
-        self._joins, self._whole, self._known = joins, whole, known
+    def tell(
+        self,
+        joins: LogJoins,
+        whole: Callable[[], Mapping[str, Mapping[str, Any]]] | None,
+        known: Container[str],
+    ) -> None:
+        """Pass on what is known of the batch: the joins of earlier batches, and ``whole``, which gives the arguments of
+        the calls of ``self.log`` for the whole batch, by name; their values are known for the names in ``known``."""
+        self._joins, self._whole, self._known = joins, whole and cache(whole), known
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Record one value of the current microbatch. It takes the parameters of ``LightningModule.log``."""
@@ -110,12 +116,13 @@ class LogRecorder:
         known = rules or {}
         for name, entry in entries.items():
             values = [call.value for call in entry.calls]
-            weights: Sequence[Number] = [call.weight for call in entry.calls]
+            sizes = [call.weight for call in entry.calls]
             given = [call.given for call in entry.calls if call.given is not None]
-            # One number for microbatches of different sizes is a setting, not a count of what is in each.
-            if len(given) == len(values) and (len(set(given)) > 1 or len(set(weights)) == 1):
-                weights = given
-            size = sum(weights)
+            weights: Sequence[Number] = sizes
+            size = sum(sizes)
+            if len(given) == len(values):
+                whole = self._of_whole(name, "batch_size")
+                weights, size = self._joins.weigh(name, values, sizes, given, whole)
             rule = known.get(name)
             if loss is not None and (rule is Rule.COUNTS or (name not in known and loss.are(values))):
                 weights = loss.weights if len(loss.weights) == len(values) else weights
@@ -132,8 +139,13 @@ class LogRecorder:
             return values[-1]
         if not all(isinstance(value, Real) or value.numel() == 1 for value in values):
             return values[-1]  # which Lightning refuses, in its own words
-        whole = self._whole if name in self._known else None
+        whole = self._of_whole(name, "value") if name in self._known else None
         return self._joins.join(name, values, weights, entry.options["reduce_fx"], rule, whole)
+
+    def _of_whole(self, name: str, argument: str) -> Callable[[], Any] | None:
+        """Gives an argument of the call for the whole batch."""
+        look = self._whole
+        return None if look is None else lambda: look().get(name, {}).get(argument)
 
 
 @contextmanager

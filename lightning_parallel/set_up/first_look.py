@@ -76,12 +76,13 @@ class FirstLook:
 
     def _look(self, kind: str, step: Callable[[], Any]) -> Flow:
         flow, logged = self._surveyed(kind, step)
+        values = {name: call["value"] for name, call in logged.items()}
         self._known[kind] = {
-            name for name, value in logged.items() if not (isinstance(value, AbsentTensor) and depends_on_layers(value))
+            name for name, value in values.items() if not (isinstance(value, AbsentTensor) and depends_on_layers(value))
         }
         return flow
 
-    def _surveyed(self, kind: str, step: Callable[[], Any]) -> tuple[Flow, dict[str, Any]]:
+    def _surveyed(self, kind: str, step: Callable[[], Any]) -> tuple[Flow, dict[str, dict[str, Any]]]:
         """What the dry run found, and what was logged until the step needed a value: from there on values are
         guesses."""
         counts: list[int] = []
@@ -94,15 +95,20 @@ class FirstLook:
                     counts.append(len(logged))
 
             flow = self._stages.stage.survey(counted, logged)
-        return flow, {call["name"]: call["value"] for call in logged[: counts[0]]}
+        return flow, {call["name"]: call for call in logged[: counts[0]]}
 
     def known(self, kind: str) -> Container[str]:
         """The names whose values in steps of this kind :meth:`logged` gives."""
-        # A dry run that gathers layers has to be run by all replicas.
-        return self._known.get(kind, ()) if self._stages.fully_sharded is None else ()
+        return self._known.get(kind, ()) if self.may_repeat else ()
 
-    def logged(self, kind: str, step: Callable[[], Any]) -> dict[str, Any]:
-        """What a step logs, by name, in a dry run on this rank alone. Values that depend on layers are absent."""
+    @property
+    def may_repeat(self) -> bool:
+        """May this rank alone run :meth:`logged`? A dry run that gathers layers has to be run by all replicas."""
+        return self._stages.fully_sharded is None
+
+    def logged(self, kind: str, step: Callable[[], Any]) -> dict[str, dict[str, Any]]:
+        """The arguments of a step's calls of ``self.log``, by name, in a dry run on this rank alone. Values that depend
+        on layers are absent."""
         return self._surveyed(kind, step)[1]
 
     def _agreed(self, look: Callable[[], Flow]) -> Flow:

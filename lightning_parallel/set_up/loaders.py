@@ -89,9 +89,9 @@ class SameBatches:
     Samplers and augmentations draw from the global generators, and each rank has its own. Code that runs on one rank
     only (``if trainer.is_global_zero: torch.randn(4)``) advances that rank's generators only, and stages that draw for
     their own parameters advance theirs differently. So before each epoch all ranks get the generators of the replica's
-    first rank. In the first replica this is global rank 0, which has drawn what one process draws. If batches differ
-    all the same, the run would train nonsense. So ranks compare their first batch, and batches 0, 1, 2, 4, 8, ... of
-    each epoch.
+    first rank, and before the first epoch's iterator is made, which seeds its workers. In the first replica this is
+    global rank 0, which has drawn what one process draws. If batches differ all the same, the run would train nonsense.
+    So ranks compare their first batch, and batches 0, 1, 2, 4, 8, ... of each epoch.
     """
 
     def __init__(self, run: Run) -> None:
@@ -107,6 +107,10 @@ class SameBatches:
     def _begin(self, hook: Callable[[], None] | None) -> None:
         if hook is not None:  # None switches it off
             hook()  # the last one that Lightning calls before the loaders draw
+        self.agree()
+
+    def agree(self) -> None:
+        """Give all ranks of the replica the generators of its first one. All of them call it."""
         run, group = self._run, self._run.groups.model
         if group.size() > 1:
             restore_random_state(broadcast_object(random_state(), dist.get_global_rank(group, 0), group, run.device))

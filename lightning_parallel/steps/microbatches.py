@@ -123,7 +123,7 @@ class Microbatches:
         if self.once.names:  # a trial would change them once more, before the backward
             work = {k: replace(each, trial=None, mixing=None) for k, each in work.items()}
         whole = partial(self._look.logged, "training_step", step(batch, mix(self._run.seed, number), sum(counts), None))
-        recorder.tell(self._joins, whole, self._look.known("training_step"))
+        recorder.tell(self._joins, whole if self._look.may_repeat else None, self._look.known("training_step"))
         return work, loss
 
     def _step(self, arguments: tuple[Any, ...], recorder: LogRecorder, size: int, seed: int, kind: str | None) -> Any:

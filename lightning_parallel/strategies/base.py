@@ -259,6 +259,8 @@ class LayoutStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        if self._same_batches is not None:
+            self._same_batches.agree()  # what Lightning does next is to make the first epoch's iterator
         return loaders.prepare(dataloader, self.layout)
 
     @override

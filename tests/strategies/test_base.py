@@ -170,10 +170,17 @@ def sample_on_rank_zero(strategy: str, data: str, hook: str) -> list[list[float]
     return batches.seen
 
 
-@pytest.mark.parametrize(("strategy", "data"), [("sync", "augmented"), ("async", "shuffled"), ("tensor", "workers")])
-def test_draws_of_one_rank_leave_the_data_those_of_a_single_process(pool: WorkerPool, strategy: str, data: str) -> None:
-    single = pool.run(sample_on_rank_zero, 1, "single", data, "on_train_epoch_end", init=False)[0]
-    assert pool.run(sample_on_rank_zero, 2, strategy, data, "on_train_epoch_end", init=False) == [single, single]
+@pytest.mark.parametrize(("strategy", "data", "hook"), [
+    ("sync", "augmented", "on_train_epoch_end"),
+    ("async", "shuffled", "on_train_epoch_end"),
+    ("tensor", "workers", "on_train_epoch_end"),
+    ("sync", "workers", "on_fit_start"),
+])  # fmt: skip
+def test_draws_of_one_rank_leave_the_data_those_of_a_single_process(
+    pool: WorkerPool, strategy: str, data: str, hook: str
+) -> None:
+    single = pool.run(sample_on_rank_zero, 1, "single", data, hook, init=False)[0]
+    assert pool.run(sample_on_rank_zero, 2, strategy, data, hook, init=False) == [single, single]
 
 
 @pytest.mark.parametrize("strategy", ["sync", "tensor"])
