@@ -81,7 +81,7 @@ lightning-tests: $(READY)
 	OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR):$(dir $(abspath $(TESTS)))" $(RUN) -m tests.lightning_suite $(TESTS) $(ARGS)
 
 gpu: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m recipes.gpu
+	OMP_NUM_THREADS=1 $(RUN) -m tools.gpu
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -76,6 +76,14 @@ def test_arrows_run_one_way(file: Path) -> None:
             assert words[0] == "lightning_parallel" or room not in KNOW_NO_LIGHTNING, f"{inside} imports {module}"
 
 
+@pytest.mark.parametrize("package", ["lightning_parallel", "hydra_plugins", "recipes"])
+def test_what_is_installed_knows_no_tools(package: str) -> None:
+    later = {"tools", "tests"} | ({"recipes"} if package == "lightning_parallel" else set())
+    for file in modules(ROOT / package):
+        found = {module.split(".")[0] for module, _ in imports(ast.parse(file.read_text()))}
+        assert not found & later, file
+
+
 @pytest.mark.parametrize("file", modules(PACKAGE, ROOT / "recipes"), ids=lambda file: str(file.relative_to(ROOT)))
 def test_private_names_of_torch_and_lightning_stand_in_one_module_each(file: Path) -> None:
     tree = ast.parse(file.read_text())

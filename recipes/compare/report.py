@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from recipes.bench.report import Cell, Table, circumstances
 from recipes.clusters import counted
 from recipes.compare.findings import findings
 from recipes.compare.rows import Row
+from recipes.tables import Cell, Table, circumstances
 from recipes.traffic import KINDS
 
 MIB, KIB = 2**20, 2**10

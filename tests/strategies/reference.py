@@ -1,4 +1,4 @@
-"""The asynchronous pipeline in one process: `recipes.study.delayed` trains a model of `models.py`."""
+"""The asynchronous pipeline in one process: `tools.study.delayed` trains a model of `models.py`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lightning_parallel.batch import batch_size, split
 from lightning_parallel.pipeline.staleness import discount, mean_staleness
 from lightning_parallel.plan.partitioning import partition
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
-from recipes.study.delayed import Delayed
 from tests.strategies.harness import Report
 from tests.strategies.models import MODELS, Base
+from tools.study.delayed import Delayed
 
 
 class _Loss(torch.nn.Module):

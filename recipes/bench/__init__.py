@@ -1,1 +1,0 @@
-"""Measurements of the strategies, side by side with what they are measured against: ``python -m recipes.bench``."""

@@ -1,1 +1,0 @@
-"""``python -m recipes.study``: what a choice of the pipelines costs in quality, by training many small models."""

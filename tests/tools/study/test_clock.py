@@ -1,0 +1,53 @@
+"""tools/study/clock: the formulas, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_parallel.schedules.generators import one_f_one_b
+from lightning_parallel.schedules.simulate import simulate
+from recipes.schedule.figures import asynchronous
+from tools.study import clock
+
+LEAST, MOST = {(4, 8): 0.6, (8, 16): 0.5}, {(4, 8): 0.9, (8, 16): 0.8}
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "MEASURED", {"1f1b": LEAST, "zbv": MOST, "async": MOST})
+
+
+def test_an_update_takes_as_long_as_was_measured() -> None:
+    assert clock.synchronous("1f1b", 8, 16, 1) == pytest.approx(1 / 0.5)
+    assert clock.synchronous("zbv", 4, 8, 10) == pytest.approx(10 / 0.9)
+    assert clock.asynchronous(8, 16, 1000) == pytest.approx((1000 + 7 / 16) / 0.8)  # it is filled once
+
+
+def test_what_was_not_measured_loses_least_synchronously_and_most_asynchronously() -> None:
+    kept = max(0.6 / (8 / 11), 0.5 / (16 / 23))
+    assert clock.synchronous("1f1b", 2, 4, 1) == pytest.approx(5 / 4 / kept)
+    kept = max(0.9 / clock.theory("zbv", 4, 8), 0.8 / clock.theory("zbv", 8, 16))
+    assert clock.busy("zbv", 2, 4) == pytest.approx(clock.theory("zbv", 2, 4) * kept)
+    assert clock.asynchronous(2, 2, 10) == pytest.approx(10.5 / 0.8)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(8, 16), (4, 4), (2, 1)])
+def test_theory_is_the_schedules(stages: int, microbatches: int) -> None:
+    f, b, updates = 1.0, 2.0, 5
+    batch = microbatches * (f + b)  # the unit
+    flushed = simulate(one_f_one_b(stages, microbatches), f, b)
+    assert batch / flushed.makespan == pytest.approx(clock.theory("1f1b", stages, microbatches))
+    assert clock.theory("1f1b", stages, microbatches) < clock.theory("zbv", stages, microbatches) <= 1
+    endless = simulate(asynchronous(stages, microbatches, updates), f, b).makespan
+    used = clock.asynchronous(stages, microbatches, 1) - clock.asynchronous(stages, microbatches, 0)
+    assert endless / batch * used == pytest.approx(clock.asynchronous(stages, microbatches, updates))
+
+
+def test_a_loss_is_reached_between_two_validations() -> None:
+    curve = [(50, 4.0), (100, 3.0), (150, 3.5), (200, 2.0)]
+    assert clock.reached(curve, 3.25) == 87.5
+    assert clock.reached(curve, 2.5) == pytest.approx(150 + 50 * 2 / 3)
+    assert clock.reached(curve, 2.0) == 200
+    assert clock.reached(curve, 5.0) == 50
+    assert clock.reached(curve, 1.9) is None
+    assert clock.reached([], 1.9) is None

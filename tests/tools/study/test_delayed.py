@@ -1,0 +1,609 @@
+"""Late gradients in one process: equal to loops written by hand, and to the bit to the weight versions of processes."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lightning_parallel.gradients.swapping import swap_gradients
+from lightning_parallel.pipeline.staleness import Correction, Stashing, copies, correction_weight, is_second_order
+from lightning_parallel.pipeline.weights import WeightVersions
+from lightning_parallel.schedules.actions import Action, Backward, Forward
+from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
+from recipes.schedule.figures import asynchronous
+from tests.pipeline.nets import LAYERS
+from tests.pipeline.versions import copies_held, version
+from tools.study.delayed import Delayed, Reading
+
+ADAMW = {"lr": 0.03, "eps": 1e-3, "weight_decay": 0.1}
+KINDS = ("gru", "x * w", "attention", "conv1d", "layernorm", "x @ w", "rmsnorm", "batchnorm", "linear")
+OPTIONS = [
+    (weights, correction)
+    for weights in ("stash", "2bw", "latest")
+    for correction in (None, "error_feedback", "second_order", 0.6)
+]
+
+
+pytestmark = pytest.mark.usefixtures("in_double_precision")
+
+
+class Contiguous(nn.Module):
+    """Where stages meet, both ways: layouts change the order of sums, and a message between processes has its own."""
+
+    class _Both(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+            return x.contiguous()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            return gradient.contiguous()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._Both.apply(x)
+
+
+def net(stages: int) -> nn.Sequential:
+    """Stages of kinds of layers other than Linear, a parameter that no loss depends on, and a frozen one in each."""
+    torch.manual_seed(1)
+    parts = []
+    for s in range(stages):
+        layers = [LAYERS[kind](6) for kind in KINDS[s::stages][:3]]
+        frozen = LAYERS["x * w"](6).requires_grad_(False)
+        stage = nn.Sequential(*layers, nn.Tanh(), frozen, Contiguous())
+        stage.unused = nn.Parameter(torch.randn(2))
+        parts.append(stage)
+    return nn.Sequential(*parts)
+
+
+def parameters_of(model: nn.Sequential) -> list[dict[str, nn.Parameter]]:
+    return [{f"{s}.{name}": p for name, p in stage.named_parameters()} for s, stage in enumerate(model)]
+
+
+def batch(k: int) -> Tensor:
+    return torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(k))
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return (output - 0.5).square().mean()
+
+
+def optimizers_of(model: nn.Sequential) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW(stage.parameters(), **ADAMW) for stage in model]
+
+
+class Trained:
+    """A model that `Delayed` trains."""
+
+    def __init__(self, stages: int, **options: Any) -> None:
+        self.model = net(stages)
+        self.delayed = Delayed(parameters_of(self.model), **options)
+        self.optimizers = optimizers_of(self.model)
+        self.k = 0
+        self.losses: list[float] = []
+        self.readings: list[Reading] = []
+
+    def feed(self, m: int, *, ends_update: bool = True, weight: float | None = None) -> None:
+        for reading in self.delayed.feed(m, ends_update=ends_update):
+            loss = loss_of(functional_call(self.model, reading.weights, (batch(self.k),)))
+            self.delayed.backward(reading, loss, weight=1 / m if weight is None else weight)
+            self.losses.append(loss.item())
+            self.readings.append(reading)
+            self.k += 1
+        if ends_update:
+            self.delayed.update(lambda stage: self.optimizers[stage].step())
+
+    def run(self, m: int, updates: int) -> Trained:
+        for _ in range(updates):
+            self.feed(m)
+        return self
+
+
+Read = Callable[[int, int], int]  # stage, microbatch: the version that is read
+Correct = Callable[[int, Tensor, list[Tensor]], Tensor]  # stage, parameter, its updates so far: what is read
+
+
+def by_hand(
+    stages: int, m: int, updates: int, read: Read, correct: Correct = lambda s, v, u: v
+) -> tuple[list[float], dict[str, Tensor]]:
+    model = net(stages)
+    parameters = parameters_of(model)
+    optimizers = optimizers_of(model)
+    names = dict(model.named_parameters())
+    history = [[{name: p.detach().clone() for name, p in stage.items()}] for stage in parameters]
+    made: dict[str, list[Tensor]] = {name: [] for name in names}
+    losses = []
+    for t in range(updates):
+        gathered: dict[str, Tensor] = {}
+        for k in range(t * m, (t + 1) * m):
+            used = {name: w.clone() for s in range(stages) for name, w in history[s][read(s, k)].items()}
+            trained = [name for name in used if names[name].requires_grad]
+            for name in trained:
+                used[name].requires_grad_()
+            loss = loss_of(functional_call(model, used, (batch(k),)))
+            gradients = torch.autograd.grad(loss, [used[name] for name in trained], allow_unused=True)
+            for name, gradient in zip(trained, gradients, strict=True):
+                if gradient is not None:
+                    gathered[name] = gathered.get(name, 0) + gradient / m
+            losses.append(loss.item())
+        for s, stage in enumerate(parameters):
+            before = {name: p.detach().clone() for name, p in stage.items()}
+            for name, p in stage.items():
+                p.grad = gathered.get(name)
+            optimizers[s].step()
+            for name, p in stage.items():
+                made[name].append(before[name] - p.detach())
+            history[s].append({name: correct(s, p.detach().clone(), made[name]) for name, p in stage.items()})
+    return losses, {name: p.detach() for name, p in names.items()}
+
+
+def assert_trained(trained: Trained, expected: tuple[list[float], dict[str, Tensor]]) -> None:
+    losses, parameters = expected
+    assert trained.losses == pytest.approx(losses, rel=0, abs=1e-12)
+    for name, p in trained.model.named_parameters():
+        torch.testing.assert_close(p.detach(), parameters[name], rtol=0, atol=1e-12)
+
+
+def ahead(stages: int, s: int, extra: int = 0) -> int:
+    return (stages - 1 - s) * (1 + extra)
+
+
+SIZES = [(2, 1, 0), (3, 1, 0), (3, 2, 0), (4, 3, 0), (3, 4, 0), (3, 2, 1), (2, 3, 2)]
+
+
+# -- loops by hand ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stages", "m", "extra"), SIZES)
+def test_stash_reads_the_weights_of_as_many_updates_as_backwards_allow(stages: int, m: int, extra: int) -> None:
+    trained = Trained(stages, correction=None, extra_in_flight=extra).run(m, 8)
+    assert_trained(trained, by_hand(stages, m, 8, lambda s, k: max(0, (k - ahead(stages, s, extra)) // m)))
+
+
+@pytest.mark.parametrize(("stages", "m"), [(2, 1), (3, 2), (3, 4)])
+def test_2bw_applies_gradients_of_the_weights_before(stages: int, m: int) -> None:
+    # W(t+1) = W(t) - lr * g(W(t-1)), the first two updates from W(0)
+    trained = Trained(stages, weights="2bw", correction=None).run(m, 6)
+    assert_trained(trained, by_hand(stages, m, 6, lambda s, k: max(0, k // m - 1)))
+
+
+@pytest.mark.parametrize("second_order", [False, True])
+@pytest.mark.parametrize(("stages", "m", "extra"), SIZES)
+def test_corrected_readings_follow_the_recursion(stages: int, m: int, extra: int, second_order: bool) -> None:
+    def correct(s: int, v: Tensor, u: list[Tensor]) -> Tensor:
+        c = ahead(stages, s, extra) / m
+        if not second_order or c > 1:
+            return v - c * u[-1]
+        correction = torch.zeros_like(v)
+        for update in u:
+            correction = c * (1 + min(c, 0.9)) * update - min(c, 0.9) * correction
+        return v - correction
+
+    correction = "second_order" if second_order else "error_feedback"
+    trained = Trained(stages, correction=correction, extra_in_flight=extra).run(m, 6)
+    assert_trained(trained, by_hand(stages, m, 6, lambda s, k: max(0, (k - ahead(stages, s, extra)) // m), correct))
+
+
+def test_2bw_is_corrected_by_a_whole_update_on_every_stage() -> None:
+    def correct(s: int, v: Tensor, u: list[Tensor]) -> Tensor:
+        return v - 1.9 * sum(((-0.9) ** age * update for age, update in enumerate(reversed(u))), torch.zeros_like(v))
+
+    trained = Trained(3, weights="2bw").run(4, 6)
+    assert_trained(trained, by_hand(3, 4, 6, lambda s, k: max(0, k // 4 - 1), correct))
+
+
+def test_a_users_number_weighs_the_last_update_on_every_late_stage() -> None:
+    def correct(s: int, v: Tensor, u: list[Tensor]) -> Tensor:
+        return v - 0.3 * u[-1] if s < 2 else v
+
+    trained = Trained(3, correction=0.3).run(2, 6)
+    assert_trained(trained, by_hand(3, 2, 6, lambda s, k: max(0, (k - ahead(3, s)) // 2), correct))
+
+
+def plain_loop(m: int, updates: int) -> tuple[list[float], nn.Sequential]:
+    model, losses = net(1), []
+    (optimizer,) = optimizers_of(model)
+    for t in range(updates):
+        for k in range(t * m, (t + 1) * m):
+            loss = loss_of(model(batch(k)))
+            loss.backward(torch.tensor(1 / m))
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, model
+
+
+@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize(("weights", "correction"), [option for option in OPTIONS if option[0] != "2bw"])
+def test_one_stage_is_the_plain_loop_to_the_bit(weights: Stashing, correction: Correction, m: int) -> None:
+    losses, model = plain_loop(m, 5)
+    trained = Trained(1, weights=weights, correction=correction).run(m, 5)
+    assert trained.losses == losses
+    for p, q in zip(trained.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def scalars(stages: int) -> list[dict[str, nn.Parameter]]:
+    return [{f"w{s}": nn.Parameter(torch.tensor(1.0 + 0.1 * s))} for s in range(stages)]
+
+
+@pytest.mark.parametrize("correction", [None, "error_feedback", "second_order"])
+@pytest.mark.parametrize(("stages", "m"), [(3, 1), (3, 2), (4, 3)])
+@pytest.mark.parametrize("weights", ["stash", "latest"])
+def test_latest_multiplies_by_the_newest_weights_and_the_forwards_activations(
+    weights: Stashing, stages: int, m: int, correction: Correction
+) -> None:
+    """y = x * w0 * w1 * ..., loss y^2 / 2: by hand, dloss/dw_s = y * (what came in) * (product of the w after)."""
+    parameters = scalars(stages)
+    delayed = Delayed(parameters, weights=weights, correction=correction)
+    reads = [[p.item() for p in stage.values()] for stage in parameters]
+    v = [r[0] for r in reads]
+    u: list[list[float]] = [[] for _ in v]
+    for t in range(6):
+        gradients = [0.0] * stages
+        for i, reading in enumerate(delayed.feed(m)):
+            x, k = 1 + 0.1 * i, t * m + i
+            y = torch.tensor(x)
+            for w in reading.weights.values():
+                y = y * w
+            delayed.backward(reading, y.square() / 2, weight=1 / m)
+            forward = [reads[s][max(0, (k - ahead(stages, s)) // m)] for s in range(stages)]
+            backward = [r[-1] for r in reads] if weights == "latest" else forward
+            result = x
+            for w in forward:
+                result *= w
+            assert y.item() == pytest.approx(result, rel=1e-13)
+            for s in range(stages):
+                product = result * x / m
+                for w in (*forward[:s], *backward[s + 1 :]):
+                    product *= w
+                gradients[s] += product
+
+        def step(s: int) -> None:
+            with torch.no_grad():
+                for p in parameters[s].values():
+                    p -= 0.02 * p.grad
+
+        delayed.update(step)
+        for s in range(stages):
+            u[s].append(0.02 * gradients[s])
+            v[s] -= u[s][-1]
+            c = ahead(stages, s) / m if correction else 0.0
+            r = v[s] - c * u[s][-1]
+            if correction == "second_order" and c <= 1:
+                b = min(c, 0.9)
+                r -= c * b * u[s][-1] - b * (v[s] + u[s][-1] - reads[s][-1])
+            reads[s].append(r)
+            assert parameters[s][f"w{s}"].item() == pytest.approx(v[s], rel=1e-12)
+
+
+def test_latest_differs_from_stash() -> None:
+    stash, latest = (Trained(3, weights=weights, correction=None).run(1, 5) for weights in ("stash", "latest"))
+    assert stash.losses[:3] == latest.losses[:3]  # late backwards come after the first update
+    assert stash.losses[3:] != latest.losses[3:]
+
+
+# -- versions, memory, gradients ----------------------------------------------------------------------------------
+
+
+def versions_in(stages: int, m: int, updates: int, extra: int) -> list[list[int]]:
+    """By counting the steps before each forward in the lists."""
+    counted = []
+    for actions in asynchronous(stages, m, updates, extra):
+        steps, row = 0, []
+        for action in actions:
+            if isinstance(action, Forward):
+                row.append(steps)
+            elif not isinstance(action, Backward):
+                steps += 1
+        counted.append(row)
+    return counted
+
+
+@pytest.mark.parametrize("weights", ["stash", "latest"])
+@pytest.mark.parametrize(("stages", "m", "extra"), SIZES)
+def test_versions_are_those_of_the_schedules_lists(stages: int, m: int, extra: int, weights: Stashing) -> None:
+    delayed = Delayed(scalars(stages), weights=weights, extra_in_flight=extra)
+    found = []
+    for _ in range(6):
+        found += [reading.versions for reading in delayed.feed(m)]
+        delayed.update(lambda s: None)
+    assert [list(row) for row in zip(*found, strict=True)] == versions_in(stages, m, 6, extra)
+    assert delayed.updates == 6
+
+
+def test_2bw_without_the_version_it_reads_is_refused() -> None:
+    delayed = Delayed(scalars(4), weights="2bw")
+    delayed.feed(2)
+    delayed.update(lambda s: None)
+    delayed.feed(2)  # reads the initial weights too
+    delayed.update(lambda s: None)
+    with pytest.raises(ValueError, match="weights='2bw' with 2 microbatches.*at least 3"):
+        delayed.feed(2)
+    enough = Delayed(scalars(4), weights="2bw")
+    for _ in range(5):
+        enough.feed(3)
+        enough.update(lambda s: None)
+
+
+@pytest.mark.parametrize(("weights", "m"), [("stash", 1), ("stash", 2), ("stash", 4), ("latest", 1), ("2bw", 4)])
+def test_versions_that_nothing_reads_any_more_are_freed(weights: Stashing, m: int) -> None:
+    delayed = Delayed(scalars(4), weights=weights)
+    read: list[dict[int, weakref.ref[Tensor]]] = [{} for _ in range(4)]
+    for update in range(8):
+        for reading in delayed.feed(m):
+            for s, leaves in enumerate(reading.stages):
+                read[s][reading.versions[s]] = weakref.ref(leaves[f"w{s}"])
+        del reading, leaves
+        delayed.update(lambda s: None)
+        for s in range(4):
+            following = max(0, update) if weights == "2bw" else version(4, s, m, (update + 1) * m)
+            living = [number for number, ref in read[s].items() if ref() is not None]
+            assert living == [number for number in read[s] if number >= following]
+
+
+@pytest.mark.parametrize(("weights", "correction"), OPTIONS)
+def test_frozen_and_unused_parameters_stay_as_they_are(weights: Stashing, correction: Correction) -> None:
+    trained = Trained(3, weights=weights, correction=correction)
+    before = {name: p.detach().clone() for name, p in trained.model.named_parameters()}
+    without: list[set[str]] = []
+    for optimizer, stage in zip(trained.optimizers, parameters_of(trained.model), strict=True):
+        optimizer.register_step_pre_hook(
+            lambda *_, stage=stage: without.append({name for name, p in stage.items() if p.grad is None})
+        )
+    trained.run(4, 4)
+    still = {name for name, p in before.items() if torch.equal(p, trained.model.get_parameter(name))}
+    frozen = {name for name, p in trained.model.named_parameters() if not p.requires_grad}
+    assert len(frozen) == 3
+    assert still == frozen | {f"{s}.unused" for s in range(3)}  # nor is one without gradient decayed
+    assert set.union(*without) == still and len(without) == 12
+    for reading in trained.readings:
+        for name in still:
+            leaf = reading.weights[name]
+            assert torch.equal(leaf, before[name]) and leaf.requires_grad == (name not in frozen) and leaf.grad is None
+    assert all(p.grad is None for p in trained.model.parameters())
+
+
+# -- drains -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("weights", "correction"), OPTIONS)
+def test_after_a_drain_readings_are_the_parameters_and_staleness_starts_anew(
+    weights: Stashing, correction: Correction
+) -> None:
+    trained = Trained(3, weights=weights, correction=correction).run(4, 4)
+    assert trained.readings[-1].versions == ((3, 3, 3) if weights != "2bw" else (2, 2, 2))
+    trained.delayed.drain()
+    with torch.no_grad():
+        for p in trained.model.parameters():
+            p.mul_(1.01)  # as a checkpoint that is loaded
+    trained.delayed.drain()
+    now = {name: p.detach().clone() for name, p in trained.model.named_parameters()}
+    count = len(trained.readings)
+    fresh = Trained(3, weights=weights, correction=correction)
+    fresh.model.load_state_dict(trained.model.state_dict())
+    fresh.delayed.drain()
+    for mine, theirs in zip(fresh.optimizers, trained.optimizers, strict=True):
+        mine.load_state_dict(deepcopy(theirs.state_dict()))
+    fresh.k = trained.k
+    trained.run(4, 3)
+    fresh.run(4, 3)
+    for name, p in now.items():
+        assert torch.equal(trained.readings[count].weights[name], p)
+    versions = [reading.versions for reading in fresh.readings]
+    assert versions[0] == (0, 0, 0)
+    assert [tuple(v - 4 for v in reading.versions) for reading in trained.readings[count:]] == versions
+    assert trained.losses[count:] == fresh.losses
+    for p, q in zip(trained.model.parameters(), fresh.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_an_update_left_open_keeps_its_gradients_over_a_drain() -> None:
+    delayed = Delayed(parameters := scalars(2), correction=None)
+    seen = []
+
+    def feed(count: int, ends_update: bool) -> None:
+        for reading in delayed.feed(count, ends_update=ends_update):
+            delayed.backward(reading, sum(w * (10 ** len(seen)) for w in reading.weights.values()))  # type: ignore[arg-type]
+            seen.append(reading.versions)
+
+    found: list[Any] = []
+
+    def step(s: int) -> None:
+        found.append([p.grad.item() for p in parameters[s].values()])
+
+    feed(2, True)
+    delayed.update(step)
+    feed(2, False)
+    delayed.drain()
+    feed(1, False)
+    delayed.drain()
+    feed(2, True)
+    delayed.update(step)
+    assert found == [[11.0], [11.0], [1111100.0], [1111100.0]]
+    assert seen[2:] == [(0, 1), (1, 1), (1, 1), (1, 1), (1, 1)]
+
+
+def test_updates_are_asked_for_in_their_turn() -> None:
+    delayed = Delayed(scalars(2))
+    with pytest.raises(AssertionError):
+        delayed.update(lambda s: None)
+    delayed.feed(1, ends_update=False)
+    with pytest.raises(AssertionError):
+        delayed.update(lambda s: None)
+    delayed.feed(1)
+    with pytest.raises(AssertionError):
+        delayed.feed(1)
+    with pytest.raises(AssertionError):
+        delayed.drain()
+
+
+def test_the_weight_of_a_correction_is_that_of_the_updates_own_microbatches() -> None:
+    """An update with fewer, or fed in parts; the correction before is what it was, by whatever weight."""
+    delayed = Delayed(parameters := scalars(3))
+    us: list[list[float]] = [[], [], []]
+    corrections = [0.0] * 3
+
+    def step(s: int) -> None:
+        us[s].append(float(2 ** len(us[s])))
+        for p in parameters[s].values():
+            p.data -= us[s][-1]
+
+    for t, parts in enumerate([(4,), (2, 2), (1,), (4,), (4,)]):
+        for i, m in enumerate(parts):
+            delayed.feed(m, ends_update=i == len(parts) - 1)
+        delayed.update(step)
+        for s in range(3):
+            c, v, u = (2 - s) / sum(parts), parameters[s][f"w{s}"].item(), us[s][-1]
+            b = min(c, 0.9) if c <= 1 else 0.0
+            corrections[s] = c * (1 + b) * u - b * corrections[s]
+            expected = v - corrections[s]
+            found = delayed._stages[s].versions[t + 1][f"w{s}"]
+            assert found.item() == pytest.approx(expected, rel=1e-13), (t, s)
+
+
+# -- what processes do --------------------------------------------------------------------------------------------
+
+
+class Pipeline:
+    """All stages of a real pipeline in one process: each with its list of actions and its weight versions."""
+
+    def __init__(self, stages: int, weights: Stashing, correction: Correction, extra: int, m: int) -> None:
+        self.model = net(stages)
+        self.optimizers = optimizers_of(self.model)
+        self.lists = [AsyncOneFOneB(stages, s, extra) for s in range(stages)]
+        self.parameters = [dict(stage.named_parameters()) for stage in self.model]
+        self.corrections = [correction_weight(correction, weights, actions.warmup, m) for actions in self.lists]
+        self.second_order = [is_second_order(correction, c) for c in self.corrections]
+        self.versions = [
+            WeightVersions(stage, parameters, weights, corrected=c != 0)
+            for stage, parameters, c in zip(self.model, self.parameters, self.corrections, strict=True)
+        ]
+        self.activations: list[dict[int, Tensor]] = [{} for _ in range(stages)]
+        self.gradients: list[dict[int, Tensor]] = [{} for _ in range(stages)]
+        self.flights: list[dict[int, tuple[Tensor, Tensor, Any]]] = [{} for _ in range(stages)]
+        self.copies = [0] * stages
+        self.losses: list[float] = []
+        self.weight = 1 / m
+        self.begun = self.k = 0
+
+    def feed(self, count: int, *, ends_update: bool = True) -> None:
+        for k in range(self.k, self.k + count):
+            self.activations[0][k] = batch(k)
+        self.k += count
+        for versions in self.versions:
+            versions.begin(self.begun)
+        self._run([deque(actions.feed(count, ends_update=ends_update)) for actions in self.lists])
+        self.begun += ends_update
+
+    def drain(self) -> None:
+        self._run([deque(actions.drain()) for actions in self.lists])
+        for versions in self.versions:
+            versions.refresh()
+
+    def _run(self, lists: list[deque[Action]]) -> None:
+        while any(lists):
+            before = [len(actions) for actions in lists]
+            for s, actions in enumerate(lists):
+                while actions and self._can(s, actions[0]):
+                    self._do(s, actions.popleft())
+                    self.copies[s] = max(self.copies[s], copies_held(self.versions[s]))
+            assert before != [len(actions) for actions in lists]
+
+    def _can(self, s: int, action: Action) -> bool:
+        if isinstance(action, Forward):
+            return action.microbatch in self.activations[s]
+        last = s == len(self.lists) - 1
+        return not isinstance(action, Backward) or last or action.microbatch in self.gradients[s]
+
+    def _do(self, s: int, action: Action) -> None:
+        last = s == len(self.lists) - 1
+        if isinstance(action, Forward):
+            x = self.activations[s].pop(action.microbatch).requires_grad_(s > 0)
+            y, token = self.versions[s].forward(lambda: self.model[s](x))
+            if last:
+                y = loss_of(y)
+                self.losses.append(y.item())
+            else:
+                self.activations[s + 1][action.microbatch] = y.detach()
+            self.flights[s][action.microbatch] = (x, y, token)
+        elif isinstance(action, Backward):
+            x, y, token = self.flights[s].pop(action.microbatch)
+            gradient = torch.full_like(y, self.weight) if last else self.gradients[s].pop(action.microbatch)
+            with self.versions[s].backward(token):
+                y.backward(gradient)
+            if s:
+                assert x.grad is not None
+                self.gradients[s - 1][action.microbatch] = x.grad
+        else:
+            gradients = self.versions[s].take_gradients()
+
+            def apply() -> None:
+                swap_gradients(self.parameters[s], gradients)
+                self.optimizers[s].step()
+                swap_gradients(self.parameters[s], {})
+
+            self.versions[s].update(apply, self.corrections[s], self.second_order[s])
+
+
+def assert_equal_to_the_bit(pipeline: Pipeline, trained: Trained) -> None:
+    assert pipeline.losses == trained.losses
+    expected: Mapping[str, Tensor] = trained.model.state_dict()  # with the buffers of batchnorm
+    for name, value in pipeline.model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+        assert value.isfinite().all()
+
+
+@pytest.mark.parametrize(("stages", "m", "extra"), [(3, 1, 0), (3, 4, 1)])
+@pytest.mark.parametrize(("weights", "correction"), OPTIONS)
+def test_weight_versions_compute_the_same_to_the_bit(
+    weights: Stashing, correction: Correction, stages: int, m: int, extra: int
+) -> None:
+    if weights == "2bw" and m < ahead(stages, 0, extra):
+        m = ahead(stages, 0, extra)
+    pipeline = Pipeline(stages, weights, correction, extra, m)
+    trained = Trained(stages, weights=weights, correction=correction, extra_in_flight=extra)
+    for updates in (6, 1, 3):  # drained after each
+        for _ in range(updates):
+            pipeline.feed(m)
+            trained.feed(m)
+        pipeline.drain()
+        trained.delayed.drain()
+        assert_equal_to_the_bit(pipeline, trained)
+    for s in range(stages):
+        assert pipeline.copies[s] <= copies(weights, correction, ahead(stages, s, extra), m)
+        late: Counter[int] = Counter()
+        for updates in (6, 1, 3):
+            for k in range(updates * m):
+                read = max(k // m - 1, 0) if weights == "2bw" else version(stages, s, m, k, extra)
+                late[k // m - read] += 1
+        assert pipeline.versions[s].staleness == late
+
+
+@pytest.mark.parametrize(("weights", "correction"), OPTIONS)
+def test_weight_versions_compute_the_same_where_updates_are_open_over_drains(
+    weights: Stashing, correction: Correction
+) -> None:
+    pipeline = Pipeline(3, weights, correction, 0, 6)
+    trained = Trained(3, weights=weights, correction=correction)
+    for part in range(9):  # of three an update, two microbatches each
+        ends_update = part % 3 == 2
+        pipeline.feed(2, ends_update=ends_update)
+        trained.feed(2, ends_update=ends_update, weight=1 / 6)
+        if part in (3, 4, 7, 8):
+            pipeline.drain()
+            trained.delayed.drain()
+    for _ in range(4):
+        pipeline.feed(6)
+        trained.feed(6)
+    pipeline.drain()
+    trained.delayed.drain()
+    assert_equal_to_the_bit(pipeline, trained)

@@ -1,0 +1,185 @@
+"""tools/study/train: what is run together, and the parts, change no number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lightning_parallel.pipeline.staleness import Correction, Stashing
+from recipes.data.sources import stdlib
+from recipes.models.gpt import GPT
+from recipes.models.muon import MuonAdamW
+from recipes.models.optimizer import warmup_cosine
+from tests.tools.study.small import TINY, write_text
+from tools.study.arms import Arm, Run, Setting
+from tools.study.delayed import Delayed
+from tools.study.images import Digits
+from tools.study.task import Task
+from tools.study.text import Text
+from tools.study.train import clipped_together, execute, forward, loss_of, optimizer_of, parts
+
+STDLIB = Text(stdlib, "Python's standard library")
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "weights", "correction"),
+    [
+        (8, "stash", "second_order"),
+        (8, "stash", None),
+        (4, "stash", "error_feedback"),
+        (4, "stash", None),
+        (4, "2bw", "second_order"),
+        (4, "2bw", None),
+        (1, "stash", None),
+        (1, "stash", "error_feedback"),
+        (1, "latest", None),
+    ],
+)
+def test_microbatches_together_give_the_numbers_of_one_at_a_time(
+    microbatches: int, weights: Stashing, correction: Correction, tmp_path: Path
+) -> None:
+    task = write_text(tmp_path)
+
+    def trained(together: bool) -> dict[str, Tensor]:
+        chain = parts(task, TINY, 4, seed=1)
+        names = [dict(part.named_parameters()) for part in chain]
+        optimizers = [optimizer_of("adamw", stage, TINY) for stage in names]
+        for group in (group for each in optimizers for group in each.param_groups):
+            group["lr"] = 0.01
+        late = Delayed(names, weights=weights, correction=correction)
+        for x, y in task.batches(TINY, seed=1):
+            readings = late.feed(microbatches)
+            if together:
+                late.backward(readings[0], loss_of(forward(chain, readings, x), y))
+            else:
+                for reading, mine, theirs in zip(readings, x.chunk(microbatches), y.chunk(microbatches), strict=True):
+                    for part, leaves in zip(chain, reading.stages, strict=True):
+                        mine = functional_call(part, dict(leaves), (mine,))
+                    late.backward(reading, loss_of(mine, theirs), weight=1 / microbatches)
+            late.update(lambda stage: optimizers[stage].step())
+        return {name: p.detach() for stage in names for name, p in stage.items()}
+
+    one, other = trained(True), trained(False)
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=0, atol=1e-12)
+
+
+def test_the_parts_together_are_the_model() -> None:
+    torch.manual_seed(3)
+    model = GPT(optimizer={}, context=8, layers=4, width=8, heads=2)
+    chain = parts(STDLIB, TINY, 2, seed=3)
+    tokens = x = torch.randint(256, (2, 8))
+    for part in chain:
+        x = part(x)
+    assert sum(p.numel() for part in chain for p in part.parameters()) == sum(p.numel() for p in model.parameters())
+    torch.testing.assert_close(x, model(tokens), rtol=0, atol=0)
+
+
+def by_hand(setting: Setting, rate: float, seed: int, task: Text) -> list[float]:
+    """Validation losses of the model trained by a plain loop."""
+    torch.manual_seed(seed)
+    model = GPT(optimizer={}, context=setting.context, layers=setting.layers, width=setting.width, heads=setting.heads)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=setting.weight_decay)
+    first = nn.ModuleList([model.token_embedding, model.position_embedding, model.blocks[0]])
+    last = nn.ModuleList([model.blocks[-1], model.norm, model.head])
+    assert task.made is not None
+    held_out = torch.from_numpy(np.fromfile(task.made / "val.bin", np.uint8))
+    windows = (len(held_out) - 1) // setting.context
+    starts = [i * windows // setting.windows * setting.context for i in range(setting.windows)]
+    validation = torch.stack([held_out[start : start + setting.context + 1] for start in starts]).long()
+    losses = []
+    for update, (x, y) in enumerate(task.batches(setting, seed)):
+        optimizer.param_groups[0]["lr"] = rate * warmup_cosine(
+            update, warmup_steps=setting.warmup, total_steps=setting.updates, floor=setting.floor
+        )
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+        for block in (first, *model.blocks[1:-1], last):
+            nn.utils.clip_grad_norm_(block.parameters(), setting.clip)
+        optimizer.step()
+        if (update + 1) % setting.every == 0:
+            with torch.no_grad():
+                logits = model(validation[:, :-1])
+            losses.append(nn.functional.cross_entropy(logits.flatten(0, 1), validation[:, 1:].flatten()).item())
+    return losses
+
+
+def test_the_synchronous_arm_is_a_plain_training_loop(tmp_path: Path) -> None:
+    setting = replace(TINY, clip=0.05)  # some blocks' gradients are longer, some shorter
+    task = write_text(tmp_path)
+    result = execute(Run(setting, Arm("adamw"), 0.01, 2), task)
+    expected = by_hand(setting, 0.01, 2, task)
+    assert [updates for updates, _ in result["curve"]] == [3, 6]
+    assert [loss for _, loss in result["curve"]] == pytest.approx(expected, rel=0, abs=1e-12)
+    assert result["final"] == result["final_read"] == result["curve"][-1][1]
+
+
+def test_corrected_weights_are_read_and_parameters_are_validated(tmp_path: Path) -> None:
+    task = write_text(tmp_path)
+    plain = execute(Run(TINY, Arm("adamw", 4, 8), 0.01, 0), task)
+    corrected = execute(Run(TINY, Arm("adamw", 4, 8, "stash", "second_order"), 0.01, 0), task)
+    assert corrected["final"] != plain["final"]
+    assert corrected["final_read"] != corrected["final"]
+
+
+def test_late_gradients_change_the_losses_and_equal_settings_do_not(tmp_path: Path) -> None:
+    task = write_text(tmp_path)
+    curves = [execute(Run(TINY, Arm("adamw", stages), 0.01, 0), task)["curve"] for stages in (1, 4, 4)]
+    assert curves[0] != curves[1] == curves[2]
+
+
+def test_a_diverged_run_ends_early_without_a_loss(tmp_path: Path) -> None:
+    task = write_text(tmp_path)
+    result = execute(Run(replace(TINY, updates=60, warmup=1), Arm("adamw"), 1e200, 0), task)
+    assert result["final"] is result["choice"] is result["final_read"] is None and len(result["curve"]) < 20
+
+
+def test_rates_are_chosen_by_the_validation_s_loss_or_by_that_on_the_test_split(tmp_path: Path) -> None:
+    task = write_text(tmp_path)
+    run = Run(TINY, Arm("adamw"), 0.01, 0)
+    usual, apart = execute(run, task), execute(replace(run, setting=replace(TINY, choice=5)), task)
+    assert usual["choice"] == usual["final"] == apart["final"] != apart["choice"]
+    (tmp_path / "val.bin").write_bytes((tmp_path / "test.bin").read_bytes())
+    assert execute(run, task)["final"] == apart["choice"]
+
+
+@pytest.mark.parametrize("task", [STDLIB, Digits(shift=1, noise=0.3)])
+def test_all_arms_clip_the_same_parameters_together(task: Task) -> None:
+    def names(stages: int) -> set[frozenset[str]]:
+        found = set()
+        for part in parts(task, TINY, stages, seed=0):
+            own = dict(part.named_parameters())
+            by_id = {id(p): name for name, p in own.items()}
+            found |= {frozenset(by_id[id(p)] for p in group) for group in clipped_together(TINY, own)}
+        return found
+
+    assert names(1) == names(2) == names(4) and len(names(1)) == TINY.layers
+
+
+def test_muon_gets_the_blocks_matrices_and_nothing_else() -> None:
+    (whole,) = parts(STDLIB, TINY, 1, seed=0)
+    optimizer = optimizer_of("muon", dict(whole.named_parameters()), TINY)
+    assert isinstance(optimizer, MuonAdamW)
+    matrices, others = (group["params"] for group in optimizer.param_groups)
+    assert len(matrices) == 4 * TINY.layers and all(p.dim() == 2 for p in matrices)
+    assert len(matrices) + len(others) == len(list(whole.parameters()))
+
+
+def test_an_unknown_optimizer_is_refused() -> None:
+    with pytest.raises(ValueError, match="optimizer='sgd' is not known"):
+        optimizer_of("sgd", {}, TINY)

@@ -1,0 +1,341 @@
+"""The measurements run and give their tables; what they find is not tested here."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from recipes.data.sources import headers
+from recipes.tables import Table
+from tests.pool import WorkerPool
+from tools.bench import __main__ as bench
+from tools.bench import (
+    checkpoints,
+    compute,
+    data,
+    folder,
+    generation,
+    halves,
+    late,
+    memory,
+    messages,
+    one_device,
+    overhead,
+    processes,
+    replicated,
+    report,
+    sharded,
+    shared_device,
+    sleeping,
+    tensor,
+    whole,
+)
+from tools.bench.by_hand import Bare
+from tools.bench.contestants import Ours, Torch
+from tools.bench.layers import LlamaBlock, MakeOptimizer
+from tools.bench.replicated import Run, Work
+from tools.study.text import Text
+from tools.study.train import parts
+
+
+class AnotherGradient(nn.Module):
+    """The same value; twice the gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x - x.detach()
+
+
+def column(table: Table, name: str) -> list[object]:
+    return [record[name] for record in table.records()]
+
+
+def test_sleeping_stages() -> None:
+    few = {"rounds": 1, "steps": 1, "fits": 1, "batches": 5}
+    sizes = sleeping.Sizes(((2, 3),), ((2, 4),), (2,), forward=1e-3, backward=2e-3, width=4, **few)
+    synchronous, onwards, inside, asynchronous = sleeping.measure(sizes)
+    assert column(onwards, "schedule") == ["zbv, ours", "zbv, by hand"]
+    assert column(synchronous, "schedule") == [
+        f"{s}, {w}" for s in ("gpipe", "1f1b", "interleaved", "zbv") for w in ("ours", "torch", "by hand")
+    ]
+    assert all(isinstance(part, float) and 0 < part <= 1 for part in column(synchronous, "utilisation"))
+    assert column(inside, "schedule") == ["1f1b", "interleaved", "zbv", "async"]
+    assert all(isinstance(part, float) and 0 < part <= 1 for part in column(inside, "utilisation"))
+    assert column(asynchronous, "schedule") == ["async, 0 extra in flight", "async, 1 extra in flight"]
+    assert all(isinstance(part, float) and 0 < part <= 1 for part in column(asynchronous, "utilisation"))
+
+
+def test_real_compute() -> None:
+    small = compute.Sizes(layers=4, width=64, length=4, samples=1, microbatches=2, rounds=1, pairs=2)
+    table, beside = compute.measure(small)
+    assert column(table, "contestant") == [
+        "one process, one thread",
+        "gpipe, ours",
+        "gpipe, torch",
+        "1f1b, ours",
+        "1f1b, torch",
+        "1f1b, ours in Trainer.fit",
+        "async, by hand",
+        "async, ours",
+        "async, ours in Trainer.fit",
+    ]
+    assert all(isinstance(speed, float) and speed > 0 for speed in column(table, "tokens/s"))
+    assert column(beside, "schedule") == ["gpipe", "1f1b", "interleaved", "zbv"]
+    for ratio, faster in zip(column(beside, "ours / torch"), column(beside, "faster, of 2"), strict=True):
+        assert isinstance(ratio, float) and ratio > 0
+        assert faster in (0, 1, 2)
+
+
+def trained(schedule: str) -> list[list[Tensor]]:
+    """The parameters of this rank's stage after two steps, by each contestant."""
+    batch = torch.arange(24.0).reshape(4, 2, 3).sin()
+    results = []
+    for kind in (Ours, Torch, Bare):
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Linear(3, 3) for _ in range(dist.get_world_size())))
+        mine = layers[dist.get_rank() if kind is Torch else -1 - dist.get_rank()]  # else rank 0 has the last stage
+        contestant = kind(layers, schedule, batch, 4, partial(torch.optim.SGD, lr=0.5))
+        for _ in range(2):
+            contestant.step()
+        results.append([p.detach().clone() for p in mine.parameters()])
+    return results
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_contestants_of_a_schedule_train_alike(schedule: str) -> None:
+    ranks = processes.run(trained, 3, schedule)
+    for rank, (ours, _, by_hand) in enumerate(ranks):
+        torch.testing.assert_close(by_hand, ours)
+        torch.testing.assert_close(ranks[-1 - rank][1], ours)
+
+
+def test_halves() -> None:
+    (table,) = halves.measure(halves.Sizes(width=64, length=8, depth=1, pairs=2))
+    assert [row[0] for row in table.rows] == ["Llama", "encoder"]
+    assert all(value > 0 for row in table.rows for value in row[1:5])
+
+
+def test_a_llama_block_is_causal_and_knows_positions() -> None:
+    torch.manual_seed(0)
+    block = LlamaBlock(64, 2).double()
+    x = torch.randn(1, 6, 64, dtype=torch.float64)
+    output = block(x)
+    changed = x.clone()
+    changed[:, 4] += 1
+    assert torch.equal(block(changed)[:, :4], output[:, :4]) and not torch.equal(block(changed)[:, 5], output[:, 5])
+    swapped = block(x[:, [1, 0, 2]])
+    assert not torch.allclose(swapped[:, 2], block(x[:, :3])[:, 2])
+
+
+def test_overhead() -> None:
+    (table,) = overhead.measure(overhead.Sizes(step=5e-3, microbatches=2, width=4, rounds=1, batches=4, skip=1))
+    assert column(table, "schedule") == ["one process", "1f1b, 2 stages", "async, 2 stages"]
+
+
+def test_what_is_held_is_what_theory_says() -> None:
+    (table,) = memory.measure(memory.Sizes(stages=2, microbatches=3))
+    assert len(table.rows) == 7
+    assert column(table, "activations") == column(table, "theory")
+    assert column(table, "weight copies") == column(table, "theory, copies")
+
+
+def test_whole_trainings() -> None:
+    small = {"layers": 2, "width": 64, "samples": 1, "length": 4, "batches": 3, "rounds": 1}
+    (table,) = whole.measure(whole.Sizes(sleeping=2, forward=1e-3, backward=2e-3, **small))  # type: ignore[arg-type]
+    schedules = ["1f1b", "async, uncorrected", "async, error feedback", "async, second order"]
+    assert column(table, "schedule") == 2 * schedules
+    assert column(table, "speed-up")[::4] == [1.0, 1.0]
+
+
+def test_eight_layers_divided() -> None:
+    (table,) = tensor.measure_mlp(tensor.MLPSizes(((8, 2), (4, 3)), rounds=2, steps=(2, 1)))
+    contestants = ["one process, one thread", "by hand", "ours", "DTensor"]
+    assert column(table, "contestant") == contestants * 2
+    for name in ("step (ms)", "least (ms)", "DTensor / this", "of least", "this / by hand", "of the least"):
+        assert all(isinstance(value, float) and value > 0 for value in column(table, name))
+    assert column(table, "DTensor / this")[3::4] == column(table, "this / by hand")[1::4] == [1.0, 1.0]
+
+
+def test_gpt_blocks_divided() -> None:
+    (table,) = tensor.measure_block(tensor.BlockSizes(((8, 2, 2, 4),), layers=2, rounds=1, steps=(1,)))
+    assert column(table, "contestant") == [
+        "one process, one thread",
+        "by hand",
+        "ours",
+        "ours, dropout allowed for",
+        "DTensor",
+        "ours, sequence-parallel",
+        "DTensor, sequence-parallel",
+    ]
+
+
+def test_layers_of_a_group_of_one() -> None:
+    (table,) = tensor.measure_alone(tensor.AloneSizes(((4, 2),), rounds=2, steps=(3,)))
+    assert column(table, "layer") == ["nn.Linear", "ColumnParallelLinear", "RowParallelLinear"]
+    assert column(table, "added")[0] == 0.0
+
+
+def test_contestants_that_compute_something_else_are_refused() -> None:
+    model, x = sharded.mlp(32), torch.randn(2, 32)
+    tensor.agree({"one": sharded.whole(model, x), "other": sharded.whole(model, x)})
+    for changed in (model, nn.Sequential(model, AnotherGradient())):
+        other = sharded.whole(changed, x + 1 if changed is model else x)
+        with pytest.raises(AssertionError, match="not close"):
+            tensor.agree({"one": sharded.whole(model, x), "other": other})
+
+
+def test_what_tensor_parallelism_sends_is_what_theory_says() -> None:
+    (table,) = messages.measure(messages.Sizes(layers=2, width=8, heads=2, samples=1, length=4))
+    assert [(r["direction"], r["collective"], r["count"]) for r in table.records() if r["contestant"] == "ours"] == [
+        ("forward", "all-reduce", 4),
+        ("backward", "all-reduce", 4),
+    ]
+    assert "ours, sequence-parallel" in column(table, "contestant")
+    assert column(table, "count") == column(table, "theory")
+    assert column(table, "MiB") == column(table, "theory (MiB)")
+
+
+@pytest.mark.parametrize("group", [data.DDP_GROUP, data.FSDP_GROUP, data.PIPELINE_GROUP, data.THREADS_GROUP])
+def test_replicas(group: data.Group) -> None:
+    microbatches = 4 if group is data.PIPELINE_GROUP else 1  # with two, torch's DDP fails in its 1F1B
+    work = Work(layers=2, width=8, heads=2, length=4, samples=4, microbatches=microbatches)
+    (table,) = data.measure(group, data.Sizes(work, rounds=2, steps=1, skip=0))
+    assert column(table, "contestant") == list(group.contestants)
+    assert column(table, "speed-up")[0] == 1.0
+    for row in table.records():
+        assert all(isinstance(row[name], float) and row[name] > 0 for name in ("step (ms)", "speed-up", "ratio"))
+        if row["contestant"] == group.reference:
+            assert row["ratio"] == row["of the least"] == 1.0
+        assert (row["met"] in ("yes", "no")) == (row["contestant"] == group.judged)
+
+
+def test_texts_are_written_by_one_process_and_by_two_stages() -> None:
+    [table] = generation.measure(generation.QUICK)
+    assert [row[0] for row in table.rows] == ["Llama, keys and values kept", "GPT, nothing kept"]
+    assert all(isinstance(cell, float) and cell > 0 for row in table.rows for cell in row[1:4])
+
+
+def test_a_folder_is_opened_by_several_ranks() -> None:
+    [table] = folder.measure(folder.Sizes(layers=2, width=64, vocabulary=64, ranks=2, rounds=1))
+    assert [row[0] for row in table.rows] == ["pipeline", "tensor"]
+    assert all(cell > 0 for row in table.rows for cell in row[1:4])
+
+
+def test_checkpoints_are_saved_and_opened() -> None:
+    [table] = checkpoints.measure(checkpoints.Sizes(ranks=2, megabytes=1, tensors=4, rounds=1))
+    assert column(table, "ranks hold") == ["stages"] * 3 + ["replicas"] * 3
+    assert all(isinstance(ratio, float) and ratio > 0 for ratio in column(table, "ours / torch"))
+
+
+def test_a_target_is_met_or_not() -> None:
+    assert data.verdict(("at most", 1.03), 1.03) == ("at most 1.03", "yes")
+    assert data.verdict(("at most", 1.03), 1.04) == ("at most 1.03", "no")
+    assert data.verdict(("above", 1.0), 1.0) == ("above 1.00", "no")
+    assert data.verdict(("above", 1.0), 1.01) == ("above 1.00", "yes")
+
+
+def test_rounds_of_replicas_are_compared_one_by_one() -> None:
+    group = data.DDP_GROUP
+    times = {data.ONE: [2.0, 9.0, 2.0, 4.0, 4.0, 4.0], data.DDP: [1.0, 1.0, 8.0, 2.0, 2.0, 2.0]}
+    times[data.DDP_FIT] = [1.1, 1.1, 1.1, 2.4, 2.4, 2.4]
+    _, bare, trained = (row[1:] for row in data.rows(group, times, steps=3))
+    assert bare == [1500.0, 1000.0, 2.0, "2.000-2.000", 1.0, "1.000-1.000", 1.0, None, None]
+    assert trained[4:] == [pytest.approx(1.15), "1.100-1.200", pytest.approx(1.1), "at most 1.03", "no"]
+
+
+def unaveraged(work: Work, steps: int, optimizer: MakeOptimizer) -> Run:
+    """Every replica by itself."""
+    return replicated.bare_loop(work.model(), work, steps, optimizer)
+
+
+def summed(work: Work, steps: int, optimizer: MakeOptimizer) -> Run:
+    """The gradient is twice what it should be."""
+    model = work.model()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: 2 * gradient)
+    return replicated.bare_loop(DistributedDataParallel(model), work, steps, optimizer)
+
+
+def refusals() -> list[str]:
+    work = Work(layers=2, width=32, heads=2, length=8, samples=2)
+    data.agree({"one": replicated.one_process, "DDP": replicated.ddp_bare}, work)
+    messages = []
+    for wrong in (unaveraged, summed):
+        with pytest.raises(AssertionError) as refusal:
+            data.agree({"one": replicated.one_process, wrong.__name__: wrong}, work)
+        messages.append(str(refusal.value))
+    return messages
+
+
+def test_replicas_that_train_otherwise_are_refused(pool: WorkerPool) -> None:
+    for refused in pool.run(refusals, 2):
+        assert [message.partition(":")[0] for message in refused] == ["unaveraged", "summed"]
+
+
+def test_tables_are_printed_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure() -> list[Table]:
+        return [Table("Sums", {"what": "", "value": ".2f"}, [["one and two", 3.0], ["nothing", None]], "By hand.")]
+
+    monkeypatch.setattr(bench, "PIPELINE", {"sums": (measure, measure)})
+    bench.main(["pipeline", "--only", "sums", "--quick", "--output", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert "one and two   3.00" in printed
+    assert "| one and two | 3.00 |\n| nothing |  |\n\nBy hand." in (tmp_path / "pipeline.md").read_text()
+    written = json.loads((tmp_path / "pipeline.json").read_text())
+    assert written["tables"][0]["rows"] == [{"what": "one and two", "value": 3.0}, {"what": "nothing", "value": None}]
+    assert {"processor", "cores", "versions", "date", "load"} <= written.keys()
+    assert report.headline(written) in printed
+
+
+def test_an_unknown_part_is_refused() -> None:
+    with pytest.raises(SystemExit, match="no 'compte'; choose among sleeping, compute, halves, overhead, memory"):
+        bench.main(["pipeline", "--only", "compte"])
+    with pytest.raises(SystemExit, match="no 'sleeping'; choose among mlp, block, messages, alone"):
+        bench.main(["tensor", "--only", "sleeping"])
+    with pytest.raises(SystemExit, match="no 'mlp'; choose among ddp, fsdp, pipeline, dp"):
+        bench.main(["data", "--only", "mlp"])
+
+
+def test_one_stage_is_measured_beside_a_plain_loop_in_each_precision() -> None:
+    (table,) = one_device.measure(one_device.QUICK)
+    assert [(row["precision"], row["microbatches"]) for row in table.records()] == [
+        (precision, count) for precision in one_device.PRECISIONS for count in (1, 2)
+    ]
+    assert all(isinstance(ms, float) and ms > 0 for ms in column(table, "one stage (ms)"))
+
+
+def test_stages_that_share_a_device_are_measured_beside_one_process() -> None:
+    (table,) = shared_device.measure(shared_device.QUICK)
+    assert column(table, "contestant") == ["one process", "gpipe, 2 stages", "1f1b, 2 stages"]
+    assert all(isinstance(ms, float) and ms > 0 for ms in column(table, "step (ms)"))
+
+
+def test_late_gradients_are_compared_with_synchronous_ones() -> None:
+    (table,) = late.measure(late.QUICK)
+    assert column(table, "arm") == ["synchronous", "8 stages, m=16, second_order"]
+    assert column(table, "loss beside synchronous")[0] == "+0.00%"
+
+
+def test_the_large_model_has_a_hundred_million_parameters() -> None:
+    setting = late.CUDA.setting
+    with torch.device("meta"):
+        made = parts(Text(headers, "headers"), setting, 1, 0)
+    assert sum(parameter.numel() for part in made for parameter in part.parameters()) >= 100e6
+
+
+def test_a_device_that_is_not_used_or_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match="--device=cuda: checkpoint is measured on CPUs"):
+        bench.main(["checkpoint", "--device", "cuda"])
+    with pytest.raises(SystemExit, match="--device=cuda: data is measured on CPUs"):
+        bench.main(["data", "--device", "cuda"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="--device cuda: there is no GPU"):
+        bench.main(["tensor", "--device", "cuda", "--only", "alone"])

@@ -1,0 +1,171 @@
+"""``python -m tools.bench pipeline``: measures the pipelines beside torch's own and beside loops by hand;
+``python -m tools.bench tensor``: the layers of tensor parallelism beside DTensor and beside bare functions;
+``python -m tools.bench data``: replicas that share every batch, in a Trainer and in bare loops of torch's own;
+``python -m tools.bench checkpoint``: saving and opening, beside torch's distributed checkpoint;
+``python -m tools.bench generation``: texts out of a pipeline, beside one process."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from recipes.tables import Table, circumstances
+from tools.bench import (
+    checkpoints,
+    compute,
+    data,
+    folder,
+    generation,
+    halves,
+    late,
+    memory,
+    messages,
+    one_device,
+    overhead,
+    report,
+    shared_device,
+    sleeping,
+    tensor,
+    whole,
+)
+
+Part = tuple[Callable[[], list[Table]], Callable[[], list[Table]]]
+
+# What each word of --only measures: in full, and with --quick.
+PIPELINE: dict[str, Part] = {
+    "sleeping": (partial(sleeping.measure, sleeping.Sizes()), partial(sleeping.measure, sleeping.QUICK)),
+    "compute": (partial(compute.measure, compute.Sizes()), partial(compute.measure, compute.QUICK)),
+    "halves": (partial(halves.measure, halves.Sizes()), partial(halves.measure, halves.QUICK)),
+    "overhead": (partial(overhead.measure, overhead.Sizes()), partial(overhead.measure, overhead.QUICK)),
+    "memory": (partial(memory.measure, memory.Sizes()), partial(memory.measure, memory.QUICK)),
+    "whole": (partial(whole.measure, whole.Sizes()), partial(whole.measure, whole.QUICK)),
+    "one": (partial(one_device.measure, one_device.Sizes()), partial(one_device.measure, one_device.QUICK)),
+    "shared": (
+        partial(shared_device.measure, shared_device.Sizes()),
+        partial(shared_device.measure, shared_device.QUICK),
+    ),
+}
+# With --device cuda.
+PIPELINE_CUDA: dict[str, Part] = {
+    "one": (partial(one_device.measure, one_device.CUDA), partial(one_device.measure, one_device.QUICK_CUDA)),
+    "shared": (
+        partial(shared_device.measure, shared_device.CUDA),
+        partial(shared_device.measure, shared_device.QUICK_CUDA),
+    ),
+    "late": (partial(late.measure, late.CUDA), partial(late.measure, late.QUICK_CUDA)),
+}
+TENSOR: dict[str, Part] = {
+    "mlp": (partial(tensor.measure_mlp, tensor.MLPSizes()), partial(tensor.measure_mlp, tensor.QUICK_MLP)),
+    "block": (partial(tensor.measure_block, tensor.BlockSizes()), partial(tensor.measure_block, tensor.QUICK_BLOCK)),
+    "messages": (partial(messages.measure, messages.Sizes()), partial(messages.measure, messages.QUICK)),
+    "alone": (partial(tensor.measure_alone, tensor.AloneSizes()), partial(tensor.measure_alone, tensor.QUICK_ALONE)),
+}
+# With --device cuda.
+TENSOR_CUDA: dict[str, Part] = TENSOR | {
+    "alone": (
+        partial(tensor.measure_alone, tensor.CUDA_ALONE),
+        partial(tensor.measure_alone, tensor.QUICK_CUDA_ALONE),
+    ),
+}
+DATA: dict[str, Part] = {
+    "ddp": (partial(data.measure, data.DDP_GROUP, data.Sizes()), partial(data.measure, data.DDP_GROUP, data.QUICK)),
+    "fsdp": (partial(data.measure, data.FSDP_GROUP, data.Sizes()), partial(data.measure, data.FSDP_GROUP, data.QUICK)),
+    "pipeline": (
+        partial(data.measure, data.PIPELINE_GROUP, data.PIPELINE),
+        partial(data.measure, data.PIPELINE_GROUP, data.QUICK_PIPELINE),
+    ),
+    "dp": (
+        partial(data.measure, data.THREADS_GROUP, data.SHORT, data.Sizes()),
+        partial(data.measure, data.THREADS_GROUP, data.QUICK_SHORT, data.QUICK),
+    ),
+}
+
+CHECKPOINT: dict[str, Part] = {
+    "whole": (partial(checkpoints.measure, checkpoints.Sizes()), partial(checkpoints.measure, checkpoints.QUICK)),
+    "folder": (partial(folder.measure, folder.Sizes()), partial(folder.measure, folder.QUICK)),
+}
+
+GENERATION: dict[str, Part] = {
+    "texts": (partial(generation.measure, generation.Sizes()), partial(generation.measure, generation.QUICK)),
+}
+
+
+def _on(device: str) -> dict[str, dict[str, Part]]:
+    """What can be measured there."""
+    if device == "cuda":
+        return {"pipeline": PIPELINE_CUDA, "tensor": TENSOR_CUDA}
+    return {
+        "pipeline": PIPELINE,
+        "tensor": TENSOR,
+        "data": DATA,
+        "checkpoint": CHECKPOINT,
+        "generation": GENERATION,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    parts = _on(options.device).get(options.what)
+    if parts is None:
+        raise SystemExit(f"--device={options.device}: {options.what} is measured on CPUs; leave it out")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("--device cuda: there is no GPU that torch can use here")
+    only = options.only or list(parts)
+    unknown = [name for name in only if name not in parts]
+    if unknown:
+        raise SystemExit(f"--only={','.join(only)}: no {unknown[0]!r}; choose among {', '.join(parts)}")
+    facts = circumstances()
+    print(report.headline(facts), flush=True)
+    begin = time.monotonic()
+    tables: list[Table] = []
+    for name in only:
+        full, quick = parts[name]
+        for table in (quick if options.quick else full)():
+            tables.append(table)
+            print(f"\n{table.text()}", flush=True)
+    print(f"\n{time.monotonic() - begin:.0f} s")
+    if options.output is not None:
+        report.write(options.output, options.what, facts, tables)
+        print(f"Written: {options.output / options.what}.md and .json")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench",
+        description="Measure the strategies beside what they are measured against, in the same run.",
+        epilog="Figures of different runs can be compared only on an idle machine.",
+    )
+    parser.add_argument("what", choices=[*_on("cpu")])
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        metavar="PART,...",
+        help=f"some of: {', '.join(PIPELINE)} of the pipeline, {', '.join(TENSOR)} of tensor, "
+        f"{', '.join(DATA)} of data (default: all)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="where layers that nothing is divided in (alone), a single stage (one) and stages that share a device "
+        "(shared) are measured. Only with cuda: late gradients on a large model (--only late). The rest is measured "
+        "on CPUs",
+    )
+    parser.add_argument("--quick", action="store_true", help="small sizes, in less than a minute: to see that it runs")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write the tables there, as .md and .json")
+    return parser
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as after Ctrl-C: the workers are ended first
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,160 @@
+"""Transformer blocks on two stages, a thread each: what is left of the speed of two cores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from lightning_parallel import AsyncPipelineStrategy, PipelineStrategy
+from recipes.tables import Cell, Table
+from tools.bench import processes
+from tools.bench.by_hand import BareAsync
+from tools.bench.contestants import (
+    CHUNKED,
+    COMPARED,
+    OneProcess,
+    Ours,
+    OursAsync,
+    Times,
+    Torch,
+    alternate,
+    merge,
+    timed_steps,
+    timed_stream,
+)
+from tools.bench.layers import adamw, blocks, fit
+from tools.bench.report import spread
+from tools.bench.rounds import middle, ratios
+
+ONE = "one process, one thread"
+_PAIRED = (*COMPARED, *CHUNKED)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model of ``layers`` blocks of ``width``, batches of ``microbatches`` x ``samples`` x ``length`` tokens;
+    ``rounds`` in which each contestant runs ``batches`` that count, and one before them that doesn't; ``pairs`` of
+    batches, one of ours and one of torch's, for each synchronous schedule."""
+
+    layers: int = 8
+    width: int = 512
+    length: int = 128
+    samples: int = 4
+    microbatches: int = 8
+    rounds: int = 3
+    batches: int = 1
+    pairs: int = 12
+
+
+QUICK = Sizes(width=128, length=64, rounds=2, batches=3, pairs=6)
+
+
+def measure(sizes: Sizes) -> list[Table]:
+    return [_speed(sizes), _beside(sizes)]
+
+
+def _speed(sizes: Sizes) -> Table:
+    times = merge(processes.run(_times, 2, sizes))
+    tokens = sizes.microbatches * sizes.samples * sizes.length
+    one = median(times[ONE])
+    rows: list[list[Cell]] = [
+        [name, tokens / median(seconds), one / median(seconds), spread([one / s for s in seconds], 2)]
+        for name, seconds in times.items()
+    ]
+    return Table(
+        f"Real compute: {sizes.layers} transformer blocks, d {sizes.width}, T {sizes.length}, "
+        f"{sizes.microbatches} microbatches of {sizes.samples}, 2 stages, a thread each",
+        {"contestant": "", "tokens/s": ",.0f", "speed-up": ".3f", "range": ""},
+        rows,
+        f"Speed-up over {ONE}; AdamW, float32. Medians of {sizes.rounds * sizes.batches} batches, in turn; "
+        "asynchronous ones between the ends of batches on the last stage. By hand: isend and irecv posted ahead, "
+        "plain autograd, weights copied at each update.",
+    )
+
+
+def _beside(sizes: Sizes) -> Table:
+    """The machine's speed drifts by more than the two differ: so batch by batch."""
+    times = merge(processes.run(_pairs, 2, sizes))
+    rows: list[list[Cell]] = []
+    for schedule in _PAIRED:
+        ours, theirs = times[f"{schedule}, ours"], times[f"{schedule}, torch"]
+        slower, beside = ratios(ours, theirs), ratios(ours, times["1f1b, ours"])
+        faster = sum(ratio < 1 for ratio in slower)
+        row: list[Cell] = [schedule, median(ours) * 1e3, median(theirs) * 1e3, median(slower), middle(slower), faster]
+        rows.append([*row, median(beside), middle(beside)])
+    return Table(
+        "Real compute, synchronous schedules beside torch's, batch by batch",
+        {
+            "schedule": "",
+            "ours (ms)": ".0f",
+            "torch (ms)": ".0f",
+            "ours / torch": ".3f",
+            "middle half": "",
+            f"faster, of {sizes.pairs}": "d",
+            "ours / our 1f1b": ".3f",
+            "middle half, beside 1f1b": "",
+        },
+        rows,
+        "The same model; interleaved and zbv have two chunks a stage. Medians; a ratio is that of the median pair. A "
+        "pair's two batches run one after the other, ours first in every second one; our 1f1b's is that of the "
+        "same round.",
+    )
+
+
+def _pairs(sizes: Sizes) -> Times:
+    batch = _batch(sizes)
+    runs = {}
+    for schedule in _PAIRED:
+        for whose, kind in (("ours", Ours), ("torch", Torch)):
+            contestant = kind(blocks(sizes.layers, sizes.width), schedule, batch, sizes.microbatches, adamw)
+            contestant.step()
+            runs[f"{schedule}, {whose}"] = partial(timed_steps, contestant, 1)
+    return alternate(runs, sizes.pairs)
+
+
+def _batch(sizes: Sizes) -> torch.Tensor:
+    return torch.randn(sizes.microbatches * sizes.samples, sizes.length, sizes.width)
+
+
+def _times(sizes: Sizes) -> Times:
+    batch = _batch(sizes)
+    count = sizes.microbatches
+
+    def synchronous(contestant: Ours | Torch | OneProcess) -> Callable[[], list[float]]:
+        contestant.step()
+        return partial(timed_steps, contestant, sizes.batches)
+
+    def asynchronous(contestant: OursAsync | BareAsync) -> Callable[[], list[float]]:
+        return partial(timed_stream, contestant, sizes.batches + 1, skip=0)
+
+    def trained(make: Callable[[], AsyncPipelineStrategy | PipelineStrategy]) -> Callable[[], list[float]]:
+        def run() -> list[float]:
+            seconds = fit(model(), make(), batch, sizes.batches + 1, adamw)
+            return seconds if dist.get_rank() == 0 else []
+
+        return run
+
+    def model() -> torch.nn.Sequential:
+        return blocks(sizes.layers, sizes.width)
+
+    runs = {
+        ONE: synchronous(OneProcess(model(), batch, count, adamw)),
+        "gpipe, ours": synchronous(Ours(model(), "gpipe", batch, count, adamw)),
+        "gpipe, torch": synchronous(Torch(model(), "gpipe", batch, count, adamw)),
+        "1f1b, ours": synchronous(Ours(model(), "1f1b", batch, count, adamw)),
+        "1f1b, torch": synchronous(Torch(model(), "1f1b", batch, count, adamw)),
+        "1f1b, ours in Trainer.fit": trained(
+            lambda: PipelineStrategy(schedule="1f1b", microbatches=count, balance="layers")
+        ),
+        "async, by hand": asynchronous(BareAsync(model(), batch, count, adamw)),
+        "async, ours": asynchronous(OursAsync(model(), batch, count, optimizer=adamw)),
+        "async, ours in Trainer.fit": trained(
+            lambda: AsyncPipelineStrategy(microbatches=count, correction=None, balance="layers")
+        ),
+    }
+    return alternate(runs, sizes.rounds)
