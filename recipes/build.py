@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_parallel import ExactResume, FiniteLoss, MemorySnapshot, Preemption
 from lightning_parallel.checkpoint import read_full
-from lightning_parallel.set_up.own_part import configure_part
+from lightning_parallel.set_up.part_of_model import configure_part
 from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from recipes import profiling

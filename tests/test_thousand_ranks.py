@@ -32,7 +32,7 @@ from lightning_parallel.messages.message import encode
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.plan.partitioning import partition
+from lightning_parallel.plan.search import partition
 from lightning_parallel.private.torch import group_of_members
 from lightning_parallel.ranks import groups as groups_module
 from lightning_parallel.ranks import meeting
@@ -161,7 +161,7 @@ def first_batch(world_size: int, rank: int, name: str) -> tuple[float, int, list
         net.to(META)
         given = batch.to(META)
         stage = Stage(net, parts, layout.stage, META)
-        stage.flow = stage.survey(lambda: net(given).sum())
+        stage.flow = stage.flow_of(lambda: net(given).sum())
         stage.install()
         wires = groups.links(parts.placement)
         links = Links(

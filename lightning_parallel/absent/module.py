@@ -1,4 +1,4 @@
-"""Makes a whole module absent, for the trace of a step (``tracing/trace.py``)."""
+"""Makes a whole module absent, for the trace of a step (``tracing/dry_run.py``)."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class BatchWatch:
     def __init__(self) -> None:
         self._changed = False
 
-    def look(self, step: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+    def run_on_copy(self, step: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
         """Run a trial of a step on a copy of its batch, and note whether it changed the copy."""
         own = rebuilt((arguments, more), torch.clone)
         given = [(tensor, version_of(tensor)) for tensor in tensors(own)]

@@ -18,7 +18,7 @@ from lightning_parallel.plan.flow import Cargo, Flow, tensors_of
 from lightning_parallel.plan.partition import Partition
 from lightning_parallel.private.torch import tensors_in
 from lightning_parallel.seeding import TorchGenerators, seed_host_generators
-from lightning_parallel.tracing.traced import Call
+from lightning_parallel.tracing.trace import Call
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class ForwardPass:
                 )
             if len(kept) != cargo.tensors:
                 raise RuntimeError(
-                    f"'{cargo.module}' returned {len(kept)} tensors, but {cargo.tensors} in the first look at the "
+                    f"'{cargo.module}' returned {len(kept)} tensors, but {cargo.tensors} in the dry run of the "
                     f"step: the number of its outputs must not depend on values, nor change from batch to batch."
                 )
             tensors += kept

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.absent.forward import AbsentForward
+from lightning_parallel.absent.answers import AbsentForward
 from lightning_parallel.absent.module import everything_absent
 from lightning_parallel.absent.tensor import AbsentValueError
 from lightning_parallel.interception import LeaveStep

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.absent.forward import AbsentForward
+from lightning_parallel.absent.answers import AbsentForward
 from lightning_parallel.absent.origins import origin_of_parameter
 from lightning_parallel.absent.tensor import AbsentTensor, first_absent, make_absent
 from lightning_parallel.backward.recompute import Recomputed
@@ -43,11 +43,11 @@ from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.pipeline.forward_pass import Cuts, ForwardPass, Underway
 from lightning_parallel.pipeline.other_units import OtherUnits
 from lightning_parallel.plan.flow import Flow
+from lightning_parallel.plan.flow_of_step import flow_of_step
 from lightning_parallel.plan.partition import Partition
-from lightning_parallel.plan.survey import survey
 from lightning_parallel.private.torch import forward_hooks
 from lightning_parallel.seeding import TorchGenerators, draw_seed
-from lightning_parallel.tracing.traced import Call
+from lightning_parallel.tracing.trace import Call
 
 
 class Stage:
@@ -132,12 +132,12 @@ class Stage:
             if name in persistent and not isinstance(buffer, AbsentTensor)
         }
 
-    def survey(self, step: Callable[[], Any], logged: Sequence[Any] = ()) -> Flow:
-        """What crosses the cuts in ``step`` (:func:`.survey.survey`)."""
+    def flow_of(self, step: Callable[[], Any], logged: Sequence[Any] = ()) -> Flow:
+        """What crosses the cuts in ``step`` (:func:`.flow_of_step.flow_of_step`)."""
         recompute = self._recompute
         self.remove()  # it asks the modules themselves
         try:
-            return survey(self.module, self.partition, step, logged)
+            return flow_of_step(self.module, self.partition, step, logged)
         finally:
             if recompute is not None:
                 self.install(recompute)

@@ -1,6 +1,6 @@
 """One way to cut a module: where the chain of layers is cut, and which stage holds what then.
 
-The trace (``tracing/trace.py``) has the order in which units are called. The calls of layers (``layers.py``) form the
+The trace (``tracing/dry_run.py``) has the order in which units are called. The calls of layers (``layers.py``) form the
 *chain*, and a chunk owns a piece of it. A layer that is called twice is in it twice. The calls of other units go with
 the next layer that is called after them, or with the last one::
 
@@ -35,7 +35,7 @@ from lightning_parallel.plan.balance import Balance, bounds_of
 from lightning_parallel.plan.layers import Layers, enumerated
 from lightning_parallel.plan.partition import Partition
 from lightning_parallel.ranks.layout import Placement
-from lightning_parallel.tracing.traced import Trace
+from lightning_parallel.tracing.trace import Trace
 
 TOGETHER = 1.1  # the calls of a unit stay together if the largest chunk grows by no more than this
 UNEVEN = 1.4  # the largest chunk may be this much larger than the mean before layers are opened for a better cut

@@ -2,7 +2,7 @@
 
 Where each layer needs the output of the layer before it and nothing else, that output crosses. Many models hand on
 more: an encoder's output that every decoder layer attends to, a second embedding, a U-Net's skip connections. A trace
-of the step (``tracing/trace.py``) shows what is needed where. If a unit in chunk 2 gets the output of a unit in chunk
+of the step (``tracing/dry_run.py``) shows what is needed where. If a unit in chunk 2 gets the output of a unit in chunk
 0, that output crosses the cuts 0|1 and 1|2, and its gradient comes back the same way::
 
     chunk 0          chunk 1          chunk 2
@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lightning_parallel.ranks.layout import Placement
-from lightning_parallel.tracing.traced import Call
+from lightning_parallel.tracing.trace import Call
 
 
 @dataclass(frozen=True)

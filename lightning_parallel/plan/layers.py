@@ -4,7 +4,7 @@ A module that the step calls is a *unit* if it has parameters or state, and is t
 then its own code runs on every stage, and the modules that it calls are units. The root is always open, and so is what
 is made of a list of parts, such as an encoder with its blocks or an ``nn.Sequential``, unless it hangs in a list
 itself. (An ``nn.Sequential`` in another one is open too.) What hangs in such a list is a *layer*, and a cut falls after
-the call of a layer. Where layers are too few or too large, they are opened in turn (``partitioning.py``)::
+the call of a layer. Where layers are too few or too large, they are opened in turn (``search.py``)::
 
     GPT                          open
         embed                    unit
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import nn
 
-from lightning_parallel.tracing.trace import names_of
+from lightning_parallel.tracing.dry_run import names_of
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 

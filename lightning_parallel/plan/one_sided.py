@@ -12,7 +12,7 @@ from functools import partial
 
 from lightning_parallel.plan.flow import FlowError
 from lightning_parallel.ranks.layout import Placement
-from lightning_parallel.tracing.traced import Place, Trace
+from lightning_parallel.tracing.trace import Place, Trace
 
 TWICE = "A stage with several chunks runs this code once in each of them:"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_parallel.ranks.layout import Placement
-from lightning_parallel.tracing.traced import Call
+from lightning_parallel.tracing.trace import Call
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_parallel.ranks.groups import Groups
-from lightning_parallel.ranks.in_steps import Collectives
 from lightning_parallel.ranks.layout import Layout
+from lightning_parallel.ranks.user_collectives import Collectives
 
 
 @dataclass(frozen=True)

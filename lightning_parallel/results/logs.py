@@ -17,7 +17,7 @@ from lightning_parallel.batch import weighted_mean
 from lightning_parallel.losses.graph import Number
 from lightning_parallel.losses.normaliser import BatchLoss, Rule
 from lightning_parallel.private.lightning.metrics import set_step_value, step_value
-from lightning_parallel.ranks.in_steps import Collectives
+from lightning_parallel.ranks.user_collectives import Collectives
 from lightning_parallel.results.log_joins import LogJoins
 
 
@@ -144,8 +144,8 @@ class LogRecorder:
 
     def _of_whole(self, name: str, argument: str) -> Callable[[], Any] | None:
         """Gives an argument of the call for the whole batch."""
-        look = self._whole
-        return None if look is None else lambda: look().get(name, {}).get(argument)
+        whole = self._whole
+        return None if whole is None else lambda: whole().get(name, {}).get(argument)
 
 
 @contextmanager
@@ -171,7 +171,7 @@ def trial(
     stop = trainer.should_stop
     collectives: Collectives = trainer.strategy.collectives  # type: ignore[attr-defined]  # every strategy with trials has them
     try:
-        with collectives.inside_look(), logging_through(module, log):
+        with collectives.inside_trial(), logging_through(module, log):
             yield
     finally:
         trainer.should_stop = stop

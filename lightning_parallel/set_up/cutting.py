@@ -12,7 +12,7 @@ from lightning_parallel.absent.tensor import AbsentValueError
 from lightning_parallel.batch import rebuilt
 from lightning_parallel.checks.batch_watch import BatchWatch
 from lightning_parallel.plan.partition import Partition
-from lightning_parallel.plan.partitioning import partition
+from lightning_parallel.plan.search import partition
 from lightning_parallel.ranks.collectives import broadcast_object, gather_if_different, together
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.ranks.run import Run
@@ -37,7 +37,7 @@ def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, pla
     def first_microbatch(batch: Any) -> Any:
         return splitting.parts(batch)[0][0]
 
-    def look() -> Partition:
+    def cut() -> Partition:
         balance = options.balance
         if balance == "time" and layout.rank > 0:  # only the first rank's partition counts
             balance = "parameters"
@@ -49,7 +49,7 @@ def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, pla
                 hooks = StepHooks(trainer, module, own) if run.trains else None
                 found = partition(
                     module,
-                    partial(BatchWatch().look, step.func, *step.args),
+                    partial(BatchWatch().run_on_copy, step.func, *step.args),
                     layout.stages,
                     options.layers,
                     balance,
@@ -79,7 +79,7 @@ def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, pla
 
     world = dist.group.WORLD
     assert world is not None, "the ranks have met"
-    mine = together(world, look)
+    mine = together(world, cut)
     if options.balance != "time":
         check_equal(mine, run.groups.model)
     # Replicas see batches of their own, perhaps of other shapes: the first one decides.

@@ -26,7 +26,7 @@ from lightning_parallel.ranks.local_model import LocalModel
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.set_up.options import StagedOptions
-from lightning_parallel.set_up.own_part import configure_part
+from lightning_parallel.set_up.part_of_model import configure_part
 
 
 class Stages:

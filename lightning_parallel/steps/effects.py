@@ -75,7 +75,7 @@ class StepEffects:
             trainer.should_stop |= stop
         return result
 
-    def look(self, step: Callable[[], Any]) -> Any:
+    def try_out(self, step: Callable[[], Any]) -> Any:
         """Run a step without effect (a dry run, a trial), outside of a batch or within one."""
         with nullcontext() if self._is_watching else self.watching(self._run.module.log):
             return self._checked(step)

@@ -17,7 +17,7 @@ from lightning_parallel.passes import first_pass, passes_of
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.last_stage import LastStage
-from lightning_parallel.set_up.first_look import FirstLook
+from lightning_parallel.set_up.dry_runs import DryRuns
 from lightning_parallel.set_up.stages import Stages
 from lightning_parallel.set_up.tensor_shards import TensorShards
 from lightning_parallel.steps.earlier_chunks import EarlierChunks
@@ -28,7 +28,7 @@ class Evaluation:
     """Runs the user's evaluation steps on this rank's stage.
 
     Args:
-        look: makes a dry run of the first step of each kind.
+        dry_runs: makes a dry run of the first step of each kind.
         shards: compares the losses of tensor ranks.
         earlier: drops what runs for earlier chunks log.
     """
@@ -38,13 +38,13 @@ class Evaluation:
         run: Run,
         engine: Engine,
         stages: Stages,
-        look: FirstLook,
+        dry_runs: DryRuns,
         last_stage: LastStage,
         shards: TensorShards,
         earlier: EarlierChunks,
     ) -> None:
         self._engine, self._stages, self._shards, self._earlier = engine, stages, shards, earlier
-        self._look, self._last_stage = look, last_stage
+        self._dry_runs, self._last_stage = dry_runs, last_stage
         self._relay = Relay(run)
         self._watch = BatchWatch()
         self._batches = 0
@@ -54,8 +54,8 @@ class Evaluation:
         the step returned on the last stage, and None on the others; a step of several passes returns on all."""
         self._batches += 1
         # Each loader may have a step of its own.
-        look = partial(self._watch.look, first_pass(step), *args, **kwargs)
-        flow = self._look.follow(f"{step.__name__} {args[2:]}", look)
+        trial = partial(self._watch.run_on_copy, first_pass(step), *args, **kwargs)
+        flow = self._dry_runs.follow(f"{step.__name__} {args[2:]}", trial)
         self._watch.check(step.__name__, self._stages.stage.partition)
         indices = [index for index in args[1:] if isinstance(index, int)]
         if flow is not None and not any(flow.last):  # it calls no layer, so no stage would leave it

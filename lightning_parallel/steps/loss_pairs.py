@@ -28,7 +28,7 @@ from lightning_parallel.ranks.run import Run
 from lightning_parallel.ranks.writes import WritesRefused
 from lightning_parallel.results.last_stage import LastStage
 from lightning_parallel.results.logs import logging_trial
-from lightning_parallel.steps.left_by_steps import differing, left_by
+from lightning_parallel.steps.kept_state import differing, left_by
 from lightning_parallel.tracing.snapshot import StateKept
 
 _TRIALS = 8  # at most in the first batch, and at most of losses of a new make: a step may make ever new ones

@@ -30,7 +30,7 @@ from lightning_parallel.results.last_stage import LastStage
 from lightning_parallel.results.log_joins import LogJoins
 from lightning_parallel.results.logs import LogRecorder, logging_through
 from lightning_parallel.seeding import mix, seed_host_generators
-from lightning_parallel.set_up.first_look import FirstLook
+from lightning_parallel.set_up.dry_runs import DryRuns
 from lightning_parallel.set_up.splitting import Splitting
 from lightning_parallel.set_up.tensor_shards import TensorShards
 from lightning_parallel.steps.earlier_chunks import EarlierChunks
@@ -54,7 +54,7 @@ class Microbatches:
         splitting: Splitting,
         *,
         shards: TensorShards,
-        look: FirstLook,
+        dry_runs: DryRuns,
         means: LossMeans,
         last_stage: LastStage,
         earlier: EarlierChunks,
@@ -62,7 +62,7 @@ class Microbatches:
     ) -> None:
         self._run, self._splitting = run, splitting
         self._shards, self._earlier, self._stage = shards, earlier, stage
-        self._look, self._means, self._last_stage = look, means, last_stage
+        self._dry_runs, self._means, self._last_stage = dry_runs, means, last_stage
         self._watch = BatchWatch()
         self._joins = LogJoins()
         self._effects = StepEffects(run)
@@ -114,7 +114,7 @@ class Microbatches:
                 mixing=self._mixing.trial(again, batch, counts, k) if tries_mixing else None,
             )
         trace = step(parts[0], work[first].seed, counts[0], None)
-        flow = self._look.follow("training_step", trace, len(counts))
+        flow = self._dry_runs.follow("training_step", trace, len(counts))
         self._watch.check("training_step", self._stage.partition)
         if self._is_first_batch:
             together(None, self._effects.check)
@@ -122,8 +122,9 @@ class Microbatches:
         self._is_first_batch = False
         if self.once.names:  # a trial would change them once more, before the backward
             work = {k: replace(each, trial=None, mixing=None) for k, each in work.items()}
-        whole = partial(self._look.logged, "training_step", step(batch, mix(self._run.seed, number), sum(counts), None))
-        recorder.tell(self._joins, whole if self._look.may_repeat else None, self._look.known("training_step"))
+        of_whole = step(batch, mix(self._run.seed, number), sum(counts), None)
+        whole = partial(self._dry_runs.logged, "training_step", of_whole) if self._dry_runs.may_repeat else None
+        recorder.tell(self._joins, whole, self._dry_runs.known("training_step"))
         return work, loss
 
     def _step(self, arguments: tuple[Any, ...], recorder: LogRecorder, size: int, seed: int, kind: str | None) -> Any:
@@ -133,8 +134,8 @@ class Microbatches:
         step, watched = self._run.module.training_step, self._is_watched
         with self._run.precision.train_step_context():
             if kind is None:
-                look = partial(self._watch.look, step, *arguments)
-                return self._effects.look(look) if watched else look()
+                trial = partial(self._watch.run_on_copy, step, *arguments)
+                return self._effects.try_out(trial) if watched else trial()
             with self.once.run():
                 run = partial(self._shards.run, partial(self._earlier.run, step, *arguments), kind)
                 return self._effects.run(run) if watched else run()

@@ -60,8 +60,8 @@ class OnceABatch:
             RuntimeError: the second run has changed a frozen parameter again, which the dry run of the step didn't
                 find.
         """
-        looks = self._changing or (self._frozen and self._begun < 2)
-        return self._around_run() if looks else nullcontext()
+        needed = self._changing or (self._frozen and self._begun < 2)
+        return self._around_run() if needed else nullcontext()
 
     @contextmanager
     def _around_run(self) -> Iterator[None]:

@@ -54,10 +54,10 @@ from lightning_parallel.private.torch import group_of_members
 from lightning_parallel.ranks import process_group
 from lightning_parallel.ranks.collectives import together
 from lightning_parallel.ranks.groups import Groups
-from lightning_parallel.ranks.in_steps import Collectives
 from lightning_parallel.ranks.layout import Layout, Size
 from lightning_parallel.ranks.local_model import LocalModel
 from lightning_parallel.ranks.run import Run
+from lightning_parallel.ranks.user_collectives import Collectives
 from lightning_parallel.results.metric_sync import gather_within
 from lightning_parallel.results.predictions import share_predictions
 from lightning_parallel.set_up import loaders
@@ -96,7 +96,7 @@ class LayoutStrategy(ParallelStrategy):
     the axis."""
 
     refused_callbacks: Reasons = IN_PARTS
-    calls_configure_part = False  # is a module's configure_part called (set_up/own_part.py)?
+    calls_configure_part = False  # is a module's configure_part called (set_up/part_of_model.py)?
 
     def __init__(self, options: ProcessOptions, **axes: Size) -> None:
         warn_of_other_modules()
@@ -137,7 +137,7 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def global_rank(self) -> int:
         """This rank; in a step, or a hook that makes loaders, its place on the data axis
-        (:mod:`lightning_parallel.ranks.in_steps`)."""
+        (:mod:`lightning_parallel.ranks.user_collectives`)."""
         return self.layout.index("data") if self._counts_replicas else super().global_rank
 
     @property

@@ -50,9 +50,8 @@ from lightning_parallel.private.lightning.launching import say_device
 from lightning_parallel.ranks.collectives import broadcast_tensors
 from lightning_parallel.ranks.local_model import LocalModel
 from lightning_parallel.ranks.writes import Writes
-from lightning_parallel.set_up.afterwards import PartOfModel
 from lightning_parallel.set_up.options import ProcessOptions
-from lightning_parallel.set_up.own_part import configure_part
+from lightning_parallel.set_up.part_of_model import PartOfModel, configure_part
 from lightning_parallel.settings import Auto, Count, takes
 from lightning_parallel.strategies.base import LayoutStrategy
 

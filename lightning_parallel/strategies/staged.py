@@ -6,7 +6,7 @@ Training differs: see ``pipeline.py`` and ``pipeline_async.py``. The parts, in t
     TensorShards    its layers divided over tensor ranks
     Replicas        copies of the stage, gradients averaged
     LastStage       hooks and logs of the last stage, for all
-    FirstLook       what crosses the cuts in a step
+    DryRuns       what crosses the cuts in a step
     LossMeans       by what microbatches are weighted
     Engine          runs a schedule on the stage
     Evaluation      validation, test, prediction
@@ -41,11 +41,11 @@ from lightning_parallel.plan.partition import Partition
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.results.last_stage import LastStage
 from lightning_parallel.results.timelines import warn_without_pictures, write_timeline
-from lightning_parallel.set_up.afterwards import PartOfModel
 from lightning_parallel.set_up.cutting import agreed_partition
+from lightning_parallel.set_up.dry_runs import DryRuns
 from lightning_parallel.set_up.first_batch import trial_of
-from lightning_parallel.set_up.first_look import FirstLook
 from lightning_parallel.set_up.options import StagedOptions
+from lightning_parallel.set_up.part_of_model import PartOfModel
 from lightning_parallel.set_up.splitting import Splitting
 from lightning_parallel.set_up.stages import Stages, refuse_evaluation, refuse_training
 from lightning_parallel.set_up.tensor_shards import TensorShards
@@ -195,7 +195,7 @@ class StagedStrategy(LayoutStrategy):
         )
         self._at_end.callback(last_stage.end)
         versions = self.make_versions()
-        look = FirstLook(run, self._stages, last_stage, late=versions is not None)
+        dry_runs = DryRuns(run, self._stages, last_stage, late=versions is not None)
         engine = Engine(
             self.stage,
             run.layout,
@@ -209,14 +209,14 @@ class StagedStrategy(LayoutStrategy):
             completing=self.completing,
         )
         earlier = EarlierChunks(module, self.stage)
-        evaluation = Evaluation(run, engine, self._stages, look, last_stage, self._shards, earlier)
-        known = partial(look.known, "training_step")
+        evaluation = Evaluation(run, engine, self._stages, dry_runs, last_stage, self._shards, earlier)
+        known = partial(dry_runs.known, "training_step")
         means = LossMeans(run, self.options.microbatch_weight, last_stage, known, by_user=splitting.by_user)
         microbatches = Microbatches(
             run,
             splitting,
             shards=self._shards,
-            look=look,
+            dry_runs=dry_runs,
             means=means,
             last_stage=last_stage,
             earlier=earlier,

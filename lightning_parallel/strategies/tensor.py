@@ -30,7 +30,7 @@ from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
 from lightning_parallel.ranks.local_model import LocalModel
 from lightning_parallel.set_up.first_batch import trial_of
 from lightning_parallel.set_up.options import ProcessOptions
-from lightning_parallel.set_up.own_part import configure_part
+from lightning_parallel.set_up.part_of_model import configure_part
 from lightning_parallel.set_up.tensor_shards import TensorShards
 from lightning_parallel.settings import Auto, Count, takes
 from lightning_parallel.strategies.base import LayoutStrategy

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from lightning_parallel.checks.batch_watch import BatchWatch
 from lightning_parallel.plan.flow import FlowError
 from lightning_parallel.plan.partition import Partition
-from lightning_parallel.plan.partitioning import partition
+from lightning_parallel.plan.search import partition
 
 
 def parts(chunks: int) -> Partition:
@@ -31,10 +31,10 @@ def parts(chunks: int) -> Partition:
 )
 def test_a_change_in_place_is_noticed_and_stays_in_the_look(batch: Any, change: Callable[[Any], Any]) -> None:
     watch, before = BatchWatch(), str(batch)
-    watch.look(change, batch)
+    watch.run_on_copy(change, batch)
     assert str(batch) == before
     watch.check("training_step", parts(1))
-    watch.look(change, batch)
+    watch.run_on_copy(change, batch)
     with pytest.raises(FlowError, match="training_step changes a tensor of its batch in place"):
         watch.check("training_step", parts(2))
     watch.check("training_step", parts(2))  # of the look before it alone
@@ -42,13 +42,13 @@ def test_a_change_in_place_is_noticed_and_stays_in_the_look(batch: Any, change: 
 
 def test_a_step_that_changes_nothing_passes_and_its_error_is_its_own() -> None:
     watch = BatchWatch()
-    assert watch.look(lambda x, index: x + index, torch.ones(2), 1).tolist() == [2, 2]
+    assert watch.run_on_copy(lambda x, index: x + index, torch.ones(2), 1).tolist() == [2, 2]
     watch.check("training_step", parts(2))
     with pytest.raises(KeyError):
-        watch.look(lambda batch: batch["y"], {"x": torch.ones(1)})
+        watch.run_on_copy(lambda batch: batch["y"], {"x": torch.ones(1)})
 
 
 def test_packed_sequences_of_an_evaluation_can_be_looked_at() -> None:
     packed = pack_sequence([torch.ones(3), torch.ones(2)])
-    found = BatchWatch().look(lambda batch: batch, packed)
+    found = BatchWatch().run_on_copy(lambda batch: batch, packed)
     assert isinstance(found, PackedSequence)

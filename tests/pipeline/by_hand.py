@@ -15,19 +15,19 @@ from lightning_parallel.messages.arrival import Arrival, Departure
 from lightning_parallel.messages.message import format_of
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.plan.partition import Partition
-from lightning_parallel.plan.partitioning import partition
+from lightning_parallel.plan.search import partition
 
 CPU = torch.device("cpu")
 Step = Callable[[Any], Any]  # a model's step: takes the model, returns the loss
 
 
 def stages_of(model: nn.Module, step: Step, stages: int, **options: Any) -> list[Stage]:
-    """Every stage of ``model``, hooked, on a deep copy of its own; what crosses the cuts surveyed by each."""
+    """Every stage of ``model``, hooked, on a deep copy of its own; what crosses the cuts as each finds it."""
     parts = partition(model, partial(step, model), stages, **options)
     made = [Stage(copy.deepcopy(model), parts, index, CPU) for index in range(stages)]
     for stage in made:
         stage.install()
-        stage.flow = stage.survey(lambda stage=stage: step(stage.module))  # type: ignore[misc]
+        stage.flow = stage.flow_of(lambda stage=stage: step(stage.module))  # type: ignore[misc]
     assert all(stage.flow == made[0].flow for stage in made), "every rank has to find the same flow"
     return made
 

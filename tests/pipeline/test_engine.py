@@ -25,7 +25,7 @@ from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.weights import CurrentWeights, WeightVersions
 from lightning_parallel.plan.partition import Partition
-from lightning_parallel.plan.partitioning import partition
+from lightning_parallel.plan.search import partition
 from lightning_parallel.ranks.collectives import PeerLostError
 from lightning_parallel.ranks.groups import Groups
 from lightning_parallel.ranks.layout import Layout
@@ -69,7 +69,7 @@ class Rank:
         self.partition = partition(self.model, lambda: self.model.step(rows(2)), self.layout.stages, **self.options)
         self.stage = Stage(self.model, self.partition, self.layout.stage, CPU)
         self.stage.install(self.recompute)
-        self.stage.flow = self.stage.survey(lambda: self.model.step(rows(2)))
+        self.stage.flow = self.stage.flow_of(lambda: self.model.step(rows(2)))
         self.parameters = self.stage.named_parameters()
         self.optimizer = torch.optim.AdamW(self.parameters.values(), **ADAMW)
         self.versions = (

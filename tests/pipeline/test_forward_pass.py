@@ -10,7 +10,7 @@ from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.pipeline.forward_pass import Cuts, ForwardPass
 from lightning_parallel.plan.flow import Cargo, Flow
 from lightning_parallel.plan.partition import Partition
-from lightning_parallel.plan.partitioning import partition
+from lightning_parallel.plan.search import partition
 
 
 def chain(layers: int) -> Partition:

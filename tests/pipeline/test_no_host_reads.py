@@ -22,7 +22,7 @@ from lightning_parallel.messages.channel import Link
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.plan.partitioning import partition
+from lightning_parallel.plan.search import partition
 from lightning_parallel.ranks.groups import Groups, Links, Wire
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.schedules.actions import Step, placement
@@ -80,7 +80,7 @@ class StageOnDevice:
         net.to(device)
         ids = ids.to(device)
         self.stage = Stage(net, parts, layout.stage, device)
-        self.stage.flow = self.stage.survey(lambda: step(ids))
+        self.stage.flow = self.stage.flow_of(lambda: step(ids))
         self.stage.install()
         made = rewire(Groups(layout, device=device).links(parts.placement))
         self._engine = Engine(self.stage, layout, made, device, loss_of=lambda loss: loss)

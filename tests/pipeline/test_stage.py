@@ -35,7 +35,7 @@ from transformers import (
 from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError
 from lightning_parallel.messages.arrival import Arrival, Departure
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.plan.partitioning import partition
+from lightning_parallel.plan.search import partition
 from tests.pipeline import by_hand
 from tests.pipeline.by_hand import CPU, arrived, backward, forward, stages_of
 from tests.pipeline.nets import (
@@ -475,7 +475,7 @@ def test_a_number_of_outputs_that_depends_on_the_batch_is_refused() -> None:
     made = stages_of(Varies(), step, 2, **BLOCKS)
     with torch.no_grad():
         made[0].module.get_submodule("stem").bias += 1e7
-    with pytest.raises(RuntimeError, match=r"'blocks.\d' returned 2 tensors, but 1 in the first look"):
+    with pytest.raises(RuntimeError, match=r"'blocks.\d' returned 2 tensors, but 1 in the dry run"):
         forward(made, step)
 
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_parallel.plan.flow import Flow, FlowError
+from lightning_parallel.plan.flow_of_step import flow_of_step
 from lightning_parallel.plan.one_sided import chunks_running
-from lightning_parallel.plan.partitioning import partition
-from lightning_parallel.plan.survey import survey
-from lightning_parallel.tracing.traced import Place
+from lightning_parallel.plan.search import partition
+from lightning_parallel.tracing.trace import Place
 from tests.pipeline.nets import Net
 
 X = torch.linspace(-1, 1, 15).view(5, 3)
@@ -29,7 +29,7 @@ def flow_of(model: Any, stages: int = 2, placement: tuple[int, ...] | None = Non
     def step() -> Any:
         return model.step(X)
 
-    return survey(model, partition(model, step, stages, placement=placement), step)
+    return flow_of_step(model, partition(model, step, stages, placement=placement), step)
 
 
 def test_code_runs_in_the_chunks_that_have_not_left() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hydra.utils import get_class
 
-from lightning_parallel.plan.partitioning import partition
+from lightning_parallel.plan.search import partition
 from recipes.examples import MOST_STAGES
 from recipes.problem import ConfigError
 from recipes.schema import world_size

@@ -185,7 +185,7 @@ class Tried(SingleDeviceStrategy):
     """Runs the first step ahead, twice, before Lightning sets the module up."""
 
     sizes: list[int]
-    collectives = SimpleNamespace(inside_look=nullcontext)  # one process meets nobody
+    collectives = SimpleNamespace(inside_trial=nullcontext)  # one process meets nobody
 
     def setup(self, trainer: L.Trainer) -> None:
         module, self.sizes = trainer.lightning_module, []

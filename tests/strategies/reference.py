@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from lightning_parallel.batch import batch_size, split
 from lightning_parallel.pipeline.staleness import discount, mean_staleness
-from lightning_parallel.plan.partitioning import partition
+from lightning_parallel.plan.search import partition
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
 from tests.strategies.harness import Report
 from tests.strategies.models import MODELS, Base

@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError
 from lightning_parallel.plan.layers import Layers
-from lightning_parallel.tracing.trace import trace
-from lightning_parallel.tracing.traced import Trace
+from lightning_parallel.tracing.dry_run import trace
+from lightning_parallel.tracing.trace import Trace
 from tests.pipeline.nets import Net, UNet
 
 X = torch.linspace(-1, 1, 15).view(5, 3)

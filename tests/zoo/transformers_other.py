@@ -94,7 +94,7 @@ class PooledTokens(Trained):
         return F.mse_loss(self.model(**batch["inputs"]).last_hidden_state, batch["target"])
 
 
-class TraceOptions(Trained):
+class RecorderOptions(Trained):
     """Image and question in, an answer's class out."""
 
     def loss(self, batch: Any) -> Tensor:
@@ -235,7 +235,7 @@ ENTRIES = (
     ),
     entry("git", "GitForCausalLM", lambda: {**captions(), "labels": tokens(6)}, vision_config=VISION_PART, **WIDE),
     entry(
-        "vilt", "ViltForQuestionAnswering", lambda: {**captions(), "labels": classes()}, wrap=TraceOptions,
+        "vilt", "ViltForQuestionAnswering", lambda: {**captions(), "labels": classes()}, wrap=RecorderOptions,
         num_labels=CLASSES, by_nature=Nature.DRAWS, **{**WIDE, **VISION},
     ),
     entry(

@@ -30,7 +30,7 @@ from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.weights import WeightVersions
-from lightning_parallel.plan.partitioning import partition
+from lightning_parallel.plan.search import partition
 from lightning_parallel.ranks.groups import Groups
 from lightning_parallel.ranks.layout import Layout, Placement
 from lightning_parallel.schedules.actions import placement
@@ -83,7 +83,7 @@ def _stage(layers: nn.Sequential, layout: Layout, batch: Tensor, places: Placeme
 
     parts = partition(layers, step, layout.stages, balance="layers", placement=places)
     stage = Stage(layers, parts, layout.stage, batch.device)
-    stage.flow = stage.survey(step)
+    stage.flow = stage.flow_of(step)
     stage.install()
     return stage
 

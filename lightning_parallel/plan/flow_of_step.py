@@ -14,11 +14,11 @@ from lightning_parallel.plan.flow import Cargo, Flow, FlowError
 from lightning_parallel.plan.one_sided import TWICE, check_one_sided, chunks_running
 from lightning_parallel.plan.partition import Partition
 from lightning_parallel.private.torch import has_full_backward_hooks
-from lightning_parallel.tracing.trace import names_of, trace
-from lightning_parallel.tracing.traced import Call, Trace, TracedCall, Update
+from lightning_parallel.tracing.dry_run import names_of, trace
+from lightning_parallel.tracing.trace import Call, Trace, TracedCall, Update
 
 
-def survey(module: nn.Module, partition: Partition, step: Callable[[], Any], logged: Sequence[Any] = ()) -> Flow:
+def flow_of_step(module: nn.Module, partition: Partition, step: Callable[[], Any], logged: Sequence[Any] = ()) -> Flow:
     """Trace one step, and find what crosses the cuts. What the step returns, logs and leaves on modules is needed in
     the last chunk. So is the first value that it reads after the last chunk's first call: the dry run ends there, but
     that chunk itself will have the value. ``logged`` is a list to which the step appends what it logs.

@@ -1,4 +1,4 @@
-"""set_up/afterwards.py: a module that holds a part of the model says so when it is called."""
+"""set_up/part_of_model.py: a module that holds a part of the model says so when it is called."""
 
 from __future__ import annotations
 

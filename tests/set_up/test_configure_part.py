@@ -1,4 +1,4 @@
-"""set_up/own_part.py: a module is asked once for what it does with its part, when it has one."""
+"""set_up/part_of_model.py: a module is asked once for what it does with its part, when it has one."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.plan.flow import Cargo, Flow, FlowError, tensors_of
-from lightning_parallel.plan.partitioning import partition
+from lightning_parallel.plan.search import partition
 from tests.pipeline import by_hand
 from tests.pipeline.by_hand import CPU
 from tests.pipeline.nets import (
@@ -57,7 +57,7 @@ def crossing(model: nn.Module, stages: int, **options: Any) -> list[set[tuple[st
     for index in range(stages):
         one = copy.deepcopy(model)
         stage = stage_of(one, stages, index, **options)
-        flows.add(stage.survey(lambda one=one: step(one)))  # type: ignore[misc]
+        flows.add(stage.flow_of(lambda one=one: step(one)))  # type: ignore[misc]
     (flow,) = flows  # all ranks have to agree
     before = [stage.partition.layers[bound - 1] for bound in stage.partition.bounds[1:-1]]
     return [
@@ -123,7 +123,7 @@ def test_what_is_called_after_a_value_was_asked_for_is_on_the_last_stage() -> No
     stage = stage_of(model := Asks(), 2)
     model.calls_again = True
     with pytest.raises(FlowError, match="asks for a value, which only stage 1 has, and then calls 'blocks.0'"):
-        stage.survey(lambda: step(model))
+        stage.flow_of(lambda: step(model))
 
 
 TOLD = ["returned", "logged", "kept in a list", "kept in a new dictionary", "kept as an attribute", "kept as a buffer"]
@@ -160,7 +160,7 @@ def test_what_is_told_beside_the_loss_crosses_too(where: str, asks: bool) -> Non
         model = Tells()
         stage = stage_of(model, 2, index)
         logged.clear()
-        flow = stage.survey(lambda model=model: step(model), logged)  # type: ignore[misc]
+        flow = stage.flow_of(lambda model=model: step(model), logged)  # type: ignore[misc]
         assert flow.cuts == ((Cargo("stem", 0, 1), Cargo("blocks.1", 0, 1)),)
         assert model.kept == {0: []} and model.last is None and torch.equal(model.mean, torch.zeros(2))
 
@@ -202,7 +202,7 @@ def test_the_number_of_tensors_is_told() -> None:
             return self.head(self.body(x) + h + c).square().mean()
 
     stage = stage_of(Recurrent(), 2)
-    assert stage.survey(lambda: step(stage.module)).cuts[0][0] == Cargo("stem", 0, 3)
+    assert stage.flow_of(lambda: step(stage.module)).cuts[0][0] == Cargo("stem", 0, 3)
 
 
 def test_a_mask_made_from_a_shape_makes_nothing_cross() -> None:
@@ -236,26 +236,26 @@ def test_the_heaviest_cut_is_told_by_tensors() -> None:
 
 def test_each_stage_leaves_after_the_last_call_that_it_runs() -> None:
     stage = stage_of(UNet(), 2)
-    assert stage.survey(lambda: step(stage.module)).last == (("blocks.1", 0), ("head", 0))
+    assert stage.flow_of(lambda: step(stage.module)).last == (("blocks.1", 0), ("head", 0))
 
 
-# -- the survey is only a look -----------------------------------------------------------------------------------------
+# -- the dry run has no effect ---------------------------------------------------------------------------------------
 
 
-def test_the_survey_leaves_the_module_as_it_was() -> None:
+def test_the_dry_run_leaves_the_module_as_it_was() -> None:
     model = Normalised()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     identities = {name: id(p) for name, p in model.named_parameters()}
     stage = stage_of(model, 1)
     random = torch.get_rng_state()
-    stage.survey(lambda: step(model))
+    stage.flow_of(lambda: step(model))
     assert {name: id(p) for name, p in model.named_parameters()} == identities
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
-def test_the_survey_computes_nothing() -> None:
+def test_the_dry_run_computes_nothing() -> None:
     events: list[str] = []
 
     class Watched(Net):
@@ -265,16 +265,16 @@ def test_the_survey_computes_nothing() -> None:
             return x.square().mean()
 
     stage = stage_of(Watched(), 1)
-    stage.survey(lambda: step(stage.module))
+    stage.flow_of(lambda: step(stage.module))
     assert events == ["absent"] * 3  # twice for the partition
 
 
-def test_a_survey_in_inference_mode_serves_training() -> None:
-    """The sanity check before training is the first to be surveyed."""
+def test_a_dry_run_in_inference_mode_serves_training() -> None:
+    """The sanity check before training is the first to be traced."""
     made = by_hand.stages_of(UNet(), step, 2, **BLOCKS)
     for stage in made:
         with torch.inference_mode():
-            assert stage.survey(lambda stage=stage: step(stage.module)) == stage.flow  # type: ignore[misc]
+            assert stage.flow_of(lambda stage=stage: step(stage.module)) == stage.flow  # type: ignore[misc]
     output, departures, arrivals = by_hand.forward(made, step)
     by_hand.backward(made, output, departures, arrivals)
     assert by_hand.gradients_of(made)
@@ -290,7 +290,7 @@ def test_an_error_of_the_users_leaves_the_module_as_it_was() -> None:
     net = Net()
     stage = Stage(model, partition(net, lambda: step(net), 2, **BLOCKS), 0, CPU)
     with pytest.raises(KeyError, match="of the user"):
-        stage.survey(lambda: step(model))
+        stage.flow_of(lambda: step(model))
     assert not any(isinstance(p, AbsentTensor) for p in model.stem.parameters())
     assert not any("forward" in module.__dict__ for module in model.modules())
 
@@ -322,7 +322,7 @@ def test_values_asked_for_on_an_earlier_stage_are_refused_on_every_rank() -> Non
         stage = stage_of(Peeks(), 2, index)
         stage.module.asks = True  # type: ignore[assignment]
         with pytest.raises(AbsentValueError, match="the output of 'stem', which lives on another pipeline stage"):
-            stage.survey(lambda stage=stage: step(stage.module))  # type: ignore[misc]
+            stage.flow_of(lambda stage=stage: step(stage.module))  # type: ignore[misc]
     model = Peeks()
     model.asks = True
     with pytest.raises(AbsentValueError, match="the output of 'stem'"):
@@ -424,9 +424,9 @@ class Reentrant(Net):
 def test_a_layer_at_a_cut_that_runs_without_gradients_is_refused() -> None:
     stage = stage_of(Reentrant(), 2)
     with pytest.raises(RuntimeError, match="'blocks.1' hands its output from stage 0 .* use_reentrant=False"):
-        stage.survey(lambda: step(stage.module))
+        stage.flow_of(lambda: step(stage.module))
     with torch.no_grad():  # an evaluation step has no gradients anywhere
-        stage.survey(lambda: step(stage.module))
+        stage.flow_of(lambda: step(stage.module))
 
 
 def test_a_frozen_layer_may_run_without_gradients() -> None:
@@ -438,7 +438,7 @@ def test_a_frozen_layer_may_run_without_gradients() -> None:
 
     model = Frozen()
     model.blocks[1].requires_grad_(False)
-    stage_of(model, 2).survey(lambda: step(model))
+    stage_of(model, 2).flow_of(lambda: step(model))
 
 
 class Penalised(Net):
@@ -463,17 +463,17 @@ def test_gradients_through_several_stages_are_refused(by: str) -> None:
     model.by = by
     stage = stage_of(model, 2)
     with pytest.raises(RuntimeError, match=r"torch\.autograd\.grad or backward on what several"):
-        stage.survey(lambda: step(model))
+        stage.flow_of(lambda: step(model))
 
 
 @pytest.mark.parametrize("by", ["head", "output"])
 def test_gradients_inside_the_last_stage_are_its_own(by: str) -> None:
     model = Penalised()
     model.by = by
-    stage_of(model, 2).survey(lambda: step(model))
+    stage_of(model, 2).flow_of(lambda: step(model))
     one = stage_of(model, 1)
     model.by = "batch"
-    one.survey(lambda: step(model))
+    one.flow_of(lambda: step(model))
 
 
 def test_a_step_of_another_kind_must_meet_the_stages_in_the_same_order() -> None:
@@ -492,7 +492,7 @@ def test_a_step_of_another_kind_must_meet_the_stages_in_the_same_order() -> None
         stage.module.validating = True  # type: ignore[assignment]
         words = r"'blocks.\d' is on stage 0, which leaves the step before this call, made after 'blocks.3'"
         with pytest.raises(RuntimeError, match=words):
-            stage.survey(lambda stage=stage: step(stage.module))  # type: ignore[misc]
+            stage.flow_of(lambda stage=stage: step(stage.module))  # type: ignore[misc]
 
 
 def test_a_parameter_that_only_another_kind_of_step_reads_elsewhere_is_named() -> None:
@@ -506,7 +506,7 @@ def test_a_parameter_that_only_another_kind_of_step_reads_elsewhere_is_named() -
     stage = stage_of(Reads(), 2, 1)
     stage.module.validating = True  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="the end of the step on stage 1 reads parameter 'stem.weight', which is on"):
-        stage.survey(lambda: step(stage.module))
+        stage.flow_of(lambda: step(stage.module))
 
 
 def test_a_step_may_leave_layers_out_that_another_kind_calls() -> None:
@@ -522,6 +522,6 @@ def test_a_step_may_leave_layers_out_that_another_kind_calls() -> None:
 
     stage = stage_of(Encodes(), 4)
     stage.module.validating = True  # type: ignore[assignment]
-    flow = stage.survey(lambda: step(stage.module))
+    flow = stage.flow_of(lambda: step(stage.module))
     assert flow.cuts == ((Cargo("blocks.0", 0, 1),),) * 3
     assert flow.last == (("blocks.0", 0), None, None, ("head", 0))

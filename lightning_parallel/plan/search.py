@@ -15,8 +15,8 @@ from lightning_parallel.plan.candidate import Candidate
 from lightning_parallel.plan.layers import Layers, enumerated, named_layers
 from lightning_parallel.plan.partition import Partition
 from lightning_parallel.ranks.layout import Placement
-from lightning_parallel.tracing.trace import trace, trace_after
-from lightning_parallel.tracing.traced import Call, Trace
+from lightning_parallel.tracing.dry_run import trace, trace_after
+from lightning_parallel.tracing.trace import Call, Trace
 
 
 def partition(

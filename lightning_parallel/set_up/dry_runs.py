@@ -1,8 +1,8 @@
 """The dry run of the first step of a kind, which finds what crosses the cuts between stages.
 
 Before the first real step of each kind (training, the validation step of each loader, ...), every rank runs that step
-once on absent tensors (:func:`lightning_parallel.plan.survey.survey`). If it fails on one rank, all ranks raise.
-Otherwise all use what the last stage has found, since it alone runs the end of the step.
+once on absent tensors (:func:`lightning_parallel.plan.flow_of_step.flow_of_step`). If it fails on one rank, all ranks
+raise. Otherwise all use what the last stage has found, since it alone runs the end of the step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OVER_SAMPLES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNor
 MANY = 5  # this many tensors may cross a cut without a warning: a layer's output and a U-Net's skip connections
 
 
-class FirstLook:
+class DryRuns:
     """Sets on the stage the flow of the step that is about to run.
 
     Args:
@@ -63,7 +63,7 @@ class FirstLook:
         if kind not in self._flows:
             layers = self._stages.fully_sharded
             with layers.gathered() if layers is not None else nullcontext():  # else hooks would gather in the dry run
-                flow = self._flows[kind] = self._agreed(lambda: self._look(kind, step))
+                flow = self._flows[kind] = self._agreed(lambda: self._flow_of(kind, step))
             parameters = {name for name, _ in self._run.module.named_parameters(remove_duplicate=False)}
             of_parameters = {name: settles for name, settles in flow.own_updates.items() if name in parameters}
             self._stages.refuse_own_updates(of_parameters, count, late=self._late)
@@ -74,15 +74,15 @@ class FirstLook:
         self._stages.stage.flow = self._flows[kind]
         return self._flows[kind]
 
-    def _look(self, kind: str, step: Callable[[], Any]) -> Flow:
-        flow, logged = self._surveyed(kind, step)
+    def _flow_of(self, kind: str, step: Callable[[], Any]) -> Flow:
+        flow, logged = self._traced(kind, step)
         values = {name: call["value"] for name, call in logged.items()}
         self._known[kind] = {
             name for name, value in values.items() if not (isinstance(value, AbsentTensor) and depends_on_layers(value))
         }
         return flow
 
-    def _surveyed(self, kind: str, step: Callable[[], Any]) -> tuple[Flow, dict[str, dict[str, Any]]]:
+    def _traced(self, kind: str, step: Callable[[], Any]) -> tuple[Flow, dict[str, dict[str, Any]]]:
         """What the dry run found, and what was logged until the step needed a value: from there on values are
         guesses."""
         counts: list[int] = []
@@ -94,7 +94,7 @@ class FirstLook:
                 finally:
                     counts.append(len(logged))
 
-            flow = self._stages.stage.survey(counted, logged)
+            flow = self._stages.stage.flow_of(counted, logged)
         return flow, {call["name"]: call for call in logged[: counts[0]]}
 
     def known(self, kind: str) -> Container[str]:
@@ -109,12 +109,12 @@ class FirstLook:
     def logged(self, kind: str, step: Callable[[], Any]) -> dict[str, dict[str, Any]]:
         """The arguments of a step's calls of ``self.log``, by name, in a dry run on this rank alone. Values that depend
         on layers are absent."""
-        return self._surveyed(kind, step)[1]
+        return self._traced(kind, step)[1]
 
-    def _agreed(self, look: Callable[[], Flow]) -> Flow:
+    def _agreed(self, find: Callable[[], Flow]) -> Flow:
         """The last stage's result, on all ranks. An error on one rank is raised on all, since none may wait for what
         another won't send."""
-        views = gather_objects((self._stages.stage.index, together(self._group, look)), self._group)
+        views = gather_objects((self._stages.stage.index, together(self._group, find)), self._group)
         return max(views, key=lambda view: view[0])[1]
 
     def _warn_of_carried(self, flow: Flow, of_layers: Iterable[str], count: int) -> None:

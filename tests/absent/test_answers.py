@@ -17,7 +17,7 @@ from transformers import GPT2Config, LlamaConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from lightning_parallel.absent.forward import ANSWERS_KEPT, AbsentForward
+from lightning_parallel.absent.answers import ANSWERS_KEPT, AbsentForward
 from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError, absent_like, make_absent
 
 CPU = torch.device("cpu")

@@ -1,4 +1,5 @@
-"""Makes a module refuse calls after its Trainer has ended: it is then only a part of the model."""
+"""A module that is only a part of the model: a hook of its own when it is divided, and no calls when its Trainer has
+ended."""
 
 from __future__ import annotations
 
@@ -7,6 +8,29 @@ from typing import Any, NoReturn
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+
+def configure_part(module: nn.Module) -> None:
+    """Call the module's method ``configure_part``, if it has one: what would take memory for the whole model is done
+    there for this rank's part.
+
+    Pipelines, tensor parallelism and fully sharded replicas call it once for a module, when it is divided, before the
+    optimizer is made. Other strategies, and a single process, don't; there the module calls it itself::
+
+        class MyModule(L.LightningModule):
+            def setup(self, stage):
+                if stage == "fit" and not getattr(self.trainer.strategy, "calls_configure_part", False):
+                    self.configure_part()
+
+            def configure_part(self):
+                self.float()  # weights that have been mapped from files in bfloat16
+
+    Args:
+        module: the module whose layers have been divided.
+    """
+    hook = getattr(module, "configure_part", None)
+    if callable(hook):
+        hook()
 
 
 class PartOfModel:

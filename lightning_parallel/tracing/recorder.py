@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from lightning_parallel.absent.forward import asked
+from lightning_parallel.absent.answers import asked
 from lightning_parallel.absent.origins import (
     FROM_EARLIER_STEP,
     changed_by,
@@ -34,11 +34,11 @@ from lightning_parallel.tracing.operations import OperationsNoted, nbytes_of
 from lightning_parallel.tracing.own_generators import GeneratorsWatched
 from lightning_parallel.tracing.snapshot import StateKept
 from lightning_parallel.tracing.timing import nanoseconds_of
-from lightning_parallel.tracing.traced import Call, Escape, Place, TracedCall, Update
+from lightning_parallel.tracing.trace import Call, Escape, Place, TracedCall, Update
 
 
 @dataclass(frozen=True)
-class TraceOptions:
+class RecorderOptions:
     """What is to be recorded of a step, besides what is always recorded.
 
     Attributes:
@@ -54,8 +54,8 @@ class TraceOptions:
     twice: Container[str] = ()
 
 
-class Tracer:
-    """Records what happens in one step, in attributes of the same names as :class:`.traced.Trace`'s.
+class Recorder:
+    """Records what happens in one step, in attributes of the same names as :class:`.trace.Trace`'s.
 
     Args:
         names: the names of the module's parts, by their ids.
@@ -64,7 +64,7 @@ class Tracer:
     """
 
     def __init__(
-        self, names: dict[int, str], is_unit: Callable[[str], bool], state: StateKept, options: TraceOptions
+        self, names: dict[int, str], is_unit: Callable[[str], bool], state: StateKept, options: RecorderOptions
     ) -> None:
         self.calls: list[TracedCall] = []
         self.escapes: dict[str, Escape] = {}

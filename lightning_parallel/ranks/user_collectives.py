@@ -42,7 +42,7 @@ class Collectives:
         self._layout = layout
         self._groups = groups
         self._device = device
-        self._is_look = False
+        self._is_trial = False
         self._is_data_hook = False
         self.inside: str | None = None
 
@@ -63,7 +63,7 @@ class Collectives:
     @contextmanager
     def inside_step(self, name: str) -> Iterator[None]:
         """Inside, the ranks are those of the data axis. ``name`` is what runs, for errors."""
-        if self._is_look:  # of which this is a part
+        if self._is_trial:  # of which this is a part
             yield
             return
         before, self.inside = self.inside, name
@@ -74,15 +74,15 @@ class Collectives:
             self.inside = before
 
     @contextmanager
-    def inside_look(self) -> Iterator[None]:
+    def inside_trial(self) -> Iterator[None]:
         """Like :meth:`inside_step` for a trial of a step, in which ranks don't meet: one of them may run it alone."""
-        before = self.inside, self._is_look
-        self.inside, self._is_look = "the step", True
+        before = self.inside, self._is_trial
+        self.inside, self._is_trial = "the step", True
         try:
             with default_group(self._groups.silent("data")):
                 yield
         finally:
-            self.inside, self._is_look = before
+            self.inside, self._is_trial = before
 
     def meet(self, what: str) -> None:
         """Check that all ranks can meet now.
@@ -103,7 +103,7 @@ class Collectives:
         guarded(dist.barrier, device_ids=[self._device.index] if dist.get_backend() == "nccl" else None)
 
     def broadcast(self, value: T, source: int) -> T:
-        if self._is_look:
+        if self._is_trial:
             return value
         boxed = [value]
         guarded(dist.broadcast_object_list, boxed, source)
@@ -111,7 +111,7 @@ class Collectives:
 
     def decide(self, decision: bool, all: bool) -> bool:
         """A decision of all ranks together: True if all of them say so, or if any does."""
-        if self._is_look:
+        if self._is_trial:
             return decision
         votes = torch.tensor(int(decision), device=self._device)
         guarded(dist.all_reduce, votes)
@@ -137,4 +137,4 @@ class Collectives:
             return group
         if self._layout.size("data") == 1:
             return None
-        return dist.group.WORLD if self._is_look else self._groups.along("data")
+        return dist.group.WORLD if self._is_trial else self._groups.along("data")

@@ -1,0 +1,310 @@
+"""Traces what a step does, by running it once on absent tensors: which modules it calls, and what each needs of others.
+
+Parameters are absent, so next to nothing is stored or computed (``absent/answers.py`` has the exceptions). Every value
+carries its *origins*, what it was computed from. Some modules are taken as a whole: a call of such a *unit* is noted,
+with the origins of its inputs. The code around the units runs as it stands::
+
+    step                            the trace
+    h = self.embed(ids)             embed      needs nothing
+    h = self.block(h)               block      needs the output of 'embed'
+    p = self.embed.weight.norm()
+    return loss(h) + p              the end    needs the output of 'block', parameter 'embed.weight'
+
+``plan/search.py`` decides by this who runs what, and ``plan/flow_of_step.py`` what crosses the cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+from torchmetrics import Metric
+
+from lightning_parallel.absent.answers import ContainerWrittenError
+from lightning_parallel.absent.module import everything_absent
+from lightning_parallel.absent.origins import FROM_EARLIER_STEP, METRIC_STATE, STEP_OUTPUT
+from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError, ValuesGuessed
+from lightning_parallel.interception import LeaveStep
+from lightning_parallel.private.torch import buffers_of
+from lightning_parallel.seeding import TorchGenerators, host_generators_kept, seed_host_generators
+from lightning_parallel.tracing.plain_values import attribute_uses
+from lightning_parallel.tracing.recorder import Recorder, RecorderOptions, origins_in, relabelled
+from lightning_parallel.tracing.snapshot import StateKept
+from lightning_parallel.tracing.trace import Call, Carried, Place, PlainRead, Trace
+
+
+def trace(
+    module: nn.Module,
+    is_unit: Callable[[str], bool],
+    step: Callable[[], Any],
+    *,
+    names: dict[int, str] | None = None,
+    logged: Sequence[Any] = (),
+    seed: int = 0,
+    hooks: Callable[[Any], Any] | None = None,
+    timed_on: torch.device | None = None,
+    exits: Container[Call] = (),
+    twice: Container[str] = (),
+    beyond: bool = False,
+    plain_values: bool = False,
+) -> Trace:
+    """Trace one step. If an error ends it, the trace has what was called before: the rest may need values.
+
+    Args:
+        is_unit: tells by name whether a called module is taken as a whole.
+        names: the names of the module's parts, by their ids; by default the first name of each.
+        logged: a list to which ``step`` appends what it logs.
+        seed: the seed of the random numbers that the step draws meanwhile.
+        hooks: runs the module's hooks around a step, given what the step returns. They are run after it.
+        timed_on: the device on which to measure how long calls take; None to measure nothing.
+        exits: the calls in question for :attr:`Trace.stored_after`.
+        twice: the units in question for :attr:`Trace.unrepeatable`.
+        beyond: if the step needs a value, let it go on with guesses, to find what the rest needs.
+        plain_values: if modules keep other values than absent tensors in the step, trace a second one, to find who uses
+            them. Steps go on with guesses then, too.
+    """
+    with _without_values(module, is_unit, names, seed) as scene:
+        recorder = scene.recorder(RecorderOptions(timed_on, exits, twice=twice))
+        seen = scene.follow(recorder, step, logged, hooks)
+        if (beyond or plain_values) and isinstance(seen.stopped, AbsentValueError):
+            seen = scene.gone_on(seen, step, logged)
+        return scene.with_plain_values(seen, step) if plain_values else seen
+
+
+def trace_after(
+    module: nn.Module,
+    is_unit: Callable[[str], bool],
+    step: Callable[[], Any],
+    after: Call | None,
+    *,
+    names: dict[int, str] | None = None,
+    seed: int = 0,
+) -> Trace:
+    """Trace the second of two steps, where the first ends after a call (None: at its end). What the first has stored on
+    modules has the origin :data:`FROM_EARLIER_STEP`. The other arguments are as in :func:`trace`."""
+    with _without_values(module, is_unit, names, seed) as scene:
+        first = scene.recorder(RecorderOptions(until=after))
+        with first.installed(scene.parts, scene.absent), suppress(Exception, LeaveStep):  # any: an earlier trace has it
+            step()
+        for left in scene.state.written():
+            left.memory.origins = frozenset([FROM_EARLIER_STEP])
+        return scene.follow(scene.recorder(RecorderOptions()), step, (), None)
+
+
+def names_of(module: nn.Module) -> dict[int, str]:
+    """The first name of each part, by its id."""
+    return {id(part): name for name, part in module.named_modules()}
+
+
+@dataclass(frozen=True)
+class _Scene:
+    """A module without values, in which steps can be traced.
+
+    Attributes:
+        names: the names of the module's parts, by their ids.
+        is_unit: tells by name whether a called module is taken as a whole.
+        absent: its absent parameters, by name.
+        state: the state of its modules, which steps write to.
+    """
+
+    names: dict[int, str]
+    is_unit: Callable[[str], bool]
+    parts: list[nn.Module]
+    units: list[nn.Module]
+    absent: dict[str, AbsentTensor]
+    state: StateKept
+
+    def recorder(self, options: RecorderOptions) -> Recorder:
+        return Recorder(self.names, self.is_unit, self.state, options)
+
+    def name_of(self, part: nn.Module, attribute: str) -> str:
+        name = self.names[id(part)]
+        return f"{name}.{attribute}" if name else attribute
+
+    def _assigned(self) -> Iterator[str]:
+        """The buffers of units that have been replaced by what was computed from them, such as a running mean."""
+        buffers = ((part, *item) for unit in self.units for part in unit.modules() for item in buffers_of(part).items())
+        for part, key, buffer in buffers:
+            before = self.absent.get(self.name_of(part, key))
+            if before is not None and before is not buffer and before.origins & origins_in(buffer):
+                yield self.name_of(part, key)
+
+    def metrics(self) -> Iterator[nn.Module]:
+        """The metrics of units. They are computed after the step, as are those of the code around the units."""
+        yield from dict.fromkeys(part for unit in self.units for part in unit.modules() if isinstance(part, Metric))
+
+    def follow(
+        self, recorder: Recorder, step: Callable[[], Any], logged: Sequence[Any], hooks: Callable[[Any], Any] | None
+    ) -> Trace:
+        end: set[str] = set()
+        stopped: Exception | None = None
+        output: Any = None
+        with recorder.installed(self.parts, self.absent):
+            try:
+                output = step()
+                end |= origins_in(output)
+            except ContainerWrittenError:
+                raise  # wherever it is, some stage would miss what is written
+            except AbsentValueError as error:
+                stopped = error
+                end |= error.origins
+            except Exception as error:  # any: it is the step's, and the caller decides what it means
+                stopped = error
+            end |= origins_in((logged, recorder.end(), [vars(metric) for metric in self.metrics()]))
+            seen = Trace(
+                calls=tuple(recorder.calls),
+                end=frozenset(end),
+                escapes=dict(recorder.escapes),
+                writes=dict(recorder.writes),
+                overwriting=frozenset(recorder.overwriting),
+                updates=(),
+                own_updates=dict.fromkeys(self._assigned(), False) | recorder.own_updates,
+                draws=tuple(map(tuple, recorder.draws.values())),
+                plain_reads=(),
+                carried=(),
+                unrepeatable=frozenset(recorder.unrepeatable),
+                stopped=stopped,
+                stored_after=frozenset(recorder.stored_after),
+            )
+            if hooks is not None and stopped is None:  # they may call modules, too: that isn't the step's
+                output = relabelled(output, STEP_OUTPUT)
+                with recorder.around_step(), ValuesGuessed(lambda tensor: tensor.origins == {STEP_OUTPUT}):
+                    hooks(output)
+        return replace(seen, updates=tuple(recorder.updates))
+
+    def go_on(
+        self,
+        step: Callable[[], Any],
+        number: float,
+        begin: Callable[[Recorder], None] = lambda recorder: None,
+        end: Callable[[Any], None] = lambda output: None,
+    ) -> None:
+        """Run a traced step again, going on where the code around the units needs values: with ``number``, and with
+        False for booleans. If it has needed a boolean, it is run once more with True: False may have ended it, as in
+        ``if not loss.isfinite(): raise``, or left something out. ``begin`` and ``end`` are called around each run;
+        ``end`` gets what the step has returned, or None."""
+        for truth in (False, True):
+            recorder = self.recorder(RecorderOptions())
+            guessed = ValuesGuessed(partial(_is_around_units, recorder), truth=truth, number=number)
+            output: Any = None
+            begin(recorder)
+            try:
+                with recorder.installed(self.parts, self.absent), guessed:
+                    output = step()
+            except Exception:  # any: the trace has it
+                pass
+            except SystemExit as error:
+                if type(error) is not SystemExit:  # not the step's sys.exit, but a signal's, such as Lightning's
+                    raise
+            end(output)
+            if not guessed.booleans:
+                return
+
+    def gone_on(self, seen: Trace, step: Callable[[], Any], logged: Sequence[Any]) -> Trace:
+        """The trace, with what the rest of a step needs that has stopped for a value: the last chunk will have it."""
+        known = len(seen.calls)
+        needs, escapes, units = set(seen.end), dict(seen.escapes), set[str]()
+        recorders: list[Recorder] = []
+
+        def end(output: Any) -> None:
+            further = recorders[-1].calls[known:]
+            needs.update(origins_in((output, logged, recorders[-1].end())), *(call.needs for call in further))
+            units.update(call.unit for call in further)
+            escapes.update({k: v for k, v in recorders[-1].escapes.items() if k not in escapes and v.within < known})
+
+        self.go_on(step, number=1.0, begin=recorders.append, end=end)
+        return replace(seen, end=frozenset(needs), escapes=escapes, beyond=frozenset(units))
+
+    def with_plain_values(self, seen: Trace, step: Callable[[], Any]) -> Trace:
+        """The trace, with the uses of what modules keep besides absent tensors."""
+        of_units, around = self.state.written_apart(), self.state.written_around()
+        if not of_units and not around:
+            return seen
+        units = {id(inner): self.names[id(part)] for part in self.units for inner in part.modules()}
+        reads: list[PlainRead] = []
+        carried: list[Carried] = []
+        advancing: set[str] = set()
+        uses: dict[str, list[_Use]] = {}  # of an attribute, by its name; in the run that runs
+        recorder: Recorder | None = None
+
+        def begin(fresh: Recorder) -> None:
+            nonlocal recorder
+            recorder = fresh
+            uses.clear()
+
+        def told(part: nn.Module, attribute: str, assigned: bool) -> None:
+            assert recorder is not None
+            use = _Use(recorder.place, assigned, second.content_of(part, attribute))
+            uses.setdefault(self.name_of(part, attribute), []).append(use)
+            if part in of_units and not assigned and not recorder.is_under_way(part):
+                reads.append(PlainRead(units[id(part)], self.names[id(part)], attribute, recorder.place))
+
+        def end(_: Any) -> None:
+            for part, attributes in (of_units | around).items():
+                for attribute in sorted(attributes):
+                    name = self.name_of(part, attribute)
+                    used, now = [*uses.get(name, [])], second.content_of(part, attribute)
+                    if used and not used[0].assigns:  # it is read first: the value of the step before
+                        where, changed = _reads_and_writes(used, now)
+                        is_number = second.is_number(part, attribute)
+                        if changed and part not in of_units:
+                            carried.append(Carried(name, is_number, where, changed))
+                        elif changed and is_number and not isinstance(part, Metric):
+                            advancing.add(name)
+
+        with self.state.again() as second:
+            with attribute_uses(of_units | around, told):
+                self.go_on(step, number=0.5, begin=begin, end=end)
+        for metric in self.metrics():
+            if metric in of_units and origins_in(vars(metric)) <= {METRIC_STATE}:  # it was updated with stand-ins
+                reads.append(PlainRead(units[id(metric)], self.names[id(metric)], None, Place(len(seen.calls))))
+        own_updates = seen.own_updates | dict.fromkeys(advancing, False)
+        return replace(seen, plain_reads=tuple(reads), carried=tuple(carried), own_updates=own_updates)
+
+
+@contextmanager
+def _without_values(
+    module: nn.Module, is_unit: Callable[[str], bool], names: dict[int, str] | None, seed: int
+) -> Iterator[_Scene]:
+    names = names or names_of(module)
+    parts = [part for part in module.modules() if part is not module]
+    units = [part for part in parts if is_unit(names[id(part)])]
+    with (
+        everything_absent(module, units) as absent,
+        StateKept(module, apart=units) as state,
+        TorchGenerators(torch.device("cpu")).seeded(seed),
+        host_generators_kept(),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        seed_host_generators(seed)
+        yield _Scene(names, is_unit, parts, units, absent, state)
+
+
+def _is_around_units(recorder: Recorder, tensor: AbsentTensor) -> bool:
+    return recorder.place.during != "call"
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A use of an attribute: its place, whether it is assigned to, and what it held before."""
+
+    place: Place
+    assigns: bool
+    before: Any
+
+
+def _reads_and_writes(uses: Sequence[_Use], at_end: Any) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
+    """The places where an attribute is only read, and those where it is changed: assigned to, or changed in place
+    before its next use or before the end of the step, when it holds ``at_end``."""
+    reads: list[Place] = []
+    writes: list[Place] = []
+    for use, later in zip_longest(uses, uses[1:]):
+        changed_in_place = use.before != (at_end if later is None else later.before)
+        (writes if use.assigns or changed_in_place else reads).append(use.place)
+    return tuple(reads), tuple(writes)
