@@ -1,4 +1,4 @@
-"""Gradients averaged over replicas, in buckets, while the backward goes on (PyTorch DDP, Li et al. 2020, section 3.2).
+"""Gradients averaged over replicas, or summed over ranks, in buckets (PyTorch DDP, Li et al. 2020, section 3.2).
 
 Parameters are packed into buckets from the last to the first, which is about the order in which a backward completes
 their gradients. A bucket whose gradients are all complete is summed over the replicas at once, in the background::
@@ -21,9 +21,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_parallel.gradients.swapping import Gradients
 from lightning_parallel.ranks.collectives import guarded
+from lightning_parallel.ranks.local_model import local_part
 
 BUCKET_BYTES = 25 * 2**20  # as in DDP
 
@@ -183,3 +185,33 @@ class GradientAverager:
         bucket.missing = set(bucket.names) - bucket.ready.keys()
         bucket.ready = {}
         self._sent += 1
+
+
+def summed_over(
+    group: dist.ProcessGroup, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None]
+) -> Gradients:
+    """The sum of gradients over ranks that each hold a part of them. A collective over the group.
+
+    A gradient that no rank has stays None, so an optimizer skips its parameter as in one process.
+
+    Args:
+        parameters: those whose gradients are summed, the same on all ranks. Of a fully sharded one, all ranks of the
+            group hold the same part.
+        gradients: this rank's gradients by name; a missing one counts as zero.
+
+    Raises:
+        PeerLostError: a rank has stopped.
+    """
+    parts = {name: local_part(parameter).requires_grad_() for name, parameter in parameters.items()}
+    own = {name: local_part(gradient) for name, gradient in gradients.items() if gradient is not None}
+    sums = GradientAverager(parts, group, factor=group.size).finish(own)
+    return {name: None if total is None else _wrapped(parameters[name], total) for name, total in sums.items()}
+
+
+def _wrapped(parameter: Tensor, local: Tensor) -> Tensor:
+    """This rank's part of a gradient, as a DTensor if the parameter is one."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    )

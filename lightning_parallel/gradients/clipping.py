@@ -6,7 +6,7 @@ gradients only, and refuse a list that mixes DTensors with plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ def clip_by_norm(
     parameters: Sequence[Tensor],
     clip_val: float,
     *,
-    counts: Callable[[Tensor], bool],
+    counted: set[Tensor],
     replicas: dist.ProcessGroup | None,
     parts: dist.ProcessGroup | None,
     device: torch.device,
@@ -31,20 +31,19 @@ def clip_by_norm(
 
     Args:
         clip_val: the largest norm that is left as it is.
-        counts: tells whether this rank's gradient of a parameter enters the norm. Of the copies within ``parts``, one
-            does.
+        counted: the parameters whose gradients here enter the norm. Of the copies within ``parts``, one does.
         replicas: the ranks over which DTensors are sharded, and which have equal copies of all else; None if no
             parameter is a DTensor.
         parts: the ranks that hold the model together; None if each of them holds all of it.
         device: the device on which the norm is computed.
     """
     held = [parameter for parameter in parameters if parameter.grad is not None]
-    counted = [parameter.grad for parameter in held if parameter.grad is not None and counts(parameter)]
+    own = [parameter.grad for parameter in held if parameter.grad is not None and parameter in counted]
     square = torch.zeros((), dtype=torch.float64, device=device)
     if replicas is not None:
-        square += _square_of_norm([local_part(g) for g in counted if isinstance(g, DTensor)], device)
+        square += _square_of_norm([local_part(g) for g in own if isinstance(g, DTensor)], device)
         guarded(dist.all_reduce, square, group=replicas)
-    square += _square_of_norm([g for g in counted if not isinstance(g, DTensor)], device)
+    square += _square_of_norm([g for g in own if not isinstance(g, DTensor)], device)
     if parts is not None:
         guarded(dist.all_reduce, square, group=parts)
     scale = (clip_val / (square.sqrt() + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_

@@ -1,14 +1,21 @@
 """Gradients taken off parameters, and put back.
 
 Lightning erases gradients between the forward and the backward of a step (``zero_grad``). A pipeline has made its
-gradients by then, so it takes them off the parameters and adds them in ``backward`` to those of earlier batches.
+gradients by then, so it takes them off the parameters and adds them in ``backward`` to those of earlier batches. It
+keeps earlier gradients only where they count or somebody may read them: both take as much memory as the parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parallel.private.lightning.launching import callbacks_of
 
 Gradients = dict[str, Tensor | None]  # by parameter name; None: no gradient
 
@@ -34,3 +41,22 @@ def add_gradients(parameters: Mapping[str, nn.Parameter], gradients: Mapping[str
         if gradient is not None:
             present = parameters[name].grad
             parameters[name].grad = gradient if present is None else present.add_(gradient)
+
+
+def take_earlier_gradients(module: pl.LightningModule, parameters: Mapping[str, nn.Parameter]) -> Gradients:
+    """Take the gradients of earlier batches off the parameters before new ones are made. Returned are those that count,
+    or that somebody may read; none if they are going to be erased."""
+    trainer = module.trainer
+    earlier = swap_gradients(parameters, {})
+    is_first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+    return {} if is_first and not _are_read(trainer, module) else earlier
+
+
+def _are_read(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """May a hook, or a ``zero_grad`` of the user's, read gradients before they are erased?"""
+    return (
+        is_overridden("on_before_zero_grad", module)
+        or is_overridden("optimizer_zero_grad", module)
+        or any(is_overridden("on_before_zero_grad", each, Callback) for each in callbacks_of(trainer))
+        or any(type(each).zero_grad is not Optimizer.zero_grad for each in trainer.optimizers)
+    )

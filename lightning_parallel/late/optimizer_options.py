@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from lightning_parallel.values import same_value
 
 Options = list[dict[str, Any]]  # a dictionary for each parameter group
 
@@ -53,17 +54,9 @@ class OptimizerOptions:
             yield
         finally:
             for group, values, before in zip(groups, given, current, strict=True):
-                self._written |= {key for key, value in values.items() if not _same(group[key], value)}
+                self._written |= {key for key, value in values.items() if not same_value(group[key], value)}
                 group.update({key: value for key, value in before.items() if key not in self._written})
 
 
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return False
-    return bool(one == other)

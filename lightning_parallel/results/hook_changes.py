@@ -17,15 +17,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_parallel.absent.tensor import AbsentTensor
+from lightning_parallel.values import PLAIN, same_value
 
-_PLAIN = (bool, int, float, str, type(None))
 _LARGE = 2**20  # elements; a larger buffer is somebody's data
 _OF_MODULES = frozenset(vars(LightningModule()))  # attributes that torch and Lightning keep
 
@@ -37,7 +36,7 @@ def settings_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> Settings:
     found: dict[tuple[Any, ...], Any] = {}
     for path, part in module.named_modules():
         if not isinstance(part, Metric):
-            plain = {name: value for name, value in vars(part).items() if type(value) in _PLAIN}
+            plain = {name: value for name, value in vars(part).items() if type(value) in PLAIN}
             found |= {("attribute", path, name): plain[name] for name in plain.keys() - _OF_MODULES}
     found |= {("trains", name): parameter.requires_grad for name, parameter in module.named_parameters()}
     found |= {
@@ -54,7 +53,9 @@ def settings_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> Settings:
 
 def changed(before: Settings, after: Settings) -> Settings:
     """The settings that are new or have another value."""
-    return {place: value for place, value in after.items() if place not in before or _differ(before[place], value)}
+    return {
+        place: value for place, value in after.items() if place not in before or not same_value(before[place], value)
+    }
 
 
 def make(changes: Settings, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -73,10 +74,4 @@ def make(changes: Settings, module: nn.Module, optimizers: Sequence[Optimizer]) 
 
 
 def _is_plain(value: Any) -> bool:
-    return type(value) in _PLAIN or (isinstance(value, tuple) and all(type(item) in _PLAIN for item in value))
-
-
-def _differ(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return not torch.equal(one, other)
-    return type(one) is not type(other) or bool(one != other)
+    return type(value) in PLAIN or (isinstance(value, tuple) and all(type(item) in PLAIN for item in value))

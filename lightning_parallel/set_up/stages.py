@@ -17,7 +17,7 @@ from torch import nn
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.fully_sharded.layers import FullyShardedLayers
 from lightning_parallel.fully_sharded.units import untied
-from lightning_parallel.gradients.summing import summed_over
+from lightning_parallel.gradients.averaging import summed_over
 from lightning_parallel.gradients.swapping import Gradients
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.plan.partition import Partition
@@ -38,7 +38,7 @@ class Stages:
         self._options = options
         self._stage: Stage | None = None
         # Of stages that share parameters: their group, the group of their hosts, and the parameters.
-        self._shared: list[tuple[dist.ProcessGroup, dist.ProcessGroup, dict[str, nn.Parameter]]] = []
+        self._shared: list[tuple[dist.ProcessGroup, dict[str, nn.Parameter]]] = []
 
     @property
     def stage(self) -> Stage:
@@ -112,15 +112,15 @@ class Stages:
                 ranks = [layout.rank_at(pipeline=stage) for stage in stages]
                 group = groups.joining(ranks)
                 parameters = {name: local.parameters[name] for name in names}
-                self._shared.append((group, groups.on_host(ranks), parameters))
+                self._shared.append((group, parameters))
                 broadcast_tensors(parameters.values(), layout.rank_at(pipeline=stages[0]), group)
 
     def summed_shared(self, gradients: Gradients) -> Gradients:
         """The gradients, those of shared parameters summed over the stages that hold them. A parameter that got a
         gradient on no stage keeps none, as in a single process, where the optimizer skips it."""
-        for group, host_group, parameters in self._shared:
-            trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
-            gradients = {**gradients, **summed_over(group, trained, parameters, gradients, host_group)}
+        for group, parameters in self._shared:
+            trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+            gradients = {**gradients, **summed_over(group, trained, gradients)}
         return gradients
 
     def refuse_own_updates(self, updates: Mapping[str, bool], count: int, *, late: bool) -> None:

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from lightning_parallel.checks.first_losses import FirstLosses
 from lightning_parallel.disk_offload import DiskOffload
-from lightning_parallel.gradients.summing import summed_over
+from lightning_parallel.gradients.averaging import summed_over
 from lightning_parallel.gradients.swapping import Gradients
 from lightning_parallel.ranks.collectives import broadcast_object, broadcast_tensors, guarded, together
 from lightning_parallel.ranks.local_model import LocalModel, local_part
 from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.ranks.writes import Writes
-from lightning_parallel.tensor.plan import MakeRun, find_plan
 from lightning_parallel.tensor.region import ShardedRegion
+from lightning_parallel.tensor.plan import MakeRun, find_plan
 from lightning_parallel.tensor.sharding import Sharding, shard_module
 from lightning_parallel.tensor.style import Plan
 
@@ -158,8 +158,8 @@ class TensorShards:
             self._writes.check()
         if self._region is not None and not more_follow:
             self._region.close()
-        partial = [name for name in self._sharding.partial if name in gradients]
-        gradients = {**gradients, **summed_over(self._group, partial, self._local.parameters, gradients)}
+        partial = {name: self._local.parameters[name] for name in self._sharding.partial if name in gradients}
+        gradients = {**gradients, **summed_over(self._group, partial, gradients)}
         if self._unchecked:
             self._unchecked = more_follow
             self._check_whole(gradients)

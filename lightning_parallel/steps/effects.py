@@ -23,6 +23,7 @@ from lightning_parallel.private.torch import version_of
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.late_values import LateMetrics
 from lightning_parallel.results.logs import log_arguments, logging_through
+from lightning_parallel.values import same_value
 
 
 class StepEffects:
@@ -89,7 +90,7 @@ class StepEffects:
             none: dict[str, Any] = {}
             for before, now in zip_longest(options, _options(self._run.trainer), fillvalue=none):
                 for name, value in now.items():
-                    if not _is_same(value, before.get(name)):
+                    if not same_value(value, before.get(name)):
                         self._refuse(f"changes {name!r} of {now[_KIND]}", "on_train_batch_start or on_train_batch_end")
 
     def _guarded(self, metrics: dict[str, Any]) -> LateMetrics:
@@ -139,12 +140,3 @@ def _options(trainer: pl.Trainer) -> list[dict[str, Any]]:
             tensors = {name: (value, version_of(value)) for name, value in group.items() if isinstance(value, Tensor)}
             found.append({**group, **tensors, _KIND: type(optimizer).__name__})
     return found
-
-
-def _is_same(now: Any, before: Any) -> bool:
-    if now is before:
-        return True
-    if isinstance(now, tuple) and isinstance(before, tuple) and len(now) == len(before):
-        return all(map(_is_same, now, before))
-    plain = isinstance(now, int | float | str)
-    return plain and bool(now == before)

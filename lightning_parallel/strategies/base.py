@@ -40,7 +40,7 @@ from lightning_parallel.checks.optimizer_trial import refuse_parts, refuse_stran
 from lightning_parallel.checks.other_lightning import warn_of_other_modules
 from lightning_parallel.disk_offload import DiskOffload
 from lightning_parallel.gradients.hook_watch import GradientWatch, refuse_hooks_of_parameters
-from lightning_parallel.gradients.in_trainer import install_clipping
+from lightning_parallel.gradients.precision_plugin import install_clipping
 from lightning_parallel.private.lightning.data import take_back_loaders
 from lightning_parallel.private.lightning.launching import (
     asked_weights_only,

@@ -34,8 +34,7 @@ from lightning_parallel.checkpoint.agreement import first_few
 from lightning_parallel.checks.manual import networks
 from lightning_parallel.checks.other_lightning import warn_of_other_modules
 from lightning_parallel.interception import Interception
-from lightning_parallel.local_replicas.data_parallel import Share, on_replicas
-from lightning_parallel.local_replicas.replicate import set_apart
+from lightning_parallel.local_replicas import Share, on_replicas, set_apart
 from lightning_parallel.private.lightning.launching import launched_by_make_launcher, layer_sync_of
 from lightning_parallel.private.lightning.metrics import set_device
 from lightning_parallel.results.log_joins import LogJoins

@@ -26,8 +26,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_parallel.gradients.earlier_gradients import earlier_gradients
-from lightning_parallel.gradients.swapping import Gradients, add_gradients, swap_gradients
+from lightning_parallel.gradients.swapping import Gradients, add_gradients, swap_gradients, take_earlier_gradients
 from lightning_parallel.losses.graph import Number
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.ranks.layout import Placement
@@ -216,7 +215,7 @@ class PipelineStrategy(StagedStrategy):
             check_placement(lists, self.stage.partition.placement, f"schedule={self._schedule_name}")
         actions = lists[layout.stage]
 
-        earlier = earlier_gradients(self.run.module, parameters)
+        earlier = take_earlier_gradients(self.run.module, parameters)
         if self._stages.fully_sharded is not None:
             self._stages.fully_sharded.hold_back()
             own = {*self.stage.chunks}

@@ -60,11 +60,10 @@ def _replicas_and_processes(rows: Rows) -> Iterator[str]:
     dp = rows["dp"]
     (measured,) = dp.ranks
     phases = measured["phases"]
-    alone = sum(phases.get(phase, 0.0) for phase in ("scatter", "replicate", "reduce"))
+    alone = sum(phases.get(phase, 0.0) for phase in ("scatter", "replicate"))
     yield (
         f"Each step of dp makes its {dp.devices} replicas anew: {_ms(phases['replicate'])} to replicate, {_ms(alone)} "
-        f"with scattering the batch and adding up the gradients, {alone / fmean(measured['seconds']):.1%} of the mean "
-        f"step."
+        f"with scattering the batch, {alone / fmean(measured['seconds']):.1%} of the mean step."
     )
     if "single" in rows:
         yield f"{dp.devices} replicas in one process: a step of dp is {_times(rows['single'], dp)} that of one model."

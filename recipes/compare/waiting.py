@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 from unittest.mock import patch
 
-from lightning_parallel.local_replicas import data_parallel, replicate
+from lightning_parallel import local_replicas
 
 
 class Times:
@@ -57,7 +57,7 @@ class ReplicaPhases:
     """What a step of :class:`~lightning_parallel.DataParallelStrategy` spends on its replicas.
 
     Attributes:
-        seconds: by phase: "scatter", "replicate" and "reduce" (the sum of their gradients, in the backward).
+        seconds: by phase: "scatter" and "replicate".
     """
 
     def __init__(self) -> None:
@@ -66,12 +66,9 @@ class ReplicaPhases:
 
     def start(self) -> None:
         """From here to :meth:`stop` this process's steps are timed, by wrapping the functions of each phase."""
-        for owner, name, phase in (
-            (data_parallel, "scatter", "scatter"),
-            (data_parallel, "replicate", "replicate"),
-            (replicate, "added", "reduce"),
-        ):
-            self._stack.enter_context(patch.object(owner, name, partial(self._timed, phase, getattr(owner, name))))
+        for phase in ("scatter", "replicate"):
+            function = getattr(local_replicas, phase)
+            self._stack.enter_context(patch.object(local_replicas, phase, partial(self._timed, phase, function)))
 
     def stop(self) -> None:
         self._stack.close()

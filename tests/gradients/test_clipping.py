@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_parallel.gradients.clipping import clip_by_norm, clip_by_value
 from tests.pool import WorkerPool
+from tests.strategies.harness import joined, largest_difference, train
 
 CPU = torch.device("cpu")
 CLIP = 0.3
@@ -50,7 +51,7 @@ def clip(what: str) -> list[tuple[int, int, Tensor]]:
         clip_by_norm(
             everything,
             CLIP,
-            counts=lambda parameter: parameter is not copy or part == 0,
+            counted={*held, copy} if part == 0 else {*held},
             replicas=mesh["data"].get_group(),
             parts=mesh["part"].get_group(),
             device=CPU,
@@ -82,5 +83,13 @@ def test_a_norm_is_not_rounded_to_the_gradients_dtype() -> None:
     """Else it would depend on how gradients are grouped: 16.0935, rounded to 16.125, gives another factor."""
     parameter = nn.Parameter(torch.zeros(259, dtype=torch.bfloat16))
     parameter.grad = torch.ones_like(parameter)
-    clip_by_norm([parameter], 1.0, counts=lambda parameter: True, replicas=None, parts=None, device=CPU)
+    clip_by_norm([parameter], 1.0, counted={parameter}, replicas=None, parts=None, device=CPU)
     assert parameter.grad[0] == torch.tensor(259**-0.5, dtype=torch.bfloat16)
+
+
+def test_fully_sharded_stages_are_clipped_by_value_as_one_process(pool: WorkerPool) -> None:
+    clipping: dict[str, Any] = {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}
+    options = {"stages": 2, "microbatches": 2, "data_parallel_kind": "fully_shard"}
+    reports = pool.run(train, 4, "Llama", "sync", options, init=False, batch_size=4, **clipping)
+    whole = pool.run(train, 2, "Llama", "sync", {"microbatches": 4}, init=False, **clipping)
+    assert largest_difference(joined(reports, "weights"), joined(whole, "weights")) < 1e-12

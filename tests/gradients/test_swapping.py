@@ -1,33 +1,107 @@
-"""gradients/swapping.py: gradients are taken off and put back without a copy, and added where there are some."""
+"""Gradients are taken off and put back. A pipeline keeps those of the last update only if somebody may read them."""
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
+import lightning as L
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+import lightning_parallel as lp
 from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
+from tests.pool import WorkerPool
 
 
-def parameters() -> dict[str, nn.Parameter]:
-    made = {name: nn.Parameter(torch.zeros(2)) for name in ("a", "b", "c")}
-    made["a"].grad, made["b"].grad = torch.ones(2), torch.full((2,), 2.0)
-    return made
+class Net(L.LightningModule):
+    """Counts, in each step, the gradients of the update before that are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        self.last: list[Any] = []
+        self.kept: list[int] = []
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.trainer.state.fn == "fit" and self.trainer.fit_loop.epoch_loop.batch_idx >= 0 and self.last:
+            self.kept.append(sum(each() is not None for each in self.last))
+            self.last = []
+        return self.layers(batch).square().mean()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.last = [weakref.ref(p.grad) for p in self.layers.parameters() if p.grad is not None]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def test_swapping_returns_what_was_there_and_twice_changes_nothing() -> None:
-    held = parameters()
-    a, b = held["a"].grad, held["b"].grad
+class Looks(Net):
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        self.seen.append(sum(float(p.grad.norm()) for p in self.layers.parameters() if p.grad is not None))
+
+
+class OwnZeroGrad(torch.optim.SGD):
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+
+
+class LooksInTheOptimizer(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return OwnZeroGrad(self.parameters(), 0.1)
+
+
+class Callback(L.Callback):
+    def on_before_zero_grad(self, *args: Any) -> None:
+        pass
+
+
+class LooksInACallback(Net):
+    """Which comes after the strategy's set-up."""
+
+    def on_fit_start(self) -> None:
+        self.trainer.callbacks.append(Callback())
+
+
+MODULES = {kind.__name__: kind for kind in (Net, Looks, LooksInTheOptimizer, LooksInACallback)}
+
+
+def fit(kind: str, strategy: bool) -> tuple[list[int], list[float]]:
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2 if strategy else 1,
+        strategy=lp.PipelineStrategy(microbatches=2) if strategy else "auto", max_steps=3, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    module = MODULES[kind]()
+    trainer.fit(module, DataLoader(torch.ones(12, 4), batch_size=4))  # type: ignore[arg-type]
+    return module.kept, module.seen
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_the_last_gradients_are_kept_only_if_somebody_may_look_at_them(pool: WorkerPool, kind: str) -> None:
+    for kept, _ in pool.run(fit, 2, kind, True, init=False):
+        assert kept == ([0, 0] if kind == "Net" else [4, 4])  # a weight and a bias in each of two layers
+
+
+def test_who_looks_sees_those_of_one_process(pool: WorkerPool) -> None:
+    ((_, expected),) = pool.run(fit, 1, "Looks", False, init=False)
+    ranks = [seen for _, seen in pool.run(fit, 2, "Looks", True, init=False)]
+    assert [sum(parts) for parts in zip(*ranks, strict=True)] == pytest.approx(expected, rel=1e-5)
+    assert expected[0] == 0 < expected[1]
+
+
+def test_gradients_are_swapped_without_a_copy_and_added_in_place() -> None:
+    held = {name: nn.Parameter(torch.zeros(2)) for name in ("a", "b", "c")}
+    held["a"].grad, held["b"].grad = torch.ones(2), torch.full((2,), 2.0)
+    a, b, new = held["a"].grad, held["b"].grad, torch.full((2,), 5.0)
     before = swap_gradients(held, {"c": torch.ones(2)})
     assert before["a"] is a and before["b"] is b and before["c"] is None
     assert held["a"].grad is None and held["c"].grad is not None
     swap_gradients(held, before)
     assert held["a"].grad is a and held["b"].grad is b and held["c"].grad is None
-
-
-def test_adding_keeps_the_memory_of_a_gradient_that_is_there() -> None:
-    held = parameters()
-    a, new = held["a"].grad, torch.full((2,), 5.0)
     add_gradients(held, {"a": torch.ones(2), "b": None, "c": new})
-    assert held["a"].grad is a and a is not None and a.tolist() == [2.0, 2.0]
-    assert held["b"].grad is not None and held["b"].grad.tolist() == [2.0, 2.0]
-    assert held["c"].grad is new
+    assert held["a"].grad is a and a.tolist() == [2.0, 2.0] and b.tolist() == [2.0, 2.0] and held["c"].grad is new

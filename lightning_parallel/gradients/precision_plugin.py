@@ -9,7 +9,6 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.gradients.clipping import clip_by_norm, clip_by_value
@@ -22,13 +21,13 @@ def install_clipping(
     plugin: Precision,
     local: LocalModel,
     *,
-    counts: Callable[[str], bool] = lambda name: True,
-    replicas: dist.ProcessGroup | None,
+    counts: Callable[[str], bool],
+    replicas: dist.ProcessGroup,
     parts: dist.ProcessGroup | None,
     device: torch.device,
-    watch: GradientWatch | None = None,
+    watch: GradientWatch | None,
 ) -> None:
-    """Make the plugin clip by the norm of the whole model's gradient.
+    """Make the plugin clip as :func:`~lightning_parallel.gradients.clipping.clip_by_norm` does.
 
     Args:
         counts: tells whether this rank's copy of a parameter, by name, enters the norm.
@@ -37,20 +36,13 @@ def install_clipping(
         watch: paused while the plugin clips.
     """
     paused = nullcontext if watch is None else watch.paused
-
-    def enters_norm(parameter: Tensor) -> bool:
-        return counts(local.names[id(parameter)])
+    sharded_over = replicas if local.is_fully_sharded else None
 
     def by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
         with paused():
-            clip_by_norm(
-                list(plugin.main_params(optimizer)),
-                clip_val,
-                counts=enters_norm,
-                replicas=replicas if local.is_fully_sharded else None,
-                parts=parts,
-                device=device,
-            )
+            held = list(plugin.main_params(optimizer))
+            counted = {parameter for parameter in held if counts(local.names[id(parameter)])}
+            clip_by_norm(held, clip_val, counted=counted, replicas=sharded_over, parts=parts, device=device)
 
     def by_value(optimizer: Optimizer, clip_val: int | float) -> None:
         with paused():

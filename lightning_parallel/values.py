@@ -1,0 +1,26 @@
+"""Compares plain values, as modules and optimizers keep them: numbers, texts, tensors, and tuples or lists of these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Are two values equal? Of an object that isn't plain, only the object itself is the same. Tensors are read, for
+    which the host waits for a GPU."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.layout is not torch.strided or one.shape != other.shape:
+            return one.layout is not torch.strided  # of another layout, it can't be compared, and is hardly written to
+        return torch.equal(one.to(other.device), other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(same_value, one, other))
+    return isinstance(one, PLAIN) and bool(one == other)

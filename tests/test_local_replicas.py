@@ -1,0 +1,343 @@
+"""Replicas in one process, in a plain PyTorch loop: the numbers of one model with the whole batch."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+from transformers.modeling_outputs import CausalLMOutput
+
+from lightning_parallel.batch import join_outputs
+from lightning_parallel.local_replicas import Share, on_replicas, replicate, scatter
+
+CPU = torch.device("cpu")
+CPUS = [CPU] * 3
+
+
+def forward(model: Any, batch: Tensor, devices: list[torch.device] = CPUS) -> Tensor:
+    output: Tensor = on_replicas(lambda replica, share: replica(share.batch), model, batch, devices)
+    return output
+
+
+def net() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+
+# -- the graph ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [7, 2])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradients_of_weights_and_inputs_accumulate_as_those_of_one_model(create_graph: bool, rows: int) -> None:
+    runs = []
+    for through in (lambda model, x: model(x), forward):
+        model, x = net(), torch.linspace(-1, 1, 4 * rows, dtype=torch.float64).view(rows, 4).requires_grad_()
+        for _ in range(2):
+            loss = through(model, x * 2).pow(2).sum()
+            if create_graph:
+                loss = torch.autograd.grad(loss, x, create_graph=True)[0].pow(2).sum()
+            loss.backward()
+        runs.append([x.grad, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for found, expected in zip(*runs, strict=True):
+        assert (found - expected).abs().max() < 1e-11
+
+
+def test_weights_that_no_replica_used_get_no_gradient_and_without_gradients_there_is_no_graph() -> None:
+    model = net()
+    on_replicas(lambda replica, share: replica[2](share.batch), model, torch.ones(4, 5).double(), CPUS).sum().backward()
+    assert [p.grad is None for p in model.parameters()] == [True, True, False, False]
+    with torch.no_grad():
+        assert not forward(net(), torch.ones(3, 4).double()).requires_grad
+    assert not forward(net().requires_grad_(False), torch.ones(3, 4).double()).requires_grad
+
+
+def test_the_model_s_own_weights_and_hooks_on_them_count_once() -> None:
+    """What was bound to the model before replicas were made, uses them."""
+    model, alone, batch, seen = net(), net(), torch.ones(3, 4).double(), []
+    model[0].weight.register_hook(seen.append)
+
+    def loss(replica: Any, share: Any) -> Tensor:
+        result: Tensor = replica(share.batch).mean() + model[0].weight.pow(2).sum()
+        return result
+
+    on_replicas(loss, model, batch, CPUS).backward()
+    (alone(batch).mean() + alone[0].weight.pow(2).sum()).backward()
+    assert all(torch.allclose(p.grad, q.grad) for p, q in zip(model.parameters(), alone.parameters(), strict=True))
+    assert len(seen) == 1 and torch.equal(seen[0], model[0].weight.grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_replicas_on_gpus_train_as_one_model(replicas: int) -> None:
+    """Each on a GPU, or several on one."""
+    gpus = [torch.device("cuda", i % torch.cuda.device_count()) for i in range(replicas)]
+    gradients = []
+    for devices in (gpus, gpus[:1]):
+        model = net().to(gpus[0])
+        x = torch.linspace(0, 1, 28, device=gpus[0], dtype=torch.float64).view(7, 4)
+        for _ in range(2):
+            forward(model, x, devices).pow(2).mean().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all((a - b).abs().max() < 1e-12 for a, b in zip(*gradients, strict=True))
+
+
+# -- what runs in a replica --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draw", [
+    lambda: torch.rand(2).tolist(), lambda: [random.random()], lambda: np.random.rand(2).tolist(),
+    lambda: torch.nn.functional.dropout(torch.ones(64)).tolist(),
+])  # fmt: skip
+def test_replicas_draw_other_numbers_each_and_the_same_in_every_run(draw: Callable[[], list[float]]) -> None:
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(3), random.seed(3), np.random.seed(3)
+        drawn: list[list[float]] = []
+        for _ in range(2):
+            on_replicas(lambda *_: drawn.append(draw()), nn.Linear(1, 1), torch.zeros(3), CPUS)  # noqa: B023
+        runs.append(drawn)
+        assert all(a != b for a in drawn for b in drawn if a is not b)
+    assert runs[0] == runs[1]
+
+
+def test_a_recomputation_draws_what_the_forward_drew() -> None:
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(5)
+        layer = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 16), nn.Dropout(0.5))
+
+        def run(replica: Any, share: Share, recompute: bool = recompute) -> Tensor:
+            return checkpoint(replica, share.batch, use_reentrant=False) if recompute else replica(share.batch)
+
+        for _ in range(3):
+            on_replicas(run, layer, torch.ones(9, 16), CPUS).sum().backward()
+        gradients.append([p.grad for p in layer.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_an_error_keeps_its_type_and_names_the_replica() -> None:
+    def run(replica: Any, share: Share) -> None:
+        if share.batch[0] == 1:
+            raise KeyError("one")
+
+    with pytest.raises(KeyError, match="one") as caught:
+        on_replicas(run, nn.Linear(1, 1), torch.arange(3), CPUS)
+    assert caught.value.__notes__ == ["This was raised in replica 1 of 3, on cpu."]
+
+
+def test_replicas_are_gone_when_the_loss_is() -> None:
+    model, alive = nn.Linear(2, 1), []
+
+    def run(replica: Any, share: Share) -> Tensor:
+        alive.append(weakref.ref(replica))
+        output: Tensor = replica(share.batch)
+        return output
+
+    gc.disable()  # by their references alone, at once
+    try:
+        on_replicas(run, model, torch.ones(3, 2), CPUS).sum().backward()
+        assert [reference() for reference in alive] == [model, None, None]
+    finally:
+        gc.enable()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.again = self.first
+        self.norm = nn.BatchNorm1d(3)
+        self.recurrent = nn.GRU(3, 3, batch_first=True)
+        self.tied = nn.Linear(3, 3, bias=False)
+        self.tied.weight = self.first.weight
+        self.tied.weight.decay = 0.1  # type: ignore[attr-defined]
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_parameter("none", None)
+        self.register_buffer("count", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.count = self.count + 1
+        hidden, _ = self.recurrent(self.norm(self.first(x)).unsqueeze(1))
+        return self.tied(hidden[:, 0]) * self.frozen
+
+
+@pytest.mark.parametrize("device", [CPU, torch.device("meta")], ids=str)
+def test_a_replica_has_the_model_s_structure_and_its_graph(device: torch.device) -> None:
+    """The meta device stands for another one."""
+    model = Net()
+    first, replica = replicate(model, [CPU, device])
+    assert first is model and replica.first is replica.again
+    assert replica.first.weight is replica.tied.weight and replica.tied.weight.decay == 0.1
+    named = dict(model.named_parameters())
+    assert dict(replica.named_parameters()).keys() == named.keys()
+    assert all(p.device == device and p.requires_grad == named[n].requires_grad for n, p in replica.named_parameters())
+    output = replica(torch.ones(4, 3, device=device))
+    assert output.device == device and output.requires_grad
+    if device == CPU:
+        output.sum().backward()
+        assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+
+
+def test_the_model_keeps_what_replica_0_changes() -> None:
+    model = Net()
+    first, second = replicate(model, [CPU] * 2)
+    batches = [torch.randn(8, 3), torch.randn(8, 3) + 5]
+    first(batches[0])
+    second(batches[1])
+    second(batches[1])
+    expected = nn.BatchNorm1d(3)
+    expected(model.first(batches[0]))
+    assert model.calls == 1 and model.count == 1 and model.norm.num_batches_tracked == 1
+    assert torch.allclose(model.norm.running_mean, expected.running_mean)
+    assert second.norm.num_batches_tracked == 2
+
+
+def test_parametrized_modules_are_replicated() -> None:
+    layer = nn.Linear(2, 2)
+    parametrize.register_parametrization(layer, "weight", nn.Tanh())
+    _, replica = replicate(layer, [CPU] * 2)
+    x = torch.randn(3, 2)
+    assert torch.equal(replica(x), layer(x))
+    replica(x).sum().backward()
+    assert layer.parametrizations.weight.original.grad is not None
+
+
+@pytest.mark.parametrize(("model", "words"), [
+    (nn.Sequential(torch.jit.script(nn.ReLU())), "0 is scripted"),
+    (nn.Sequential(nn.LazyLinear(2)), "0.weight has no shape yet"),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore")
+def test_what_cannot_be_copied_is_refused_by_name(model: nn.Module, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        replicate(model, [CPU] * 2)
+
+
+# -- shares, and outputs joined ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [1, 2, 9])
+@pytest.mark.parametrize("n", [1, 5, 8])
+def test_shares_differ_by_one_sample_at_most_and_none_is_empty(n: int, devices: int) -> None:
+    shares = scatter(torch.arange(n), [CPU] * devices)
+    samples = [share.samples for share in shares]
+    assert len(shares) == min(n, devices)
+    assert sum(samples) == n and max(samples) - min(samples) <= 1 and min(samples) >= 1
+    assert torch.cat([share.batch for share in shares]).tolist() == list(range(n))
+
+
+Point = namedtuple("Point", "x y")
+BOXES = [{"boxes": torch.zeros(n, 4)} for n in (5, 0, 3)]
+LAYERS = [[torch.full((2, 3), float(layer)) for layer in range(2)] for _ in range(2)]
+
+
+def joined(*outputs: Any, samples: tuple[int, ...] = (2, 1)) -> Any:
+    return join_outputs(outputs, samples, strict=True)
+
+
+def test_outputs_are_joined_in_their_structures() -> None:
+    first, second = torch.ones(2, 3), torch.zeros(1, 3)
+    output = joined(CausalLMOutput(logits=first), CausalLMOutput(logits=second))
+    assert isinstance(output, CausalLMOutput) and output.logits.shape == (3, 3) and output.loss is None
+    output = joined({"a": [first, Point(first, 1.0)]}, {"a": [second, Point(second, 4.0)]})
+    assert output["a"][0].shape == (3, 3) and output["a"][1].x.shape == (3, 3) and output["a"][1].y == 2
+    things = [object(), object()]
+    assert joined({"cache": things[0]}, {"cache": things[1]})["cache"] is things[0]
+    assert joined(5, 5) == 5 and joined(True, True) is True and joined(None, None) is None
+
+
+def test_gradients_go_back_through_it() -> None:
+    rows = [torch.ones(2, requires_grad=True), torch.ones(1, requires_grad=True)]
+    losses = [torch.ones((), requires_grad=True), torch.ones((), requires_grad=True)]
+    both = joined(*({"rows": r, "loss": loss} for r, loss in zip(rows, losses, strict=True)))
+    (both["rows"].sum() + both["loss"]).backward()
+    assert [tensor.grad.tolist() for tensor in rows] == [[1, 1], [1]]
+    assert [float(tensor.grad) for tensor in losses] == pytest.approx([2 / 3, 1 / 3])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_lists_with_a_thing_for_each_sample_are_concatenated_unless_they_hold_layers(strict: bool) -> None:
+    assert join_outputs([["a", "b"], ["c"]], [2, 1], strict=strict) == ["a", "b", "c"]
+    for parts, counts in (([BOXES[:2], BOXES[2:]], [2, 1]), ([BOXES[:1], BOXES[1:2]], [1, 1])):
+        found = join_outputs(parts, counts, strict=strict)
+        assert [len(each["boxes"]) for each in found] == [5, 0, 3][: sum(counts)]
+    assert [each.shape for each in join_outputs(LAYERS, [2, 2], strict=strict)] == [(4, 3), (4, 3)]
+
+
+@pytest.mark.parametrize(("outputs", "words"), [
+    (({"m": torch.zeros(5, 5)}, {"m": torch.zeros(5, 5)}), ["['m']", "(5, 5), (5, 5) for 2, 1 samples"]),
+    ((torch.zeros(2), torch.zeros(())), ["(2,), ()"]),
+    (({"a": 1}, {"b": 1}), ["the output has ['a'], ['b']"]),
+    ((torch.zeros(2), "text"), ["differ"]),
+    ((None, torch.tensor(2.0)), ["1 of 2 replicas"]),
+])  # fmt: skip
+def test_what_cannot_be_joined_is_named(outputs: tuple[Any, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        joined(*outputs)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+# -- metrics: one state, updated in the order of the samples -----------------------------------------------------------
+
+
+def test_updates_come_in_the_order_of_the_samples_and_a_forward_returns_the_share_s_value() -> None:
+    model = nn.ModuleDict({
+        "all": CatMetric(), "several": MetricCollection({"mean": MeanMetric(), "again": CatMetric()}),
+        "accuracy": MulticlassAccuracy(7), "layer": nn.Linear(1, 1),
+    })  # fmt: skip
+    values = []
+
+    def step(replica: Any, share: Any) -> None:
+        replica["all"].update(share.batch)
+        replica["several"](share.batch)
+        values.append(float(replica["accuracy"](share.batch.long(), share.batch.long())))
+
+    for _ in range(3):
+        on_replicas(step, model, torch.arange(7.0), CPUS)
+    several: Any = model["several"]
+    assert model["all"].compute().tolist() == several["again"].compute().tolist() == [*map(float, range(7))] * 3
+    assert several.compute()["mean"] == 3 and values == [1.0] * 9
+
+
+class Devices(Metric):
+    """Where its arguments were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()))
+        self.seen: list[str] = []
+
+    def update(self, value: Tensor, *, weights: Tensor) -> None:
+        self.seen += [value.device.type, weights.device.type]
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+def test_arguments_come_to_the_metric_s_device() -> None:
+    model: Any = nn.ModuleDict({"one": Devices(), "many": MetricCollection([Devices()])}).to("meta")
+
+    def step(replica: Any, share: Any) -> None:
+        for metric in (replica["one"], replica["many"]):
+            metric.update(torch.ones(1), weights=torch.ones(1, device=share.device))
+            metric(torch.ones(1), weights=torch.ones(1, device=share.device))
+
+    on_replicas(step, model, torch.ones(2, device="meta"), [torch.device("meta")] * 2)
+    for metric in (model["one"], model["many"]["Devices"]):
+        assert metric.update_count == 4 and set(metric.seen) == {"meta"}
+        metric.update(torch.ones(1), weights=torch.ones(1))  # outside of a step it is itself again
+        assert metric.seen[-1] == "cpu"
