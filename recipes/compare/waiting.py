@@ -8,14 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import Any, Self
-from unittest.mock import patch
-
-from lightning_parallel.local_replicas import data_parallel, replicate
+from typing import Self
 
 
 class Times:
@@ -51,34 +45,3 @@ class Times:
         whole = max(self.wall, self.computing + self.queued) or 1.0
         computing, queued = self.computing / whole, self.queued / whole
         return {"computing": computing, "queued": queued, "blocked": max(0.0, 1 - computing - queued)}
-
-
-class ReplicaPhases:
-    """What a step of :class:`~lightning_parallel.DataParallelStrategy` spends on its replicas.
-
-    Attributes:
-        seconds: by phase: "scatter", "replicate" and "reduce" (the sum of their gradients, in the backward).
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._stack = ExitStack()
-
-    def start(self) -> None:
-        """From here to :meth:`stop` this process's steps are timed, by wrapping the functions of each phase."""
-        for owner, name, phase in (
-            (data_parallel, "scatter", "scatter"),
-            (data_parallel, "replicate", "replicate"),
-            (replicate, "added", "reduce"),
-        ):
-            self._stack.enter_context(patch.object(owner, name, partial(self._timed, phase, getattr(owner, name))))
-
-    def stop(self) -> None:
-        self._stack.close()
-
-    def _timed(self, phase: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        start = time.monotonic()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - start
