@@ -6,7 +6,7 @@ gradients only, and refuse a list that mixes DTensors with plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ def clip_by_norm(
     parameters: Sequence[Tensor],
     clip_val: float,
     *,
-    counted: set[Tensor],
+    counted: Set[Tensor],
     replicas: dist.ProcessGroup | None,
     parts: dist.ProcessGroup | None,
     device: torch.device,

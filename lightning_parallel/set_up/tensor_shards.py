@@ -24,8 +24,8 @@ from lightning_parallel.ranks.collectives import broadcast_object, broadcast_ten
 from lightning_parallel.ranks.local_model import LocalModel, local_part
 from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.ranks.writes import Writes
-from lightning_parallel.tensor.region import ShardedRegion
 from lightning_parallel.tensor.plan import MakeRun, find_plan
+from lightning_parallel.tensor.region import ShardedRegion
 from lightning_parallel.tensor.sharding import Sharding, shard_module
 from lightning_parallel.tensor.style import Plan
 

@@ -44,7 +44,7 @@ Examples
 What is measured
     step time       median and quartiles of the updates after a warm-up
     memory          peak of each rank; parameters, gradients and optimizer state exactly
-    messages        bytes that a rank sends, by kind, in the last two updates: counted, and by formula
+    messages        bytes that a rank sends, by kind, in the last two updates
     bubble          of pipelines: share of the stages' time without compute, beside theory
     loss            after the last update, on the validation set
 

@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.staged import StagedStrategy
 from recipes.compare import memory
-from recipes.compare.formula import Expected
-from recipes.compare.waiting import ReplicaPhases, Times
+from recipes.compare.waiting import Times
 from recipes.traffic import Traffic
 from recipes.work import coordinates
 
@@ -49,7 +48,6 @@ class Measure(Callback):
         self._batches = 0
         self._ends: list[float] = []  # of updates, from the last of the warm-up on
         self._traffic = Traffic()
-        self._phases: ReplicaPhases | None = None
         self._held: dict[str, int] = {}
         self._found: dict[str, Any] = {}
         # The same run, one after the other: what Lightning says of each is of no use here.
@@ -65,7 +63,6 @@ class Measure(Callback):
         others = getattr(trainer.strategy, "parallel_devices", None)
         several = isinstance(trainer.strategy, DataParallelStrategy)
         self._gpus = memory.devices_of(trainer.strategy.root_device, others if several else None)
-        self._expected = Expected(trainer.strategy, pl_module)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         # The only place where gradients, too, are there under every strategy.
@@ -85,30 +82,24 @@ class Measure(Callback):
         if update <= timed:
             self._ends.append(time.monotonic())
         if update == self._warmup:
-            self._start(trainer)
+            self._start()
         elif update == timed:
             self._stop(trainer)
-            self._expected.start()
             self._traffic.__enter__()  # from here to the same hook of a later batch, both outside of any other mode
         elif update == trainer.max_steps:
             self._traffic.__exit__(None, None, None)
-            self._expected.stop()
             self._count()
 
-    def _start(self, trainer: L.Trainer) -> None:
+    def _start(self) -> None:
         for gpu in self._gpus:
             torch.cuda.reset_peak_memory_stats(gpu)
         if not self._gpus:
             memory.forget_peak()
-        if isinstance(trainer.strategy, DataParallelStrategy):
-            self._phases = ReplicaPhases()
-            self._phases.start()
         self._thread = Times.now()
 
     def _stop(self, trainer: L.Trainer) -> None:
         thread = Times.now().since(self._thread)
         peaks = [torch.cuda.max_memory_allocated(gpu) for gpu in self._gpus]
-        steps = len(self._ends) - 1
         self._found = {
             "rank": trainer.global_rank,
             "coordinates": coordinates(trainer),
@@ -118,9 +109,6 @@ class Measure(Callback):
             "held": self._held,
             "thread": thread.shares(),
         }
-        if self._phases is not None:
-            self._phases.stop()
-            self._found["phases"] = {name: total / steps for name, total in self._phases.seconds.items()}
         strategy = trainer.strategy
         if isinstance(strategy, StagedStrategy):
             begin, end = self._ends[0], self._ends[-1]
@@ -133,7 +121,6 @@ class Measure(Callback):
             "sent": {kind: nbytes * per_step for kind, nbytes in self._traffic.sent.items()},
             "messages": {kind: count * per_step for kind, count in self._traffic.messages.items()},
             "received": self._traffic.received * per_step,
-            "expected": self._expected.sent(self._counted),
         }
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -61,7 +61,6 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
 def _speed(panel: Axes, rows: Mapping[int, Row]) -> None:
     longest = 0.0
     for place, row in rows.items():
-        assert row.quartiles is not None
         first, median, third = (1e3 * seconds for seconds in row.quartiles)
         panel.barh(place, median, 0.64, color=_GREY if row.strategy == REFERENCE else _BLUE)
         panel.errorbar(

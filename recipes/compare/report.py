@@ -11,14 +11,15 @@ from statistics import fmean
 from typing import Any
 
 from recipes.clusters import counted
-from recipes.compare.findings import findings
 from recipes.compare.rows import Row
+from recipes.compare.run import REFERENCE
 from recipes.tables import Cell, Table, circumstances
 from recipes.traffic import KINDS
 
 MIB, KIB = 2**20, 2**10
 HELD = ("parameters", "gradients", "optimizer")
 _WIDTH = 118  # of running text in the terminal
+_CALM = 0.1  # share of time without a core that step times can still be compared at
 
 
 def tables(rows: Sequence[Row], loss: str) -> list[Table]:
@@ -54,7 +55,6 @@ def _speed(rows: Sequence[Row], loss: str) -> Table:
     }
     cells: list[list[Cell]] = []
     for row in rows:
-        assert row.quartiles is not None
         first, median, third = (seconds * 1e3 for seconds in row.quartiles)
         name = row.strategy if row.devices == row.processes else f"{row.strategy} ({row.devices} replicas)"
         line: list[Cell] = [name, row.processes, median, f"{first:.1f}-{third:.1f}", row.samples, row.tokens]
@@ -88,26 +88,48 @@ def _memory(rows: Sequence[Row]) -> Table:
 
 def _messages(rows: Sequence[Row]) -> Table:
     kinds = [*KINDS, *sorted({kind for row in rows for kind in row.sent} - set(KINDS))]
-    kinds = [kind for kind in kinds if any(kind in {**row.sent, **(row.expected or {})} for row in rows)]
-    cells: list[list[Cell]] = [[row.strategy, *(_both(row, kind) for kind in kinds)] for row in rows]
+    kinds = [kind for kind in kinds if any(kind in row.sent for row in rows)]
+    cells: list[list[Cell]] = [
+        [row.strategy, *(row.sent[kind] / KIB if kind in row.sent else None for kind in kinds)] for row in rows
+    ]
     return Table(
-        "Sent by a rank in a step (KiB): counted (by formula)",
-        {"strategy": ""} | dict.fromkeys(kinds, ""),
+        "Sent by a rank in a step (KiB)",
+        {"strategy": ""} | dict.fromkeys(kinds, ",.1f"),
         cells,
         "The mean over the ranks, on the wire, as a ring sends it: an all-reduce of b bytes over n ranks 2 (n - 1) / n "
-        "x b, an all-gather or reduce-scatter (n - 1) / n x b. Counted: from the operators and arrivals of two steps. "
-        "By formula: from the sizes of parameters and activations. A pipeline's activations have 16 bytes more a "
-        "message. Scalars: metrics, norms and signals, a number each.",
+        "x b, an all-gather or reduce-scatter (n - 1) / n x b. Counted from the operators and arrivals of two steps. A "
+        "pipeline's activations have 16 bytes more a message. Scalars: metrics, norms and signals, a number each.",
     )
 
 
-def _both(row: Row, kind: str) -> str | None:
-    if kind not in row.sent:
-        return f"0 ({row.expected[kind] / KIB:,.1f})" if row.expected and kind in row.expected else None
-    counted = row.sent[kind] / KIB
-    if row.expected is not None and kind in row.expected:
-        return f"{counted:,.1f} ({row.expected[kind] / KIB:,.1f})"
-    return f"{counted:,.1f}" if counted >= 0.05 else "< 0.1"
+def findings(rows: Sequence[Row]) -> list[str]:
+    """What the figures show, in sentences."""
+    ran = {row.strategy: row for row in rows if row.error is None}
+    others = [row for name, row in ran.items() if name != REFERENCE]
+    found = []
+    if any((row.queued or 0) > _CALM for row in ran.values()):
+        found.append(
+            "Threads were ready to run and had no core for a good part of the time. If other programs ran too, step "
+            "times tell little; messages and losses are not affected."
+        )
+    if REFERENCE in ran and others:
+        one, best = ran[REFERENCE], min(others, key=lambda row: row.step)
+        found.append(
+            f"The fastest of those over {best.devices} devices is {best.strategy}: {one.step / best.step:.2f} x as "
+            f"fast as one process on one device."
+        )
+        off = {
+            row.strategy: abs(row.loss - one.loss)
+            for row in others
+            if row.loss is not None and one.loss is not None and row.strategy != "pipeline_async"
+        }
+        if off:
+            name = max(off, key=lambda name: off[name])
+            found.append(
+                f"The synchronous strategies' losses are within {off[name]:.1e} of one process's "
+                f"{one.loss:.4f} ({name})."
+            )
+    return found or ["Too few strategies were measured to compare them."]
 
 
 def headline(config: Mapping[str, Any], words: Sequence[str]) -> tuple[str, str]:
@@ -158,8 +180,8 @@ def write(folder: Path, head: tuple[str, str], rows: Sequence[Row], found: Seque
 
 def flat(row: Row) -> dict[str, Any]:
     """Everything of a row, in seconds and bytes; empty where there is nothing."""
-    first, median, third = row.quartiles or (None, None, None)
     ran = row.error is None
+    first, median, third = row.quartiles if ran else (None, None, None)
     return (
         {"strategy": row.strategy, "error": row.error, "processes": row.processes, "devices": row.devices}
         | {"step_s": median, "step_first_quartile_s": first, "step_third_quartile_s": third}
@@ -170,5 +192,4 @@ def flat(row: Row) -> dict[str, Any]:
         | {"peak_imbalance": row.imbalance if ran else None, "peak_bytes": " ".join(f"{p:.0f}" for p in row.peaks)}
         | {f"{name}_bytes": row.held.get(name) for name in HELD}
         | {f"sent_{kind}_bytes": row.sent.get(kind, 0.0) if ran else None for kind in KINDS}
-        | {f"formula_{kind}_bytes": None if row.expected is None else row.expected.get(kind, 0.0) for kind in KINDS}
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import nan
 from statistics import fmean, quantiles
 from typing import Any
 
@@ -18,40 +19,36 @@ class Row:
 
     Attributes:
         devices: that worked on it: processes, or replicas in one process.
-        quartiles: of the step's seconds: a quarter of them are shorter than the first, half than the second.
+        quartiles: of the step's seconds.
         samples, tokens: a second, by the median step.
         peaks: bytes of each rank (of each GPU, where one process has several).
         held: bytes by what they are: parameters, gradients, optimizer.
-        sent, expected: bytes on the wire in a step, by kind of message; counted, and by formula.
+        sent: bytes on the wire in a step, by kind of message.
         blocked: share of time in which the threads that compute waited for messages.
         queued: share of time in which they had no core.
         bubble, theory: shares of the stages' time.
-        ranks: all that was measured.
     """
 
     strategy: str
     error: str | None = None
     processes: int = 0
     devices: int = 0
-    quartiles: tuple[float, float, float] | None = None
+    quartiles: tuple[float, float, float] = (nan, nan, nan)
     samples: float | None = None
     tokens: float | None = None
     efficiency: float | None = None
     peaks: Sequence[float] = ()
     held: Mapping[str, float] = field(default_factory=dict)
     sent: Mapping[str, float] = field(default_factory=dict)
-    expected: Mapping[str, float] | None = None
     blocked: float | None = None
     queued: float | None = None
     bubble: float | None = None
     theory: float | None = None
     loss: float | None = None
-    ranks: Sequence[Mapping[str, Any]] = ()
 
     @property
     def step(self) -> float:
         """Seconds of the median step."""
-        assert self.quartiles is not None
         return self.quartiles[1]
 
     @property
@@ -63,10 +60,6 @@ class Row:
     def imbalance(self) -> float:
         """The fullest rank's memory in units of the mean."""
         return max(self.peaks) / fmean(self.peaks)
-
-    @property
-    def total_sent(self) -> float:
-        return sum(self.sent.values())
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[Row]:
@@ -98,13 +91,11 @@ def _row(outcome: Outcome, reference: Row | None) -> Row:
         peaks=[peak for rank in ranks for peak in rank["peaks"]],
         held={name: fmean(rank["held"][name] for rank in ranks) for name in ("parameters", "gradients", "optimizer")},
         sent=_sent(ranks),
-        expected=_expected(ranks),
         blocked=fmean(rank["thread"]["blocked"] for rank in ranks),
         queued=fmean(rank["thread"]["queued"] for rank in ranks),
         bubble=bubble,
         theory=theory,
         loss=_loss(outcome.metrics, config["optimized_metric"]),
-        ranks=ranks,
     )
 
 
@@ -116,17 +107,6 @@ def _sent(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
             totals[kind] = totals.get(kind, 0.0) + nbytes
         totals[POINT_TO_POINT] += rank["received"]
     return {kind: total / len(ranks) for kind, total in totals.items() if total}
-
-
-def _expected(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
-    """Of the mean rank. What came into a stage was sent by the one before; as much goes back, in gradients."""
-    if any(rank["expected"] is None for rank in ranks):
-        return None
-    totals: dict[str, float] = {}
-    for rank in ranks:
-        for kind, nbytes in rank["expected"].items():
-            totals[kind] = totals.get(kind, 0.0) + nbytes * (2 if kind == POINT_TO_POINT else 1)
-    return {kind: total / len(ranks) for kind, total in totals.items()}
 
 
 def _bubble(ranks: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:

@@ -8,14 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import Any, Self
-from unittest.mock import patch
-
-from lightning_parallel import local_replicas
+from typing import Self
 
 
 class Times:
@@ -51,31 +45,3 @@ class Times:
         whole = max(self.wall, self.computing + self.queued) or 1.0
         computing, queued = self.computing / whole, self.queued / whole
         return {"computing": computing, "queued": queued, "blocked": max(0.0, 1 - computing - queued)}
-
-
-class ReplicaPhases:
-    """What a step of :class:`~lightning_parallel.DataParallelStrategy` spends on its replicas.
-
-    Attributes:
-        seconds: by phase: "scatter" and "replicate".
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._stack = ExitStack()
-
-    def start(self) -> None:
-        """From here to :meth:`stop` this process's steps are timed, by wrapping the functions of each phase."""
-        for phase in ("scatter", "replicate"):
-            function = getattr(local_replicas, phase)
-            self._stack.enter_context(patch.object(local_replicas, phase, partial(self._timed, phase, function)))
-
-    def stop(self) -> None:
-        self._stack.close()
-
-    def _timed(self, phase: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        start = time.monotonic()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - start
