@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.compose import NOT_KNOWN
 from recipes.launchers.kubernetes import KubernetesLauncher
 from recipes.launchers.local import LocalLauncher
 from recipes.launchers.slurm import SlurmLauncher, is_here, unfinished_job
 from recipes.launchers.torchrun import TorchrunLauncher
-from recipes.problem import Problem
+from recipes.problem import NOT_KNOWN, Problem
 from recipes.processes import joined, missing
 from recipes.schema import kind_of, world_size
 

@@ -16,9 +16,8 @@ from lightning_parallel.strategies.pipeline import PipelineOptions
 from lightning_parallel.strategies.pipeline_async import AsyncPipelineOptions
 from recipes import clusters, examples, machine, model_rules, packages, resume, schema
 from recipes.clusters import counted, restarts_by_itself
-from recipes.compose import NOT_KNOWN
 from recipes.examples import example_of
-from recipes.problem import Problem
+from recipes.problem import NOT_KNOWN, Problem
 from recipes.schema import kind_of, world_size
 
 Config = Mapping[str, Any]
