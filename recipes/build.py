@@ -25,9 +25,8 @@ from lightning_parallel.set_up.part_of_model import configure_part
 from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from recipes import profiling
-from recipes.data import DATA
+from recipes.examples import DATA, MODELS
 from recipes.launchers.launcher import Launcher
-from recipes.models import MODELS
 from recipes.schema import DDP, kind_of
 
 Config = Mapping[str, Any]
@@ -55,7 +54,7 @@ def data(config: Config) -> L.LightningDataModule:
     if node.get("_target_") is not None:
         module = built(node)
     else:
-        module = get_class(DATA[node.pop("name")])(**node, seed=config["seed"])
+        module = get_class(DATA[node.pop("name")].target)(**node, seed=config["seed"])
     if not isinstance(module, L.LightningDataModule):
         raise ValueError(f"data._target_={node['_target_']} is not a LightningDataModule: give one")
     return module
@@ -74,7 +73,7 @@ def model(config: Config) -> L.LightningModule:
         passed = {key: node.pop(key) for key in ("optimizer", "scheduler") if key in node}
         module = target(**built(node), **passed)
     else:
-        target = get_class(MODELS[node.pop("name")])
+        target = get_class(MODELS[node.pop("name")].target)
         module = target(**node, optimizer=config["optimizer"], scheduler=config["scheduler"])
     if not isinstance(module, L.LightningModule):
         raise ValueError(f"model._target_={config['model']['_target_']} is not a LightningModule: give one")

@@ -16,10 +16,10 @@ import yaml
 from hydra.errors import HydraException
 
 from recipes import record
-from recipes.compose import NOT_KNOWN, resolved, unknown
+from recipes.compose import composed, resolved, unknown
 from recipes.configs import Configs
 from recipes.launch import launch, write
-from recipes.problem import ConfigError
+from recipes.problem import NOT_KNOWN, ConfigError
 
 _IDLE = (
     "callbacks",
@@ -106,7 +106,7 @@ def _changed(config: Mapping[str, Any], run: Path, overrides: Sequence[str]) -> 
     """A run's config with what a command line changes in it: the difference that it makes to the run's own one.
 
     Raises:
-        ConfigError: a key or a value isn't known or changes nothing here, or the run's own command line isn't known.
+        ConfigError: an option isn't known, a value changes nothing here, or the run's own command line isn't known.
     """
     own = record.read(run).get("overrides")
     if own is None:
@@ -123,7 +123,7 @@ def _changed(config: Mapping[str, Any], run: Path, overrides: Sequence[str]) -> 
         with configs.opened():
             # The classes stay the run's, whatever the images.
             lines = (own, [*own, *overrides])
-            before, after = (resolved(configs.composed(line), NOT_KNOWN, look_at_data=False) for line in lines)
+            before, after = (resolved(composed(line, configs), NOT_KNOWN, look_at_data=False) for line in lines)
     except ConfigError:
         raise
     except (HydraException, yaml.YAMLError) as error:

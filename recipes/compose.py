@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import starmap
+from itertools import islice, product, starmap
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 from recipes import record
 from recipes.configs import Configs
 from recipes.data import image_folder
-from recipes.problem import Problem, closest
+from recipes.problem import NOT_KNOWN, Problem, closest
 
-NOT_KNOWN = "OUTPUT_DIR"  # the folder of a run, where Hydra has yet to choose it
 _PATHS = (  # of the examples
     ("model", "path"),
     ("model", "pretrained"),
@@ -111,26 +110,57 @@ def _checked(overrides: Sequence[str], configs: Configs, *, multirun: bool) -> l
     if hidden is not None:
         return [hidden]
     with configs.opened():
-        searched, searches = _search(parsed, configs)
         wrong = list(_unknown(parsed, configs))
+        broken = {problem.path for problem in wrong}
         # What belongs to an option that there isn't can't be judged.
-        options = {override.key_or_group for override, _ in wrong} & configs.options().keys()
-        misspelt = {id(override) for override, _ in wrong}
-        rest = [each for each in parsed if id(each) not in misspelt and _top(each) not in options]
-        told = [problem for _, problem in wrong]
-        if told and (not rest or any(map(configs.is_global, options))):
-            return list(told)  # at once
-        unsure = {_top(override) for override, _ in wrong}
+        rest = [each for each in parsed if _top(each) not in broken]
+        if wrong and (not rest or any(map(configs.is_global, broken))):
+            return list(wrong)  # at once
+        searched, searches = _search(rest, configs)
         rest = list({each.key_or_group: each for each in (*searched, *rest)}.values())
-        commands = jobs(rest, one_change_each=searches) if multirun or searches else [_words(rest)]
-        return [*told, *_wrong_values(commands, unsure, configs, multirun=multirun or searches)]
+        sweeps = multirun or searches
+        commands = jobs(rest, one_change_each=searches) if sweeps else [[str(each.input_line) for each in rest]]
+        return [*wrong, *_wrong_values(commands, broken, configs, multirun=sweeps)]
 
 
 def unknown(overrides: Sequence[str], configs: Configs) -> list[Problem]:
-    """The problems of a command line with names alone: options and keys that there aren't."""
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    """What is wrong with the options of a command line: its group has no such one, or its file isn't read."""
     with configs.opened():
-        return [problem for _, problem in _unknown(parsed, configs)]
+        return list(_unknown(OverridesParser.create().parse_overrides(list(overrides)), configs))
+
+
+def _unknown(parsed: Sequence[Override], configs: Configs) -> Iterator[Problem]:
+    groups = configs.options()
+    for override in parsed:
+        group = override.key_or_group
+        if group in groups and override.package is None and not override.is_delete():
+            for value in _values(override):
+                name = "null" if value is None else value  # Hydra takes no null
+                problem = configs.problem(group, name)
+                if isinstance(name, str) and name not in groups[group] and configs.are_listed:
+                    problem = Problem(group, name, f"no such {group}", closest(name, groups[group]))
+                if problem is not None:
+                    yield problem
+
+
+def composed(words: Sequence[str], configs: Configs, *, hydra: bool = False) -> DictConfig:
+    """The config of a command line, with the keys in it that there aren't: the check of values tells of them all, where
+    Hydra would stop at the first.
+
+    Args:
+        words: the command line.
+        configs: that have been opened.
+        hydra: with Hydra's own part.
+    """
+    groups = configs.options()
+
+    def is_value(each: Override) -> bool:
+        prefixed = each.is_add() or each.is_force_add() or each.is_delete()
+        return not prefixed and each.key_or_group not in groups and _top(each) != "hydra"
+
+    parsed = OverridesParser.create().parse_overrides(list(words))
+    lenient = [f"{'++' if is_value(each) else ''}{each.input_line}" for each in parsed]
+    return configs.composed(lenient, hydra=hydra)
 
 
 def _search(parsed: Sequence[Override], configs: Configs) -> tuple[list[Override], bool]:
@@ -138,10 +168,7 @@ def _search(parsed: Sequence[Override], configs: Configs) -> tuple[list[Override
     chosen = [str(each.input_line) for each in parsed if each.key_or_group in ("hparams_search", "hydra/sweeper")]
     if not chosen:
         return [], False
-    try:
-        hydra = configs.composed(chosen, hydra=True).hydra
-    except HydraException:
-        return [], False  # there is no such option
+    hydra = configs.composed(chosen, hydra=True).hydra
     params = [f"{key}={value}" for key, value in (hydra.sweeper.get("params") or {}).items()]
     return OverridesParser.create().parse_overrides(params), hydra.mode == RunMode.MULTIRUN
 
@@ -154,10 +181,11 @@ def _wrong_values(
 
     found: dict[str, Problem | str] = {}
     for words in commands:
-        config = configs.composed(words, hydra=True)
+        config = composed(words, configs, hydra=True)
         own = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         try:
-            wrong = validate(resolved(own, NOT_KNOWN if multirun else str(config.hydra.run.dir)), unsure)
+            folder = NOT_KNOWN if multirun else str(config.hydra.run.dir)
+            wrong = validate(resolved(own, folder), unsure)
         except OmegaConfBaseException as error:
             wrong = [str(error)]
         wrong = [*filter(None, starmap(configs.problem, config.hydra.runtime.choices.items())), *wrong]
@@ -177,8 +205,7 @@ def started_several_times(launcher: DictConfig) -> Iterator[Problem]:
 
 
 def jobs(parsed: Sequence[Override], *, one_change_each: bool = False) -> list[list[str]]:
-    """The command lines of a sweep over lists, as Hydra's own sweeper splits them; of a long sweep, the first ones. Of
-    an interval, its ends.
+    """The command lines of a sweep over lists; of a long sweep, the first ones. Of an interval, its ends.
 
     Args:
         parsed: the command line.
@@ -188,36 +215,25 @@ def jobs(parsed: Sequence[Override], *, one_change_each: bool = False) -> list[l
     Raises:
         HydraException: there is nothing in a list.
     """
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-
-    parser = OverridesParser.create()
-    lists = [_with_ends(each) for each in parsed]
-    firsts = [_first(each) for each in parser.parse_overrides(lists)]
-    several = [place for place, word in enumerate(lists) if word != firsts[place]]
-    lines = [lists]
-    if one_change_each and several:
-        lines = [[*firsts[:place], lists[place], *firsts[place + 1 :]] for place in several]
-    split = (BasicSweeper.split_arguments(parser.parse_overrides(words), None)[0] for words in lines)
-    return [list(job) for each in split for job in each[:_JOBS_CHECKED]]
+    lists = [_words(each) for each in parsed]
+    if not one_change_each:
+        return [list(job) for job in islice(product(*lists), _JOBS_CHECKED)]
+    firsts = [words[0] for words in lists]
+    several = [(place, word) for place, words in enumerate(lists) for word in words[1:]]
+    return [firsts, *([*firsts[:place], word, *firsts[place + 1 :]] for place, word in several[:_JOBS_CHECKED])]
 
 
-def _words(parsed: Sequence[Override]) -> list[str]:
-    return [str(override.input_line) for override in parsed]
-
-
-def _first(override: Override) -> str:
-    if not override.is_sweep_override() or not override.is_discrete_sweep():
-        return str(override.input_line)
-    for value in override.sweep_string_iterator():
-        return f"{override.get_key_element()}={value}"
-    raise HydraException(f"{override.input_line}: there is nothing in it")
-
-
-def _with_ends(override: Override) -> str:
-    value = override.value()
+def _words(override: Override) -> list[str]:
+    """One for each value of a list."""
+    value, key = override.value(), override.get_key_element()
     if isinstance(value, IntervalSweep):
-        return f"{override.get_key_element()}={value.start},{value.end}"
-    return str(override.input_line)
+        return [f"{key}={value.start}", f"{key}={value.end}"]
+    if not override.is_sweep_override():
+        return [str(override.input_line)]
+    words = [f"{key}={each}" for each in override.sweep_string_iterator()]
+    if not words:
+        raise HydraException(f"{override.input_line}: there is nothing in it")
+    return words
 
 
 def _values(override: Override) -> list[Any]:
@@ -229,66 +245,3 @@ def _values(override: Override) -> list[Any]:
 def _top(override: Override) -> str:
     """The group or the value at the top level that it concerns."""
     return override.key_or_group.split(".")[0].split("/")[0]
-
-
-def _unknown(parsed: Sequence[Override], configs: Configs) -> Iterator[tuple[Override, Problem]]:
-    """Options that a group doesn't have, and keys that the config doesn't have with the chosen options."""
-    groups = configs.options()
-    chosen: list[str] = []
-    broken: set[str] = set()
-    for override in parsed:
-        group = override.key_or_group
-        if group in groups and override.package is None and not override.is_delete():
-            values = _values(override)
-            for value in values:
-                name = "null" if value is None else value  # Hydra takes no null
-                problem = configs.problem(group, name)
-                if isinstance(name, str) and name not in groups[group] and configs.are_listed:
-                    problem = Problem(group, name, f"no such {group}", closest(name, groups[group]))
-                if problem is not None:
-                    broken.add(group)
-                    yield override, problem
-            if group not in broken and values and isinstance(values[0], str):
-                chosen.append(f"{group}={values[0]}")
-    if any(map(configs.is_global, broken)):
-        return  # keys may be of an option that it chooses
-    config = configs.composed(chosen)
-    for override in parsed:
-        key, top = override.key_or_group, _top(override)
-        plain = not (override.is_add() or override.is_force_add() or override.is_delete())
-        if plain and key not in groups and top != "hydra" and top not in broken:
-            for problem in _unknown_key(config, key, override):
-                yield override, problem
-
-
-def _unknown_key(config: DictConfig, key: str, override: Override) -> Iterator[Problem]:
-    node: Any = config
-    parts = key.split(".")
-    for depth, part in enumerate(parts):
-        if not isinstance(node, DictConfig):
-            return  # an element of a list, or of nothing: Hydra says it well
-        if part not in node:
-            path = ".".join(parts[:depth])
-            where = f"no such key in {path}" if path else "no such key"
-            value = override.get_value_element_as_str()
-            if depth == 1 and part == "_target_" and "name" in node:
-                yield Problem(key, value, f"{path}={node.name} is an example", f"use {path}=custom {key}={value}")
-            elif depth == 1 and part in _optional(path, node):
-                yield Problem(key, value, f"not set in {path}", f"put + before it: +{key}={value}")
-            else:
-                custom = depth == 1 and path in ("model", "data") and "name" not in node
-                plus = f"put + before an argument of your class that is not set: +{key}={value}; " if custom else ""
-                yield Problem(key, value, where, plus + closest(part, [str(name) for name in node]))
-            return
-        node = node._get_node(part)
-        if isinstance(node, DictConfig) and node._is_none():
-            return
-
-
-def _optional(group: str, node: Mapping[Any, Any]) -> set[str]:
-    """The settings of a group that its YAML leaves out."""
-    from lightning_parallel.settings import settings_of  # here, as above
-    from recipes.schema import kind_of
-
-    kind = kind_of(group, node)
-    return {field.name for field, _ in settings_of(kind)} if kind is not None else set()

@@ -110,28 +110,42 @@ class Images:
 
 # -- by name ---------------------------------------------------------------------------------------------------------
 
-MODEL_SETTINGS: Mapping[str, type] = MappingProxyType({"gpt": GPT, "mlp": MLP, "lenet": LeNet, "hf": HF, "timm": Timm})
-DATA_SETTINGS: Mapping[str, type] = MappingProxyType(
-    {"stdlib": Stdlib, "text": Text, "digits": Digits, "hf": Documents, "images": Images}
-)
 
-# What example models take and example data give.
-TAKES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+@dataclass(frozen=True)
+class Example:
+    """An example model, or example data.
+
+    Attributes:
+        target: its class, by name: reading this table imports none.
+        settings: the dataclass of its settings.
+        data: the kinds of data that the model takes, or the kind that the data are.
+        most_stages: how many modules of a model with so many layers have parameters. A stage without any learns
+            nothing, and is refused. None: not known.
+    """
+
+    target: str
+    settings: type
+    data: tuple[str, ...]
+    most_stages: Callable[[int], int] | None = None
+
+
+MODELS: Mapping[str, Example] = MappingProxyType(
     {
-        "gpt": ("bytes",),
-        "hf": ("bytes", "documents"),
-        "mlp": ("images",),
-        "lenet": ("images",),
-        "timm": ("images",),
+        "gpt": Example("recipes.models.gpt.GPT", GPT, ("bytes",), lambda layers: 6 * layers + 4),
+        "mlp": Example("recipes.models.classifier.MLP", MLP, ("images",), lambda layers: layers + 1),
+        "lenet": Example("recipes.models.classifier.LeNet", LeNet, ("images",), lambda layers: 5),
+        "hf": Example("recipes.models.hf.CausalLM", HF, ("bytes", "documents")),
+        "timm": Example("recipes.models.timm.TimmClassifier", Timm, ("images",)),
     }
 )
-GIVES: Mapping[str, str] = MappingProxyType(
-    {"stdlib": "bytes", "text": "bytes", "digits": "images", "images": "images", "hf": "documents"}
-)
-
-# The modules with parameters of an example model of so many layers: a stage without any learns nothing, and is refused.
-MOST_STAGES: Mapping[str, Callable[[int], int]] = MappingProxyType(
-    {"gpt": lambda layers: 6 * layers + 4, "mlp": lambda layers: layers + 1, "lenet": lambda layers: 5}
+DATA: Mapping[str, Example] = MappingProxyType(
+    {
+        "stdlib": Example("recipes.data.text.StdlibData", Stdlib, ("bytes",)),
+        "text": Example("recipes.data.text.TextData", Text, ("bytes",)),
+        "digits": Example("recipes.data.digits.DigitsData", Digits, ("images",)),
+        "hf": Example("recipes.data.hf.HFData", Documents, ("documents",)),
+        "images": Example("recipes.data.images.ImageData", Images, ("images",)),
+    }
 )
 
 
@@ -139,3 +153,9 @@ def example_of(node: Mapping[str, Any]) -> str:
     """The name of an example model or example data; empty for a class of the user's own, whose ``name`` is an argument
     like others."""
     return "" if node.get("_target_") is not None else str(node.get("name", ""))
+
+
+def given(data: Mapping[str, Any]) -> str | None:
+    """The kind of example data; None for data of the user's own."""
+    found = DATA.get(example_of(data))
+    return found.data[0] if found is not None else None

@@ -99,7 +99,7 @@ def _in(dtype: str, model: Any) -> Any:
 
 def _save_for_timm(module: Any, config: Mapping[str, Any], out: Path, dtype: str) -> None:
     """With the names of the classes, as the run has recorded them."""
-    from recipes.models.timm_folder import save  # here: it imports torch
+    from recipes.models.timm import save  # here: it imports torch
 
     data = config["data"]
     labels = data.get("classes") if data.get("name") == "images" else None

@@ -9,6 +9,8 @@ from typing import Any
 
 from hydra.errors import CompactHydraException
 
+NOT_KNOWN = "OUTPUT_DIR"  # the folder of a run, where Hydra has yet to choose it
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:

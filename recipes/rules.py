@@ -14,11 +14,10 @@ from lightning_parallel.settings import settings_of
 from lightning_parallel.strategies.fully_sharded import FullyShardedOptions
 from lightning_parallel.strategies.pipeline import PipelineOptions
 from lightning_parallel.strategies.pipeline_async import AsyncPipelineOptions
-from recipes import clusters, examples, machine, model_rules, packages, resume, schema
-from recipes.clusters import counted, restarts_by_itself
-from recipes.compose import NOT_KNOWN
+from recipes import examples, model_rules, packages, process_rules, resume, schema
 from recipes.examples import example_of
-from recipes.problem import Problem
+from recipes.problem import NOT_KNOWN, Problem
+from recipes.process_rules import counted, restarts_by_itself
 from recipes.schema import kind_of, world_size
 
 Config = Mapping[str, Any]
@@ -32,7 +31,7 @@ def problems(config: Config, broken: Collection[str]) -> Iterator[Problem | str]
         broken: paths of values that are wrong by themselves, or absent.
     """
     sound = _Sound(config, "", broken)
-    for rule in (*packages.RULES, *model_rules.RULES, *_RULES, *clusters.RULES, *machine.RULES):
+    for rule in (*packages.RULES, *model_rules.RULES, *_RULES, *process_rules.RULES):
         try:
             yield from list(rule(sound))
         except _BrokenValue:
@@ -128,7 +127,8 @@ def _sizes(strategy: Config) -> dict[str, Any]:
 def _stages(config: Config, strategy: Config, stages: int) -> Iterator[Problem]:
     """Each stage of an example model gets something that learns."""
     model = config["model"]
-    most = examples.MOST_STAGES.get(example_of(model))
+    example = examples.MODELS.get(example_of(model))
+    most = example.most_stages if example is not None else None
     chunks = _chunks(strategy)
     limit = most(model.get("layers", 0)) // chunks if most is not None else stages
     if stages > limit:
@@ -160,27 +160,6 @@ def _timeline(config: Config) -> Iterator[Problem]:
     if kind not in (PipelineOptions, AsyncPipelineOptions) and config["timeline"]:
         fix = "use a pipeline strategy, or timeline=false"
         yield Problem("timeline", True, "only a pipeline has one", fix)
-
-
-def _memory_snapshot(config: Config) -> Iterator[Problem]:
-    if config["memory_snapshot"] and config["trainer"]["accelerator"] == "cpu":
-        fix = "use trainer.accelerator=gpu, or memory_snapshot=false"
-        yield Problem("memory_snapshot", True, "trainer.accelerator=cpu, and it records the memory of GPUs", fix)
-
-
-def _whole_matrices(config: Config) -> Iterator[Problem]:
-    """Muon steps matrices as wholes. Strategies find it out too, when the processes have begun."""
-    if kind_of("optimizer", config["optimizer"]) is not schema.Muon:
-        return
-    kind, strategy = _strategy(config)
-    undivided = {"tensor_parallel": 1, "data_parallel_kind": "replicate"}
-    for key, whole in undivided.items():
-        if key in strategy and strategy[key] != whole:
-            fix = f"use strategy.{key}={whole}, or optimizer=adamw"
-            yield Problem(f"strategy.{key}", strategy[key], "divides matrices, which Muon needs whole", fix)
-    if kind is FullyShardedOptions:
-        fix = "use optimizer=adamw, or another strategy"
-        yield Problem("strategy._target_", strategy["_target_"], "divides matrices, which Muon needs whole", fix)
 
 
 def _refused(config: Config) -> Iterator[str]:
@@ -250,8 +229,6 @@ _RULES: tuple[Callable[[Config], Iterator[Problem | str]], ...] = (
     _axes,
     _microbatches,
     _timeline,
-    _memory_snapshot,
-    _whole_matrices,
     _refused,
     _checkpoint,
     _finds_checkpoints,

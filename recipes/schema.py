@@ -13,6 +13,8 @@ from datetime import timedelta
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
+from hydra.utils import get_class
+
 from lightning_parallel.set_up.options import Seconds
 from lightning_parallel.settings import Auto, Count, Natural, NotNegative, Range
 from lightning_parallel.strategies.data_parallel import DataParallelOptions
@@ -22,11 +24,6 @@ from lightning_parallel.strategies.pipeline_async import AsyncPipelineOptions
 from lightning_parallel.strategies.tensor import TensorParallelOptions
 from recipes import examples
 from recipes.examples import Fraction
-from recipes.launchers.kubernetes import KubernetesLauncher
-from recipes.launchers.local import LocalLauncher
-from recipes.launchers.ray import RayLauncher
-from recipes.launchers.slurm import SlurmLauncher
-from recipes.launchers.torchrun import TorchrunLauncher
 
 
 @dataclass
@@ -203,12 +200,19 @@ class Paths:
 # Which dataclass a node has: by its `name`, by its `_target_`, or by its group.
 BY_NAME: Mapping[str, Mapping[str, type]] = MappingProxyType(
     {
-        "model": examples.MODEL_SETTINGS,
-        "data": examples.DATA_SETTINGS,
+        "model": {name: each.settings for name, each in examples.MODELS.items()},
+        "data": {name: each.settings for name, each in examples.DATA.items()},
         "scheduler": {"constant": Constant, "cosine": Cosine},
     }
 )
-BY_TARGET: Mapping[str, Mapping[str | None, type]] = MappingProxyType(
+_LAUNCHERS = (
+    "recipes.launchers.kubernetes.KubernetesLauncher",
+    "recipes.launchers.local.LocalLauncher",
+    "recipes.launchers.ray.RayLauncher",
+    "recipes.launchers.slurm.SlurmLauncher",
+    "recipes.launchers.torchrun.TorchrunLauncher",
+)
+BY_TARGET: Mapping[str, Mapping[str | None, type | str]] = MappingProxyType(
     {
         "strategy": {
             None: Single,
@@ -226,13 +230,7 @@ BY_TARGET: Mapping[str, Mapping[str | None, type]] = MappingProxyType(
             "torch.optim.SGD": SGD,
             "recipes.models.muon.MuonAdamW": Muon,
         },
-        "cluster": {
-            "recipes.launchers.kubernetes.KubernetesLauncher": KubernetesLauncher,
-            "recipes.launchers.local.LocalLauncher": LocalLauncher,
-            "recipes.launchers.ray.RayLauncher": RayLauncher,
-            "recipes.launchers.slurm.SlurmLauncher": SlurmLauncher,
-            "recipes.launchers.torchrun.TorchrunLauncher": TorchrunLauncher,
-        },
+        "cluster": {name: name for name in _LAUNCHERS},  # launchers start what trains, which imports this module
     }
 )
 BY_GROUP: Mapping[str, type] = MappingProxyType({"trainer": Trainer, "paths": Paths})
@@ -245,7 +243,8 @@ def kind_of(group: str, node: Mapping[str, Any]) -> type | None:
         return BY_GROUP[group]
     if group in BY_NAME and target is None:
         return BY_NAME[group].get(node.get("name", ""))
-    return BY_TARGET.get(group, {}).get(target)
+    found = BY_TARGET.get(group, {}).get(target)
+    return get_class(found) if isinstance(found, str) else found
 
 
 def world_size(config: Mapping[str, Any]) -> int:

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 import inspect
 from collections.abc import Iterator, Mapping
 from inspect import Parameter
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -79,7 +78,8 @@ def _problems(path: str, node: Config, group: str | None = None) -> Iterator[Pro
         yield Problem(f"{path}._target_", node["_target_"], f"not what {group} needs", fix)
         return
     example = node.get("name")
-    if group is not None and example in BY_NAME.get(group, ()) and not _takes(target, "name"):
+    takes_name = any(each.name == "name" or each.kind is Parameter.VAR_KEYWORD for each in _parameters(target))
+    if group is not None and example in BY_NAME.get(group, ()) and not takes_name:
         fix = f"use {group}=custom {group}._target_={node['_target_']}"
         yield Problem(f"{path}._target_", node["_target_"], f"has the settings of {group}={example}, too", fix)
         return
@@ -88,12 +88,11 @@ def _problems(path: str, node: Config, group: str | None = None) -> Iterator[Pro
     yield from _inside(path, {key: value for key, value in node.items() if key not in passed_on})
 
 
-def _takes(target: Any, argument: str) -> bool:
+def _parameters(target: Any) -> list[Parameter]:
     try:
-        parameters = inspect.signature(target).parameters
-    except (TypeError, ValueError):  # of a type that isn't written in Python
-        return True
-    return argument in parameters or any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
+        return list(inspect.signature(target).parameters.values())
+    except (TypeError, ValueError):  # of a type that isn't written in Python: it may take anything
+        return [Parameter("anything", Parameter.VAR_KEYWORD)]
 
 
 def _inside(path: str, node: Config) -> Iterator[Problem]:
@@ -113,18 +112,12 @@ def _nodes(path: str, value: Any) -> Iterator[tuple[str, Config]]:
 
 
 def _arguments(path: str, node: Config, target: Any, *, leading: bool) -> Iterator[Problem]:
-    """Do they fit its signature?
+    """Do a node's arguments fit the signature of what it names?
 
     Args:
-        path: of the node.
-        node: its arguments.
-        target: what it names.
         leading: the first parameter is passed by someone else.
     """
-    try:
-        parameters = list(inspect.signature(target).parameters.values())[int(leading) :]
-    except (TypeError, ValueError):  # of a type that isn't written in Python
-        return
+    parameters = _parameters(target)[int(leading) :]
     named = {p.name: p for p in parameters if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)}
     given = {key: value for key, value in node.items() if key not in _OF_HYDRA}
     if not any(p.kind is Parameter.VAR_KEYWORD for p in parameters):
@@ -143,30 +136,22 @@ def _arguments(path: str, node: Config, target: Any, *, leading: bool) -> Iterat
 def _found(path: str, node: Config) -> Any:
     """What the node names, or the problem with that."""
     name = node["_target_"]
-    first, *rest = name.split(".")
+    reached, *rest = name.split(".")
     place = f"{path}._target_"
-    fix = "name one that is installed, or in the folder from which you start"
     try:
-        found: Any = importlib.import_module(first)
-        reached = first
+        found: Any = importlib.import_module(reached)
         for part in rest:
             if not hasattr(found, part):
-                if not isinstance(found, ModuleType) or not _is_module(f"{reached}.{part}"):
-                    return Problem(place, name, f"{reached} has no {part}", _near(part, dir(found)))
                 importlib.import_module(f"{reached}.{part}")
             found, reached = getattr(found, part), f"{reached}.{part}"
     except ModuleNotFoundError as error:
+        if rest and error.name == f"{reached}.{part}":
+            return Problem(place, name, f"{reached} has no {part}", _near(part, dir(found)))
+        fix = "name one that is installed, or in the folder from which you start"
         return Problem(place, name, f"there is no module {error.name}", fix)
     except (Exception, SystemExit) as error:  # any: it is the user's code
         return Problem(place, name, f"can't be imported: {type(error).__name__}: {error}", "correct that module")
     return found if callable(found) else Problem(place, name, "not a class", "name a class")
-
-
-def _is_module(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _near(wrong: str, known: list[str]) -> str:

@@ -122,9 +122,9 @@ def main() -> None:
         return compose_and_run(args)
     if args.multirun:
         sys.exit("-m: a sweep starts processes for each of its runs; call it without torchrun")
-    from recipes.launchers import torchrun  # here: it imports torch
+    from recipes import handover  # here: it imports torch
 
-    config = torchrun.config_of_run()
+    config = handover.config_of_run()
     if config is not None:
         return start(config)
     code = 1
@@ -132,7 +132,7 @@ def main() -> None:
         compose_and_run(args)
         code = 0
     finally:
-        torchrun.hand_on_the_end(code)
+        handover.hand_on_the_end(code)
 
 
 def _asks(args: Namespace) -> bool:

@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from recipes import build, record
-from recipes.data.prompts import batches_of
 from recipes.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_of
-from recipes.examples import GIVES, example_of
+from recipes.examples import given
 from recipes.generated import CHOICE, TEXTS
-from recipes.models.generation import Generation
+from recipes.models.generation import Generation, batches_of
 from recipes.models.language_model import LanguageModel
 
 Config = Mapping[str, Any]
@@ -108,7 +107,7 @@ def _end(config: Config, trainer: L.Trainer, metrics: Mapping[str, Any]) -> None
 def _tokenizer(config: Config) -> Tokenizer:
     """That of the data on which the model was trained."""
     data = config["data"]
-    if GIVES.get(example_of(data)) == "bytes":
+    if given(data) == "bytes":
         return tokenizer_of(None)
     return tokenizer_of(data.get("tokenizer", config["model"].get("path")))
 

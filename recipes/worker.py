@@ -67,9 +67,9 @@ def _text(file: Path) -> str:
     """The config's. torchrun starts processes again without telling all of them: they hear of it with the config."""
     if LAUNCHED in os.environ or "TORCHELASTIC_RUN_ID" not in os.environ:
         return file.read_text()
-    from recipes.launchers import torchrun
+    from recipes import handover
 
-    return torchrun.shared(file)
+    return handover.shared(file)
 
 
 if __name__ == "__main__":

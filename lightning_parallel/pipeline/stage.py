@@ -92,6 +92,8 @@ class Stage:
 
     @flow.setter
     def flow(self, flow: Flow) -> None:
+        if flow is self.flow:  # as in nearly every batch
+            return
         changed = (flow.transparent, flow.inside) != (self.flow.transparent, self.flow.inside)
         self._underway.flow = flow
         self._cuts = {chunk: Cuts.of(flow, self.partition, chunk) for chunk in self.chunks}

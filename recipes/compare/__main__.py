@@ -53,7 +53,7 @@ Figures of strategies can be compared on a machine that does nothing else.
 _STEPS = 30
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def compare(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog=typed("compare"),
         usage=argparse.SUPPRESS,
@@ -127,8 +127,8 @@ def _compare(planned: Sequence[Outcome], folder: Path, words: Sequence[str]) -> 
     if config is None:
         sys.exit("nothing could be measured")
 
-    from recipes.clusters import counted  # here: they import torch, for which --help need not wait
     from recipes.compare import picture, report, rows
+    from recipes.process_rules import counted  # here: they import torch, for which --help need not wait
 
     table = rows.rows(outcomes)
     head = report.headline(config, words)
@@ -141,11 +141,11 @@ def _compare(planned: Sequence[Outcome], folder: Path, words: Sequence[str]) -> 
     print(f"\nWritten: {folder}/compare.md, compare.csv and compare.png")
 
 
-def command() -> None:
-    """The program: as :func:`main`, but what is wrong ends it with a message instead of a traceback."""
+def main() -> None:
+    """The program: as :func:`compare`, but what is wrong ends it with a message instead of a traceback."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as after Ctrl-C: no worker is left
     try:
-        main()
+        compare()
     except KeyboardInterrupt:
         sys.exit(130)
     except (CompactHydraException, HydraException) as error:
@@ -153,4 +153,4 @@ def command() -> None:
 
 
 if __name__ == "__main__":
-    command()
+    main()

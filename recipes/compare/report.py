@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from recipes.clusters import counted
 from recipes.compare.rows import Row
 from recipes.compare.run import REFERENCE
+from recipes.process_rules import counted
 from recipes.tables import Cell, Table, circumstances
 from recipes.traffic import KINDS
 

@@ -9,6 +9,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_parallel import ResumableDataLoader
 
+HELD_OUT = 20  # one part in so many is for validation, and as much again for test
+
 
 class SeededData(L.LightningDataModule):
     """Base of the example data.
@@ -25,21 +27,19 @@ class SeededData(L.LightningDataModule):
         batch_size: samples per batch, over all replicas.
         workers: loader processes per rank; 0 loads in the training process.
         seed: of the order of the training samples.
+
+    Attributes:
+        fingerprint: what tells this data from other data, for the record of a run. Known after ``setup``.
     """
+
+    fingerprint: str
+    train_set: Dataset[Any]
+    val_set: Dataset[Any]
+    test_set: Dataset[Any]
 
     def __init__(self, batch_size: int, workers: int, seed: int) -> None:
         super().__init__()
-        self.batch_size = batch_size
-        self.workers = workers
-        self.seed = seed
-        self.train_set: Dataset[Any]
-        self.val_set: Dataset[Any]
-        self.test_set: Dataset[Any]
-
-    @property
-    def fingerprint(self) -> str:
-        """What tells this data from other data, for the record of a run. Known after ``setup``."""
-        raise AttributeError(f"{type(self).__name__} has no fingerprint before setup")
+        self.batch_size, self.workers, self.seed = batch_size, workers, seed
 
     def _replica(self) -> tuple[int, int]:
         """(data-parallel replicas, which one this rank feeds). The ranks of a pipeline share a replica."""

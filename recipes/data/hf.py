@@ -12,12 +12,11 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from recipes.data.base import SeededData
+from recipes.data.base import HELD_OUT, SeededData
 from recipes.data.documents import IGNORED, Document, Reader, reader
 from recipes.data.files import KINDS, damage, files_of, problem
 from recipes.data.label_counts import CountedRows, CountingSampler
 from recipes.data.rows import learns, rows_of
-from recipes.data.textfile import HELD_OUT
 from recipes.data.tokenizer import files_of_tokenizer, tokenizer_of
 
 _FORMAT = 3  # of the rows: a change makes what was prepared before out of date
@@ -78,6 +77,7 @@ class HFData(SeededData):
 
     def setup(self, stage: str) -> None:
         self.vocabulary = tokenizer_of(self.tokenizer).size
+        self.fingerprint = f"{self.path.name} sha256:{_hash(files_of(self.path))}"
         rows = self._rows(self.path)
         if self.val_path is not None:
             self.train_set = _counted(rows)
@@ -93,10 +93,6 @@ class HFData(SeededData):
         self.train_set = _counted(rows.select(range(val)))
         self.val_set = _counted(rows.select(range(val, test)))
         self.test_set = _counted(rows.select(range(test, len(rows))))
-
-    @property
-    def fingerprint(self) -> str:
-        return f"{self.path.name} sha256:{_hash(files_of(self.path))}"
 
     def _sampler(self, dataset: Any, order: dict[str, Any]) -> CountingSampler:
         return CountingSampler(dataset, self.batch_size, **order)

@@ -75,7 +75,8 @@ class ImageData(SeededData):
 
     def setup(self, stage: str) -> None:
         splits = splits_of(self.path)
-        self._content = _hash(self.path, [image for images in splits.values() for image in images])
+        content = _hash(self.path, [image for images in splits.values() for image in images])  # names and sizes
+        self.fingerprint = f"{self.path.name} sha256:{content}"
         self.train_set = Images(
             splits["train"],
             self.size,
@@ -87,11 +88,6 @@ class ImageData(SeededData):
         )
         self.val_set = Images(splits["val"], self.size, self.mean, self.std)
         self.test_set = Images(splits["test"], self.size, self.mean, self.std)
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the files' names and sizes."""
-        return f"{self.path.name} sha256:{self._content}"
 
     def _sampler(self, dataset: Dataset[Any], order: dict[str, Any]) -> DistributedSampler[Any]:
         return EpochSampler(dataset, **order) if dataset is self.train_set else super()._sampler(dataset, order)

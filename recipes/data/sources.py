@@ -18,9 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
-
-from recipes.data.tokens import Tokens
+import numpy.typing as npt
 
 SPLITS = ("train", "val", "test")
 _END_OF_FILE = b"\0"
@@ -98,7 +96,7 @@ class Sources:
         return f"{self.name} sha256:{json.loads((folder / 'meta.json').read_text())['content']}"
 
 
-def tokens(folder: Path, split: str) -> Tokens:
+def tokens(folder: Path, split: str) -> npt.NDArray[np.uint8]:
     """A split of a set that was made, a byte a token."""
     return np.memmap(folder / f"{split}.bin", dtype=np.uint8, mode="r")
 
@@ -121,9 +119,3 @@ def stdlib() -> Sources:
     """Python's own standard library, without its tests and installed packages: about 12 MB."""
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     return Sources("stdlib", Path(sysconfig.get_path("stdlib")), ".py", frozenset(left_out))
-
-
-def headers() -> Sources:
-    """The ``.h`` files that torch brings, its own and its libraries', without those generated for each operator: about
-    24 MB."""
-    return Sources("headers", Path(torch.__file__).parent / "include", ".h", frozenset({"ATen/ops"}))

@@ -25,6 +25,8 @@ from typing import Any, Protocol
 
 from hydra.errors import CompactHydraException
 
+from recipes import record
+
 _REFUSALS = ("ValueError", "MisconfigurationException", "FloatingPointError")  # the last: of FiniteLoss
 _OURS = ("lightning_parallel", "recipes", "lightning")  # whose refusals say everything
 _LOST = re.compile(r"^([\w.]+\.)?(PeerLostError|DistBackendError|DistNetworkError)|gloo/transport")
@@ -129,3 +131,17 @@ def _is_in(packages: Iterable[str], file: str) -> bool:
     specs = filter(None, map(find_spec, packages))
     folders = [folder for spec in specs for folder in spec.submodule_search_locations or ()]
     return any(Path(file).is_relative_to(folder) for folder in folders)
+
+
+def first_failure(folder: Path) -> Failure | None:
+    """The first error of a rank; None for none. A rank that only lost its connection to another one is left out."""
+    files = sorted((folder / record.ERRORS).glob("rank-*.txt"), key=lambda file: file.stat().st_mtime_ns)
+    found = [_failure(folder, file) for file in files]
+    return next((failure for failure in found if not failure.is_lost_connection), None)
+
+
+def _failure(folder: Path, file: Path) -> Failure:
+    rank, text = int(file.stem.removeprefix("rank-")), file.read_text()
+    frames = text.rfind('\n  File "')
+    said = re.search(r"^\S.*", text[frames + 1 :], re.MULTILINE | re.DOTALL)  # after the last frame's lines
+    return Failure(rank, said[0].rstrip() if said else text, text, record.place(folder, rank))

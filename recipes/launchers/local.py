@@ -2,6 +2,10 @@
 
 The agent gives each run its own processes, world size and port, so the jobs of a sweep don't disturb each other.
 Lightning's subprocess launcher can't do this: under ``--multirun`` each of its children runs the sweep again.
+
+Once a worker has failed, the agent asks the others to end, by SIGTERM, and waits 30 s. A worker that is stopped
+(SIGSTOP, a debugger) can't hear it, and one that waits for a peer only notes it, since it may be a scheduler's. Those
+are killed from here.
 """
 
 from __future__ import annotations
@@ -11,10 +15,12 @@ import os
 import signal
 import sys
 import tempfile
+import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +29,6 @@ import psutil
 from recipes import record
 from recipes.launchers.cluster import Cluster
 from recipes.launchers.launcher import Failure, Preempted, WorkersFailed
-from recipes.launchers.watch import Ended, watched, workers
 from recipes.processes import LAUNCHED, PREEMPTING, REQUEUE, RESTARTS, WORKER, how_it_ended
 
 if TYPE_CHECKING:
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_LOOKS = 0.5  # seconds between two looks at the workers
 _SHUTDOWN_SECONDS = 10  # what workers get to end themselves after Ctrl-C or a peer's failure
 _ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the agent ends the workers
 _KILLED = tuple(-number for number in PREEMPTING)  # exit codes: before a worker listens to them
@@ -44,7 +50,7 @@ class LocalLauncher(Cluster):
     """Starts a run's workers on this machine. When they have ended, this process is as it was before.
 
     Args:
-        oversubscribe: start more workers than :mod:`recipes.machine` thinks sensible here; it looks before the start.
+        oversubscribe: start more workers than :mod:`recipes.process_rules` thinks sensible on this machine.
     """
 
     oversubscribe: bool = False
@@ -194,3 +200,71 @@ def _quiet_agent() -> Iterator[None]:
     finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
+
+
+@dataclass(slots=True)
+class Ended:
+    """The workers that had to be killed, by their process.
+
+    Attributes:
+        stopped: those that were stopped when another one failed.
+        slow: those that were still there some seconds later.
+    """
+
+    stopped: set[int] = field(default_factory=set)
+    slow: set[int] = field(default_factory=set)
+
+
+def workers(launcher: psutil.Process | None = None) -> list[psutil.Process]:
+    """The workers that a process has started (this one if none is named) and that are there."""
+    found = []
+    for child in (launcher or psutil.Process()).children():
+        with suppress(psutil.NoSuchProcess):
+            if "recipes.worker" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
+@contextmanager
+def watched(errors: Path, patience: float) -> Iterator[Ended]:
+    """While it is entered, workers end within ``patience`` after the first error.
+
+    Args:
+        errors: the folder where the agent lets workers write their errors.
+        patience: seconds that a worker gets to end itself.
+    """
+    ended, over = Ended(), threading.Event()
+    watch = threading.Thread(target=_watch, args=(errors, patience, ended, over), daemon=True)
+    watch.start()
+    try:
+        yield ended
+    finally:
+        over.set()
+        watch.join()
+
+
+def _watch(errors: Path, patience: float, ended: Ended, over: threading.Event) -> None:
+    while not any(errors.rglob("error.json")):
+        if over.wait(_LOOKS):
+            return
+    until = time.monotonic() + patience
+    while time.monotonic() < until:
+        for worker in workers():
+            if _is_stopped(worker):
+                _kill(worker, ended.stopped)
+        if over.wait(_LOOKS):
+            return
+    for worker in workers():
+        _kill(worker, ended.slow)
+
+
+def _is_stopped(worker: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return worker.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    return False
+
+
+def _kill(worker: psutil.Process, note: set[int]) -> None:
+    note.add(worker.pid)
+    with suppress(psutil.NoSuchProcess):
+        worker.send_signal(signal.SIGKILL)

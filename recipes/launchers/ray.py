@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_parallel.settings import Natural
 from recipes import record
-from recipes.launchers.cause import first_failure
 from recipes.launchers.cluster import Cluster
-from recipes.launchers.launcher import Failure, Preempted, WorkersFailed
+from recipes.launchers.launcher import Failure, Preempted, WorkersFailed, first_failure
 from recipes.processes import PREEMPTING
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from ray import train
 from ray.train.collective import broadcast_from_rank_zero
 
 from recipes import record
-from recipes.launchers.cause import first_failure
+from recipes.launchers.launcher import first_failure
 from recipes.processes import LAUNCHED, REQUEUE, RESTARTS, WORKER, how_it_ended
 
 # Files in the run's folder: the workers are to save the run, and leave; one has told its processes so.

@@ -1,8 +1,9 @@
-"""How the next token of a text is chosen."""
+"""Prompts as batches, and how the next token of a text is chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,3 +72,28 @@ class Generation:
             generator = torch.Generator().manual_seed(mix(self.seed, number, place))
             rows.append(torch.rand(size, dtype=torch.float64, generator=generator))
         return -(-torch.stack(rows).log()).log()
+
+
+def batches_of(prompts: Sequence[Sequence[int]], size: int, padding: int, *, pad: bool) -> list[dict[str, Tensor]]:
+    """Batches as :meth:`recipes.models.language_model.LanguageModel.predict_step` takes them.
+
+    Args:
+        prompts: the tokens of each.
+        size: prompts in a batch, at most.
+        padding: token to the left of shorter ones.
+        pad: prompts of several lengths may share a batch.
+    """
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for number, prompt in enumerate(prompts):
+        by_length[0 if pad else len(prompt)].append(number)
+    parts = [numbers[i : i + size] for numbers in by_length.values() for i in range(0, len(numbers), size)]
+    return [_batch([prompts[number] for number in part], part, padding) for part in parts]
+
+
+def _batch(prompts: Sequence[Sequence[int]], numbers: Sequence[int], padding: int) -> dict[str, Tensor]:
+    longest = max(map(len, prompts))
+    return {
+        "input_ids": torch.tensor([[padding] * (longest - len(prompt)) + list(prompt) for prompt in prompts]),
+        "attention_mask": torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
+        "prompt_number": torch.tensor(numbers),
+    }

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from recipes import record
-from recipes.launchers.cause import first_failure
+from recipes.launchers.launcher import first_failure
 
 LOST = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\nx.PeerLostError: The link broke.\n'
 OWN = """\

@@ -22,7 +22,7 @@ import yaml
 
 from recipes import ROOT, record, work
 from recipes.compare import memory, picture, report, run, waiting
-from recipes.compare.__main__ import main
+from recipes.compare.__main__ import compare
 from recipes.compare.rows import Row, rows
 from recipes.compare.run import Outcome, configs
 from recipes.launchers.launcher import Failure, WorkersFailed
@@ -239,7 +239,7 @@ def test_the_report_is_written_with_what_failed(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_what_cannot_be_compared_is_refused_before_anything_starts(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        main(words)
+        compare(words)
 
 
 def test_a_strategy_s_own_values_are_left_out_of_the_others(tmp_path: Path) -> None:

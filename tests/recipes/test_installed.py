@@ -82,10 +82,9 @@ def test_each_command_tells_its_own_name(
 ) -> None:
     monkeypatch.setattr(sys, "argv", [f"/usr/bin/{script}", "--help"])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    module, function = SCRIPTS[script].split(":")
-    assert (module, f"lp-{function}") == ("recipes.installed", script)
+    assert SCRIPTS[script] == "recipes.installed:main"
     with pytest.raises(SystemExit) as ended:
-        getattr(installed, function)()
+        installed.main()
     told = capsys.readouterr().out
     assert not ended.value.code and f"{script} [" in told and "python -m" not in told
 
@@ -93,7 +92,7 @@ def test_each_command_tells_its_own_name(
 def test_without_the_extra_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "find_spec", lambda name: None if name == "rich" else name)
     with pytest.raises(SystemExit, match=r'rich not installed: pip install "lightning-parallel\[recipes\]"'):
-        installed.train()
+        installed.main()
 
 
 @pytest.mark.parametrize("command", COMMANDS)

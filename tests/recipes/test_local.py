@@ -13,8 +13,7 @@ from lightning_parallel.ranks import process_group
 from recipes import record
 from recipes.launchers import local
 from recipes.launchers.launcher import Failure, WorkersFailed
-from recipes.launchers.local import LocalLauncher
-from recipes.launchers.watch import Ended
+from recipes.launchers.local import Ended, LocalLauncher
 from recipes.processes import REQUEUE
 
 OWN, LOST = "ValueError: no luck", "PeerLostError: The link to stage 1 broke"

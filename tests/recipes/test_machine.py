@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipes import machine
+from recipes import process_rules as machine
 from tests.recipes.test_configs import problems
 
 

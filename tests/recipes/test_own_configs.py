@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra._internal.utils import get_args_parser
@@ -13,6 +14,7 @@ from recipes import CONF, ROOT, commands, launch, record
 from recipes.compose import check
 from recipes.configs import Configs
 from recipes.problem import ConfigError
+from recipes.validate import validate
 from tests.recipes.test_configs import CUSTOM, composed
 
 EXPERIMENT = """\
@@ -135,12 +137,12 @@ def test_a_command_after_a_run_knows_the_runs_configs(folder: Path, tmp_path: Pa
     checkpoint = tmp_path / "weights.safetensors"
     checkpoint.touch()
 
-    def changed(*overrides: str) -> dict[str, object]:
+    def changed(*overrides: str) -> dict[str, Any]:
         return commands.config_of("evaluate", run, tmp_path / "out", overrides, checkpoint)
 
     assert changed("model.width=32")["model"] == {**config["model"], "width": 32}
-    with pytest.raises(ConfigError, match=r"model.widht=3: no such key in model; did you mean width\?"):
-        changed("model.widht=3")
+    told = " ".join(map(str, validate(changed("model.widht=3"))))
+    assert "model.widht=3: no such key in model; did you mean width?" in told
     folder.rename(tmp_path / "elsewhere")
     assert changed()["model"] == config["model"]
     with pytest.raises(ConfigError, match="my_conf: the run's own configs were there; put them back, or leave the"):
@@ -150,11 +152,7 @@ def test_a_command_after_a_run_knows_the_runs_configs(folder: Path, tmp_path: Pa
 def test_a_class_of_the_users_takes_an_option_without_settings_of_an_example() -> None:
     target = CUSTOM["model"]
     assert told("model=custom", f"model._target_={target}", "data=digits") == []
-    (problem,) = told(f"model._target_={target}")
-    assert problem.endswith(f"model=gpt is an example; use model=custom model._target_={target}")
-    (problem,) = told(f"+model._target_={target}", "data=digits")
+    (problem,) = told(f"model._target_={target}", "data=digits")
     assert problem.endswith(f"has the settings of model=gpt, too; use model=custom model._target_={target}")
     (problem,) = told("model=custom", "data=digits")
     assert problem.startswith("model._target_=null: not a class; name your own")
-    (problem,) = told("model=custom", f"model._target_={target}", "model.width=3", "data=digits")
-    assert "put + before an argument of your class that is not set: +model.width=3" in problem

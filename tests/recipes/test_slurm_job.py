@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipes import record
-from recipes.launchers.slurm import SlurmLauncher
-from recipes.launchers.slurm_job import script
+from recipes.launchers.slurm import SlurmLauncher, script
 from recipes.processes import REFUSED, REQUEUE
 
 KILLED, FAILED = 143, 1

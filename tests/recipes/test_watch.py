@@ -18,7 +18,7 @@ import yaml
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from recipes import record
-from recipes.launchers import watch
+from recipes.launchers import local as watch
 from recipes.launchers.launcher import WorkersFailed
 from recipes.launchers.local import LocalLauncher
 from tests.recipes.test_configs import composed

@@ -20,9 +20,8 @@ from lightning_parallel.tensor.linear import ColumnParallelLinear
 from lightning_parallel.tensor.plan import find_plan
 from lightning_parallel.tensor.region import ShardedRegion
 from lightning_parallel.tensor.sharding import Sharding, shard_module
+from recipes.models.classifier import MLP, LeNet
 from recipes.models.gpt import GPT
-from recipes.models.lenet import LeNet
-from recipes.models.mlp import MLP
 from tests.pool import WorkerPool
 
 ADAM = {"_target_": "torch.optim.AdamW"}

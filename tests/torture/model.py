@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes.models.mlp import MLP
+from recipes.models.classifier import MLP
 from tests.torture.fault import Moment, reach
 
 

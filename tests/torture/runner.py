@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from recipes.launchers.watch import workers
+from recipes.launchers.local import workers
 from tests.torture.cases import Case
 from tests.torture.fault import HAPPENED, LAUNCHER, SAVES_EVERY, Kind, Moment
 from tests.torture.layouts import TIMEOUT, Layout

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_parallel import PipelineStrategy
-from recipes.data.prompts import batches_of
-from recipes.models.generation import Generation
+from recipes.models.generation import Generation, batches_of
 from recipes.models.gpt import GPT
 from recipes.models.language_model import LanguageModel
 from recipes.tables import Cell, Table

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from recipes.data.sources import headers
 from recipes.tables import Cell, Table
 from tools.study import train
 from tools.study.arms import Arm, Run, Setting
-from tools.study.text import Text
+from tools.study.text import Text, headers
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from lightning_parallel.pipeline.staleness import Correction
-from recipes.data.sources import headers, stdlib
+from recipes.data.sources import stdlib
 from tools.study.arms import OPTIMIZERS, STAGES, Arm, Setting, arms
 from tools.study.images import Digits
 from tools.study.task import Task
-from tools.study.text import Text
+from tools.study.text import Text, headers
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ synchronous arm ran at 0.00075 too: 0.9175, 0.9004 and 0.9007 by seed. Beside th
 (+0.30, +0.45, +0.29). The losses by which rates are chosen, of 180 other digits, say the same: +0.3 %."""
 
 _DIGITS = Digits(shift=1, noise=0.3)
-_HEADERS = Text(headers, "the C and C++ headers that torch brings (`recipes.data.sources.headers`)")
+_HEADERS = Text(headers, "the C and C++ headers that torch brings (`tools.study.text.headers`)")
 _ALL = (
     Study(
         name="asynchrony",

@@ -13,10 +13,16 @@ from torch import Tensor, nn
 from recipes import ROOT
 from recipes.data import sources
 from recipes.data.sources import Sources
-from recipes.data.tokens import TokenWindows
+from recipes.data.text import TokenWindows
 from recipes.models.gpt import GPT
 from tools.study.arms import Setting
 from tools.study.task import Chain, Split, Words
+
+
+def headers() -> Sources:
+    """The ``.h`` files that torch brings, its own and its libraries', without those generated for each operator: about
+    24 MB."""
+    return Sources("headers", Path(torch.__file__).parent / "include", ".h", frozenset({"ATen/ops"}))
 
 
 class _Embeddings(nn.Module):

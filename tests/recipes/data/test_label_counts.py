@@ -21,9 +21,7 @@ def batches(replicas: int, *, train: bool, epoch: int = 0) -> list[list[dict[str
     """Of four rows over all replicas."""
     data, found = rows(), []
     for rank in range(replicas):
-        sampler = CountingSampler(
-            data, 4, num_replicas=replicas, rank=rank, shuffle=train, seed=3, drop_last=train
-        )
+        sampler = CountingSampler(data, 4, num_replicas=replicas, rank=rank, shuffle=train, seed=3, drop_last=train)
         sampler.set_epoch(epoch)
         places, each = list(sampler), 4 // replicas
         assert len(places) == len(sampler)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from recipes import build
+from recipes.models.classifier import MLP, LeNet
 from recipes.models.gpt import GPT
-from recipes.models.lenet import LeNet
-from recipes.models.mlp import MLP
 from recipes.models.optimizer import configure, warmup, warmup_cosine
 from tests.recipes.test_configs import composed
 

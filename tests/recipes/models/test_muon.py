@@ -13,9 +13,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from recipes.models.classifier import MLP, LeNet
 from recipes.models.gpt import GPT
-from recipes.models.lenet import LeNet
-from recipes.models.mlp import MLP
 from recipes.models.muon import MuonAdamW
 from tests.pool import WorkerPool
 from tests.strategies.failures import assert_refused

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from tests.tools.study.small import TINY, write_text
+from tools.study.text import headers
 
 
 def test_batches_depend_on_the_seed_alone(tmp_path: Path) -> None:
@@ -25,3 +26,10 @@ def test_held_out_windows_are_spread_over_their_own_split(tmp_path: Path) -> Non
     inputs, targets = task.held_out(TINY, "test", 5)
     assert inputs[:, 0].tolist() == [0, 32, 72, 112, 152] and torch.equal(inputs + 1, targets)
     assert len(task.held_out(TINY, "val", 10**6)[0]) == (200 - 1) // TINY.context
+
+
+def test_headers_are_megabytes_of_text(tmp_path: Path) -> None:
+    folder = headers().build(tmp_path)
+    assert (folder / "train.bin").stat().st_size > 10**7 and b"#include <" in (folder / "val.bin").read_bytes()
+    assert not any("ops" in file.parts for file in headers().files() if file.parts[0] == "ATen")
+    assert headers().fingerprint(folder).startswith("headers sha256:")
