@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PathLike = str | os.PathLike[str]
@@ -84,6 +84,24 @@ def remove(path: Path) -> None:
         os.rename(path, _beside(path))
     delete(_old(path))
     _delete_unfinished(path)
+
+
+def take_name(path: Path, *, as_folder: bool) -> bool:
+    """Make an empty folder or file for a coming checkpoint, if nothing is there."""
+    with suppress(OSError):  # the save itself will raise what is wrong
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir() if as_folder else path.touch(exist_ok=False)
+        return True
+    return False
+
+
+def give_back_name(path: Path) -> None:
+    """Delete what :func:`take_name` has made, while it is empty."""
+    with suppress(OSError):
+        if path.is_dir():
+            path.rmdir()
+        elif path.stat().st_size == 0:
+            path.unlink()
 
 
 def delete(path: Path) -> None:

@@ -1,7 +1,11 @@
-"""Checks what a module's ``state_dict()`` gives to be saved, where ranks hold parts of the module.
+"""What a module brings into a checkpoint where ranks hold parts of it: its ``state_dict()`` and its hyperparameters.
 
 Each rank saves the tensors that it holds, under the module's names. A ``state_dict()`` of the user's, or
 ``on_save_checkpoint``, may leave some out, and add others.
+
+``save_hyperparameters()`` keeps a network or a metric among the arguments as the very object that is trained. While a
+Trainer runs, each rank has a part of it, which can't be pickled. But Lightning also keeps a copy of the arguments, made
+when they were given. A checkpoint gets this copy; what the network has learned is in its ``state_dict``.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import lightning.pytorch as pl
 from torch import Tensor, nn
 
 from lightning_parallel.absent.tensor import AbsentTensor
+from lightning_parallel.private.torch import tree_leaves
 from lightning_parallel.ranks.local_model import memory_of
 
 
@@ -76,3 +81,15 @@ def _is_more(module: nn.Module, name: str, value: Any, own: Mapping[str, Tensor]
         return False
     memory = memory_of(value)
     return memory == 0 or all(memory_of(tensor) != memory for tensor in own.values())
+
+
+def save_as_given(checkpoint: dict[str, Any], module: pl.LightningModule) -> None:
+    """Replace hyperparameters in a checkpoint that hold modules, also in lists and dictionaries, by Lightning's copies
+    of them."""
+    for owner in (module, getattr(module.trainer, "datamodule", None)):
+        held = checkpoint.get(getattr(owner, "CHECKPOINT_HYPER_PARAMS_KEY", ""))
+        if not isinstance(held, dict):  # none, or a container of OmegaConf, which holds no modules
+            continue
+        names = [key for key, value in held.items() if any(isinstance(x, nn.Module) for x in tree_leaves(value))]
+        given = owner.hparams_initial if names else {}  # type: ignore[union-attr]  # Lightning copies at each access
+        held.update({name: given[name] for name in names if name in given})

@@ -6,9 +6,8 @@ tensors: sizes of the other files, and a checksum of torch's ``.metadata``, whic
     {"content": {"aliases": {"head.weight": "embedding.weight"}, "extra_state": [], "crc32": {".metadata": 123},
      "bytes": {".metadata": 2048, "__0_0.distcp": 400000}}, "crc32": 456}
 
-All else is in zip archives that ``torch.save`` has written. Each record has a checksum, which torch itself doesn't
-read. A file of tensors is a row of such archives, one for each tensor or box of it; ``.metadata`` says where each
-begins.
+All else is in zip archives that ``torch.save`` has written. Each record has a checksum, which torch doesn't read. A
+file of tensors is a row of such archives, one for each tensor or box of it; ``.metadata`` says where each begins.
 """
 
 from __future__ import annotations
@@ -35,11 +34,8 @@ NOT_WRITTEN = "it is not, or no longer, what was written"
 
 
 def contents_of(folder: Path, aliases: Mapping[str, str], extra_state: Iterable[str] = ()) -> bytes:
-    """The content of contents.json for a ``folder`` in which the tensors have been written.
-
-    Args:
-        aliases: the further names of tied tensors, with the name that each is saved under.
-        extra_state: the names of what trainer.pt holds of the model.
+    """The content of contents.json for a ``folder`` in which the tensors have been written: ``aliases`` are the further
+    names of tied tensors, with the name that each is saved under, ``extra_state`` what trainer.pt holds of the model.
     """
     content = {
         "aliases": dict(aliases),
@@ -59,15 +55,13 @@ def verified(folder: Path) -> tuple[dict[str, Any], Path | None]:
         return empty, None
     try:
         parsed = json.loads(path.read_bytes())
-        content, is_right = parsed["content"], _crc32_of(parsed["content"]) == parsed["crc32"]
+        if _crc32_of(parsed["content"]) != parsed["crc32"]:
+            return empty, path
     except (ValueError, KeyError, TypeError):
-        is_right = False
-    if not is_right:
         return empty, path
-    for name, crc32 in content["crc32"].items():
-        if zlib.crc32((folder / name).read_bytes()) != crc32:
-            return empty, folder / name
-    return empty | content, None
+    content = empty | parsed["content"]
+    wrong = [name for name, crc32 in content["crc32"].items() if zlib.crc32((folder / name).read_bytes()) != crc32]
+    return (empty, folder / wrong[0]) if wrong else (content, None)
 
 
 def _crc32_of(content: Mapping[str, Any]) -> int:

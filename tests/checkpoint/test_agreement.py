@@ -38,14 +38,6 @@ def test_many_names_are_cut_short() -> None:
     assert first_few("abcdefg") == "a, b, c, d, e, and 2 more"
 
 
-def test_options_of_a_rank_s_own_may_differ_and_others_may_not() -> None:
-    first, second = {"lr": 0.1, "d": 1.0, "params": ["a"]}, {"lr": 0.1, "d": 2.0, "params": ["b"]}
-    (group,) = merge_groups([[first], [second]], ["a", "b"], {"d"})
-    assert group == {"lr": 0.1, "d": 1.0, "params": ["a", "b"]}
-    with pytest.raises(ValueError, match="has lr=0.1 on one rank and 0.2 on another"):
-        merge_groups([[first], [{**second, "lr": 0.2}]], [], {"d"})
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
 @pytest.mark.parametrize("shape", [(), (3,), (7, 13), (129, 8, 16)])
 def test_copies_have_one_digest_and_any_change_gives_another(dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_parallel.checkpoint.random_state import random_state, restore_random_state
+from lightning_parallel.seeding import random_state, restore_random_state
 
 DRAWS: dict[str, Callable[[], Any]] = {
     "torch": lambda: torch.randn(3).tolist(),

@@ -54,7 +54,7 @@ def by_path(module: str, name: str, argument: str) -> bytes:
 
 def test_what_save_wrote_is_read(checkpoint: Path) -> None:
     found = Reader(checkpoint).found
-    assert {key: (tuple(entry.size), entry.properties.dtype) for key, entry in found.items()} == {
+    assert {key: (tuple(each.shape), each.dtype) for key, each in found.items()} == {
         "model/net.weight": ((2, 3), torch.float32),
         "model/net.steps": ((), torch.int64),
     }
@@ -101,7 +101,7 @@ def test_metadata_with_objects_names_them(checkpoint: Path) -> None:
 def test_a_trainer_file_with_a_call_is_refused_unless_trusted(checkpoint: Path, function: Callable[..., Any]) -> None:
     mark = checkpoint / "mark"
     argument: Any = ["mkdir", str(mark)] if function is subprocess.call else str(mark)
-    state = dict.fromkeys(["optimizer_scalars", "param_groups", "own_options", "extra_state"])
+    state = dict.fromkeys(["optimizer_scalars", "param_groups", "extra_state"])
     state = {**state, "trainer": Calls(function, argument)}
     torch.save(state, checkpoint / TRAINER)
     with pytest.raises(ValueError, match="can run code. If you trust the file, load it with weights_only=False"):

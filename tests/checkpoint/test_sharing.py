@@ -14,7 +14,7 @@ from tests.pool import WorkerPool
 
 def summary(sizes: dict[str, int]) -> RankSummary:
     """Of a rank that holds tensors of these sizes, by key."""
-    return RankSummary("", {key: ((size,), torch.int8) for key, size in sizes.items()}, {}, [], [], frozenset(), {})
+    return RankSummary("", {key: ((size,), torch.int8) for key, size in sizes.items()}, {}, [], [], {})
 
 
 def test_replicas_write_equal_shares() -> None:
