@@ -258,15 +258,6 @@ def test_on_a_full_disk_models_are_made_in_memory(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("_of_any_size")
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no file system in memory")
-def test_a_file_system_in_memory_is_not_taken_for_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", "/dev/shm")
-    with pytest.warns(UserWarning, match="/dev/shm is not on a disk"), DiskOffload():
-        assert torch.ones(4).sum() == 4
-    assert mapped_files() == 0
-
-
-@pytest.mark.usefixtures("_of_any_size")
 def test_a_missing_folder_is_told(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="No such file or directory"), DiskOffload(tmp_path / "none"):
         assert torch.ones(4).sum() == 4
