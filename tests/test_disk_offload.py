@@ -18,14 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    MambaConfig,
-    MambaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_parallel import disk_offload
 from lightning_parallel.disk_offload import DiskOffload
@@ -91,8 +84,6 @@ class Everything(nn.Module):
 MODELS: list[Callable[[], nn.Module]] = [
     Everything,
     lambda: GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=8, n_layer=2, n_head=2)),
-    lambda: MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=8, num_hidden_layers=2, state_size=4)),
-    lambda: T5ForConditionalGeneration(T5Config(vocab_size=40, d_model=8, d_ff=16, num_layers=2, num_heads=2, d_kv=4)),
 ]
 
 

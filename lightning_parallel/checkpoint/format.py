@@ -25,12 +25,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from lightning_parallel.checkpoint import directory
 from lightning_parallel.checkpoint.agreement import RankSummary, agree, digests, refuse_misfits, writers
-from lightning_parallel.checkpoint.directory import TRAINER, PathLike
+from lightning_parallel.checkpoint.directory import CONTENTS, TRAINER, PathLike, contents_of
 from lightning_parallel.checkpoint.keys import MODEL, OptimizerState, divided, key_in, nearest, parts_of
 from lightning_parallel.checkpoint.plain import Wholes, as_plain
 from lightning_parallel.checkpoint.reading import Reader, plain_errors
 from lightning_parallel.checkpoint.slices import Slices, collected, empty_like
-from lightning_parallel.checkpoint.whole import CONTENTS, contents_of
 from lightning_parallel.ranks.collectives import Group, decided_by_first, gather_objects_on_first, guarded, together
 
 

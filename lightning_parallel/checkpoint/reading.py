@@ -23,8 +23,15 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from lightning_parallel.checkpoint import directory
 from lightning_parallel.checkpoint.agreement import first_few
-from lightning_parallel.checkpoint.directory import FILES, METADATA, TRAINER, PathLike
-from lightning_parallel.checkpoint.whole import check_archive, damaged, verified
+from lightning_parallel.checkpoint.directory import (
+    FILES,
+    METADATA,
+    TRAINER,
+    PathLike,
+    check_archive,
+    damaged,
+    verified,
+)
 from lightning_parallel.private.torch import METADATA_CLASSES
 
 

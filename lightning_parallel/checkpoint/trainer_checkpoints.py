@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,24 +21,24 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel.checkpoint import directory, format
 from lightning_parallel.checkpoint.background import BackgroundSave
 from lightning_parallel.checkpoint.keys import OptimizerState
-from lightning_parallel.checkpoint.optimizer_states import fill_optimizer, optimizer_state, refuse_other_groups
 from lightning_parallel.checkpoint.plain import OF_TENSORS, PlainOnDemand, Wholes, by_name
-from lightning_parallel.checkpoint.reading import Reader
-from lightning_parallel.checkpoint.slices import Slices, on_host
-from lightning_parallel.checkpoint.state_dicts import (
-    extra_state,
+from lightning_parallel.checkpoint.rank_states import (
+    fill_optimizer,
     is_here,
     named_tensors,
+    optimizer_state,
+    refuse_other_groups,
     refuse_others,
     save_as_given,
 )
-from lightning_parallel.checkpoint.whole import check_archive
+from lightning_parallel.checkpoint.reading import Reader
+from lightning_parallel.checkpoint.slices import Slices, on_host
 from lightning_parallel.private.torch import tree_map
 from lightning_parallel.ranks.collectives import Group, decided_by_first, together
 from lightning_parallel.ranks.local_model import LocalModel, memory_of
@@ -46,6 +47,7 @@ from lightning_parallel.seeding import random_state
 RANDOM_STATE = "random_state"  # in a checkpoint that was read: this rank's generators
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """Saves and loads a run's state. A checkpoint is a directory that all ranks write, or a file.
 
@@ -56,29 +58,16 @@ class Checkpoints:
         background: runs saves while training goes on; None: training waits for them.
         file: writes one file; None: a checkpoint is a directory.
         as_lightning: every rank holds all of the model, and the file is what Lightning has collected.
+        have_failed: after an error nothing is saved any more, since a save would need every rank.
     """
 
-    def __init__(
-        self,
-        local: LocalModel,
-        coordinate: str,
-        group_names: list[list[list[str]]],
-        background: BackgroundSave | None = None,
-        *,
-        file: CheckpointIO | None = None,
-        as_lightning: bool = False,
-    ) -> None:
-        self._local = local
-        self._coordinate = coordinate
-        self._group_names = group_names
-        self._background = background
-        self._file = file
-        self._as_lightning = as_lightning
-        self.have_failed = False
-
-    def fail(self) -> None:
-        """Save nothing any more after an error: a save would need every rank."""
-        self.have_failed = True
+    local: LocalModel
+    coordinate: str
+    group_names: list[list[list[str]]]
+    background: BackgroundSave | None
+    file: CheckpointIO | None = None
+    as_lightning: bool = False
+    have_failed: bool = False
 
     def finish(self) -> None:
         """Wait for a save in the background.
@@ -86,22 +75,22 @@ class Checkpoints:
         Raises:
             RuntimeError: it has failed.
         """
-        if self._background is not None:
-            self._background.finish()
+        if self.background is not None:
+            self.background.finish()
 
     def remove(self, path: str | Path, io: CheckpointIO) -> None:
         """Delete a checkpoint, a directory or a file, once the newer one is whole. One rank calls it."""
         remove = partial(_remove, path, io)
-        if self._background is None:
+        if self.background is None:
             remove()
         else:
-            self._background.after(remove)
+            self.background.after(remove)
 
     @property
     def _model(self) -> dict[str, Tensor]:
         """The tensors here that belong in a checkpoint, by name."""
-        tensors = {**{name: p.data for name, p in self._local.parameters.items()}, **self._local.buffers()}
-        shards = self._local.shards
+        tensors = {**{name: p.data for name, p in self.local.parameters.items()}, **self.local.buffers()}
+        shards = self.local.shards
         return {name: Slices(each, shards[name]) if name in shards else each for name, each in tensors.items()}
 
     # -- save ----------------------------------------------------------------------------------------------------
@@ -113,7 +102,7 @@ class Checkpoints:
             ValueError: it has other names or other values than the module.
         """
         state_dict = module.state_dict()
-        if not self._as_lightning:
+        if not self.as_lightning:
             refuse_others(state_dict, module, f"{type(module).__name__}.state_dict()")
         return state_dict
 
@@ -133,17 +122,17 @@ class Checkpoints:
         if self.have_failed:
             rank_zero_warn(f"Not saved after an error: {path}. A checkpoint needs every rank.")
             return
-        if storage_options is not None and self._file is None:
+        if storage_options is not None and self.file is None:
             raise TypeError(
                 f"storage_options={storage_options!r}: this strategy's checkpoint is a local directory. Set "
                 f"checkpoint='file'."
             )
         file: Callable[[dict[str, Any]], None] | None = None
-        if self._file is not None:
-            file = partial(self._file.save_checkpoint, path=path, storage_options=storage_options)
+        if self.file is not None:
+            file = partial(self.file.save_checkpoint, path=path, storage_options=storage_options)
         state = module.trainer.state
         trains = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
-        background = self._background if trains else None
+        background = self.background if trains else None
         self.finish()  # one copy in memory at a time
         copied = background is not None
         write = together(None, lambda: self._writer(checkpoint, path, module, optimizers, file, copied=copied))
@@ -181,7 +170,7 @@ class Checkpoints:
             copied: copy the state to host memory now, so that later changes of it aren't written.
         """
         save_as_given(checkpoint, module)
-        if file is not None and self._as_lightning:
+        if file is not None and self.as_lightning:
             write, content = file, checkpoint if module.trainer.is_global_zero else {}
             content = _written_and_read(content) if copied else content
             return lambda group: decided_by_first(group, lambda: write(content))
@@ -191,7 +180,7 @@ class Checkpoints:
         extra = {name: value for name, value in state_dict.items() if name not in own and is_here(module, name)}
         trainer = {key: value for key, value in checkpoint.items() if key not in OF_TENSORS}
         saved = optimizers if "optimizer_states" in checkpoint else []
-        states = [optimizer_state(optimizer, self._local) for optimizer in saved]
+        states = [optimizer_state(optimizer, self.local) for optimizer in saved]
         model = {name: tensor for name, tensor in self._model.items() if name in state_dict}
         if copied:
             trainer, extra = _written_and_read(trainer), _written_and_read(extra)
@@ -203,9 +192,9 @@ class Checkpoints:
             optimizers=states,
             trainer=trainer,
             rank_state=random_state(),
-            coordinate=self._coordinate,
-            order=[name for groups in self._group_names for names in groups for name in names],
-            aliases=self._local.tied_names(module),
+            coordinate=self.coordinate,
+            order=[name for groups in self.group_names for names in groups for name in names],
+            aliases=self.local.tied_names(module),
             extra_state=extra,
             file=file,
         )
@@ -284,23 +273,24 @@ class Checkpoints:
             return source, saved
 
         source, saved = together(None, opened)
-        names, strict = [*self._local.parameters] if optimizers else [], module.strict_loading
-        loaded = format.load_from(source, saved, path, model, names, self._coordinate, strict=strict)
+        names, strict = [*self.local.parameters] if optimizers else [], module.strict_loading
+        loaded = format.load_from(source, saved, path, model, names, self.coordinate, strict=strict)
         module.load_state_dict(loaded.extra_state, strict=False)
         for optimizer, state in zip(optimizers, loaded.optimizers, strict=False):
-            fill_optimizer(optimizer, state, self._local)
+            fill_optimizer(optimizer, state, self.local)
         return {**loaded.trainer, "state_dict": {}, "optimizer_states": [], RANDOM_STATE: loaded.rank_state}
 
     def _source(
         self, content: Mapping[str, Any], model: Mapping[str, Tensor], module: pl.LightningModule, with_optimizers: bool
     ) -> Wholes:
         """A plain checkpoint's content. What a hook has put there of this rank's own tensors stays as it is."""
-        state_dict, tied, others = content["state_dict"], self._local.tied_names(module), extra_state(module).keys()
+        state_dict, tied = content["state_dict"], self.local.tied_names(module)
+        others = nn.Module.state_dict(module, keep_vars=True).keys() - named_tensors(module).keys()
         extra = {name: each for name, each in state_dict.items() if name in others or not isinstance(each, Tensor)}
         tensors = {tied.get(name, name): each for name, each in state_dict.items() if name not in extra}
         own = {name: model[name] for name, each in tensors.items() if name in model and _share(model[name], each)}
         # States are numbered through an optimizer's groups, in the order of `group_names`.
-        states = by_name(content["optimizer_states"], self._group_names) if with_optimizers else []
+        states = by_name(content["optimizer_states"], self.group_names) if with_optimizers else []
         trainer = {key: value for key, value in content.items() if key not in OF_TENSORS}
         return Wholes(tensors | own, states, trainer, extra)
 
@@ -317,7 +307,7 @@ def is_directory(path: str | Path) -> bool:
         if format.is_checkpoint(path) or Path(path).is_dir():
             return True
         if Path(path).is_file():  # a CheckpointIO of the user's may know other places
-            check_archive(Path(path), Path(path))
+            directory.check_archive(Path(path), Path(path))
         return False
 
     return decided_by_first(None, look)

@@ -34,7 +34,7 @@ from lightning_parallel.callbacks.defaults import (
 )
 from lightning_parallel.callbacks.start_table import Holding, StartTable
 from lightning_parallel.checkpoint.background import BackgroundSave
-from lightning_parallel.checkpoint.optimizer_states import take_groups
+from lightning_parallel.checkpoint.rank_states import take_groups
 from lightning_parallel.checkpoint.trainer_checkpoints import Checkpoints, is_directory
 from lightning_parallel.checks.optimizer_trial import refuse_parts, refuse_strange_parameters
 from lightning_parallel.checks.other_lightning import warn_of_other_modules
@@ -592,7 +592,7 @@ class LayoutStrategy(ParallelStrategy):
         wherever they wait."""
         self.end_watch()
         if self._checkpoints is not None and not (self.saves_as_lightning and self.layout.world_size == 1):
-            self._checkpoints.fail()
+            self._checkpoints.have_failed = True
         if self._background is not None:
             try:
                 self._background.finish()

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_parallel.checkpoint import Loaded, OptimizerState, is_checkpoint, load, read_full, remove, save
+from lightning_parallel.checkpoint import Loaded, OptimizerState, is_checkpoint, load, remove, save
 from tests.pool import WorkerError, WorkerPool
 
 
@@ -136,32 +136,10 @@ def test_no_process_group_is_needed(pool: WorkerPool, path: str) -> None:
     assert load_here(path) == [0] * 3
 
 
-def test_the_whole_model_reads_as_a_plain_state_dict(pool: WorkerPool, path: str) -> None:
-    pool.run(save_here, 3, path, trainer={"object": Path()})
-    model, _ = whole()
-    expected, found = model.state_dict(), read_full(path)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def save_tied(path: str) -> None:
-    save(path, **held(*place(), extra=("0.weight", "1.running_mean")))
-
-
 def save_drifted(path: str) -> None:
     arguments = held(*place(), extra=("0.weight",))
     arguments["model"]["0.weight"] += 1e-7 * dist.get_rank()
     save(path, **arguments)
-
-
-def test_a_tied_parameter_on_two_ranks_is_saved_once(pool: WorkerPool, path: str) -> None:
-    pool.run(save_here, 2, path + ".plain")
-    pool.run(save_tied, 2, path)
-    size, plain = (
-        sum(file.stat().st_size for file in Path(place).glob("*.distcp")) for place in (path, path + ".plain")
-    )
-    assert size == plain
-    pool.run(load_here, 2, path)
 
 
 def test_copies_of_a_parameter_that_drifted_apart_are_refused(pool: WorkerPool, path: str) -> None:
@@ -201,13 +179,6 @@ def test_ranks_that_disagree_are_refused_on_all(pool: WorkerPool, path: str, wha
         pool.run(save_misfits, 2, path, what)
     assert sorted(caught.value.errors) == [0, 1]
     assert all("ValueError" in error for error in caught.value.errors.values())
-
-
-def test_a_checkpoint_is_overwritten(pool: WorkerPool, path: str) -> None:
-    save_here(path, trainer={"epoch": 1, "by": 9})
-    pool.run(save_here, 3, path)
-    pool.run(load_here, 2, path)
-    assert left_in(path) == ["last.ckpt"]
 
 
 def crash_when_moving(path: str, moment: int, how: str) -> None:
@@ -367,9 +338,7 @@ def save_sharded(path: str) -> None:
     save(
         path,
         model={"weight": shard},
-        optimizers=[
-            OptimizerState({"weight": {"momentum": momentum, "step": 3}}, [{"lr": 0.1, "params": ["weight"]}])
-        ],
+        optimizers=[OptimizerState({"weight": {"momentum": momentum, "step": 3}}, [{"lr": 0.1, "params": ["weight"]}])],
         trainer={},
         rank_state={},
         coordinate=f"pp0.dp0.tp{dist.get_rank()}",
@@ -397,15 +366,6 @@ def test_a_removed_checkpoint_leaves_nothing(path: str) -> None:
     remove(path)
     assert left_in(path) == ["last.ckpt.json"] and not is_checkpoint(path)
     remove(path)
-
-
-def test_a_plain_file_in_the_way_is_replaced(path: str) -> None:
-    Path(path).parent.mkdir()
-    Path(path).touch()
-    assert not is_checkpoint(path)
-    save_here(path)
-    assert left_in(path) == ["last.ckpt"]
-    load_here(path)
 
 
 def test_optimizers_of_one_parameter_keep_their_states_apart(path: str) -> None:

@@ -180,4 +180,3 @@ def test_an_asynchronous_run_goes_on_from_another_layout(runs: Runs, source: str
 def test_a_run_goes_on_from_a_converted_checkpoint(runs: Runs, source: str, target: str) -> None:
     middle, end = runs.whole(source)
     assert_same(runs.resumed(target, runs.other_kind(middle)), end)
-
